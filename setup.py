@@ -1,4 +1,5 @@
-"""Give the package the README as its description, with links that also work away from the repository.
+"""Give the package the README as its description, with links that also work away from the
+repository.
 
 All else is in pyproject.toml.
 """
@@ -13,11 +14,19 @@ _LINK = re.compile(r"(!?)(\[[^\]]*\])\((?![a-z]+:|#)([^)]+)\)")
 
 
 def described() -> str:
-    """Return the README with the addresses of files in the repository, at the tag of this version."""
+    """Return the README with the addresses of files in the repository, at the tag of this
+    version.
+    """
     source = re.search(r'^Source = "(.+)"$', (HERE / "pyproject.toml").read_text(), re.MULTILINE)
-    version = re.search(r'^__version__ = "(.+)"$', (HERE / "perseus_planner" / "__init__.py").read_text(), re.MULTILINE)
+    version = re.search(
+        r'^__version__ = "(.+)"$',
+        (HERE / "perseus_planner" / "__init__.py").read_text(),
+        re.MULTILINE,
+    )
     if source is None or version is None:
-        raise ValueError("pyproject.toml has no Source, or perseus_planner/__init__.py no __version__")
+        raise ValueError(
+            "pyproject.toml has no Source, or perseus_planner/__init__.py no __version__"
+        )
 
     def absolute(link: re.Match[str]) -> str:
         image, text, path = link.groups()

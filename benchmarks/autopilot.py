@@ -1,4 +1,6 @@
-"""Number 22: the autopilot in virtual time: how soon it saves as much as the best plan, and what learning costs."""
+"""Number 22: the autopilot in virtual time: how soon it saves as much as the best plan, and what
+learning costs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class Run:
         jitter: of computations, relative.
         iterations: how many run.
         pipelines: replicas.
-        event: "over" for rows over the physical bound, "slower" for a stage that becomes slower, or nothing.
+        event: "over" for rows over the physical bound, "slower" for a stage that becomes slower, or
+            nothing.
     """
 
     case: int
@@ -107,14 +110,21 @@ def measure(size: Size) -> Section:
     runs = list(_runs(size))
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
         each: Any = pool.map if len(runs) > 1 else map
-        worlds = list(dict.fromkeys((run.case, run.microbatches, run.seed) for run in runs if run.event != "over"))
+        worlds = list(
+            dict.fromkeys(
+                (run.case, run.microbatches, run.seed) for run in runs if run.event != "over"
+            )
+        )
         best = dict(zip(worlds, each(_best_of, *zip(*worlds, strict=True)), strict=True))
         bests = [best.get((run.case, run.microbatches, run.seed), 0.0) for run in runs]
         rows = []
         for run, row in zip(runs, each(_row, runs, bests), strict=True):
             print(f"{run}: {row}", file=sys.stderr, flush=True)
             rows.append(row)
-    by = {kind: [row for row, run in zip(rows, runs, strict=True) if _kind(run) == kind] for kind in _KINDS}
+    by = {
+        kind: [row for row, run in zip(rows, runs, strict=True) if _kind(run) == kind]
+        for kind in _KINDS
+    }
     tables = [Table(_RUN_COLUMNS, by["run"])]
     for kind, columns in (("over", _OVER_COLUMNS), ("slower", _SLOWER_COLUMNS)):
         tables += [Table(columns, by[kind])] if by[kind] else []
@@ -123,25 +133,29 @@ def measure(size: Size) -> Section:
     return Section(
         NUMBER,
         "The autopilot in virtual time",
-        f"Simulated from the measured profiles; {STAGES} stages, each with its time, energy and slope changed by up to "
-        f"5 %, 1F1B; a call that sets a clock takes {_CHANGE.call_s * 1e3:g} ms, one lock for "
-        f"{_CHANGE.gpus_per_node} GPUs, {_CHANGE.settle_s * 1e3:g} ms to settle, {_CHANGES} changes per GPU and "
-        "iteration in all; every computation has the jitter, observed times 0.3 % more, power drifts by 2 %, energy "
-        "counters step every 100 ms, and the blocking power is not known. To reach: within 1 point of the best plan by "
-        "iteration 20 in 11 of 12 runs and none worse than 2 at 40; within 0.7 point in 10 of 12 by 40, mean gap 0.4; "
-        "no iteration over +0.4 %, no run over +0.2 %; no iteration forced by the ledger, at 1 % jitter 5 % of them.",
+        f"Simulated from the measured profiles; {STAGES} stages, each with its time, energy and "
+        "slope changed by up to 5 %, 1F1B; a call that sets a clock takes "
+        f"{_CHANGE.call_s * 1e3:g} ms, one lock for {_CHANGE.gpus_per_node} GPUs, "
+        f"{_CHANGE.settle_s * 1e3:g} ms to settle, {_CHANGES} changes per GPU and iteration in "
+        "all; every computation has the jitter, observed times 0.3 % more, power drifts by 2 %, "
+        "energy counters step every 100 ms, and the blocking power is not known. To reach: within "
+        "1 point of the best plan by iteration 20 in 11 of 12 runs and none worse than 2 at 40; "
+        "within 0.7 point in 10 of 12 by 40, mean gap 0.4; no iteration over +0.4 %, no run over "
+        "+0.2 %; no iteration forced by the ledger, at 1 % jitter 5 % of them.",
         tables,
         list(_checks(by)),
         [
-            "*Best plan*: the best found for the same changes and latency from the profile without noise, for "
-            f"{_DEADLINE}x the time at full clocks. *Gap*: what it saves less what a program saves, both replayed "
-            "without noise, in percent of the energy at full clocks; of what ran, trials included. *From iteration*: "
-            "the first one of five whose mean is within.",
-            "*Iterations late*: a decision knows of iterations up to so many before it. 1 is the least there is; ranks "
-            "that train need 2 or 3.",
-            f"*Rows over the bound*: {_OVER[0]:.0%} of all rows take {_OVER[1]:.2f} to {_OVER[2]:.2f} times what the "
-            f"clock alone could make them take. *A slower stage*: stage {_SLOWED_STAGE} takes {_SLOWED}x from "
-            f"iteration {_SLOWED_AT} on; late iterations are over +0.5 % of the new time at full clocks.",
+            "*Best plan*: the best found for the same changes and latency from the profile "
+            f"without noise, for {_DEADLINE}x the time at full clocks. *Gap*: what it saves less "
+            "what a program saves, both replayed without noise, in percent of the energy at full "
+            "clocks; of what ran, trials included. *From iteration*: the first one of five whose "
+            "mean is within.",
+            "*Iterations late*: a decision knows of iterations up to so many before it. 1 is the "
+            "least there is; ranks that train need 2 or 3.",
+            f"*Rows over the bound*: {_OVER[0]:.0%} of all rows take {_OVER[1]:.2f} to "
+            f"{_OVER[2]:.2f} times what the clock alone could make them take. *A slower stage*: "
+            f"stage {_SLOWED_STAGE} takes {_SLOWED}x from iteration {_SLOWED_AT} on; late "
+            "iterations are over +0.5 % of the new time at full clocks.",
             _summary(by["run"]),
         ],
     )
@@ -164,7 +178,10 @@ def _runs(size: Size) -> Iterator[Run]:
     yield from (Run(case, 24, _SEEDS[0], late=3, event="over") for case in cases)
     yield from (Run(case, 24, _SEEDS[0], jitter=0.01) for case in cases)
     yield from (Run(case, 96, seed) for seed in _SEEDS for case in cases)
-    yield from (Run(case, 24, _SEEDS[0], late=3, iterations=_SLOWED_AT + 41, event="slower") for case in cases)
+    yield from (
+        Run(case, 24, _SEEDS[0], late=3, iterations=_SLOWED_AT + 41, event="slower")
+        for case in cases
+    )
     yield from (Run(case, 24, _SEEDS[1], iterations=31, pipelines=4) for case in cases)
 
 
@@ -191,7 +208,9 @@ def _with_slower_stage(truth: Profile) -> Profile:
         truth,
         measurements={
             key: tuple(
-                Measurement(m.clock_mhz, m.time_s * _SLOWED, m.energy_j * _SLOWED) if key[0] == _SLOWED_STAGE else m
+                Measurement(m.clock_mhz, m.time_s * _SLOWED, m.energy_j * _SLOWED)
+                if key[0] == _SLOWED_STAGE
+                else m
                 for m in rows
             )
             for key, rows in truth.measurements.items()
@@ -204,7 +223,9 @@ def _iteration(run: Run) -> Iteration:
 
 
 def _clocks(profile: Profile) -> tuple[int, ...]:
-    return tuple(sorted({m.clock_mhz for rows in profile.measurements.values() for m in rows}, reverse=True))
+    return tuple(
+        sorted({m.clock_mhz for rows in profile.measurements.values() for m in rows}, reverse=True)
+    )
 
 
 def _full(truth: Profile, iteration: Iteration) -> tuple[float, float]:
@@ -213,13 +234,17 @@ def _full(truth: Profile, iteration: Iteration) -> tuple[float, float]:
 
 
 def best_saving(truth: Profile, iteration: Iteration) -> float:
-    """Return what the best plan that was found saves, with clock changes, from all rows without noise, in percent."""
+    """Return what the best plan that was found saves, with clock changes, from all rows without
+    noise, in percent.
+    """
     frontier = solve(truth, iteration.schedule)
     deadline_s = _DEADLINE * frontier.baseline_time_s
     unlimited = list(frontier.plan_until(deadline_s).clocks.values())
     plans = []
     for levels in ([4, 8], [3, 8], [2, 8]):
-        found = clocks_by_budget(frontier.dag, point_problem(frontier.dag), deadline_s, unlimited, levels, 0.0)
+        found = clocks_by_budget(
+            frontier.dag, point_problem(frontier.dag), deadline_s, unlimited, levels, 0.0
+        )
         plans += [found[_CHANGES]] if _CHANGES in found else []
     costly = solve(replace(truth, clock_change=_CHANGE), iteration.schedule)
     plans.append(list(costly.plan_until(deadline_s, max_changes=_CHANGES).clocks.values()))
@@ -268,7 +293,11 @@ def _row(run: Run, best: float) -> dict[str, Any]:
         begin_s = time.process_time()
         decision = autopilot.decide(number)
         decide_s = time.process_time() - begin_s
-        ledger = decision.ledger if ledger is None or decision.ledger is None else ledger.renewed(decision.ledger)
+        ledger = (
+            decision.ledger
+            if ledger is None or decision.ledger is None
+            else ledger.renewed(decision.ledger)
+        )
         paid = ledger is not None and ledger.is_overdrawn
         programs, version = (world.full(), 0) if paid else (decision.clocks, decision.version)
         ran = world.run(programs, [version] * run.pipelines)
@@ -290,7 +319,9 @@ def _row(run: Run, best: float) -> dict[str, Any]:
 
 
 def _added(ledger: Ledger | None, time_s: float, version: int, number: int) -> Ledger | None:
-    return None if ledger is None else ledger.add(time_s, full_clocks=version == 0, iteration=number)
+    return (
+        None if ledger is None else ledger.add(time_s, full_clocks=version == 0, iteration=number)
+    )
 
 
 def _summed(run: Run, best: float, seen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -309,20 +340,31 @@ def _summed(run: Run, best: float, seen: Sequence[Mapping[str, Any]]) -> dict[st
         "iterations": run.iterations,
     }
     if run.event == "over":
-        return {**row, "over": sum(each["slower"] > 0.5 for each in seen), "saved": seen[-1]["saved"]}
+        return {
+            **row,
+            "over": sum(each["slower"] > 0.5 for each in seen),
+            "saved": seen[-1]["saved"],
+        }
     if run.event == "slower":
         after = gaps[_SLOWED_AT:]
         over = sum(each["slower"] > 0.5 for each in seen[_SLOWED_AT:])
         return {**row, "over": over, "soon": _from(after, 1.0), "gap_40": mean(after[31:41])}
     if len(gaps) > 40:
         row |= {"gap_20": gaps[20], "gap_40": mean(gaps[31:41])}
-    return {**row, "within_1": _from(gaps, 1.0), "within_07": _from(gaps, 0.7), "within_05": _from(gaps, 0.5),
-            "pipelines": run.pipelines}  # fmt: skip
+    return {
+        **row,
+        "within_1": _from(gaps, 1.0),
+        "within_07": _from(gaps, 0.7),
+        "within_05": _from(gaps, 0.5),
+        "pipelines": run.pipelines,
+    }
 
 
 def _from(gaps: Sequence[float], limit: float) -> int | None:
     """Return the first iteration of five whose gaps are within a limit on average, itself too."""
-    firsts = (n for n in range(len(gaps) - 4) if gaps[n] <= limit and mean(gaps[n : n + 5]) <= limit)
+    firsts = (
+        n for n in range(len(gaps) - 4) if gaps[n] <= limit and mean(gaps[n : n + 5]) <= limit
+    )
     return next(firsts, None)
 
 
@@ -342,13 +384,14 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
             continue
         soon = sorted(row["within_1"] if row["within_1"] is not None else 99 for row in some)
         texts.append(
-            f"{late} late, 0.3 % jitter: 1 point from iteration {median(soon):g} in the median, by 20 in "
-            f"{sum(n <= 20 for n in soon)} of {len(some)} runs; 0.7 point by 40 in "
+            f"{late} late, 0.3 % jitter: 1 point from iteration {median(soon):g} in the median, "
+            f"by 20 in {sum(n <= 20 for n in soon)} of {len(some)} runs; 0.7 point by 40 in "
             f"{sum(row['within_07'] is not None for row in some)}; mean gap at 31 to 40 "
-            f"{mean(row['gap_40'] for row in some):.2f}, worst {max(row['gap_40'] for row in some):.2f}; worst "
-            f"iteration {max(row['worst'] for row in some):+.2f} %, runs at most "
-            f"{max(row['slower'] for row in some):+.3f} % in the mean; {sum(row['paid'] for row in some)} iterations "
-            "forced."
+            f"{mean(row['gap_40'] for row in some):.2f}, worst "
+            f"{max(row['gap_40'] for row in some):.2f}; worst iteration "
+            f"{max(row['worst'] for row in some):+.2f} %, runs at most "
+            f"{max(row['slower'] for row in some):+.3f} % in the mean; "
+            f"{sum(row['paid'] for row in some)} iterations forced."
         )
     return "In all. " + " ".join(texts) if texts else "One short run."
 
@@ -356,6 +399,10 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
 def _checks(by: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Check]:
     rows = [row for each in by.values() for row in each]
     most = max(row["changes"] for row in rows)
-    yield Check(f"no GPU changes its clock more often than {_CHANGES} times: {most}", most <= _CHANGES)
+    yield Check(
+        f"no GPU changes its clock more often than {_CHANGES} times: {most}", most <= _CHANGES
+    )
     slower = max(row["slower"] for row in rows if "soon" not in row)
-    yield Check(f"no run is slower than the ledger allows: {slower:+.3f} %", slower <= 0.5 + 0.5 / 12)
+    yield Check(
+        f"no run is slower than the ledger allows: {slower:+.3f} %", slower <= 0.5 + 0.5 / 12
+    )

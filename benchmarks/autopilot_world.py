@@ -1,10 +1,12 @@
-"""A training job in virtual time: GPUs with noise, slow clock changes and stale energy counters. No planner's code.
+"""A training job in virtual time: GPUs with noise, slow clock changes and stale energy counters. No
+planner's code.
 
-All ranks of all pipelines begin an iteration together. A computation takes its true time at the clock in force, times
-a jitter of its own; if the clock changes while it runs, the rest of it runs at the new one. Ranks request clocks as the
-runtime does: the next computation's when one ends, the first one's when the last ends, and the first one's of a new
-program when the iteration begins. The calls of a node wait for one lock, in the order in which they were requested, and
-the newest request of a GPU takes the place of an older one that still waits.
+All ranks of all pipelines begin an iteration together. A computation takes its true time at the
+clock in force, times a jitter of its own; if the clock changes while it runs, the rest of it runs
+at the new one. Ranks request clocks as the runtime does: the next computation's when one ends, the
+first one's when the last ends, and the first one's of a new program when the iteration begins. The
+calls of a node wait for one lock, in the order in which they were requested, and the newest request
+of a GPU takes the place of an older one that still waits.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from perseus_planner.runtime.autopilot import ComputationObservation, RankObserv
 from perseus_planner.schedules.iteration import Iteration
 
 _REQUEST, _END, _LOCK, _SETTLE, _START = range(5)
-Programs = Sequence[Sequence[Sequence[int]]]  #: of each pipeline and rank, the clock of each computation, MHz
+Programs = Sequence[
+    Sequence[Sequence[int]]
+]  #: of each pipeline and rank, the clock of each computation, MHz
 
 
 @dataclass
@@ -53,7 +57,9 @@ class _Gpu:
 
     def __init__(self, clock: int, phase_s: float) -> None:
         self.clock = self.wanted = self.set_last = clock
-        self.requested_s: float | None = None  #: when the clock that waits for the lock was requested
+        self.requested_s: float | None = (
+            None  #: when the clock that waits for the lock was requested
+        )
         self.phase_s = phase_s  #: of its counter
         self.position = 0
         self.running = False
@@ -61,13 +67,17 @@ class _Gpu:
         self.left = 1.0  #: share of the computation that is left
         self.version = 0
         self.energy_j = 0.0
-        self.recent: list[tuple[float, float, float]] = []  #: begin, end and power of what it did since the last tick
+        self.recent: list[
+            tuple[float, float, float]
+        ] = []  #: begin, end and power of what it did since the last tick
         self.read_j = 0.0  #: what the counter showed at the begin of the iteration
 
 
 @dataclass(frozen=True)
 class Ran:
-    """An iteration that ran: its time, its true energy over all GPUs, what was observed, the most changes of a GPU."""
+    """An iteration that ran: its time, its true energy over all GPUs, what was observed, the
+    most changes of a GPU.
+    """
 
     time_s: float
     energy_j: float
@@ -87,7 +97,12 @@ class World:
     """
 
     def __init__(
-        self, truth: Profile, iteration: Iteration, physics: Physics, pipelines: int = 1, seed: int = 0
+        self,
+        truth: Profile,
+        iteration: Iteration,
+        physics: Physics,
+        pipelines: int = 1,
+        seed: int = 0,
     ) -> None:
         self.iteration, self.physics, self.pipelines = iteration, physics, pipelines
         self.set_truth(truth)
@@ -105,7 +120,8 @@ class World:
         for place, before in enumerate(iteration.waits):
             for other, lag_s in before:
                 self._successors[other].append((place, lag_s))
-        self._computed = [  # of each rank, how many computations come before each place of its program
+        # of each rank, how many computations come before each place of its program
+        self._computed = [
             list(accumulate((place < len(iteration.keys) for place in program), initial=0))
             for program in iteration.programs
         ]
@@ -117,7 +133,10 @@ class World:
 
     def set_truth(self, truth: Profile) -> None:
         """Change what clocks cost from now on."""
-        rows = {key: {m.clock_mhz: (m.time_s, m.energy_j) for m in ms} for key, ms in truth.measurements.items()}
+        rows = {
+            key: {m.clock_mhz: (m.time_s, m.energy_j) for m in ms}
+            for key, ms in truth.measurements.items()
+        }
         self._costs: Mapping[tuple[int, str], Mapping[int, tuple[float, float]]] = rows
         self.clocks = sorted({clock for row in rows.values() for clock in row}, reverse=True)
         self._idle_w = [truth.blocking_w(stage) for stage in range(truth.stages)]
@@ -160,7 +179,11 @@ class World:
             self._events: list[tuple[float, int, int, int]] = []
             self._queues: dict[int, list[tuple[float, int]]] = {}
             self._locked: dict[int, bool] = {}
-        jitters = np.exp(physics.jitter * self._random.standard_normal(total)) if physics.jitter else np.ones(total)
+        jitters = (
+            np.exp(physics.jitter * self._random.standard_normal(total))
+            if physics.jitter
+            else np.ones(total)
+        )
         self._jitter = jitters.tolist()
         self._left = self._waits * self.pipelines
         self._ready = [begin_s] * total
@@ -171,7 +194,9 @@ class World:
         self._changes = [0] * len(self._gpus)
         if physics.drift:
             size = physics.drift / 10.0
-            self._drift += size * self._random.standard_normal(len(self._drift)) - 0.005 * self._drift
+            self._drift += (
+                size * self._random.standard_normal(len(self._drift)) - 0.005 * self._drift
+            )
         self._power = np.exp(self._drift).tolist()
         is_new, self._programs = self._programs, programs
         for number, gpu in enumerate(self._gpus):
@@ -180,7 +205,9 @@ class World:
             self._now_idle(number, begin_s)
             gpu.read_j = self._read(number, begin_s)
             if is_new is None or list(is_new[pipeline][rank]) != list(programs[pipeline][rank]):
-                heapq.heappush(self._events, (begin_s, _REQUEST, number, programs[pipeline][rank][0]))
+                heapq.heappush(
+                    self._events, (begin_s, _REQUEST, number, programs[pipeline][rank][0])
+                )
         for node in range(total):
             if not self._left[node]:
                 heapq.heappush(self._events, (begin_s, _START, node, 0))
@@ -195,10 +222,15 @@ class World:
         if place >= len(self.iteration.keys):
             operation = self.iteration.operations[place - len(self.iteration.keys)]
             idle_w = self._idle(number)
-            return operation.time_s, idle_w if operation.energy_j is None else operation.energy_j / operation.time_s
+            return (
+                operation.time_s,
+                idle_w if operation.energy_j is None else operation.energy_j / operation.time_s,
+            )
         row = self._costs[self.iteration.keys[place]]
         time_s, energy_j = row[gpu.clock]
-        return time_s * self._jitter[node] * float(self.slowdown[number]), self._power[number] * energy_j / time_s
+        return time_s * self._jitter[node] * float(self.slowdown[number]), self._power[
+            number
+        ] * energy_j / time_s
 
     def _idle(self, number: int) -> float:
         return self._idle_w[self.iteration.schedule.ranks[number % self._ranks][0].stage]
@@ -208,7 +240,9 @@ class World:
         gpu.energy_j += power_w * (now_s - gpu.since_s)
         gpu.recent.append((gpu.since_s, now_s, power_w))
         if len(gpu.recent) > 64:
-            gpu.recent = [each for each in gpu.recent if each[1] > now_s - 2 * self.physics.counter_step_s]
+            gpu.recent = [
+                each for each in gpu.recent if each[1] > now_s - 2 * self.physics.counter_step_s
+            ]
         gpu.since_s = now_s
 
     def _now_idle(self, number: int, now_s: float) -> None:
@@ -218,7 +252,10 @@ class World:
         """Return what the counter shows: the energy up to its last update."""
         gpu, step_s = self._gpus[number], self.physics.counter_step_s
         tick_s = math.floor((now_s - gpu.phase_s) / step_s) * step_s + gpu.phase_s
-        later = sum(power_w * max(0.0, end_s - max(begin_s, tick_s)) for begin_s, end_s, power_w in gpu.recent)
+        later = sum(
+            power_w * max(0.0, end_s - max(begin_s, tick_s))
+            for begin_s, end_s, power_w in gpu.recent
+        )
         return gpu.energy_j - later
 
     def _start(self, now_s: float, node: int) -> None:
@@ -231,7 +268,9 @@ class World:
 
     def _node_of(self, number: int) -> int:
         pipeline, rank = divmod(number, self._ranks)
-        return pipeline * len(self._waits) + self.iteration.programs[rank][self._gpus[number].position]
+        return (
+            pipeline * len(self._waits) + self.iteration.programs[rank][self._gpus[number].position]
+        )
 
     def _go_on(self, now_s: float, number: int) -> None:
         gpu = self._gpus[number]
@@ -255,7 +294,11 @@ class World:
         pipeline, rank = divmod(number, self._ranks)
         clocks, program = self._programs[pipeline][rank], self.iteration.programs[rank]
         gpu.position += 1
-        ahead = [place for place in program[gpu.position : gpu.position + 1] if place < len(self.iteration.keys)]
+        ahead = [
+            place
+            for place in program[gpu.position : gpu.position + 1]
+            if place < len(self.iteration.keys)
+        ]
         if ahead:
             self._request(now_s, number, clocks[self._computed[rank][gpu.position]])
         elif gpu.position == len(program):
@@ -289,7 +332,9 @@ class World:
         gpu.requested_s, gpu.set_last, self._locked[lock] = None, gpu.wanted, True
         end_s = now_s + self.physics.call_s
         heapq.heappush(self._events, (end_s, _LOCK, lock, 1))
-        heapq.heappush(self._events, (end_s + self.physics.settle_s, _SETTLE, first[1], gpu.set_last))
+        heapq.heappush(
+            self._events, (end_s + self.physics.settle_s, _SETTLE, first[1], gpu.set_last)
+        )
 
     def _settle(self, now_s: float, number: int, clock: int) -> None:
         gpu = self._gpus[number]
@@ -331,7 +376,9 @@ class World:
 
     def _observed(self, pipeline: int, rank: int, begin_s: float) -> list[ComputationObservation]:
         found, first = [], pipeline * len(self._waits)
-        computed = [place for place in self.iteration.programs[rank] if place < len(self.iteration.keys)]
+        computed = [
+            place for place in self.iteration.programs[rank] if place < len(self.iteration.keys)
+        ]
         noise = self._random.standard_normal(len(computed)) * self.physics.marks
         for place, miss in zip(computed, noise.tolist(), strict=True):
             node = first + place
@@ -342,7 +389,9 @@ class World:
                 found.append(ComputationObservation(start_s, stop_s, None))
             elif changes:
                 ((when_s, clock),) = changes
-                found.append(ComputationObservation(start_s, stop_s, self._at[node], when_s - begin_s, clock))
+                found.append(
+                    ComputationObservation(start_s, stop_s, self._at[node], when_s - begin_s, clock)
+                )
             else:
                 found.append(ComputationObservation(start_s, stop_s, self._at[node]))
         return found

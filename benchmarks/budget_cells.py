@@ -14,7 +14,12 @@ from perseus_planner.plans.replay import end_times
 
 NUMBER = 21  #: of this section
 _CHANGES = (2, 4, 8)
-_ENDS = (1, 2, 4, 8)  #: computations that a trivial plan runs fast at the begin and end of a rank's program
+_ENDS = (
+    1,
+    2,
+    4,
+    8,
+)  #: computations that a trivial plan runs fast at the begin and end of a rank's program
 _SEED = 0
 _ROUNDING_J = 1e-9  #: part of the energy
 _COLUMNS = {
@@ -34,28 +39,36 @@ def measure(size: Size) -> Section:
     return Section(
         NUMBER,
         "Few clock changes beside trivial plans",
-        f"Replayed from the measured profiles; {STAGES} stages, 1F1B, clock changes free. Share of the unlimited "
-        "plan's saving, compared with all clocks at maximum, in an iteration that lasts until the deadline.",
+        f"Replayed from the measured profiles; {STAGES} stages, 1F1B, clock changes free. Share "
+        "of the unlimited plan's saving, compared with all clocks at maximum, in an iteration "
+        "that lasts until the deadline.",
         [Table(_COLUMNS, rows)],
         [
             Check("no plan misses its deadline", not any(row["late"] for row in rows)),
             Check("no plan saves less than the trivial one", not any(row["below"] for row in rows)),
         ],
         [
-            f"*Unlike stages*: each stage's time, energy and slope of both changed by up to 5 %, seed {_SEED}.",
-            f"*Trivial plan*, with two changes: the fastest clock for the first and last {_ENDS} computations of each "
-            "rank, whichever is best, and between them one clock, rank by rank from the last the cheapest one in time.",
+            "*Unlike stages*: each stage's time, energy and slope of both changed by up to 5 %, "
+            f"seed {_SEED}.",
+            f"*Trivial plan*, with two changes: the fastest clock for the first and last {_ENDS} "
+            "computations of each rank, whichever is best, and between them one clock, rank by "
+            "rank from the last the cheapest one in time.",
         ],
     )
 
 
 def _rows_of(case: Case, size: Size) -> Iterator[dict[str, Any]]:
-    profiles = {case.name: profile_of(case), f"{case.name}, unlike stages": unlike_stages(profile_of(case), _SEED)}
+    profiles = {
+        case.name: profile_of(case),
+        f"{case.name}, unlike stages": unlike_stages(profile_of(case), _SEED),
+    }
     for name, profile in profiles.items():
         for microbatches in size.cell_microbatches:
             frontier = solve(profile, schedules.one_f_one_b(STAGES, microbatches))
             for slowdown in size.cell_slowdowns:
-                yield {"profile": name, "microbatches": microbatches, "slowdown": slowdown} | _row(frontier, slowdown)
+                yield {"profile": name, "microbatches": microbatches, "slowdown": slowdown} | _row(
+                    frontier, slowdown
+                )
 
 
 def _row(frontier: Frontier, slowdown: float) -> dict[str, Any]:
@@ -64,7 +77,10 @@ def _row(frontier: Frontier, slowdown: float) -> dict[str, Any]:
     plans = [frontier.plan_until(deadline_s, max_changes=changes) for changes in _CHANGES]
     saved_j = [_saved_j(frontier, plan, deadline_s) for plan in plans]
     trivial_j = max(_saved_j(frontier, plan, deadline_s) for plan in _trivial(frontier, deadline_s))
-    shares = {f"share_{changes}": 100 * each_j / most_j for changes, each_j in zip(_CHANGES, saved_j, strict=True)}
+    shares = {
+        f"share_{changes}": 100 * each_j / most_j
+        for changes, each_j in zip(_CHANGES, saved_j, strict=True)
+    }
     return shares | {
         "trivial": 100 * trivial_j / most_j,
         "late": any(plan.time_s > deadline_s for plan in plans),
@@ -73,13 +89,18 @@ def _row(frontier: Frontier, slowdown: float) -> dict[str, Any]:
 
 
 def _trivial(frontier: Frontier, deadline_s: float) -> Iterator[Plan]:
-    """Yield a plan for each number of fast computations; all clocks stay at maximum where no other is in time."""
+    """Yield a plan for each number of fast computations; all clocks stay at maximum where no
+    other is in time.
+    """
     dag, profile = frontier.dag, frontier.profile
     rows = [{m.clock_mhz: m for m in profile.measurements[key]} for key in dag.iteration.keys]
     place_of = {computation: place for place, computation in enumerate(dag.computations)}
 
     def cost_j(place: int, mhz: int) -> float:
-        return rows[place][mhz].energy_j - profile.blocking_w(dag.computations[place].stage) * rows[place][mhz].time_s
+        return (
+            rows[place][mhz].energy_j
+            - profile.blocking_w(dag.computations[place].stage) * rows[place][mhz].time_s
+        )
 
     for ends in _ENDS:
         clocks = [max(row) for row in rows]
@@ -95,9 +116,15 @@ def _trivial(frontier: Frontier, deadline_s: float) -> Iterator[Plan]:
                     break
                 for place, clock in zip(between, before, strict=True):
                     clocks[place] = clock
-        yield frontier.plan_of({str(c): clock for c, clock in zip(dag.computations, clocks, strict=True)})
+        yield frontier.plan_of(
+            {str(c): clock for c, clock in zip(dag.computations, clocks, strict=True)}
+        )
 
 
 def _saved_j(frontier: Frontier, plan: Plan, deadline_s: float) -> float:
-    """Return the energy saved in an iteration that lasts until the deadline, against one at maximum clocks, joules."""
-    return frontier.baseline_energy_j - (plan.energy_j + frontier.dag.waiting_w * (deadline_s - plan.time_s))
+    """Return the energy saved in an iteration that lasts until the deadline, against one at
+    maximum clocks, joules.
+    """
+    return frontier.baseline_energy_j - (
+        plan.energy_j + frontier.dag.waiting_w * (deadline_s - plan.time_s)
+    )

@@ -1,9 +1,11 @@
-"""Prove that a frontier is optimal at a point, from its event times and its flow alone, by weak duality.
+"""Prove that a frontier is optimal at a point, from its event times and its flow alone, by weak
+duality.
 
-Event times that respect all dependencies give durations, whose cost on the lower hulls of the measurements is at least
-the optimum. Any flow that is conserved, with each computation at the measured point that is cheapest at the price of
-its flow, gives a value that is at most the optimum. If both are equal, both are the optimum. Durations, hulls and the
-flow's value are computed here from the measurements, independently of the solver.
+Event times that respect all dependencies give durations, whose cost on the lower hulls of the
+measurements is at least the optimum. Any flow that is conserved, with each computation at the
+measured point that is cheapest at the price of its flow, gives a value that is at most the optimum.
+If both are equal, both are the optimum. Durations, hulls and the flow's value are computed here
+from the measurements, independently of the solver.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ POINTS = 9
 
 
 def worst_certificate(frontier: Frontier, points: int = POINTS) -> float:
-    """Return the largest relative distance between the bound and its two certificates, at `points` times.
+    """Return the largest relative distance between the bound and its two certificates, at `points`
+    times.
 
     Raises:
         AssertionError: If event times or flow are infeasible.
@@ -35,16 +38,24 @@ def worst_certificate(frontier: Frontier, points: int = POINTS) -> float:
 
 
 def is_convex(frontier: Frontier) -> bool:
-    """Return whether times strictly fall and the price of the next second strictly rises along the breakpoints."""
+    """Return whether times strictly fall and the price of the next second strictly rises along
+    the breakpoints.
+    """
     return bool(np.all(np.diff(frontier.times) < 0) and np.all(np.diff(frontier.powers) > 0))
 
 
 def _check_arcs(frontier: Frontier) -> None:
-    """Check that every arc is a computation, a wait of the schedule, or from the source or to the sink."""
+    """Check that every arc is a computation, a wait of the schedule, or from the source or to
+    the sink.
+    """
     network, dag = frontier.scaled.network, frontier.dag
     rank = {place: k for k, place in enumerate(dag.order)}
     allowed = {(2 * k, 2 * k + 1) for k in rank.values()}
-    allowed |= {(2 * rank[other] + 1, 2 * rank[place]) for place in rank for other in dag.predecessors[place]}
+    allowed |= {
+        (2 * rank[other] + 1, 2 * rank[place])
+        for place in rank
+        for other in dag.predecessors[place]
+    }
     for tail, head in zip(network.tail.tolist(), network.head.tolist(), strict=True):
         assert (tail, head) in allowed or tail == network.source or head == network.sink, (
             "an arc that is not a dependency"
@@ -57,18 +68,26 @@ def _certificate(frontier: Frontier, time: int, state: State) -> float:
     rank = {place: k for k, place in enumerate(dag.order)}
     waits = [(rank[other], rank[place]) for place in rank for other in dag.predecessors[place]]
     before, after = np.array(waits).T
-    assert np.all(event[2 * after] >= event[2 * before + 1]), "a computation starts before one that it waits for"
+    assert np.all(event[2 * after] >= event[2 * before + 1]), (
+        "a computation starts before one that it waits for"
+    )
     assert event[: 2 * len(rank)].min() >= 0, "a computation starts before the iteration"
     assert event[: 2 * len(rank)].max() <= time, "a computation ends after the iteration"
     price_w = _prices(frontier, state)
     primal, dual = [], []
     for key, options in dag.points.items():
-        members = np.array([rank[place] for place, c in enumerate(dag.computations) if c[:2] == key])
+        members = np.array(
+            [rank[place] for place, c in enumerate(dag.computations) if c[:2] == key]
+        )
         given_s = (event[2 * members + 1] - event[2 * members]) * tick_s
         hull_s, hull_j = _hull(options)
-        assert np.all(given_s >= hull_s[0] - tick_s), "a computation is faster than its fastest measurement"
+        assert np.all(given_s >= hull_s[0] - tick_s), (
+            "a computation is faster than its fastest measurement"
+        )
         primal.append(np.interp(given_s, hull_s, hull_j).sum())
-        cost_j = np.array([o.effective_j for o in options]) + np.outer(price_w[members], [o.time_s for o in options])
+        cost_j = np.array([o.effective_j for o in options]) + np.outer(
+            price_w[members], [o.time_s for o in options]
+        )
         dual.append(cost_j.min(axis=1).sum())
     total_w = price_w[-1]
     blocked_j = dag.waiting_w * time_s
@@ -92,7 +111,9 @@ def _prices(frontier: Frontier, state: State) -> np.ndarray:
 
 
 def _hull(options: Sequence[OperatingPoint]) -> tuple[list[float], list[float]]:
-    """Seconds and effective joules of the lower hull's vertices: those that no line between two others is below."""
+    """Seconds and effective joules of the lower hull's vertices: those that no line between two
+    others is below.
+    """
     hull: list[OperatingPoint] = []
     for option in options:
         while len(hull) > 1 and _slope_w(hull[-2], hull[-1]) >= _slope_w(hull[-2], option):

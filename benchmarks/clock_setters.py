@@ -1,8 +1,10 @@
 """Three ways to set the clocks of training processes, on GPUs whose calls wait for each other.
 
-controller_latency.py runs this as a program: `serve` is the clock controller, the others are one rank each.
+controller_latency.py runs this as a program: `serve` is the clock controller, the others are one
+rank each.
 
-- controller: the rank writes its request to shared memory; one process per node sets the clocks of all GPUs.
+- controller: the rank writes its request to shared memory; one process per node sets the clocks of
+  all GPUs.
 - thread: the rank puts the clock into a queue.SimpleQueue, and one of its threads sets its GPU.
 - queue: the rank puts the clock into a multiprocessing.Queue, and another process sets its GPU.
 """
@@ -44,7 +46,9 @@ Log = list[tuple[int, int]]
 
 
 class LockedGpu(DryRunGpu):
-    """A simulated GPU whose call to set a clock takes as long as a real one, and holds a lock of the whole node."""
+    """A simulated GPU whose call to set a clock takes as long as a real one, and holds a lock of
+    the whole node.
+    """
 
     def __init__(self, text: str, lock: str) -> None:
         super().__init__(open_gpu(text))
@@ -57,7 +61,9 @@ class LockedGpu(DryRunGpu):
         share = self._random.random()
         part = bisect(_SHARES, share)
         below, above = _SHARES[part - 1], _SHARES[part]
-        call_s = _CALL_S[part - 1] + (_CALL_S[part] - _CALL_S[part - 1]) * (share - below) / (above - below)
+        call_s = _CALL_S[part - 1] + (_CALL_S[part] - _CALL_S[part - 1]) * (share - below) / (
+            above - below
+        )
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             time.sleep(call_s)
@@ -119,7 +125,9 @@ def _set_all(gpu: LockedGpu, asked: Any, log: Log) -> None:
 def by_thread(options: argparse.Namespace, log: Log) -> Iterator[Callable[[int], None]]:
     """Request through a queue that a thread of this process reads."""
     asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    thread = threading.Thread(target=_set_all, args=(LockedGpu(options.gpu, options.lock), asked, log))
+    thread = threading.Thread(
+        target=_set_all, args=(LockedGpu(options.gpu, options.lock), asked, log)
+    )
     thread.start()
     yield asked.put
     asked.put(None)
@@ -139,7 +147,9 @@ def by_queue(options: argparse.Namespace, log: Log) -> Iterator[Callable[[int], 
     """Request through a queue that another process reads."""
     context = multiprocessing.get_context("spawn")
     asked, told = context.Queue(), context.Queue()
-    process = context.Process(target=_set_all_and_tell, args=(options.gpu, options.lock, asked, told))
+    process = context.Process(
+        target=_set_all_and_tell, args=(options.gpu, options.lock, asked, told)
+    )
     process.start()
     told.get()
     yield asked.put
@@ -152,14 +162,18 @@ WAYS = {"controller": by_controller, "thread": by_thread, "queue": by_queue}
 
 
 def ask_all(options: argparse.Namespace) -> None:
-    """Run one rank: request clocks at a steady rate, be busy in Python after each, and print the result."""
+    """Run one rank: request clocks at a steady rate, be busy in Python after each, and print the
+    result.
+    """
     log: Log = []
     times_ns = []
     with WAYS[options.way](options, log) as ask:
         print("ready", flush=True)
         start_ns = int(sys.stdin.readline())
         for number in range(options.count):
-            due_ns = start_ns + round(1e9 * options.period_s * (number + options.rank / options.ranks))
+            due_ns = start_ns + round(
+                1e9 * options.period_s * (number + options.rank / options.ranks)
+            )
             time.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
             times_ns.append(time.monotonic_ns())
             ask(number)

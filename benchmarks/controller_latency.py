@@ -37,17 +37,23 @@ _COLUMNS = {
 }
 
 RankResult = Mapping[str, Any]
-"""Results of a rank: `asked`, when it made each request; `set`, (which, when) for each clock set; `given_up`."""
+"""Results of a rank: `asked`, when it made each request; `set`, (which, when) for each clock
+set; `given_up`.
+"""
 
 
 def measure(size: Size) -> Section:
     """Time every way at every rate, with the same GPUs."""
-    results = {(rate, way): _run(way, rate, size) for rate in size.setting_rates_per_s for way in WAYS}
+    results = {
+        (rate, way): _run(way, rate, size) for rate in size.setting_rates_per_s for way in WAYS
+    }
     count, busy_share = size.setting_ranks, _busy_share(size.setting_ranks)
     rows = []
     for (rate, way), ranks in results.items():
         row, base = _row(ranks), _row(results[rate, "controller"])
-        ratios = {f"{name}_ratio": row[f"{name}_ms"] / base[f"{name}_ms"] for name in ("median", "p99")}
+        ratios = {
+            f"{name}_ratio": row[f"{name}_ms"] / base[f"{name}_ms"] for name in ("median", "p99")
+        }
         rows.append({"rate": rate, "way": _NAMES[way], **row, **ratios})
     lasts = all(
         rank["given_up"] or _is_same(rank["set"][-1][0], len(rank["asked"]) - 1)
@@ -58,33 +64,42 @@ def measure(size: Size) -> Section:
     return Section(
         15,
         "Setting clocks: from the request to the clock",
-        f"**Measured** times, in processes of this machine; the GPUs are **simulated**: {count} on one lock that each "
-        "call holds for 1.8 to 14 ms, median 4.5 ms, as measured on an A800. Each rank requests "
-        f"{len(CLOCKS_MHZ)} clocks in turn for {size.setting_s:g} s, and is busy in Python for {busy_share:.0%} "
-        "of that time, right after each request.",
+        f"**Measured** times, in processes of this machine; the GPUs are **simulated**: {count} "
+        "on one lock that each call holds for 1.8 to 14 ms, median 4.5 ms, as measured on an "
+        f"A800. Each rank requests {len(CLOCKS_MHZ)} clocks in turn for {size.setting_s:g} s, and "
+        f"is busy in Python for {busy_share:.0%} of that time, right after each request.",
         [Table(_COLUMNS, rows)],
         [
-            Check("the clock that each rank requested last was set last, unless the rank was given up", lasts),
+            Check(
+                "the clock that each rank requested last was set last, unless the rank was given "
+                "up",
+                lasts,
+            ),
             Check("clocks were set in the order of their requests", orders),
         ],
         [
-            "The controller only sets the latest value. A request that is overtaken before it can be served is not "
-            "set, and has no latency; a rank is given up if most of its changes are overtaken. Queues serve all "
-            "requests, so they fall behind if there are more than the lock allows, about 23 per rank and second.",
-            f"{count} ranks share {os.cpu_count()} CPUs here, and are busy for so small a share of the time that they "
-            "do not wait for CPUs. A training process that is always busy delays its own threads further, by up to "
-            "5 ms at each switch.",
+            "The controller only sets the latest value. A request that is overtaken before it can "
+            "be served is not set, and has no latency; a rank is given up if most of its changes "
+            "are overtaken. Queues serve all requests, so they fall behind if there are more than "
+            "the lock allows, about 23 per rank and second.",
+            f"{count} ranks share {os.cpu_count()} CPUs here, and are busy for so small a share "
+            "of the time that they do not wait for CPUs. A training process that is always busy "
+            "delays its own threads further, by up to 5 ms at each switch.",
         ],
     )
 
 
 def _busy_share(ranks: int) -> float:
-    """Return the share of its time in which a rank is busy: half of the CPUs together, at most half of one."""
+    """Return the share of its time in which a rank is busy: half of the CPUs together, at most
+    half of one.
+    """
     return min(0.5, 0.5 * (os.cpu_count() or 1) / ranks)
 
 
 def _row(ranks: Sequence[RankResult]) -> dict[str, float]:
-    waits_ms = [(set_ns - rank["asked"][which]) / 1e6 for rank in ranks for which, set_ns in rank["set"]]
+    waits_ms = [
+        (set_ns - rank["asked"][which]) / 1e6 for rank in ranks for which, set_ns in rank["set"]
+    ]
     return {
         "given_up": sum(rank["given_up"] for rank in ranks),
         "set": 100 * len(waits_ms) / sum(len(rank["asked"]) for rank in ranks),
@@ -95,9 +110,13 @@ def _row(ranks: Sequence[RankResult]) -> dict[str, float]:
 
 
 def _share_at_wanted(rank: RankResult) -> float:
-    """Return the share of the time from the first to the last request in which the clock is the requested one."""
+    """Return the share of the time from the first to the last request in which the clock is the
+    requested one.
+    """
     asked = rank["asked"]
-    moments = sorted({*asked, *(set_ns for _, set_ns in rank["set"] if asked[0] < set_ns < asked[-1])})
+    moments = sorted(
+        {*asked, *(set_ns for _, set_ns in rank["set"] if asked[0] < set_ns < asked[-1])}
+    )
     at_wanted_ns = wanted = 0
     position, set_so_far = 0, -1
     for start_ns, end_ns in pairwise(moments):
@@ -117,7 +136,10 @@ def _is_same(one: int, other: int) -> bool:
 
 def _run(way: str, rate: int, size: Size) -> list[RankResult]:
     """Run all ranks, and return their results."""
-    with tempfile.NamedTemporaryFile() as lock, _served(way, lock.name, size.setting_ranks) as address:
+    with (
+        tempfile.NamedTemporaryFile() as lock,
+        _served(way, lock.name, size.setting_ranks) as address,
+    ):
         ranks = []
         for rank in range(size.setting_ranks):
             own = {
@@ -126,7 +148,11 @@ def _run(way: str, rate: int, size: Size) -> list[RankResult]:
                 "gpu": f"simulated:a100-sxm?seed={rank}",
                 "count": max(2, round(rate * size.setting_s)),
             }
-            pace = {"period-s": 1 / rate, "busy-s": _busy_share(size.setting_ranks) / rate, "address": address}
+            pace = {
+                "period-s": 1 / rate,
+                "busy-s": _busy_share(size.setting_ranks) / rate,
+                "address": address,
+            }
             ranks.append(_start(way, lock.name, {**own, **pace}))
         try:
             for process in ranks:
@@ -158,5 +184,8 @@ def _start(way: str, lock: str, options: Mapping[str, object]) -> subprocess.Pop
     program = Path(__file__).with_name("clock_setters.py")
     written = [f"--{name}={value}" for name, value in {"lock": lock, **options}.items()]
     return subprocess.Popen(
-        [sys.executable, str(program), way, *written], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(program), way, *written],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )

@@ -1,4 +1,6 @@
-"""The measured profiles and reference results of the benchmarks, and how much of them a run uses."""
+"""The measured profiles and reference results of the benchmarks, and how much of them a run
+uses.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Case:
 
 
 CASES = (
-    Case("GPT-3 175B, A100 SXM", "gpt3-175b", "a100_sxm", "gpt3-175b+a100_sxm_bf16.csv", 83.64, 1e-3),
+    Case(
+        "GPT-3 175B, A100 SXM", "gpt3-175b", "a100_sxm", "gpt3-175b+a100_sxm_bf16.csv", 83.64, 1e-3
+    ),
     Case("Bloom 176B, A40", "bloom", "a40", "bloom+a40_bf16.csv", 70.38, 1e-4),
 )
 STAGES = 8
@@ -175,14 +179,18 @@ def folder() -> Path:
     found = Path(os.environ.get("PLANNER_DATA", beside)) / "perseus_sosp24"
     for wanted in (found, *(found / "stage_profile" / case.profile_file for case in CASES)):
         if not wanted.exists():
-            raise MissingError(f"no measured profiles: {wanted} does not exist; name their folder in PLANNER_DATA")
+            raise MissingError(
+                f"no measured profiles: {wanted} does not exist; name their folder in PLANNER_DATA"
+            )
     return found
 
 
 @cache
 def profile_of(case: Case) -> Profile:
     """Return the measurements of `case`."""
-    return Profile.load(folder() / "stage_profile" / case.profile_file, blocking_power_w=case.blocking_power_w)
+    return Profile.load(
+        folder() / "stage_profile" / case.profile_file, blocking_power_w=case.blocking_power_w
+    )
 
 
 @cache
@@ -219,9 +227,15 @@ def envpipe_points(case: Case) -> Iterator[tuple[int, float, float]]:
     path = folder() / "envpipe_result.csv"
     if not path.exists():
         raise MissingError(f"no EnvPipe results: {path} does not exist")
-    time_scale, energy_scale = 10, 10 * 8  # the file has ten steps of time, and of all 8 GPUs of a stage
+    time_scale, energy_scale = (
+        10,
+        10 * 8,
+    )  # the file has ten steps of time, and of all 8 GPUs of a stage
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if (row["model"], row["device"]) == (case.model, case.device):
-                time_s, energy_j = float(row["iteration_time"]) / time_scale, float(row["energy"]) / energy_scale
+                time_s, energy_j = (
+                    float(row["iteration_time"]) / time_scale,
+                    float(row["energy"]) / energy_scale,
+                )
                 yield int(row["num_microbatches"]), time_s, energy_j

@@ -1,4 +1,5 @@
-"""A plain FastAPI application to compare the service with: one route, which checks a small body and returns it.
+"""A plain FastAPI application to compare the service with: one route, which checks a small body and
+returns it.
 
 Run as a program, by service_load.py; says its port.
 """
@@ -38,7 +39,13 @@ def main() -> None:
     with listening(Address(port=0)) as listener:
         print(listener.socket.getsockname()[1], flush=True)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, proxy_headers=False, ws="none", backlog=2048
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            backlog=2048,
         )
         uvicorn.Server(config).run(sockets=[listener.socket])
 

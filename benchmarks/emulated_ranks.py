@@ -1,8 +1,10 @@
-"""One rank of number 17: trains a stack of linear layers on an emulated GPU, at maximum clocks and by plans.
+"""One rank of number 17: trains a stack of linear layers on an emulated GPU, at maximum clocks and
+by plans.
 
     emulated_ranks.py ENGINE GPU MICROBATCHES ROUNDS FOLDER
 
-A process of a job of torch.distributed, with its rank in the environment. Rank 0 writes FOLDER/ENGINE.json.
+A process of a job of torch.distributed, with its rank in the environment. Rank 0 writes
+FOLDER/ENGINE.json.
 """
 
 # ruff: noqa: TID253 - the process in which this runs is there for torch
@@ -36,20 +38,28 @@ from perseus_planner.runtime.emulation import emulate
 
 WIDTH = 128  # of square matrices, whose real computation takes a few percent of the emulated time
 WARM_UP, COUNTED = 2, 5  # iterations of each plan in a round
-CHANGE = ClockChange(call_s=6e-3, settle_s=0.9e-3, gpus_per_node=len(DEPTHS))  # the mean of the emulated calls
+CHANGE = ClockChange(
+    call_s=6e-3, settle_s=0.9e-3, gpus_per_node=len(DEPTHS)
+)  # the mean of the emulated calls
 
 Step = Callable[[], None]
 Span = tuple[float, float]
 
 
 def main(engine_name: str, gpu: str, microbatches: str, rounds: str, folder: str) -> None:
-    """Profile, solve on rank 0, then train with all clocks at maximum and by each plan, in several rounds."""
+    """Profile, solve on rank 0, then train with all clocks at maximum and by each plan, in
+    several rounds.
+    """
     torch.set_num_threads(1)
-    engine, step = {"torch": torch_pipeline, "deepspeed": _deepspeed}[engine_name](int(microbatches))
+    engine, step = {"torch": torch_pipeline, "deepspeed": _deepspeed}[engine_name](
+        int(microbatches)
+    )
     where = Path(folder)
     with open_gpu(f"emulated:{gpu.replace('?', f'/{dist.get_rank()}?')}") as device:
         assert isinstance(device, EmulatedGpu)
-        with profile_pipeline(engine, gpu=device.simulated_text, output=where / f"{engine_name}.yaml"):
+        with profile_pipeline(
+            engine, gpu=device.simulated_text, output=where / f"{engine_name}.yaml"
+        ):
             step()
         if dist.get_rank() == 0:
             _solve(where, engine_name, int(microbatches))
@@ -58,7 +68,11 @@ def main(engine_name: str, gpu: str, microbatches: str, rounds: str, folder: str
         with emulate(engine, device.text):
             for name in int(rounds) * ("maximum", *map(str, SLOWDOWNS)):
                 plan = where / f"{engine_name}-{name}.yaml"
-                with nullcontext() if name == "maximum" else planner_runtime(engine, plan=plan, gpu=device.text):
+                with (
+                    nullcontext()
+                    if name == "maximum"
+                    else planner_runtime(engine, plan=plan, gpu=device.text)
+                ):
                     spans.setdefault(name, []).extend(_measured(step, device))
     if dist.get_rank() == 0:
         (where / f"{engine_name}.json").write_text(json.dumps(spans))
@@ -82,10 +96,16 @@ def _measured(step: Step, gpu: EmulatedGpu) -> list[Span]:
     for _ in range(COUNTED):
         step()
         moments.append((time.monotonic(), gpu.energy_j()))
-    mine = [(end_s - start_s, end_j - start_j) for (start_s, start_j), (end_s, end_j) in pairwise(moments)]
+    mine = [
+        (end_s - start_s, end_j - start_j)
+        for (start_s, start_j), (end_s, end_j) in pairwise(moments)
+    ]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
-    return [(spans[0][0], sum(energy_j for _, energy_j in spans)) for spans in zip(*of_ranks, strict=True)]
+    return [
+        (spans[0][0], sum(energy_j for _, energy_j in spans))
+        for spans in zip(*of_ranks, strict=True)
+    ]
 
 
 def torch_pipeline(microbatches: int) -> tuple[Any, Step]:
@@ -93,12 +113,16 @@ def torch_pipeline(microbatches: int) -> tuple[Any, Step]:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     given, sent = torch.empty(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH, requires_grad=True)
-    stage = pipelining.PipelineStage(_layer(rank), rank, size, torch.device("cpu"), sent if rank else given, sent)
+    stage = pipelining.PipelineStage(
+        _layer(rank), rank, size, torch.device("cpu"), sent if rank else given, sent
+    )
     schedule = pipelining.Schedule1F1B(stage, microbatches, loss_fn=functional.mse_loss)
     data = torch.randn(microbatches * WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
-        schedule.step(*([data] if rank == 0 else []), **({"target": data} if rank == size - 1 else {}))
+        schedule.step(
+            *([data] if rank == 0 else []), **({"target": data} if rank == size - 1 else {})
+        )
         stage.submod.zero_grad()
 
     return schedule, step
@@ -113,7 +137,10 @@ def _deepspeed(microbatches: int) -> tuple[Any, Step]:
     deepspeed.init_distributed()
     layers = [_layer(number) for number in range(len(DEPTHS))]
     module = PipelineModule(
-        layers=layers, num_stages=len(layers), loss_fn=functional.mse_loss, partition_method="uniform"
+        layers=layers,
+        num_stages=len(layers),
+        loss_fn=functional.mse_loss,
+        partition_method="uniform",
     )
     config = {
         "train_micro_batch_size_per_gpu": WIDTH,
@@ -121,7 +148,9 @@ def _deepspeed(microbatches: int) -> tuple[Any, Step]:
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "steps_per_print": 2**31,
     }
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config
+    )
     data = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
     return engine, lambda: engine.train_batch(iter([(data, data)] * microbatches))
 

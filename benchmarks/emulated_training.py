@@ -1,4 +1,6 @@
-"""Number 17: real engines train on emulated GPUs by plans; iteration time and energy compared with the plans."""
+"""Number 17: real engines train on emulated GPUs by plans; iteration time and energy compared
+with the plans.
+"""
 
 from __future__ import annotations
 
@@ -46,30 +48,42 @@ def measure(size: Size) -> Section:
     engines = ("torch",) if size is SMOKE else ("torch", "deepspeed")
     rows = [row for engine in engines for row in _rows(engine, microbatches, rounds)]
     plans = [row for row in rows if row["changes"] is not None]
-    worst_s, worst_j = (max(abs(row[key]) for row in plans) for key in ("time_error", "energy_error"))
+    worst_s, worst_j = (
+        max(abs(row[key]) for row in plans) for key in ("time_error", "energy_error")
+    )
     return Section(
         17,
         "Training by plans on emulated GPUs",
-        f"Measured in real time: {len(DEPTHS)} ranks, real gloo transfers, {microbatches} microbatches of a stack "
-        f"of linear layers; computations take as long as `emulated:{_GPU}` says, and clocks are set through the "
-        f"runtime, its controller and calls that take milliseconds. Medians of the iterations of "
-        f"{rounds} rounds, in each of which all three take their turn.",
+        f"Measured in real time: {len(DEPTHS)} ranks, real gloo transfers, {microbatches} "
+        "microbatches of a stack of linear layers; computations take as long as "
+        f"`emulated:{_GPU}` says, and clocks are set through the runtime, its controller and "
+        f"calls that take milliseconds. Medians of the iterations of {rounds} rounds, in each of "
+        "which all three take their turn.",
         [Table(_COLUMNS, rows)],
         [
-            Check(f"time is within {_NEAR:.0%} of the plan's: {worst_s:.2f} %", worst_s <= 100 * _NEAR),
-            Check(f"energy is within {_NEAR:.0%} of the plan's: {worst_j:.2f} %", worst_j <= 100 * _NEAR),
+            Check(
+                f"time is within {_NEAR:.0%} of the plan's: {worst_s:.2f} %", worst_s <= 100 * _NEAR
+            ),
+            Check(
+                f"energy is within {_NEAR:.0%} of the plan's: {worst_j:.2f} %",
+                worst_j <= 100 * _NEAR,
+            ),
         ],
         [
-            "*Planned* times include one constant for each engine: how much longer the iteration with all clocks at "
-            "maximum took than its replay. Planned energies include the waiting in that time. The profile was measured "
-            "on the same GPU in virtual time.",
+            "*Planned* times include one constant for each engine: how much longer the iteration "
+            "with all clocks at maximum took than its replay. Planned energies include the "
+            "waiting in that time. The profile was measured on the same GPU in virtual time.",
         ],
     )
 
 
 def _rows(engine: str, microbatches: int, rounds: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks("emulated_ranks.py", [engine, _GPU, str(microbatches), str(rounds), folder], Path(folder))
+        run_ranks(
+            "emulated_ranks.py",
+            [engine, _GPU, str(microbatches), str(rounds), folder],
+            Path(folder),
+        )
         spans = json.loads((Path(folder) / f"{engine}.json").read_text())
         plans = {str(each): Plan.load(Path(folder) / f"{engine}-{each}.yaml") for each in SLOWDOWNS}
     took = {name: tuple(map(median, zip(*each, strict=True))) for name, each in spans.items()}
@@ -107,13 +121,22 @@ def run_ranks(script: str, arguments: list[str], folder: Path) -> None:
     environment = {
         **os.environ,
         **{"WORLD_SIZE": str(len(DEPTHS)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PLANNER_STATE_DIR": str(folder / "state")},
+        **{
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "PLANNER_STATE_DIR": str(folder / "state"),
+        },
     }
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     ranks = [
         subprocess.Popen(
             command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(DEPTHS))},
+            env={
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(len(DEPTHS)),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

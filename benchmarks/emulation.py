@@ -1,4 +1,6 @@
-"""Number 11: the emulation of the Perseus paper, 1,024 to 8,192 GPUs with and without a straggler, with EnvPipe."""
+"""Number 11: the emulation of the Perseus paper, 1,024 to 8,192 GPUs with and without a
+straggler, with EnvPipe.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,16 @@ from perseus_planner.cluster.stragglers import Straggler
 from perseus_planner.profiles.groups import on_each_gpu
 
 _GPUS_PER_STAGE = 8
-_PIPELINES = {12: 128, 24: 64, 48: 32, 96: 16}  #: microbatches of a pipeline -> pipelines; 1,536 microbatches in all
+_PIPELINES = {
+    12: 128,
+    24: 64,
+    48: 32,
+    96: 16,
+}  #: microbatches of a pipeline -> pipelines; 1,536 microbatches in all
 _SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.5)
-_PUBLISHED: Mapping[str, Mapping[int, tuple[float | None, ...]]] = {  #: percent saved, at `_SLOWDOWNS`
+_PUBLISHED: Mapping[
+    str, Mapping[int, tuple[float | None, ...]]
+] = {  #: percent saved, at `_SLOWDOWNS`
     "gpt3-175b": {
         12: (15.2, 21.6, 24.4, 24.8, 23.1),
         24: (14.2, 21.7, 25.6, 26.4, 24.8),
@@ -54,21 +63,27 @@ def measure(size: Size) -> Section:
     return Section(
         11,
         "The published emulation, 1,024 to 8,192 GPUs",
-        f"Replayed from the measured profiles: {STAGES} stages of {_GPUS_PER_STAGE} GPUs, 1F1B, as many pipelines as "
-        "make 1,536 microbatches. Energy saved compared with all clocks at maximum beside the same straggler, which "
-        "makes an iteration that many times as long; none: no slower than with all clocks at maximum.",
+        f"Replayed from the measured profiles: {STAGES} stages of {_GPUS_PER_STAGE} GPUs, 1F1B, "
+        "as many pipelines as make 1,536 microbatches. Energy saved compared with all clocks at "
+        "maximum beside the same straggler, which makes an iteration that many times as long; "
+        "none: no slower than with all clocks at maximum.",
         [Table(_COLUMNS, rows)],
         [
             Check("no plan saves more than its bound allows", worst <= 1e-9),
-            Check("no plan of ours is slower than its straggler or baseline", not any(r["late"] for r in rows)),
+            Check(
+                "no plan of ours is slower than its straggler or baseline",
+                not any(r["late"] for r in rows),
+            ),
         ],
         [
-            "*Published*: the Perseus artifact's notebook, from its fitted curves; a dash if no figure is known. "
-            "*EnvPipe*: its rule as published, replayed; it has one plan. Waiting costs it what it costs the others; "
-            "the notebook, which has 12.0 and 0.2 % for it at 96 microbatches and 1.2x, counts the waiting of EnvPipe "
-            "for one stage too many, and that of the baseline for one too few.",
-            "*Ours* and the columns before it are for a pipeline beside the straggler, as published. *Whole cluster*: "
-            "all GPUs in `planner simulate`, including the straggling pipeline, which keeps its plan for no slowdown.",
+            "*Published*: the Perseus artifact's notebook, from its fitted curves; a dash if no "
+            "figure is known. *EnvPipe*: its rule as published, replayed; it has one plan. "
+            "Waiting costs it what it costs the others; the notebook, which has 12.0 and 0.2 % "
+            "for it at 96 microbatches and 1.2x, counts the waiting of EnvPipe for one stage too "
+            "many, and that of the baseline for one too few.",
+            "*Ours* and the columns before it are for a pipeline beside the straggler, as "
+            "published. *Whole cluster*: all GPUs in `planner simulate`, including the straggling "
+            "pipeline, which keeps its plan for no slowdown.",
         ],
     )
 

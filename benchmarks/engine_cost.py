@@ -30,7 +30,9 @@ class FixedProgram:
         """See `ProgramSource.program_for`."""
         return self.program
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None, *_: object) -> None:
+    def on_end(
+        self, iteration: int, program: Program | None, deviation: str | None, *_: object
+    ) -> None:
         """See `ProgramSource.on_end`."""
         if deviation is not None:
             self.deviations.append(deviation)
@@ -52,7 +54,9 @@ class Timings:
 
 
 def time_in_turn(name: str, plan: str, iterations: int) -> Timings:
-    """Run iterations of an engine with and without the hook, in turn; this process is the only rank of the plan."""
+    """Run iterations of an engine with and without the hook, in turn; this process is the only
+    rank of the plan.
+    """
     program, found, stamps_ns = Program(1, Plan.loads(plan), 0), Timings(), list[int]()
     source = FixedProgram(program)
     hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, program)
@@ -86,7 +90,9 @@ def _process_group() -> Iterator[None]:
 
 
 def _stage(stamps_ns: list[int]) -> Any:
-    """Return a module that does almost no work and records when its forwards and backwards begin."""
+    """Return a module that does almost no work and records when its forwards and backwards
+    begin.
+    """
     import torch
 
     class Stamped(torch.autograd.Function):
@@ -116,7 +122,9 @@ def _torch_pipelining(stage: Any, microbatches: int) -> _Made:
 
     from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
 
-    schedule = Schedule1F1B(PipelineStage(stage, 0, 1, torch.device("cpu")), microbatches, loss_fn=_loss)
+    schedule = Schedule1F1B(
+        PipelineStage(stage, 0, 1, torch.device("cpu")), microbatches, loss_fn=_loss
+    )
     batch = torch.randn(2 * microbatches, 16)
     return lambda: schedule.step(batch, target=batch), TorchPipeline(schedule).attached
 
@@ -137,7 +145,9 @@ def _deepspeed(stage: Any, microbatches: int) -> _Made:
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "steps_per_print": 10**9,
     }
-    engine, *_ = deepspeed.initialize(model=PipelineModule([stage], num_stages=1, loss_fn=_loss), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=PipelineModule([stage], num_stages=1, loss_fn=_loss), config=config
+    )
     microbatch = torch.randn(2, 16)
 
     def iterate() -> None:

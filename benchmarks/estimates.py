@@ -1,4 +1,6 @@
-"""Number 13: stages of measured profiles, estimated from the dimensions of the model and one other stage."""
+"""Number 13: stages of measured profiles, estimated from the dimensions of the model and one
+other stage.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.system import SYSTEMS
 from perseus_planner.profiles.csv_file import word_of
 
-_MAX_ERRORS = (0.01, 0.10)  #: mean over the clocks, without a head and with it, calibrated on all clocks
+_MAX_ERRORS = (
+    0.01,
+    0.10,
+)  #: mean over the clocks, without a head and with it, calibrated on all clocks
 _PIPELINES: Mapping[str, tuple[str, TransformerPipeline]] = {
     "gpt3-175b": (
         "a100-sxm",
         TransformerPipeline(
             "gpt3-175b",
-            replace(PRESETS["gpt3-175b"], sequence=1024, microbatch=2, tensor_degree=8, attention="plain"),
+            replace(
+                PRESETS["gpt3-175b"],
+                sequence=1024,
+                microbatch=2,
+                tensor_degree=8,
+                attention="plain",
+            ),
             (12,) * 8,
             math.inf,  # traffic does not seem to be in the data
         ),
@@ -55,7 +66,11 @@ _COLUMNS = {
         )
     },
 }
-_CALIBRATED_ON = {"none": "nothing", "top": "middle stage, top clock", "all": "middle stage, all clocks"}
+_CALIBRATED_ON = {
+    "none": "nothing",
+    "top": "middle stage, top clock",
+    "all": "middle stage, all clocks",
+}
 
 
 def measure(size: Size) -> Section:
@@ -69,31 +84,37 @@ def measure(size: Size) -> Section:
     return Section(
         number=13,
         title="Stages estimated from the model's dimensions and one other stage",
-        how="*Simulated* from operations in closed form, against *measured* profiles. The middle stage (number 3) "
+        how="*Simulated* from operations in closed form, against *measured* profiles. The middle "
+        "stage (number 3) "
         "calibrates; errors are those of the other 7, as a mean over all measured clocks.",
         tables=[Table(_COLUMNS, rows)],
         checks=[
             Check(
-                f"{text}: {100 * found:.2f} % off in time or energy at most, limit {100 * limit:g} %",
+                f"{text}: {100 * found:.2f} % off in time or energy at most, limit {100 * limit:g} "
+                "%",
                 found <= limit,
             )
             for text, found, limit in zip(
-                ("first stage, with embedding", "last stage, with head"), largest, _MAX_ERRORS, strict=True
+                ("first stage, with embedding", "last stage, with head"),
+                largest,
+                _MAX_ERRORS,
+                strict=True,
             )
         ],
         notes=[
-            "In the data stages 0 to 6 are alike, so stages 1 to 6 add nothing to the middle one; the first and the "
-            "last stage show how good the estimate is.",
-            "The data does not contain the microbatch or the split. Bloom's 70 layers as 7 equal stages and a lighter "
-            "one are 9 each and 7 with the head; 96 layers are 12 each.",
-            "2,048 tokens a microbatch give 228 TFLOPS of the A100's 312 and 87 of the A40's 149.7; half as many would "
-            "reach the power limit at a third of the peak, and twice as many would exceed it. The artifact's GPT-3 has "
-            "1,024 positions, so 2 sequences; its attention is not fused.",
-            "Traffic in the tensor group is not counted: sent over NVLink, it would leave the A100 computing at about "
-            "90 % of its peak, so it does not seem to be in the data.",
-            "GPT-3's head takes almost three times as long as its FLOPs at the rate of the layers, and follows the "
-            "clock; its odd vocabulary of 50,257, which aligns no matrix, may be why. Bloom's head is faster than its "
-            "layers.",
+            "In the data stages 0 to 6 are alike, so stages 1 to 6 add nothing to the middle one; "
+            "the first and the last stage show how good the estimate is.",
+            "The data does not contain the microbatch or the split. Bloom's 70 layers as 7 equal "
+            "stages and a lighter one are 9 each and 7 with the head; 96 layers are 12 each.",
+            "2,048 tokens a microbatch give 228 TFLOPS of the A100's 312 and 87 of the A40's "
+            "149.7; half as many would reach the power limit at a third of the peak, and twice as "
+            "many would exceed it. The artifact's GPT-3 has 1,024 positions, so 2 sequences; its "
+            "attention is not fused.",
+            "Traffic in the tensor group is not counted: sent over NVLink, it would leave the "
+            "A100 computing at about 90 % of its peak, so it does not seem to be in the data.",
+            "GPT-3's head takes almost three times as long as its FLOPs at the rate of the "
+            "layers, and follows the clock; its odd vocabulary of 50,257, which aligns no matrix, "
+            "may be why. Bloom's head is faster than its layers.",
         ],
     )
 
@@ -113,7 +134,9 @@ def _rows(case: Case) -> Iterator[dict[str, Any]]:
                 "kind": word_of(kind),
             }
             for what, stages in errors.items():
-                row[f"mean_{what}"] = fmean(abs(each) for stage in stages.values() for each in stage)
+                row[f"mean_{what}"] = fmean(
+                    abs(each) for stage in stages.values() for each in stage
+                )
                 row[f"first_{what}"] = fmean(stages[0])
                 row[f"last_{what}"] = fmean(stages[measured.stages - 1])
                 row[f"worst_{what}"] = max(abs(each) for stage in stages.values() for each in stage)
@@ -122,17 +145,27 @@ def _rows(case: Case) -> Iterator[dict[str, Any]]:
 
 def _top(calibration: StageCalibration) -> StageCalibration:
     """Return a calibration with only the highest clock of each kind."""
-    return replace(calibration, measurements={kind: rows[:1] for kind, rows in calibration.measurements.items()})
+    return replace(
+        calibration,
+        measurements={kind: rows[:1] for kind, rows in calibration.measurements.items()},
+    )
 
 
 def _errors(measured: Profile, estimated: Profile, kind: str, what: str) -> dict[int, list[float]]:
-    """Return the error at each measured clock, percent, by stage, without the stage that calibrates."""
+    """Return the error at each measured clock, percent, by stage, without the stage that
+    calibrates.
+    """
     gpus = {"time": 1, "energy": estimated.gpus_per_stage}[what]
     name = {"time": "time_s", "energy": "energy_j"}[what]
     errors = {}
     for stage in range(measured.stages):
         if stage != (measured.stages - 1) // 2:
-            by_clock = {row.clock_mhz: getattr(row, name) / gpus for row in estimated.measurements[stage, kind]}
+            by_clock = {
+                row.clock_mhz: getattr(row, name) / gpus
+                for row in estimated.measurements[stage, kind]
+            }
             rows = measured.measurements[stage, kind]
-            errors[stage] = [100 * (by_clock[row.clock_mhz] / getattr(row, name) - 1) for row in rows]
+            errors[stage] = [
+                100 * (by_clock[row.clock_mhz] / getattr(row, name) - 1) for row in rows
+            ]
     return errors

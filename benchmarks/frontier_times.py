@@ -36,7 +36,9 @@ def measure(size: Size) -> Section:
     for case in size.cases:
         for microbatches in size.microbatches:
             frontier = frontier_of(case, microbatches)
-            taken_s = seconds(lambda case=case, m=microbatches: whole_frontier(case, m), size.repetitions)  # type: ignore[misc]
+            taken_s = seconds(
+                lambda case=case, m=microbatches: whole_frontier(case, m), size.repetitions
+            )  # type: ignore[misc]
             convex = convex and is_convex(frontier)
             row = {
                 "profile": case.name,
@@ -52,14 +54,16 @@ def measure(size: Size) -> Section:
     return Section(
         1,
         "The whole frontier",
-        f"Time measured on this machine, {size.repetitions} calls of `solve` after a first one in the same process, "
-        f"schedule and all energies included; {STAGES} stages, 1F1B, measured profiles. To reach: 250 ms at 96.",
+        f"Time measured on this machine, {size.repetitions} calls of `solve` after a first one in "
+        f"the same process, schedule and all energies included; {STAGES} stages, 1F1B, measured "
+        "profiles. To reach: 250 ms at 96.",
         [Table(_COLUMNS, rows)],
         [
             Check("every frontier is convex, its times fall", convex),
             Check(
-                f"at {POINTS} times along each frontier the bound equals a feasible relaxed plan and a dual flow, both "
-                f"evaluated apart from the solver, to {worst:.1e} (limit 1e-9)",
+                f"at {POINTS} times along each frontier the bound equals a feasible relaxed plan "
+                f"and a dual flow, both evaluated apart from the solver, to {worst:.1e} (limit "
+                "1e-9)",
                 worst <= 1e-9,
             ),
         ],

@@ -62,7 +62,9 @@ class Training:
 
     def runtime(self) -> AbstractContextManager[Any]:
         """Return a runtime for the engine, in a dry run."""
-        return planner_runtime(self.schedule, plan=self.plan, gpu="cuda", dry_run=True, max_changes_per_s=1e4)
+        return planner_runtime(
+            self.schedule, plan=self.plan, gpu="cuda", dry_run=True, max_changes_per_s=1e4
+        )
 
     @property
     def gpu(self) -> str:
@@ -90,10 +92,14 @@ def training(config: Config, device: Any) -> Iterator[Training]:
     size = gpt.Size(config.layers, config.hidden, config.heads, config.sequence)
     model = gpt.stage(size, 0, 1).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens, targets = (each.to(device) for each in gpt.batch(0, config.rows * config.microbatches, size))
+    tokens, targets = (
+        each.to(device) for each in gpt.batch(0, config.rows * config.microbatches, size)
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        schedule = Schedule1F1B(PipelineStage(model, 0, 1, device), config.microbatches, loss_fn=gpt.loss)
+        schedule = Schedule1F1B(
+            PipelineStage(model, 0, 1, device), config.microbatches, loss_fn=gpt.loss
+        )
 
         def iterate() -> None:
             schedule.step(tokens, target=targets)
@@ -106,9 +112,13 @@ def training(config: Config, device: Any) -> Iterator[Training]:
 
 
 def _plan(device: Any, microbatches: int) -> Plan:
-    """Return a plan: forwards at the highest clock, backwards at the next; times and energies are made up."""
+    """Return a plan: forwards at the highest clock, backwards at the next; times and energies
+    are made up.
+    """
     with open_gpu(f"dry-run:{gpu_text('cuda', device)}") as gpu:
         high, low, *_ = gpu.supported_clocks_mhz
-    made_up = Profile({(0, "F"): (Measurement(high, 1.0, 1.0),), (0, "B"): (Measurement(low, 2.0, 2.0),)}, 0.0)
+    made_up = Profile(
+        {(0, "F"): (Measurement(high, 1.0, 1.0),), (0, "B"): (Measurement(low, 2.0, 2.0),)}, 0.0
+    )
     frontier = solve(made_up, schedules.one_f_one_b(1, microbatches))
     return frontier.plan_until(frontier.baseline_time_s)

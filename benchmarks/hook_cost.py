@@ -1,4 +1,6 @@
-"""Number 16: cost of the runtime's hook per computation on the training thread, compared with other hand-offs."""
+"""Number 16: cost of the runtime's hook per computation on the training thread, compared with
+other hand-offs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ _COLUMNS = {
     "median_us": ("median, us", ".2f"),
     "p99_us": ("p99, us", ".2f"),
 }
-_ITERATION, _AUTOPILOT = "begin and end of an iteration", "the same by the autopilot, a new program in each"
+_ITERATION, _AUTOPILOT = (
+    "begin and end of an iteration",
+    "the same by the autopilot, a new program in each",
+)
 _ENGINE_COLUMNS = {
     "engine": ("engine", ""),
     "without_us": ("a computation without the hook, us", ".0f"),
@@ -39,7 +44,9 @@ _ENGINE_COLUMNS = {
 
 
 def measure(size: Size) -> Section:
-    """Time all ways in turn in every iteration, so that other load on the machine affects them alike."""
+    """Time all ways in turn in every iteration, so that other load on the machine affects them
+    alike.
+    """
     program, shared = _program(size), memoryview(bytearray(8)).cast("Q")
     hook = Hook(HostMarks(shared), FixedProgram(program), program)
     rows, is_right = _bare(program, hook, shared, size.hook_iterations)
@@ -50,22 +57,27 @@ def measure(size: Size) -> Section:
     return Section(
         16,
         "Cost of the hook on the training thread",
-        f"Time measured on this machine, per computation, of {len(program.computations)} in an iteration; all take "
-        "their turn in every iteration. First the calls alone: the begin and the end of the hook, which writes the "
-        "request that the controller polls, with a plan or by the autopilot, which adds to each iteration and to no "
-        "computation; a message to another process per computation, as Zeus hands over its "
-        "clocks (besides a device synchronization); a new thread for each, as EnvPipe changes clocks. Then real "
-        "engines of one rank on the CPU, with a stage that does almost no work, with and without the hook. To reach: "
-        "20 us in the median, 100 us at the 99th percentile. Engines that are not installed are left out.",
+        f"Time measured on this machine, per computation, of {len(program.computations)} in an "
+        "iteration; all take their turn in every iteration. First the calls alone: the begin and "
+        "the end of the hook, which writes the request that the controller polls, with a plan or "
+        "by the autopilot, which adds to each iteration and to no computation; a message to "
+        "another process per computation, as Zeus hands over its clocks (besides a device "
+        "synchronization); a new thread for each, as EnvPipe changes clocks. Then real engines of "
+        "one rank on the CPU, with a stage that does almost no work, with and without the hook. "
+        "To reach: 20 us in the median, 100 us at the 99th percentile. Engines that are not "
+        "installed are left out.",
         [Table(_COLUMNS, rows), Table(_ENGINE_COLUMNS, engines)],
         [
             Check("after each computation the request is the next one's clock", is_right),
-            Check("no engine deviated from the plan", not any(row["deviations"] for row in engines)),
+            Check(
+                "no engine deviated from the plan", not any(row["deviations"] for row in engines)
+            ),
         ],
         [
-            f"The autopilot adds {more_us:.2f} us per computation to the hook with a plan; to reach: 2 us.",
-            "A computation of a real model takes 10 to 1,000 ms. On CUDA the hook also enqueues two events and one "
-            "write, which `benchmarks/on_gpu.py` measures on a GPU.",
+            f"The autopilot adds {more_us:.2f} us per computation to the hook with a plan; to "
+            "reach: 2 us.",
+            "A computation of a real model takes 10 to 1,000 ms. On CUDA the hook also enqueues "
+            "two events and one write, which `benchmarks/on_gpu.py` measures on a GPU.",
         ],
     )
 
@@ -79,7 +91,9 @@ def _program(size: Size) -> Program:
     return Program(1, frontier.plan_until(1.1 * frontier.baseline_time_s), 0)
 
 
-def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> tuple[list[dict[str, Any]], bool]:
+def _bare(
+    program: Program, hook: Hook, shared: memoryview, iterations: int
+) -> tuple[list[dict[str, Any]], bool]:
     """Return the rows of the calls alone, and whether the hook wrote the right requests."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -89,7 +103,10 @@ def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> 
     ways: dict[str, tuple[Callable[..., None], Callable[[], None]]] = {
         "no hook": (_nothing, _nothing),
         "the hook": (hook.begin, hook.end),
-        "multiprocessing.Queue.put": (lambda *computation: queue.put((*computation, 1410)), _nothing),
+        "multiprocessing.Queue.put": (
+            lambda *computation: queue.put((*computation, 1410)),
+            _nothing,
+        ),
         "a new thread": (lambda *_: threading.Thread(target=_nothing).start(), _nothing),
     }
     taken_ns: dict[str, list[int]] = {way: [] for way in (*ways, _ITERATION, _AUTOPILOT)}
@@ -114,17 +131,34 @@ def _bare(program: Program, hook: Hook, shared: memoryview, iterations: int) -> 
     queue.put(None)
     reader.join()
     nothing_ns = statistics.median(taken_ns.pop("no hook"))
-    return [_row(way, [ns - nothing_ns for ns in found]) for way, found in taken_ns.items()], is_right
+    return [
+        _row(way, [ns - nothing_ns for ns in found]) for way, found in taken_ns.items()
+    ], is_right
 
 
 class _NewPrograms:
-    """Stands in for the `PlanFollower` of a rank: a new program of the autopilot in each iteration."""
+    """Stands in for the `PlanFollower` of a rank: a new program of the autopilot in each
+    iteration.
+    """
 
     def __init__(self, program: Program, iterations: int) -> None:
         time_s, top_mhz, status = program.time_s, program.clocks[0], AutopilotStatus("learning", 7)
-        ledgers = [Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2)) for number in range(iterations)]
+        ledgers = [
+            Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2))
+            for number in range(iterations)
+        ]
         self._programs = [
-            AutopilotProgram(i + 1, i + 1, 1, program.computations, program.clocks, time_s, top_mhz, ledger, status)
+            AutopilotProgram(
+                i + 1,
+                i + 1,
+                1,
+                program.computations,
+                program.clocks,
+                time_s,
+                top_mhz,
+                ledger,
+                status,
+            )
             for i, ledger in enumerate(ledgers)
         ]
 
@@ -137,14 +171,19 @@ class _NewPrograms:
 
 
 def _learning_hook(program: Program, iterations: int) -> Hook:
-    """Return a hook that runs by the autopilot; its last programs are two iterations older than what it knows."""
+    """Return a hook that runs by the autopilot; its last programs are two iterations older than
+    what it knows.
+    """
     source, programs = ProgramFollower(), _NewPrograms(program, iterations)
     source.follow(programs, lambda: program.time_s)  # type: ignore[arg-type]
     return Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, programs.program_for(0))
 
 
 def _taken_ns(
-    begin: Callable[..., None], end: Callable[[], None], computation: tuple[int, str, int], shared: Any = (0,)
+    begin: Callable[..., None],
+    end: Callable[[], None],
+    computation: tuple[int, str, int],
+    shared: Any = (0,),
 ) -> tuple[int, int]:
     return _timed(begin, *computation) + _timed(end), shared[0]
 
@@ -156,7 +195,11 @@ def _timed(call: Callable[..., None], *arguments: object) -> int:
 
 
 def _row(what: str, taken_ns: list[float]) -> dict[str, Any]:
-    return {"what": what, "median_us": statistics.median(taken_ns) / 1e3, "p99_us": percentile(taken_ns, 99) / 1e3}
+    return {
+        "what": what,
+        "median_us": statistics.median(taken_ns) / 1e3,
+        "p99_us": percentile(taken_ns, 99) / 1e3,
+    }
 
 
 def percentile(values: list[float], percent: int) -> float:
@@ -170,7 +213,11 @@ def _engine_row(name: str, program: Program, iterations: int) -> dict[str, Any]:
         found = process.submit(time_in_turn, name, program.plan.dumps(), iterations).result()
     typical_ns = [statistics.median(samples) for samples in zip(*found.without_ns, strict=True)]
     more_ns, noise_ns = (
-        [ns - typical for iteration in each for ns, typical in zip(iteration, typical_ns, strict=True)]
+        [
+            ns - typical
+            for iteration in each
+            for ns, typical in zip(iteration, typical_ns, strict=True)
+        ]
         for each in (found.with_ns, found.without_ns)
     )
     return {

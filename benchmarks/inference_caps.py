@@ -1,4 +1,6 @@
-"""What a power limit does to a simulated GPU that decodes a large language model, beside a published measurement."""
+"""What a power limit does to a simulated GPU that decodes a large language model, beside a
+published measurement.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ def measure(size: Size) -> Section:
     return Section(
         number=NUMBER,
         title="A power limit while a language model decodes",
-        how="*Simulated*, nothing fitted: steps of one token of 65e9 parameters in 16 bits on 4 GPUs, without the "
-        "attention's own traffic, under limits of 250 and 175 W. *Published*: LLaMA 65B (Samsi et al., From Words to "
+        how="*Simulated*, nothing fitted: steps of one token of 65e9 parameters in 16 bits on 4 "
+        "GPUs, without the "
+        "attention's own traffic, under limits of 250 and 175 W. *Published*: LLaMA 65B (Samsi et "
+        "al., From Words to "
         "Watts, HPEC 2023).",
         tables=[Table(_COLUMNS, [*rows, _PUBLISHED])],
         checks=[
@@ -43,9 +47,10 @@ def measure(size: Size) -> Section:
             for found in [[row for row in rows if row["gpu"] == name]]
         ],
         notes=[
-            "With one request the simulated step is nearly all memory traffic, which a limit does not slow; with 64, "
-            "arithmetic is a third of it. The published figures lie between: +6.7 % and -23 % make 82 % of the power, "
-            "so that job was not at its limit of 250 W all the time.",
+            "With one request the simulated step is nearly all memory traffic, which a limit does "
+            "not slow; with 64, arithmetic is a third of it. The published figures lie between: "
+            "+6.7 % and -23 % make 82 % of the power, so that job was not at its limit of 250 W "
+            "all the time.",
         ],
     )
 
@@ -53,7 +58,9 @@ def measure(size: Size) -> Section:
 def _rows() -> Iterator[dict[str, Any]]:
     for name in ("v100", "a100-pcie", "a100-sxm"):
         for batch in (1, 16, 64):
-            (before_s, before_j), (after_s, after_j) = (_step(name, batch, cap_w) for cap_w in _CAPS_W)
+            (before_s, before_j), (after_s, after_j) = (
+                _step(name, batch, cap_w) for cap_w in _CAPS_W
+            )
             yield {
                 "gpu": f"simulated {name}",
                 "batch": batch,

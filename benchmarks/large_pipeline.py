@@ -44,36 +44,50 @@ _MOST_GB = 1.0
 
 def measure(size: Size) -> Section:
     """Solve large pipelines whose stages all differ, and one whose stages are copies."""
-    kinds = [(*size.large[0], "tiled"), *((stages, microbatches, "scaled") for stages, microbatches in size.large)]
+    kinds = [
+        (*size.large[0], "tiled"),
+        *((stages, microbatches, "scaled") for stages, microbatches in size.large),
+    ]
     rows = [_in_a_process(*kind) for kind in kinds]
     exact = [row["certificate"] for row in rows if row["unit_w"] < 1e-3]
     coarse = [row["certificate"] for row in rows if row["unit_w"] >= 1e-3]
     return Section(
         4,
         "Large pipelines",
-        "CPU time and memory (peak resident set of the whole process, plan included) measured on this machine, each in "
-        f"a process of its own after a small one that loads the compiled code. The profile is simulated: the "
-        f"{CASES[0].name} stages repeated; where all differ, each stage's seconds and joules times a factor in "
-        f"{1 - _SPREAD:.2f} to {1 + _SPREAD:.2f} (seed {_SEED}). To reach: "
+        "CPU time and memory (peak resident set of the whole process, plan included) measured on "
+        "this machine, each in a process of its own after a small one that loads the compiled "
+        f"code. The profile is simulated: the {CASES[0].name} stages repeated; where all differ, "
+        f"each stage's seconds and joules times a factor in {1 - _SPREAD:.2f} to "
+        f"{1 + _SPREAD:.2f} (seed {_SEED}). To reach: "
         + ", ".join(f"{limit:g} s for {a} x {b}" for (a, b), limit in _LIMITS_S.items())
         + f", and {_MOST_GB:g} GB.",
         [Table(_COLUMNS, rows)],
         [
             Check("the frontiers are convex, their times fall", all(row["convex"] for row in rows)),
             Check(
-                f"at {_CERTIFIED} times along each the bound equals its certificates to {max(exact, default=0.0):.1e} "
-                f"(limit 1e-9), where prices are coarse to {max(coarse, default=0.0):.1e} (limit 5e-4)",
+                f"at {_CERTIFIED} times along each the bound equals its certificates to "
+                f"{max(exact, default=0.0):.1e} (limit 1e-9), where prices are coarse to "
+                f"{max(coarse, default=0.0):.1e} (limit 5e-4)",
                 max(exact, default=0.0) <= 1e-9 and max(coarse, default=0.0) <= 5e-4,
             ),
             Check("the plans meet their deadlines", all(row["in_time"] for row in rows)),
             Check("no plan is below its bound", min(row["gap"] for row in rows) >= -1e-10),
-            Check(f"no process takes more than {_MOST_GB:g} GB", max(row["peak_gb"] for row in rows) <= _MOST_GB),
+            Check(
+                f"no process takes more than {_MOST_GB:g} GB",
+                max(row["peak_gb"] for row in rows) <= _MOST_GB,
+            ),
         ],
     )
 
 
 def _in_a_process(stages: int, microbatches: int, variant: str) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), str(stages), str(microbatches), variant]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        str(stages),
+        str(microbatches),
+        variant,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -89,7 +103,9 @@ def _repeated(stages: int, variant: str) -> Profile:
         factor = draw.uniform(1 - _SPREAD, 1 + _SPREAD) if variant == "scaled" else 1.0
         for kind in "FB":
             points = profile.measurements[stage % profile.stages, kind]
-            table[stage, kind] = tuple(Measurement(m.clock_mhz, m.time_s * factor, m.energy_j * factor) for m in points)
+            table[stage, kind] = tuple(
+                Measurement(m.clock_mhz, m.time_s * factor, m.energy_j * factor) for m in points
+            )
     return Profile(table, profile.blocking_power_w, profile.gpu, "simulated")
 
 

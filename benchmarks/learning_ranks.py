@@ -1,8 +1,10 @@
-"""One rank of number 23: trains on an emulated GPU at full clocks, by the best plan, and without a plan.
+"""One rank of number 23: trains on an emulated GPU at full clocks, by the best plan, and without a
+plan.
 
     learning_ranks.py GPU MICROBATCHES ITERATIONS FOLDER
 
-A process of a job of torch.distributed, with its rank in the environment. Rank 0 writes FOLDER/learning.json.
+A process of a job of torch.distributed, with its rank in the environment. Rank 0 writes
+FOLDER/learning.json.
 """
 
 # ruff: noqa: TID253 - the process in which this runs is there for torch
@@ -52,7 +54,11 @@ def main(gpu: str, microbatches: str, iterations: str, folder: str) -> None:
             frontier = solve(profile, schedules.one_f_one_b(len(DEPTHS), int(microbatches)))
             plan = frontier.plan_for(frontier.baseline_time_s, max_changes=MAX_CHANGES)
             plan.save(where / "plan.yaml")
-            planned = [plan.saving_j / plan.baseline_energy_j, plan.time_s / plan.baseline_time_s, plan.time_s]
+            planned = [
+                plan.saving_j / plan.baseline_energy_j,
+                plan.time_s / plan.baseline_time_s,
+                plan.time_s,
+            ]
         dist.barrier()
         ways: dict[str, Any] = {}
         with emulate(engine, device.text):
@@ -61,9 +67,13 @@ def main(gpu: str, microbatches: str, iterations: str, folder: str) -> None:
                 with (
                     nullcontext()
                     if name == "full"
-                    else planner_runtime(engine, gpu=device.text, max_changes=MAX_CHANGES, **plan_of[name])
+                    else planner_runtime(
+                        engine, gpu=device.text, max_changes=MAX_CHANGES, **plan_of[name]
+                    )
                 ) as runtime:
-                    ways[name] = _measured(step, device, int(iterations) if name == "learning" else _FEW, runtime)
+                    ways[name] = _measured(
+                        step, device, int(iterations) if name == "learning" else _FEW, runtime
+                    )
     if rank == 0:
         (where / "learning.json").write_text(json.dumps({"planned": planned, **ways}))
     dist.barrier()
@@ -71,13 +81,20 @@ def main(gpu: str, microbatches: str, iterations: str, folder: str) -> None:
 
 
 def _measured(step: Step, gpu: EmulatedGpu, iterations: int, runtime: Any) -> list[Any]:
-    """Return seconds of each iteration on rank 0, joules over all ranks, and what the autopilot did."""
+    """Return seconds of each iteration on rank 0, joules over all ranks, and what the autopilot
+    did.
+    """
     moments, phases = [(time.monotonic(), gpu.energy_j())], []
     for _ in range(iterations):
         step()
         moments.append((time.monotonic(), gpu.energy_j()))
-        phases.append(runtime.autopilot.phase if runtime is not None and runtime.autopilot is not None else "")
-    mine = [(end_s - start_s, end_j - start_j) for (start_s, start_j), (end_s, end_j) in pairwise(moments)]
+        phases.append(
+            runtime.autopilot.phase if runtime is not None and runtime.autopilot is not None else ""
+        )
+    mine = [
+        (end_s - start_s, end_j - start_j)
+        for (start_s, start_j), (end_s, end_j) in pairwise(moments)
+    ]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     together = zip(*of_ranks, strict=True)

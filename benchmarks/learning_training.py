@@ -1,4 +1,6 @@
-"""Number 23: real ranks train without a plan on emulated GPUs; saving and time compared with the best plan's."""
+"""Number 23: real ranks train without a plan on emulated GPUs; saving and time compared with the
+best plan's.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ NUMBER = 23
 
 _GPU = "a100-sxm?slower=100000"
 _LEDGER, _BURST = 0.005, 0.005  #: shares of an iteration
-_POINTS = 1.5  #: how far from the best plan's saving it may be, percent of the energy at full clocks
-_NEARLY = 0.97  #: share of the energy of an iteration at full clocks above which one is taken to be at full clocks
+_POINTS = (
+    1.5  #: how far from the best plan's saving it may be, percent of the energy at full clocks
+)
+#: share of the energy of an iteration at full clocks above which one is taken to be at full clocks
+_NEARLY = 0.97
 _WINDOW = 10  #: iterations of a mean
 _COLUMNS = {
     "what": ("iterations", ""),
@@ -29,10 +34,14 @@ _COLUMNS = {
 
 
 def measure(size: Size) -> Section:
-    """Train at full clocks, by the best plan under the same budget of changes, and without a plan."""
+    """Train at full clocks, by the best plan under the same budget of changes, and without a
+    plan.
+    """
     microbatches, iterations = (4, 16) if size is SMOKE else (8, 70)
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks("learning_ranks.py", [_GPU, str(microbatches), str(iterations), folder], Path(folder))
+        run_ranks(
+            "learning_ranks.py", [_GPU, str(microbatches), str(iterations), folder], Path(folder)
+        )
         found = json.loads((Path(folder) / "learning.json").read_text())
     learning = found["learning"]
     least_j = _NEARLY * median(each[1] for each in found["full"])
@@ -42,7 +51,9 @@ def measure(size: Size) -> Section:
     rows = [plan, _row("by the best plan", found["plan"][2:], full)]
     first = next((i for i, each in enumerate(learning) if each[2] == "learning"), len(learning))
     begins = range(0, len(learning), _WINDOW)
-    rows += [_row(f"learning, {i} to {i + _WINDOW - 1}", learning[i : i + _WINDOW], full) for i in begins]
+    rows += [
+        _row(f"learning, {i} to {i + _WINDOW - 1}", learning[i : i + _WINDOW], full) for i in begins
+    ]
     planned = [each for each in learning[first:] if each[1] < least_j]
     last = _row(f"the last {_WINDOW} that are not at full clocks", planned[-_WINDOW:], full)
     rows += [last, _row("all without a plan", learning, full)]
@@ -51,18 +62,26 @@ def measure(size: Size) -> Section:
     return Section(
         NUMBER,
         "Training that plans itself, on emulated GPUs",
-        f"Measured in real time: {len(DEPTHS)} ranks, real gloo transfers, {microbatches} microbatches of 1F1B; "
-        f"computations take as long as `emulated:{_GPU}` says. The best plan is made from the GPU's own noise-free "
-        "profile, with 8 changes and the cost of changes. The autopilot knows nothing at the start, and its first "
-        f"trial was in iteration {first}.",
+        f"Measured in real time: {len(DEPTHS)} ranks, real gloo transfers, {microbatches} "
+        f"microbatches of 1F1B; computations take as long as `emulated:{_GPU}` says. The best "
+        "plan is made from the GPU's own noise-free profile, with 8 changes and the cost of "
+        "changes. The autopilot knows nothing at the start, and its first trial was in iteration "
+        f"{first}.",
         [Table(_COLUMNS, rows)],
         [
-            Check(f"ends within {_POINTS} points of the best plan: {gap:+.2f} points", size is SMOKE or gap <= _POINTS),
-            Check(f"the ledger holds: {owed_s:.3f} s are owed at most, and may be {may_s:.3f} s", owed_s <= may_s),
+            Check(
+                f"ends within {_POINTS} points of the best plan: {gap:+.2f} points",
+                size is SMOKE or gap <= _POINTS,
+            ),
+            Check(
+                f"the ledger holds: {owed_s:.3f} s are owed at most, and may be {may_s:.3f} s",
+                owed_s <= may_s,
+            ),
         ],
         [
-            "Iterations at full clocks are those of the reference, and those by which the ledger is paid: what else "
-            "runs on the machine makes iterations longer than any plan does, and the ledger does not ask why."
+            "Iterations at full clocks are those of the reference, and those by which the ledger "
+            "is paid: what else runs on the machine makes iterations longer than any plan does, "
+            "and the ledger does not ask why."
         ],
     )
 
@@ -81,10 +100,12 @@ def _row(what: str, iterations: list[Any], full: tuple[float, float]) -> dict[st
 
 
 def _owed_s(learning: list[Any], full_s: float, least_j: float) -> tuple[float, float]:
-    """Return the most that the ledger owed, and what it may owe: the burst, and what one iteration was too long.
+    """Return the most that the ledger owed, and what it may owe: the burst, and what one iteration
+    was too long.
 
-    By this machine's own times; an iteration at full clocks is its own reference. Programs are two or three iterations
-    late, and the first rank of a pipeline pays at once, so what two more were too long is allowed too.
+    By this machine's own times; an iteration at full clocks is its own reference. Programs are two
+    or three iterations late, and the first rank of a pipeline pays at once, so what two more were
+    too long is allowed too.
     """
     owed_s = most_s = 0.0
     excess_s = [0.0]

@@ -1,12 +1,14 @@
-"""Fits the physics of `gpu/simulated/model.py` to measurements of a computation: eight numbers for all its clocks.
+"""Fits the physics of `gpu/simulated/model.py` to measurements of a computation: eight numbers for
+all its clocks.
 
-Above the clock at which a power limit takes effect, the achieved clock is constant, so that clock determines the limit.
-Given that clock, the ridge, the slope above it, and the ratio of the power per MHz of memory to that of arithmetic,
-time is linear in 1 and 1 / clock, and energy is linear in a static and a dynamic part. So four numbers are searched,
-first on a grid and then from its best point in decreasing steps, and the other four are solved for each candidate.
+Above the clock at which a power limit takes effect, the achieved clock is constant, so that clock
+determines the limit. Given that clock, the ridge, the slope above it, and the ratio of the power
+per MHz of memory to that of arithmetic, time is linear in 1 and 1 / clock, and energy is linear in
+a static and a dynamic part. So four numbers are searched, first on a grid and then from its best
+point in decreasing steps, and the other four are solved for each candidate.
 
-Errors are relative. Small errors count by their squares and larger ones linearly, so that single bad measurements have
-little influence (Huber, "Robust estimation of a location parameter", 1964).
+Errors are relative. Small errors count by their squares and larger ones linearly, so that single
+bad measurements have little influence (Huber, "Robust estimation of a location parameter", 1964).
 """
 
 from __future__ import annotations
@@ -33,11 +35,16 @@ Floats = NDArray[np.float64]
 MIN_CLOCKS = 4
 """Number of clocks that a fit needs: eight unknowns, two values for each clock."""
 
-# Bounds, grid and steps of the search, for: the clock at which the limit takes effect and the ridge, both as shares of
-# the way from the lowest to the highest clock; the slope times the highest clock; the power per MHz of memory, as a
-# share of that of arithmetic.
+# Bounds, grid and steps of the search, for: the clock at which the limit takes effect and the
+# ridge, both as shares of the way from the lowest to the highest clock; the slope times the highest
+# clock; the power per MHz of memory, as a share of that of arithmetic.
 _LOW, _HIGH = np.array([0.0, 0.0, 0.0, 0.05]), np.array([1.0, 1.0, 4.0, 1.0])
-_GRID = (np.linspace(0.1, 1.0, 13), np.linspace(0.0, 0.95, 12), np.array([0.5, 1.0, 1.5, 2.5]), np.array([0.3, 0.8]))
+_GRID = (
+    np.linspace(0.1, 1.0, 13),
+    np.linspace(0.0, 0.95, 12),
+    np.array([0.5, 1.0, 1.5, 2.5]),
+    np.array([0.3, 0.8]),
+)
 _STEPS = np.array([0.05, 0.05, 0.2, 0.2])
 _GRID_CLOCKS = 24  # clocks compared on the grid
 _FINEST = 0.01  # last steps, as a share of the first
@@ -54,7 +61,9 @@ def fit_load(measurements: Sequence[Measurement]) -> Load:
     """
     clocks = len({each.clock_mhz for each in measurements})
     if clocks < MIN_CLOCKS:
-        raise ProfileError(f"a fit needs {MIN_CLOCKS} clocks or more, but there are {clocks}; measure more")
+        raise ProfileError(
+            f"a fit needs {MIN_CLOCKS} clocks or more, but there are {clocks}; measure more"
+        )
     if not all(each.energy_j for each in measurements):
         raise ProfileError("a fit needs energies above 0 J; measure again in a longer window")
     rows = sorted((each.clock_mhz, each.time_s, each.energy_j) for each in measurements)
@@ -65,7 +74,8 @@ def fit_profile(profile: Profile) -> Mapping[tuple[int, str], Load]:
     """Fit each stage and kind of a profile.
 
     Raises:
-        ProfileError: If the profile is over power limits, or cannot be fitted; the text names stage and kind.
+        ProfileError: If the profile is over power limits, or cannot be fitted; the text names stage
+            and kind.
     """
     if profile.control == "power-limit":
         raise ProfileError("the profile is over power limits; give a profile over clocks")
@@ -97,14 +107,18 @@ class _Fit:
         around = np.array(list(product((0.0, -1.0, 1.0), repeat=4)))
         while steps[0] > _FINEST * _STEPS[0]:
             candidates = np.clip(candidate + around * steps, _LOW, _HIGH)
-            nearest = np.argmin(self.solve(candidates)[0])  # of equal errors the first, which does not move
+            nearest = np.argmin(
+                self.solve(candidates)[0]
+            )  # of equal errors the first, which does not move
             candidate = candidates[nearest]
             if nearest == 0:
                 steps = steps / 2
         return self._load(candidate)
 
     def solve(self, candidates: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return a row for each candidate: error; memory_s and megacycles; static_w and arithmetic_w_per_mhz."""
+        """Return a row for each candidate: error; memory_s and megacycles; static_w and
+        arithmetic_w_per_mhz.
+        """
         achieved_mhz, voltage, ratio = self._clocks_and_voltages(candidates)
         memory_s, megacycles = _nearest(1 / self.times_s, 1 / achieved_mhz / self.times_s)
         times_s = memory_s + megacycles / achieved_mhz
@@ -116,12 +130,18 @@ class _Fit:
         return error, np.hstack([memory_s, megacycles]), np.hstack([static_w, w_per_mhz])
 
     def _clocks_and_voltages(self, candidates: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return achieved clocks and voltages, a row for each candidate, and the ratio of each candidate."""
+        """Return achieved clocks and voltages, a row for each candidate, and the ratio of each
+        candidate.
+        """
         lowest, highest = self.clocks_mhz[0], self.clocks_mhz[-1]
         limit, ridge, slope, ratio = (column[:, np.newaxis] for column in candidates.T)
         span_mhz = highest - lowest
         achieved_mhz = np.minimum(self.clocks_mhz, lowest + limit * span_mhz)
-        return achieved_mhz, 1 + slope * np.maximum(0.0, (achieved_mhz - lowest - ridge * span_mhz) / highest), ratio
+        return (
+            achieved_mhz,
+            1 + slope * np.maximum(0.0, (achieved_mhz - lowest - ridge * span_mhz) / highest),
+            ratio,
+        )
 
     def _load(self, candidate: Floats) -> Load:
         lowest, highest = self.clocks_mhz[0], self.clocks_mhz[-1]
@@ -140,7 +160,8 @@ class _Fit:
         if limit < 1.0:
             limit_mhz = float(lowest + limit * (highest - lowest))
             limit_w = static_w + w_per_mhz * load.free_power_w(limit_mhz)
-            # If the limit caps nearly all clocks, static power is undetermined, but only dynamic power can be capped.
+            # If the limit caps nearly all clocks, static power is undetermined, but only dynamic
+            # power can be capped.
             w_per_mhz = max(w_per_mhz, _MIN_DYNAMIC * limit_w / load.free_power_w(limit_mhz))
             static_w = limit_w - w_per_mhz * load.free_power_w(limit_mhz)
         return replace(
@@ -158,7 +179,8 @@ def _huber(error: Floats) -> Floats:
 
 
 def _nearest(one: Floats, two: Floats) -> tuple[Floats, Floats]:
-    """Return, for each row, p and q of at least 0 for which p * one + q * two is nearest to 1 by Huber's measure.
+    """Return, for each row, p and q of at least 0 for which p * one + q * two is nearest to 1 by
+    Huber's measure.
 
     Args:
         one: Positive numbers of shape (candidates, clocks), or one row for all candidates.
@@ -182,12 +204,19 @@ def _least_squares(one: Floats, two: Floats, weight: Floats) -> tuple[Floats, Fl
         column: Floats = np.sum(weight * values, axis=1, keepdims=True)
         return column
 
-    one_one, one_two, two_two, one_all, two_all = map(total, (one * one, one * two, two * two, one, two))
+    one_one, one_two, two_two, one_all, two_all = map(
+        total, (one * one, one * two, two * two, one, two)
+    )
     determinant = one_one * two_two - one_two**2
-    alike = determinant <= 1e-12 * one_one * two_two  # the two are indistinguishable: attribute everything to the first
+    alike = (
+        determinant <= 1e-12 * one_one * two_two
+    )  # the two are indistinguishable: attribute everything to the first
     determinant = np.where(alike, 1.0, determinant)
     p = np.where(alike, one_all / one_one, (one_all * two_two - two_all * one_two) / determinant)
     q = np.where(alike, 0.0, (two_all * one_one - one_all * one_two) / determinant)
-    # If one would be below 0, the minimum is where it is 0. Not both can be: all terms are positive.
+    # If one would be below 0, the minimum is where it is 0. Not both can be: all terms are
+    # positive.
     without_q, without_p = one_all / one_one, two_all / two_two
-    return np.where(q < 0, without_q, np.maximum(p, 0.0)), np.where(p < 0, without_p, np.maximum(q, 0.0))
+    return np.where(q < 0, without_q, np.maximum(p, 0.0)), np.where(
+        p < 0, without_p, np.maximum(q, 0.0)
+    )

@@ -1,4 +1,6 @@
-"""Runs lowtime, the solver published with Perseus, on the same pipelines, and costs its plans from the measurements."""
+"""Runs lowtime, the solver published with Perseus, on the same pipelines, and costs its plans
+from the measurements.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Replayed:
     Attributes:
         claimed_s: the iteration time that lowtime gives it, seconds.
         time_s: the iteration time with the measured times of its clocks, seconds.
-        effective_j: measured energy of its clocks less blocking power times their measured time, joules.
+        effective_j: measured energy of its clocks less blocking power times their measured time,
+            joules.
     """
 
     claimed_s: float
@@ -84,12 +87,16 @@ def lowtime_run(case: Case, microbatches: int, unit_s: float) -> LowtimeRun:
         if claimed_s is None:
             break
         chosen.append((claimed_s, walk.clocks))
-    return LowtimeRun(solve_s, tuple(replayed(dag, claimed_s, clocks) for claimed_s, clocks in chosen))
+    return LowtimeRun(
+        solve_s, tuple(replayed(dag, claimed_s, clocks) for claimed_s, clocks in chosen)
+    )
 
 
 def replayed(dag: PipelineDag, claimed_s: float, clocks: Iterable[int]) -> Replayed:
     """Replay an iteration with the measured time and energy of every computation's clock."""
-    table = {(*key, m.clock_mhz): m for key, points in dag.profile.measurements.items() for m in points}
+    table = {
+        (*key, m.clock_mhz): m for key, points in dag.profile.measurements.items() for m in points
+    }
     chosen = [table[(*c[:2], clock)] for c, clock in zip(dag.computations, clocks, strict=True)]
     busy_s = math.fsum(m.time_s for m in chosen)
     effective_j = math.fsum(m.energy_j for m in chosen) - dag.profile.blocking_power_w * busy_s
@@ -110,11 +117,14 @@ def same_problem(fits: Fits, microbatches: int) -> Frontier:
             Measurement(unit, float(unit), fits.models[key](unit) + watts * unit)
             for unit in range(min(units), max(units) + 1)
         )
-    return solve(Profile(table, watts, origin="simulated"), schedules.one_f_one_b(STAGES, microbatches))
+    return solve(
+        Profile(table, watts, origin="simulated"), schedules.one_f_one_b(STAGES, microbatches)
+    )
 
 
 def same_plans(fits: Fits, dag: PipelineDag, times: Iterable[int]) -> Iterator[Replayed]:
-    """Yield plans made from the exact solution of lowtime's problem by its choice of clocks, replayed.
+    """Yield plans made from the exact solution of lowtime's problem by its choice of clocks,
+    replayed.
 
     Args:
         fits: the profile as lowtime models it.

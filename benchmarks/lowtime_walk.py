@@ -1,8 +1,9 @@
 """lowtime 0.3.0, the solver published with Perseus, walking down the frontier of an iteration.
 
-lowtime fits an exponential to the effective energy of each computation, counts time in whole units (rounded down), and
-walks down from the slowest iteration a unit at a time; each computation then gets the slowest clock whose rounded time
-fits its planned one (Perseus artifact and Zeus' `run_optimization.py`). It is loaded when it is first used.
+lowtime fits an exponential to the effective energy of each computation, counts time in whole units
+(rounded down), and walks down from the slowest iteration a unit at a time; each computation then
+gets the slowest clock whose rounded time fits its planned one (Perseus artifact and Zeus'
+`run_optimization.py`). It is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Fits:
 
     Attributes:
         unit_s: lowtime's step in time, seconds.
-        blocking_power_w: power subtracted from every option's energy, watts; or one number for each stage.
+        blocking_power_w: power subtracted from every option's energy, watts; or one number for each
+            stage.
         options: (stage, kind) -> lowtime's CandidateExecutionOptions.
         models: (stage, kind) -> lowtime's ExponentialModel: units of time -> effective joules.
     """
@@ -56,7 +58,9 @@ def load_lowtime() -> None:
     except ImportError as error:
         raise UsageError(f"lowtime cannot be loaded ({error}); {_REMEDY}") from error
     if lowtime.__version__ != LOWTIME_VERSION:
-        raise UsageError(f"lowtime {lowtime.__version__} is installed, not {LOWTIME_VERSION}; {_REMEDY}")
+        raise UsageError(
+            f"lowtime {lowtime.__version__} is installed, not {LOWTIME_VERSION}; {_REMEDY}"
+        )
     logging.getLogger("lowtime").setLevel(logging.ERROR)
 
 
@@ -66,8 +70,8 @@ def fit(profile: Profile, unit_s: float, *, filter_first: bool = False) -> Fits:
     Args:
         profile: the measurements.
         unit_s: lowtime's step in time, seconds.
-        filter_first: remove dominated options before the blocking energy is subtracted, as the Perseus artifact does,
-            instead of afterwards, as Zeus does.
+        filter_first: remove dominated options before the blocking energy is subtracted, as the
+            Perseus artifact does, instead of afterwards, as Zeus does.
 
     Raises:
         UsageError: If lowtime cannot be loaded, or cannot fit the measurements of a computation.
@@ -82,15 +86,22 @@ def fit(profile: Profile, unit_s: float, *, filter_first: bool = False) -> Fits:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # overflows in fits that are then discarded
                 models[key] = ExponentialModel(options[key], search_strategy="best")
-        except (ValueError, TypeError, RuntimeError) as error:  # a failed search, or fewer points than parameters
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # a failed search, or fewer points than parameters
             raise UsageError(
-                f"lowtime finds no exponential through the {len(options[key].options)} options of {key[1]} on stage "
-                f"{key[0]} at steps of {unit_s:g} s ({error}); give it a finer step, or leave it out"
+                f"lowtime finds no exponential through the {len(options[key].options)} options of "
+                f"{key[1]} on stage {key[0]} at steps of {unit_s:g} s ({error}); give it a finer "
+                "step, or leave it out"
             ) from error
     return Fits(unit_s, profile.blocking_power_w, options, models)
 
 
-def _candidates(measurements: Sequence[Measurement], unit_s: float, power_w: float, filter_first: bool) -> Any:
+def _candidates(
+    measurements: Sequence[Measurement], unit_s: float, power_w: float, filter_first: bool
+) -> Any:
     from lowtime.operation import CandidateExecutionOptions, ExecutionOption
 
     options = [ExecutionOption(m.time_s, unit_s, m.energy_j, m.clock_mhz) for m in measurements]
@@ -110,7 +121,8 @@ def _candidates(measurements: Sequence[Measurement], unit_s: float, power_w: flo
 
 
 class Walk:
-    """lowtime's walk along a frontier. Iterating yields the iteration time that it claims for each step, slowest first.
+    """lowtime's walk along a frontier. Iterating yields the iteration time that it claims for each
+    step, slowest first.
 
     Args:
         fits: the profile as lowtime models it.
@@ -136,7 +148,9 @@ class Walk:
 
 
 def _graph(fits: Fits, dag: PipelineDag, keys: Sequence[tuple[int, str]]) -> nx.DiGraph[int]:
-    """Build lowtime's graph of `dag`: computation k is node k + 2, node 0 is the source and node 1 the sink."""
+    """Build lowtime's graph of `dag`: computation k is node k + 2, node 0 is the source and node
+    1 the sink.
+    """
     import networkx as nx
     from lowtime.graph_utils import add_sink_node, add_source_node
     from lowtime.operation import Operation, OperationSpec

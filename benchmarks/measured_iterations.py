@@ -1,7 +1,8 @@
-"""Measured iterations of training on A100s, and their estimated times: what number 24 compares and `time_fit.py` fits.
+"""Measured iterations of training on A100s, and their estimated times: what number 24 compares and
+`time_fit.py` fits.
 
-The tables do not say what is recomputed. Rows of 2 to 8 GPUs cannot be fully recomputed, as their products would run at
-105 % of the peak; on clusters full recomputation fits best. Both are assumed.
+The tables do not say what is recomputed. Rows of 2 to 8 GPUs cannot be fully recomputed, as their
+products would run at 105 % of the peak; on clusters full recomputation fits best. Both are assumed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
 from perseus_planner.estimate.system import SYSTEMS, KernelKey, System
 from perseus_planner.estimate.transformer import Transformer, split_layers
 
-_VOCABULARY = 50257  #: padded as Megatron does, but for heads of one GPU on 2 to 8 GPUs, which take as if it were not
+#: padded as Megatron does, but for heads of one GPU on 2 to 8 GPUs, which take as if it were not
+_VOCABULARY = 50257
 A100 = SYSTEMS["a100-sxm"]
 
 
@@ -40,13 +42,19 @@ def measured(name: str) -> tuple[Measured, ...]:
     if not path.exists():
         raise MissingError(f"no measured iterations: {path} does not exist")
     with path.open(newline="") as file:
-        return tuple(_measured({key: float(value) for key, value in row.items()}) for row in csv.DictReader(file))
+        return tuple(
+            _measured({key: float(value) for key, value in row.items()})
+            for row in csv.DictReader(file)
+        )
 
 
 def table_5() -> Mapping[str, Measured]:
     """Return the end-to-end iterations of Korthikanti et al., table 5."""
     found = {}
-    for what, sequence_parallel, times_s in (("full", False, (1.42, 49.05)), ("selective", True, (1.10, 37.83))):
+    for what, sequence_parallel, times_s in (
+        ("full", False, (1.42, 49.05)),
+        ("selective", True, (1.10, 37.83)),
+    ):
         extras: dict[str, Any] = {
             "tensor_degree": 8,
             "recomputation": what,
@@ -78,12 +86,15 @@ class TimeEstimates:
 def kernel_key(job: Configuration) -> KernelKey:
     """Return what the kernels of a configuration are for."""
     shape = job.shape
-    return KernelKey(shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation)
+    return KernelKey(
+        shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
+    )
 
 
 def _measured(row: Mapping[str, float]) -> Measured:
     hidden, heads, layers, tensor, data, microbatch = (
-        int(row[key]) for key in ("hidden", "heads", "layers", "tensor_parallel", "data_parallel", "microbatch")
+        int(row[key])
+        for key in ("hidden", "heads", "layers", "tensor_parallel", "data_parallel", "microbatch")
     )
     shape = Transformer(
         layers,
@@ -103,5 +114,6 @@ def _measured(row: Mapping[str, float]) -> Measured:
     )
     split = split_layers(layers, int(row["pipeline_parallel"]))
     return Measured(
-        Configuration(shape, split, data, int(row["global_batch"]) // (microbatch * data)), row["iteration_s"]
+        Configuration(shape, split, data, int(row["global_batch"]) // (microbatch * data)),
+        row["iteration_s"],
     )

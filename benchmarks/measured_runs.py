@@ -51,7 +51,8 @@ class Run:
         schedule: the schedule of every iteration.
         clocks: plan -> "3F17" -> MHz.
         times_s: seconds of all computations.
-        iteration_s: plan -> measured mean seconds of an iteration, of the stage where that is longest.
+        iteration_s: plan -> measured mean seconds of an iteration, of the stage where that is
+            longest.
     """
 
     schedule: Schedule
@@ -64,23 +65,25 @@ def measure(size: Size) -> Section:
     """Replay every executed plan from the measurements of the other plans, and calibrate."""
     rows = [_row(name, _load(stem)) for name, stem in list(_RUNS.items())[: size.measured_runs]]
     checks = [
-        Check(f"{row['run']}: with one constant every plan's time is right to {row['worst']:.2f} % (limit {_LIMIT} %)",
+        Check(f"{row['run']}: with one constant every plan's time is right to {row['worst']:.2f} % "
+        f"(limit {_LIMIT} %)",
               row["worst"] <= _LIMIT) for row in rows
     ]  # fmt: skip
     return Section(
         7,
         "Predicted and measured iteration times",
-        "Replayed against measured: each plan that was run on real GPUs is replayed with the mean measured seconds of "
-        "every (stage, kind, clock) under the *other* plans. To reach: 1 % after one constant per job.",
+        "Replayed against measured: each plan that was run on real GPUs is replayed with the mean "
+        "measured seconds of every (stage, kind, clock) under the *other* plans. To reach: 1 % "
+        "after one constant per job.",
         [Table(_COLUMNS, rows)],
         checks,
         [
-            "*Replayed to measured*: mean over the plans, before calibration; what is missing is transfers, data "
-            "loading and the optimizer step. *With the constant*: `overhead_s`, the mean of measured minus replayed "
-            "over the other plans. *Of the first run alone*: what one calibration at maximum clocks, before any plan "
-            "was tried, gives.",
-            "Where no other plan ran a computation at some clock, its time there is interpolated between the clocks "
-            "next to it.",
+            "*Replayed to measured*: mean over the plans, before calibration; what is missing is "
+            "transfers, data loading and the optimizer step. *With the constant*: `overhead_s`, "
+            "the mean of measured minus replayed over the other plans. *Of the first run alone*: "
+            "what one calibration at maximum clocks, before any plan was tried, gives.",
+            "Where no other plan ran a computation at some clock, its time there is interpolated "
+            "between the clocks next to it.",
         ],
     )
 
@@ -91,7 +94,9 @@ def _load(stem: str) -> Run:
     if not (base / f"{stem}_computations.csv").exists():
         raise MissingError(f"no measured runs: {base / stem}_computations.csv is not there")
     clocks: dict[int, dict[str, int]] = defaultdict(dict)
-    times_s: dict[tuple[int, str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    times_s: dict[tuple[int, str, int], dict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for row in _rows(base / f"{stem}_computations.csv"):
         plan, stage, kind, clock = (
             int(row["plan"]),
@@ -103,7 +108,9 @@ def _load(stem: str) -> Run:
         times_s[stage, kind, clock][plan].append(float(row["time"]))
     iteration_s: dict[int, float] = defaultdict(float)
     for row in _rows(base / f"{stem}_iterations.csv"):
-        iteration_s[int(row["plan"])] = max(iteration_s[int(row["plan"])], float(row["iteration_time"]))
+        iteration_s[int(row["plan"])] = max(
+            iteration_s[int(row["plan"])], float(row["iteration_time"])
+        )
     stages = 1 + max(stage for stage, _, _ in times_s)
     schedule = schedules.one_f_one_b(stages, len(next(iter(clocks.values()))) // (2 * stages))
     return Run(schedule, clocks, times_s, iteration_s)
@@ -119,12 +126,20 @@ def _row(name: str, run: Run) -> dict[str, Any]:
     for plan, clocks in run.clocks.items():
         profile, guessed = _profile_without(run, plan)
         replayed_s[plan] = _replayed_s(run, profile, clocks)
-        unseen += sum((c.stage, c.kind, clocks[str(c)]) in guessed for c in run.schedule.computations())
+        unseen += sum(
+            (c.stage, c.kind, clocks[str(c)]) in guessed for c in run.schedule.computations()
+        )
     missing_s = {plan: run.iteration_s[plan] - time_s for plan, time_s in replayed_s.items()}
-    others = {plan: [missing_s[other] for other in missing_s if other != plan] for plan in missing_s}
+    others = {
+        plan: [missing_s[other] for other in missing_s if other != plan] for plan in missing_s
+    }
     first = min(missing_s)
     errors = [_error(run, plan, replayed_s[plan] + fmean(others[plan])) for plan in missing_s]
-    of_first = [_error(run, plan, replayed_s[plan] + missing_s[first]) for plan in missing_s if plan != first]
+    of_first = [
+        _error(run, plan, replayed_s[plan] + missing_s[first])
+        for plan in missing_s
+        if plan != first
+    ]
     return {
         "run": name,
         "plans": len(missing_s),
@@ -151,13 +166,21 @@ def _replayed_s(run: Run, profile: Profile, clocks: Mapping[str, int]) -> float:
 
 
 def _profile_without(run: Run, plan: int) -> tuple[Profile, set[tuple[int, str, int]]]:
-    """Return the times measured with the other plans (joules are unknown), and which clocks are interpolated."""
+    """Return the times measured with the other plans (joules are unknown), and which clocks are
+    interpolated.
+    """
     known: dict[Key, dict[int, float]] = defaultdict(dict)
     for (stage, kind, clock), per_plan in run.times_s.items():
-        seen = [time_s for other, times_s in per_plan.items() if other != plan for time_s in times_s]
+        seen = [
+            time_s for other, times_s in per_plan.items() if other != plan for time_s in times_s
+        ]
         if seen:
             known[stage, kind][clock] = fmean(seen)
-    guessed = {key for key, per_plan in run.times_s.items() if plan in per_plan and key[2] not in known[key[:2]]}
+    guessed = {
+        key
+        for key, per_plan in run.times_s.items()
+        if plan in per_plan and key[2] not in known[key[:2]]
+    }
     times_s = {key: dict(clocks) for key, clocks in known.items()}
     for stage, kind, clock in guessed:
         times_s[stage, kind][clock] = _between(known[stage, kind], clock)
@@ -169,7 +192,9 @@ def _profile_without(run: Run, plan: int) -> tuple[Profile, set[tuple[int, str, 
 
 
 def _between(times_s: Mapping[int, float], clock: int) -> float:
-    """Return the seconds at a clock that was not run: linear between its neighbours, in proportion beyond them."""
+    """Return the seconds at a clock that was not run: linear between its neighbours, in
+    proportion beyond them.
+    """
     below = max((each for each in times_s if each < clock), default=None)
     above = min((each for each in times_s if each > clock), default=None)
     if below is None or above is None:

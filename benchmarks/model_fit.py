@@ -39,18 +39,22 @@ def measure(size: Size) -> Section:
     return Section(
         12,
         "The model of the simulated GPU, fitted to measured profiles",
-        "**Simulated** values of the model are compared with measured ones. Each (stage, kind) has separate "
-        "parameters, all of them physical and none of them for a single clock.",
+        "**Simulated** values of the model are compared with measured ones. Each (stage, kind) "
+        "has separate parameters, all of them physical and none of them for a single clock.",
         [Table(_COLUMNS, rows)],
         [
-            Check(f"median errors are at most {_MAX_MEDIAN:.0f} %: {worst:.2f} %", worst <= _MAX_MEDIAN),
             Check(
-                f"at most {_MAX_PARAMETERS} parameters per (stage, kind): {parameters}", parameters <= _MAX_PARAMETERS
+                f"median errors are at most {_MAX_MEDIAN:.0f} %: {worst:.2f} %",
+                worst <= _MAX_MEDIAN,
+            ),
+            Check(
+                f"at most {_MAX_PARAMETERS} parameters per (stage, kind): {parameters}",
+                parameters <= _MAX_PARAMETERS,
             ),
         ],
         [
-            "Bloom's forwards on the A40 take about 10 % longer at 1080 MHz than at 1050 MHz, which the model "
-            "cannot reproduce; the fit lies in between.",
+            "Bloom's forwards on the A40 take about 10 % longer at 1080 MHz than at 1050 MHz, "
+            "which the model cannot reproduce; the fit lies in between.",
         ],
     )
 
@@ -61,20 +65,33 @@ def _all_clocks(case: Case) -> Mapping[str, Any]:
 
 
 def _some_clocks(case: Case) -> Mapping[str, Any]:
-    """Fit one clock in `_HIDDEN`, including the highest and the lowest, and compare with the others."""
+    """Fit one clock in `_HIDDEN`, including the highest and the lowest, and compare with the
+    others.
+    """
     profile = profile_of(case)
     shown = {key: tuple({*rows[::_HIDDEN], rows[-1]}) for key, rows in profile.measurements.items()}
-    hidden = {key: tuple(row for row in rows if row not in shown[key]) for key, rows in profile.measurements.items()}
+    hidden = {
+        key: tuple(row for row in rows if row not in shown[key])
+        for key, rows in profile.measurements.items()
+    }
     errors = _errors(replace(profile, measurements=shown), replace(profile, measurements=hidden))
-    return {"profile": case.name, "fitted_to": f"1 clock in {_HIDDEN}, the others compared", **errors}
+    return {
+        "profile": case.name,
+        "fitted_to": f"1 clock in {_HIDDEN}, the others compared",
+        **errors,
+    }
 
 
 def _errors(shown: Profile, compared: Profile) -> dict[str, Any]:
     loads = fit_profile(shown)
-    rows = [(loads[key], row) for key, measured in compared.measurements.items() for row in measured]
+    rows = [
+        (loads[key], row) for key, measured in compared.measurements.items() for row in measured
+    ]
     errors = {
         "time": [100 * abs(load.time_s(row.clock_mhz) / row.time_s - 1) for load, row in rows],
-        "energy": [100 * abs(load.energy_j(row.clock_mhz) / row.energy_j - 1) for load, row in rows],
+        "energy": [
+            100 * abs(load.energy_j(row.clock_mhz) / row.energy_j - 1) for load, row in rows
+        ],
     }
     values: dict[str, Any] = {"points": len(rows), "parameters": len(fields(Load))}
     for what, each in errors.items():

@@ -1,10 +1,11 @@
 """Measures what the runtime costs on an NVIDIA GPU, in a dry run: no clocks are set.
 
-    python benchmarks/on_gpu.py          # a minute or two on one GPU; writes benchmarks/results/on_gpu_<GPU>_<date>
+    python benchmarks/on_gpu.py          # a minute or two on one GPU; writes
+    benchmarks/results/on_gpu_<GPU>_<date>
 
-torch.distributed.pipelining trains a small GPT with one rank on one GPU, alternately with and without
-`planner_runtime`. This needs torch with CUDA and nvidia-ml-py. Without a GPU the exit status is 2, which is tested; the
-measurements are not.
+torch.distributed.pipelining trains a small GPT with one rank on one GPU, alternately with and
+without `planner_runtime`. This needs torch with CUDA and nvidia-ml-py. Without a GPU the exit
+status is 2, which is tested; the measurements are not.
 """
 
 from __future__ import annotations
@@ -42,8 +43,12 @@ _TIMES = {"which": ("iterations", ""), "count": ("number", "d"), "median_ms": ("
 
 def main() -> int:
     """Return the exit status: 1 if a check fails, 2 without a GPU; times never fail."""
-    parser = argparse.ArgumentParser(description="Measure the runtime on an NVIDIA GPU, without setting clocks.")
-    parser.add_argument("--output", type=Path, default=_HERE / "results", metavar="FOLDER", help="for the results")
+    parser = argparse.ArgumentParser(
+        description="Measure the runtime on an NVIDIA GPU, without setting clocks."
+    )
+    parser.add_argument(
+        "--output", type=Path, default=_HERE / "results", metavar="FOLDER", help="for the results"
+    )
     options = parser.parse_args()
     try:
         name = _gpu_name()
@@ -71,9 +76,13 @@ def _gpu_name() -> str:
     try:
         import torch
     except ImportError as error:
-        raise PlannerError(f"torch cannot be imported ({error}); install torch with CUDA") from error
+        raise PlannerError(
+            f"torch cannot be imported ({error}); install torch with CUDA"
+        ) from error
     if not torch.cuda.is_available():
-        raise PlannerError("torch sees no NVIDIA GPU here; run this on a machine with one, and torch with CUDA")
+        raise PlannerError(
+            "torch sees no NVIDIA GPU here; run this on a machine with one, and torch with CUDA"
+        )
     name: str = torch.cuda.get_device_name(0)
     return name
 
@@ -94,7 +103,9 @@ def _sections(config: Config, device: Any) -> list[Section]:
 
 
 def _block(gpt: Training) -> tuple[float, list[float]]:
-    """Return seconds per iteration, and for each how many milliseconds the device needs after its call returns."""
+    """Return seconds per iteration, and for each how many milliseconds the device needs after
+    its call returns.
+    """
     import torch
 
     for _ in range(gpt.config.warm_up):
@@ -109,7 +120,9 @@ def _block(gpt: Training) -> tuple[float, list[float]]:
     torch.cuda.synchronize(gpt.device)
     end_ns = time.monotonic_ns()
     ended_ns = (end_ns - event.elapsed_time(events[-1]) * 1e6 for event in events)
-    ahead_ms = [(ended - returned) / 1e6 for ended, returned in zip(ended_ns, returned_ns, strict=True)]
+    ahead_ms = [
+        (ended - returned) / 1e6 for ended, returned in zip(ended_ns, returned_ns, strict=True)
+    ]
     return (end_ns - begin_ns) / 1e9 / gpt.config.iterations, ahead_ms
 
 
@@ -119,14 +132,29 @@ def _synchronises(gpt: Training) -> Section:
         with runtime:
             counts[which] = _profiled(gpt)
     names = sorted({name for each in counts.values() for name in each})
-    rows = [{"call": name, **{which: counts[which].get(name, 0) for which in counts}} for name in names]
-    waits = {which: sum(n for name, n in each.items() if "ynchronize" in name) for which, each in counts.items()}
+    rows = [
+        {"call": name, **{which: counts[which].get(name, 0) for which in counts}} for name in names
+    ]
+    waits = {
+        which: sum(n for name, n in each.items() if "ynchronize" in name)
+        for which, each in counts.items()
+    }
     return Section(
         1,
         "Calls of CUDA functions",
-        f"Measured: calls in a torch profiler trace of {gpt.config.profiled} iterations after the warm-up. The "
-        "profiler itself synchronises the device when it ends, with the runtime and without.",
-        [Table({"call": ("call", ""), "without": ("without", "d"), "with": ("with the runtime", "d")}, rows)],
+        f"Measured: calls in a torch profiler trace of {gpt.config.profiled} iterations after the "
+        "warm-up. The profiler itself synchronises the device when it ends, with the runtime and "
+        "without.",
+        [
+            Table(
+                {
+                    "call": ("call", ""),
+                    "without": ("without", "d"),
+                    "with": ("with the runtime", "d"),
+                },
+                rows,
+            )
+        ],
         [
             Check(
                 f"the runtime adds no synchronisation: {waits['with']} and {waits['without']}",
@@ -154,18 +182,22 @@ def _ahead(blocks: list[tuple[str, float, list[float]]]) -> Section:
     rows = []
     for which in ("without", "with"):
         ahead_ms = [each for name, _, found in blocks if name == which for each in found]
-        rows.append({"which": which, "count": len(ahead_ms), "median_ms": statistics.median(ahead_ms)})
+        rows.append(
+            {"which": which, "count": len(ahead_ms), "median_ms": statistics.median(ahead_ms)}
+        )
     return Section(
         2,
         "How far the training thread runs ahead",
-        "Measured: milliseconds from the return of the call of an iteration until the device has finished it; nothing "
-        "waits for the device in between.",
+        "Measured: milliseconds from the return of the call of an iteration until the device has "
+        "finished it; nothing waits for the device in between.",
         [Table(_TIMES, rows)],
     )
 
 
 def _throughput(blocks: list[tuple[str, float, list[float]]]) -> Section:
-    times_ms = {which: [1e3 * s for name, s, _ in blocks if name == which] for which in ("without", "with")}
+    times_ms = {
+        which: [1e3 * s for name, s, _ in blocks if name == which] for which in ("without", "with")
+    }
     rows = [
         {"which": which, "count": len(found), "median_ms": statistics.median(found)}
         for which, found in times_ms.items()
@@ -174,19 +206,24 @@ def _throughput(blocks: list[tuple[str, float, list[float]]]) -> Section:
     return Section(
         4,
         "Throughput",
-        "Measured: milliseconds of an iteration, the mean of a block; blocks with the runtime and without in turn.",
+        "Measured: milliseconds of an iteration, the mean of a block; blocks with the runtime and "
+        "without in turn.",
         [Table({**_TIMES, "count": ("blocks", "d")}, rows)],
         notes=[f"With the runtime an iteration takes {100 * (ratio - 1):+.2f} %."],
     )
 
 
 def _latency(gpt: Training) -> Section:
-    """Use the parts of the runtime directly, because only they give access to the messages of the controller."""
+    """Use the parts of the runtime directly, because only they give access to the messages of
+    the controller.
+    """
     program = Program(1, gpt.plan, 0)
     iterations = gpt.config.warm_up + gpt.config.iterations
     timed: list[IterationTimes] = []
     changes: list[ControlChange] = []
-    with Connection(start_controller(1, 1e4, _ATTACH_S), AttachRequest(0, gpt.gpu, "clock", None, 0.0)) as connection:
+    with Connection(
+        start_controller(1, 1e4, _ATTACH_S), AttachRequest(0, gpt.gpu, "clock", None, 0.0)
+    ) as connection:
         connection.attach(_ATTACH_S)
         with CudaMarks(connection.memory, gpt.device) as marks:
             with TorchPipeline(gpt.schedule).attached(Hook(marks, FixedProgram(program), program)):
@@ -217,21 +254,30 @@ def _latency(gpt: Training) -> Section:
     return Section(
         3,
         "From a computation's end to the controller",
-        "Measured: microseconds from the event at the end of a computation, in host time, until the controller sees "
-        "the clock of the next one. The time of the event is accurate to some tens of microseconds.",
+        "Measured: microseconds from the event at the end of a computation, in host time, until "
+        "the controller sees the clock of the next one. The time of the event is accurate to some "
+        "tens of microseconds.",
         [Table(columns, rows)],
         [Check("the controller saw requests from the device", bool(latencies_us))],
     )
 
 
 def _latencies_us(timed: list[IterationTimes], changes: list[ControlChange]) -> Iterator[float]:
-    """Yield, for each change, the time from the end of the computation before it until the change was seen."""
-    ends_ns = {(each.number, place): end for each in timed for place, (_, end) in enumerate(each.spans_ns)}
+    """Yield, for each change, the time from the end of the computation before it until the
+    change was seen.
+    """
+    ends_ns = {
+        (each.number, place): end for each in timed for place, (_, end) in enumerate(each.spans_ns)
+    }
     last = max(place for _, place in ends_ns)
     for change in changes:
         if change.position is not None:
             before = last if change.position == 0 else change.position - 1
-            ended = [end for (_, place), end in ends_ns.items() if place == before and end - _SLACK_NS < change.seen_ns]
+            ended = [
+                end
+                for (_, place), end in ends_ns.items()
+                if place == before and end - _SLACK_NS < change.seen_ns
+            ]
             if ended:
                 yield (change.seen_ns - max(ended)) / 1e3
 
@@ -248,7 +294,10 @@ def _calls(gpt: Training) -> Section:
     program = Program(1, gpt.plan, 0)
     taken_ns: list[float] = []
     with CudaMarks(mmap.mmap(-1, mmap.PAGESIZE), gpt.device) as marks:
-        hook, work = Hook(marks, FixedProgram(program), program), torch.zeros(1024, device=gpt.device)
+        hook, work = (
+            Hook(marks, FixedProgram(program), program),
+            torch.zeros(1024, device=gpt.device),
+        )
         for _ in range(_CALLED):
             hook.begin_iteration()
             for computation in program.computations:
@@ -262,8 +311,8 @@ def _calls(gpt: Training) -> Section:
     return Section(
         5,
         "What the hook costs the training thread",
-        "Measured: microseconds of the calls at the begin and end of a computation, including what they enqueue. Goal: "
-        "20 us in the median, 100 us at the 99th percentile.",
+        "Measured: microseconds of the calls at the begin and end of a computation, including "
+        "what they enqueue. Goal: 20 us in the median, 100 us at the 99th percentile.",
         [Table({"median_us": ("median, us", ".2f"), "p99_us": ("p99, us", ".2f")}, [row])],
     )
 

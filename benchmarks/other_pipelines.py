@@ -42,31 +42,42 @@ def measure(size: Size) -> Section:
     """Solve interleaved pipelines, and 1F1B again with each stage slower in turn."""
     interleaved = [_interleaved(case, size) for case in size.cases]
     slow = [_slowed(case, size, stage) for case in size.cases for stage in range(STAGES)]
-    worst_s, worst_slow_s = max(row["most"] for row in interleaved), max(row["seconds"] for row in slow)
+    worst_s, worst_slow_s = (
+        max(row["most"] for row in interleaved),
+        max(row["seconds"] for row in slow),
+    )
     return Section(
         9,
         "Interleaved pipelines, and a slow stage",
-        "Times measured on this machine. Interleaved: each measured stage split into equal parts, Megatron's order; "
-        f"to reach {_INTERLEAVED_LIMIT_S:g} s. A slow stage: its computations take {_SLOWDOWN}x as long at unchanged "
-        "power, in a 1F1B pipeline; a new exact frontier and a plan no slower than all clocks at maximum; "
-        f"to reach {_SLOWED_LIMIT_S:g} s.",
+        "Times measured on this machine. Interleaved: each measured stage split into equal parts, "
+        f"Megatron's order; to reach {_INTERLEAVED_LIMIT_S:g} s. A slow stage: its computations "
+        f"take {_SLOWDOWN}x as long at unchanged power, in a 1F1B pipeline; a new exact frontier "
+        f"and a plan no slower than all clocks at maximum; to reach {_SLOWED_LIMIT_S:g} s.",
         [Table(_INTERLEAVED, interleaved), Table(_SLOWED, slow)],
         [
             Check(
-                "no plan is below its bound or past its deadline", all(row["right"] for row in [*interleaved, *slow])
+                "no plan is below its bound or past its deadline",
+                all(row["right"] for row in [*interleaved, *slow]),
             ),
-            Check("interleaved frontiers are convex to their least time", all(row["convex"] for row in interleaved)),
+            Check(
+                "interleaved frontiers are convex to their least time",
+                all(row["convex"] for row in interleaved),
+            ),
         ],
         [
-            f"Slowest: {worst_s:.2f} s for an interleaved frontier, {worst_slow_s:.3f} s for a slow stage. The first "
-            "solve and plan of a process, which load compiled code, are not counted.",
+            f"Slowest: {worst_s:.2f} s for an interleaved frontier, {worst_slow_s:.3f} s for a "
+            "slow stage. The first solve and plan of a process, which load compiled code, are not "
+            "counted.",
         ],
     )
 
 
 def _interleaved(case: Case, size: Size) -> dict[str, Any]:
     ranks, virtual, microbatches = size.interleaved
-    profile, schedule = _split(profile_of(case), ranks, virtual), schedules.interleaved_1f1b(*size.interleaved)
+    profile, schedule = (
+        _split(profile_of(case), ranks, virtual),
+        schedules.interleaved_1f1b(*size.interleaved),
+    )
     solve(profile, schedules.interleaved_1f1b(ranks, virtual, ranks))
     times_s = []
     for _ in range(size.repetitions):
@@ -92,12 +103,16 @@ def _interleaved(case: Case, size: Size) -> dict[str, Any]:
 
 
 def _convex(frontier: Frontier) -> bool:
-    rising = all(a <= b for a, b in zip(frontier.powers.tolist(), frontier.powers[1:].tolist(), strict=False))
+    rising = all(
+        a <= b for a, b in zip(frontier.powers.tolist(), frontier.powers[1:].tolist(), strict=False)
+    )
     return bool(rising and frontier.times_s[-1] == frontier.min_time_s)
 
 
 def _split(profile: Profile, ranks: int, virtual: int) -> Profile:
-    """Split each stage into `virtual` equal ones; stage c * ranks + r comes from measured stage r."""
+    """Split each stage into `virtual` equal ones; stage c * ranks + r comes from measured stage
+    r.
+    """
     table = {
         (chunk * ranks + rank, kind): tuple(
             Measurement(m.clock_mhz, m.time_s / virtual, m.energy_j / virtual)

@@ -33,32 +33,44 @@ def measure(size: Size) -> Section:
     """Plan for every deadline, and compare ways to round."""
     rows = [row for case in size.cases for m in size.microbatches for row in _rows(case, m, size)]
     checks = [
-        Check("no plan is past its deadline", all(row["time_s"] <= row["deadline_s"] for row in rows)),
-        Check("no plan is below its bound", min(min(row["gap"], row["gap_full"]) for row in rows) >= -1e-10),
+        Check(
+            "no plan is past its deadline", all(row["time_s"] <= row["deadline_s"] for row in rows)
+        ),
+        Check(
+            "no plan is below its bound",
+            min(min(row["gap"], row["gap_full"]) for row in rows) >= -1e-10,
+        ),
     ]
     for microbatches in size.microbatches:
         limit = _LIMITS[microbatches]
         worst = max(row["gap_full"] for row in rows if row["microbatches"] == microbatches)
         checks.append(
-            Check(f"{microbatches} microbatches: at most {worst:.3f} % above (limit {limit} %)", worst <= limit)
+            Check(
+                f"{microbatches} microbatches: at most {worst:.3f} % above (limit {limit} %)",
+                worst <= limit,
+            )
         )
     return Section(
         3,
         "Plans above the bound",
-        f"Replayed from the measured profiles; {STAGES} stages, 1F1B. Deadlines are multiples of the replayed time "
-        "with all clocks at their maximum. To reach: 0.5 % at 12 microbatches, 0.3 % at 24 to 96.",
+        f"Replayed from the measured profiles; {STAGES} stages, 1F1B. Deadlines are multiples of "
+        "the replayed time with all clocks at their maximum. To reach: 0.5 % at 12 microbatches, "
+        "0.3 % at 24 to 96.",
         [Table(_COLUMNS, rows)],
         checks,
         [
-            "*At its own time*: the plan's energy over the bound at the time that the plan takes. *At the deadline*, "
-            "the stricter one, and all columns after it: the energy of an iteration that lasts until the deadline, "
-            "where finished GPUs wait at the blocking power, over the bound there.",
-            "*lowtime*: the cheapest of its plans whose replayed time meets the deadline; a dash if no plan "
-            f"does. For {', '.join(map(str, size.lowtime_microbatches))} microbatches they are from the run "
-            "of number 2; for more from the exact solution of the same fitted problem (tau "
-            f"{size.lowtime_unit_s * 1e3:g} ms) with lowtime's choice of clocks.",
-            "*Rounded up*: every relaxed duration to the nearest faster clock; then *slack filled*, last computations "
-            "first, each with the slowest clock that fits. Both from the relaxed solution at the deadline.",
+            "*At its own time*: the plan's energy over the bound at the time that the plan takes. "
+            "*At the deadline*, the stricter one, and all columns after it: the energy of an "
+            "iteration that lasts until the deadline, where finished GPUs wait at the blocking "
+            "power, over the bound there.",
+            "*lowtime*: the cheapest of its plans whose replayed time meets the deadline; a dash "
+            f"if no plan does. For {', '.join(map(str, size.lowtime_microbatches))} microbatches "
+            "they are from the run of number 2; for more from the exact solution of the same "
+            f"fitted problem (tau {size.lowtime_unit_s * 1e3:g} ms) with lowtime's choice of "
+            "clocks.",
+            "*Rounded up*: every relaxed duration to the nearest faster clock; then *slack "
+            "filled*, last computations first, each with the slowest clock that fits. Both from "
+            "the relaxed solution at the deadline.",
         ],
     )
 
@@ -71,8 +83,14 @@ def _rows(case: Case, microbatches: int, size: Size) -> Iterable[dict[str, Any]]
         plan, bound_j = frontier.plan_until(deadline_s), frontier.bound_j(deadline_s)
         rounded, filled = _rounded_up(frontier, deadline_s)
 
-        def above(effective_j: float | None, deadline_s: float = deadline_s, bound_j: float = bound_j) -> float | None:
-            return None if effective_j is None else 100 * ((effective_j + blocked_w * deadline_s) / bound_j - 1)
+        def above(
+            effective_j: float | None, deadline_s: float = deadline_s, bound_j: float = bound_j
+        ) -> float | None:
+            return (
+                None
+                if effective_j is None
+                else 100 * ((effective_j + blocked_w * deadline_s) / bound_j - 1)
+            )
 
         yield {
             "profile": case.name,
@@ -90,7 +108,9 @@ def _rows(case: Case, microbatches: int, size: Size) -> Iterable[dict[str, Any]]
 
 
 def _lowtime(case: Case, microbatches: int, size: Size, deadline_s: float) -> float | None:
-    """Return the least effective energy of lowtime's plans that meet the deadline, joules, or None."""
+    """Return the least effective energy of lowtime's plans that meet the deadline, joules, or
+    None.
+    """
     try:
         plans = _lowtime_plans(case, microbatches, size)
     except MissingError:
@@ -109,7 +129,9 @@ def _lowtime_plans(case: Case, microbatches: int, size: Size) -> Sequence[Replay
 
 
 def _rounded_up(frontier: Frontier, deadline_s: float) -> tuple[float, float]:
-    """Return the effective energy with each relaxed duration's nearest faster option, and with slack filled, J."""
+    """Return the effective energy with each relaxed duration's nearest faster option, and with
+    slack filled, J.
+    """
     dag, tick_s = frontier.dag, frontier.scaled.tick_s
     within = min(max(int(deadline_s / tick_s), int(frontier.times[-1])), int(frontier.times[0]))
     event = next(walk(frontier.scaled.network, [within])).state.event
@@ -127,9 +149,14 @@ def _rounded_up(frontier: Frontier, deadline_s: float) -> tuple[float, float]:
     for place in reversed(dag.order):
         start_s = end_s[place] - options[place][chosen[place]].time_s
         room_s = latest_s[place] - start_s
-        while chosen[place] + 1 < len(options[place]) and options[place][chosen[place] + 1].time_s <= room_s:
+        while (
+            chosen[place] + 1 < len(options[place])
+            and options[place][chosen[place] + 1].time_s <= room_s
+        ):
             chosen[place] += 1
         for other in dag.predecessors[place]:
-            latest_s[other] = min(latest_s[other], latest_s[place] - options[place][chosen[place]].time_s)
+            latest_s[other] = min(
+                latest_s[other], latest_s[place] - options[place][chosen[place]].time_s
+            )
     filled_j = math.fsum(options[place][option].effective_j for place, option in enumerate(chosen))
     return rounded_j, filled_j

@@ -84,14 +84,18 @@ def measure(size: Size) -> Section:
     return Section(
         5,
         "A plan from a loaded frontier",
-        f"Time measured on this machine: `plan_for` at the {len(size.slowdowns)} deadlines of number 3, each new to a "
-        "frontier loaded from its file, after one other plan in the same process; then each deadline again, 100 times. "
-        "The second table is the first plan of a new process, with compiled code in Numba's cache; "
-        "the third is what a process takes that has to compile it. "
-        "To reach: 300 ms, 1 ms when asked again, and 12 CPU seconds with compiling.",
+        f"Time measured on this machine: `plan_for` at the {len(size.slowdowns)} deadlines of "
+        "number 3, each new to a frontier loaded from its file, after one other plan in the same "
+        "process; then each deadline again, 100 times. The second table is the first plan of a "
+        "new process, with compiled code in Numba's cache; the third is what a process takes that "
+        "has to compile it. To reach: 300 ms, 1 ms when asked again, and 12 CPU seconds with "
+        "compiling.",
         [Table(_COLUMNS, rows), Table(_FRESH_COLUMNS, fresh), Table(_COMPILED_COLUMNS, compiled)],
         [
-            Check("plans of the loaded frontier equal those of the solved one", all(row["equal"] for row in rows)),
+            Check(
+                "plans of the loaded frontier equal those of the solved one",
+                all(row["equal"] for row in rows),
+            ),
             Check("no plan is past its deadline", all(row["in_time"] for row in rows)),
         ],
     )
@@ -101,8 +105,14 @@ def _row(case: Case, microbatches: int, path: Path, size: Size) -> dict[str, Any
     solved, loaded = frontier_of(case, microbatches), Frontier.load(path)
     loaded.plan_until(_WARM_UP * loaded.baseline_time_s)
     deadlines_s = [slowdown * loaded.baseline_time_s for slowdown in size.slowdowns]
-    taken_s = [seconds(lambda deadline_s=d: loaded.plan_until(deadline_s), 1)[0] for d in deadlines_s]  # type: ignore[misc]
-    again_s = [t for d in deadlines_s for t in seconds(lambda deadline_s=d: loaded.plan_until(deadline_s), 100)]  # type: ignore[misc]
+    taken_s = [
+        seconds(lambda deadline_s=d: loaded.plan_until(deadline_s), 1)[0] for d in deadlines_s
+    ]  # type: ignore[misc]
+    again_s = [
+        t
+        for d in deadlines_s
+        for t in seconds(lambda deadline_s=d: loaded.plan_until(deadline_s), 100)
+    ]  # type: ignore[misc]
     plans = [loaded.plan_until(deadline_s) for deadline_s in deadlines_s]
     return {
         "profile": case.name,
@@ -122,10 +132,15 @@ def _fresh_row(case: Case, microbatches: int, path: Path, size: Size) -> dict[st
     deadlines = [repr(slowdown * baseline_s) for slowdown in size.slowdowns[:2]]
     begin_s = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", _FRESH, str(path), *deadlines], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _FRESH, str(path), *deadlines],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     process_s = time.perf_counter() - begin_s
-    parts = dict(zip(("import_s", "load_s", "plan_s", "second_s"), json.loads(done.stdout), strict=True))
+    parts = dict(
+        zip(("import_s", "load_s", "plan_s", "second_s"), json.loads(done.stdout), strict=True)
+    )
     return {"profile": case.name, **parts, "process_s": process_s}
 
 
@@ -140,4 +155,6 @@ def _compiled_row(path: Path, baseline_s: float) -> dict[str, Any]:
             check=True,
         )
     taken_s = json.loads(done.stdout)
-    return dict(zip(("solve_s", "plan_s", "budget_s"), taken_s, strict=True)) | {"all_s": sum(taken_s)}
+    return dict(zip(("solve_s", "plan_s", "budget_s"), taken_s, strict=True)) | {
+        "all_s": sum(taken_s)
+    }

@@ -1,4 +1,6 @@
-"""Number 25: power of large matrix products and of a training run, estimated, beside measured values."""
+"""Number 25: power of large matrix products and of a training run, estimated, beside measured
+values.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ _RUN = {
     "wall": ("wall power, %", "+.1f"),
     "token": ("J/token at the wall, %", "+.1f"),
 }
-# MLPerf Training v4.0, Sustainable Metal Cloud: TP4 PP8, batch 2,048 x 2,048 tokens; wall power of 64 nodes.
+# MLPerf Training v4.0, Sustainable Metal Cloud: TP4 PP8, batch 2,048 x 2,048 tokens; wall power of
+# 64 nodes.
 _TOKENS_PER_S, _WALL_W, _WALL_J_PER_TOKEN = 354_097.0, 856.0, 1.237
 
 
@@ -56,11 +59,16 @@ def measure(size: Size) -> Section:
     return Section(
         number=25,
         title="Power of products at the limit, and of a training run",
-        how="*Measured* products of 0.3 ms and more (NVIDIA aiconfigurator) and a run (MLPerf Training v4.0), against "
+        how="*Measured* products of 0.3 ms and more (NVIDIA aiconfigurator) and a run (MLPerf "
+        "Training v4.0), against "
         "the model of the GPU at its top clock.",
         tables=[Table(_PRODUCTS, products), Table(_RUN, runs)],
         checks=[
-            Check(f"{row['gpu']}: median {row['median']:.2f} %, limit 1 %; mean {row['mean']:.2f} %, limit 4 %", passed)
+            Check(
+                f"{row['gpu']}: median {row['median']:.2f} %, limit 1 %; mean {row['mean']:.2f} %, "
+                "limit 4 %",
+                passed,
+            )
             for row in tested
             for passed in [row["median"] <= 1 and row["mean"] <= 4]
         ]
@@ -72,15 +80,17 @@ def measure(size: Size) -> Section:
             )
         ],
         notes=[
-            "The share of the limit that is held, 98.5 %, is the median of the first half of the bf16 products. Which "
-            "power the products would take without a limit follows from the assumptions of the GPU catalogue. The "
-            "speed of long products was taken from all rows.",
-            "FP8 products of the B200 draw either 52 to 70 % of the limit or all of it at the same speed: of 3,840 "
-            "rows and sums of 51,200, 1,024 columns draw 97 %, 1,536 columns 56 % and 2,048 columns 98 %; all products "
-            "of 4,352 rows draw little. That is no function of shape, speed or limit, and may be the operands' "
-            "values; the model has all of it.",
-            "The run's microbatch (2), virtual stages (6), sequence parallelism and overlapped traffic are assumed, as "
-            "are the 1,700 W of a node beside its GPUs; its calibration multiplies all kernels by one factor.",
+            "The share of the limit that is held, 98.5 %, is the median of the first half of the "
+            "bf16 products. Which power the products would take without a limit follows from the "
+            "assumptions of the GPU catalogue. The speed of long products was taken from all rows.",
+            "FP8 products of the B200 draw either 52 to 70 % of the limit or all of it at the "
+            "same speed: of 3,840 rows and sums of 51,200, 1,024 columns draw 97 %, 1,536 columns "
+            "56 % and 2,048 columns 98 %; all products of 4,352 rows draw little. That is no "
+            "function of shape, speed or limit, and may be the operands' values; the model has "
+            "all of it.",
+            "The run's microbatch (2), virtual stages (6), sequence parallelism and overlapped "
+            "traffic are assumed, as are the 1,700 W of a node beside its GPUs; its calibration "
+            "multiplies all kernels by one factor.",
         ],
     )
 
@@ -114,7 +124,9 @@ def _product(row: Mapping[str, str]) -> tuple[float, float, bool]:
     system = SYSTEMS[row["gpu"].removesuffix("-sxm")]
     precision = "bf16" if row["dtype"] == "bfloat16" else "fp8"
     product = Product(int(row["m"]), int(row["n"]), int(row["k"]))
-    load = phases_of((product,), replace(PRESETS["gpt3-1.3b"], precision=precision), system).load(system)
+    load = phases_of((product,), replace(PRESETS["gpt3-1.3b"], precision=precision), system).load(
+        system
+    )
     time_s = load.time_s(system.top_mhz)
     power_w = load.energy_j(system.top_mhz) / time_s
     return (
@@ -142,7 +154,8 @@ def _run_rows() -> Iterator[dict[str, Any]]:
     for _ in range(4):  # waiting for traffic does not scale, so the factor is found step by step
         ratio *= wanted_s / time_s
         parts = (
-            {kind: each * ratio for kind, each in part.items()} for part in (times.layer, times.embedding, times.head)
+            {kind: each * ratio for kind, each in part.items()}
+            for part in (times.layer, times.embedding, times.head)
         )
         time_s, energy_j = _replayed(job, LayerTimes(*parts))
     yield _run_row(f"kernels x {ratio:.3f}", job, time_s, energy_j, wanted_s)
@@ -161,7 +174,9 @@ def _replayed(job: Configuration, times: LayerTimes) -> tuple[float, float]:
     return time_s, job.data_degree * energy_j
 
 
-def _run_row(what: str, job: Configuration, time_s: float, energy_j: float, wanted_s: float) -> dict[str, Any]:
+def _run_row(
+    what: str, job: Configuration, time_s: float, energy_j: float, wanted_s: float
+) -> dict[str, Any]:
     gpu_w = energy_j / time_s / job.gpus
     wall_w = gpu_w + node_overhead_w(job.gpus, SYSTEMS["h100-sxm"]) / job.gpus
     token_j = wall_w * job.gpus * time_s / job.tokens

@@ -1,4 +1,6 @@
-"""A GPU in virtual time that replays the measured profile of one stage, with noise, outliers and a counter interval."""
+"""A GPU in virtual time that replays the measured profile of one stage, with noise, outliers and
+a counter interval.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,14 @@ from perseus_planner.profiles.measurement import Measurement
 
 
 class ReplayGpu:
-    """A GPU on which each computation takes the time and energy of the profile at the current clock.
+    """A GPU on which each computation takes the time and energy of the profile at the current
+    clock.
 
     Args:
         profile: The profile to replay.
         stage: The stage of it that this GPU runs.
-        noise: Relative standard deviation of the time, and of the energy, of everything that runs between two
-            synchronisations. Repetitions do not average it away.
+        noise: Relative standard deviation of the time, and of the energy, of everything that runs
+            between two synchronisations. Repetitions do not average it away.
         outliers: The fraction of such windows that are outliers, which take 5 to 50 % more.
         step_s: The update interval of the energy counter, seconds.
         seed: Seed of the noise.
@@ -49,7 +52,12 @@ class ReplayGpu:
             if of == stage
         }
         self._blocking_w = profile.blocking_w(stage)
-        self._noise, self._outliers, self._step_s, self._random = noise, outliers, step_s, Random(seed)
+        self._noise, self._outliers, self._step_s, self._random = (
+            noise,
+            outliers,
+            step_s,
+            Random(seed),
+        )
         self._now_s = self._random.uniform(0.0, step_s)
         self._energy_j = self._shown_j = 0.0
         self._factors = (1.0, 1.0)
@@ -62,7 +70,11 @@ class ReplayGpu:
     def stage(self) -> Stage:
         """Return the stage that runs on this GPU; it blocks at the profile's blocking power."""
         runs = {kind: TimedRun(partial(self._run, kind)) for kind in self._rows}
-        return Stage(runs, self._synchronize, lambda duration_s: self._spend(duration_s, self._blocking_w * duration_s))
+        return Stage(
+            runs,
+            self._synchronize,
+            lambda duration_s: self._spend(duration_s, self._blocking_w * duration_s),
+        )
 
     def _run(self, kind: str, repetitions: int) -> None:
         row = self._rows[kind][self.clock_mhz()]
@@ -102,7 +114,9 @@ class ReplayGpu:
         return self._blocking_w
 
     def clock_mhz(self) -> int:
-        """Return the locked clock, or the highest one; the profile does not have the achieved clock."""
+        """Return the locked clock, or the highest one; the profile does not have the achieved
+        clock.
+        """
         return self.locked_mhz or self.supported_clocks_mhz[0]
 
     def temperature_c(self) -> float:

@@ -39,7 +39,10 @@ class Table:
         lines = [
             [heading for heading, _ in self.columns.values()],
             ["---" if spec == "" else "---:" for _, spec in self.columns.values()],
-            *([_text(row.get(key), spec) for key, (_, spec) in self.columns.items()] for row in self.rows),
+            *(
+                [_text(row.get(key), spec) for key, (_, spec) in self.columns.items()]
+                for row in self.rows
+            ),
         ]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -86,7 +89,11 @@ class Section:
 
     def markdown(self) -> str:
         """Return the section as Markdown."""
-        listed = ["\n".join(f"- {entry}" for entry in entries) for entries in (self.checks, self.notes) if entries]
+        listed = [
+            "\n".join(f"- {entry}" for entry in entries)
+            for entries in (self.checks, self.notes)
+            if entries
+        ]
         tables = [table.markdown() for table in self.tables]
         return "\n\n".join([f"## {self.number}. {self.title}", self.how, *tables, *listed])
 
@@ -120,7 +127,15 @@ def _commit() -> str:
     """Return the commit that was run, and whether its code was changed since."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", "perseus_planner", "profiler", "runtime", "benchmarks/*.py")
+        changed = _git(
+            "status",
+            "--porcelain",
+            "--",
+            "perseus_planner",
+            "profiler",
+            "runtime",
+            "benchmarks/*.py",
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{commit} with uncommitted changes" if changed else commit
@@ -142,7 +157,9 @@ def cpu_model() -> str:
 
 
 def _short(machine: str) -> str:
-    """Return the name of a processor or GPU as a part of a file name, such as `intel-xeon-platinum-8481c`."""
+    """Return the name of a processor or GPU as a part of a file name, such as
+    `intel-xeon-platinum-8481c`.
+    """
     plain = re.sub(r"\(.*?\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", machine)
     return "-".join(re.findall(r"[a-z0-9]+", plain.lower()))
 
@@ -155,7 +172,8 @@ def write(
     target: Path,
     machine: str | None = None,
 ) -> list[Path]:
-    """Write `<name>_<machine>_<date>.md` and `.json` into the folder `target`; replaces files of that name.
+    """Write `<name>_<machine>_<date>.md` and `.json` into the folder `target`; replaces files of
+    that name.
 
     Args:
         name: which benchmarks.
@@ -167,8 +185,15 @@ def write(
     """
     target.mkdir(parents=True, exist_ok=True)
     stem = f"{name}_{_short(machine or cpu_model())}_{about['date']}"
-    document = {**about, "config": asdict(config), "sections": [asdict(section) for section in sections]}  # type: ignore[call-overload]
-    texts = {".md": _markdown(name, sections, about), ".json": json.dumps(document, indent=1) + "\n"}
+    document = {
+        **about,
+        "config": asdict(config),
+        "sections": [asdict(section) for section in sections],
+    }  # type: ignore[call-overload]
+    texts = {
+        ".md": _markdown(name, sections, about),
+        ".json": json.dumps(document, indent=1) + "\n",
+    }
     paths = []
     for suffix, text in texts.items():
         paths.append(target / f"{stem}{suffix}")
@@ -182,13 +207,17 @@ def _markdown(name: str, sections: Sequence[Section], about: Mapping[str, Any]) 
     head = [
         f"# Benchmark results: {name}",
         f"Made by `{about['command']}` on {about['date']} at commit {about['commit']}.",
-        f"{about['cpu']}, {about['cpus']} CPUs (load {about['load_at_start']} at the start), {about['system']}. "
-        f"{versions}.",
-        "*Measured* is what this machine took or what was measured on GPUs; *replayed* is an iteration added up from "
-        "the measured seconds and joules of its computations; *simulated* is neither. Savings and deadlines are "
-        "relative to all computations at the maximum clock.",
+        f"{about['cpu']}, {about['cpus']} CPUs (load {about['load_at_start']} at the start), "
+        f"{about['system']}. {versions}.",
+        "*Measured* is what this machine took or what was measured on GPUs; *replayed* is an "
+        "iteration added up from the measured seconds and joules of its computations; *simulated* "
+        "is neither. Savings and deadlines are relative to all computations at the maximum clock.",
     ]
     wrong = failed(sections)
     if wrong:
-        head.append("\n".join(["**Answers that are not right:**", "", *(f"- {check.text}" for check in wrong)]))
+        head.append(
+            "\n".join(
+                ["**Answers that are not right:**", "", *(f"- {check.text}" for check in wrong)]
+            )
+        )
     return "\n\n".join([*head, *(section.markdown() for section in sections)]) + "\n"

@@ -104,16 +104,26 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run the benchmarks of the planner on measured profiles.")
-    parser.add_argument(
-        "--only", type=int, action="append", choices=SECTIONS, metavar="N", help="this number alone; may be repeated"
+    parser = argparse.ArgumentParser(
+        description="Run the benchmarks of the planner on measured profiles."
     )
-    parser.add_argument("--smoke", action="store_true", help="small sizes, seconds: does everything still run?")
+    parser.add_argument(
+        "--only",
+        type=int,
+        action="append",
+        choices=SECTIONS,
+        metavar="N",
+        help="this number alone; may be repeated",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="small sizes, seconds: does everything still run?"
+    )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="write the result files there; without it a whole run writes to benchmarks/results, a part of one nowhere",
+        help="write the result files there; without it a whole run writes to benchmarks/results, a "
+        "part of one nowhere",
     )
     return parser.parse_args()
 

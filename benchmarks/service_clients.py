@@ -1,8 +1,10 @@
-"""Clients of the load benchmark, as lean as Python lets them be: HTTP/1.1 by hand, on protocols of asyncio.
+"""Clients of the load benchmark, as lean as Python lets them be: HTTP/1.1 by hand, on protocols of
+asyncio.
 
-Run as a program, by service_load.py. `post` posts bodies on a schedule, or as fast as they are answered; `lead` has
-many long polls open; `look` asks for pages again and again. Each reads what it is to do from stdin, one line of JSON,
-and says what happened on stdout, one line. Times are of the monotonic clock, which is the same in all processes.
+Run as a program, by service_load.py. `post` posts bodies on a schedule, or as fast as they are
+answered; `lead` has many long polls open; `look` asks for pages again and again. Each reads what it
+is to do from stdin, one line of JSON, and says what happened on stdout, one line. Times are of the
+monotonic clock, which is the same in all processes.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ class Connection(asyncio.Protocol):
         if head < 0:
             return
         status = int(self._read[9:12])
-        end = head + 4 + (0 if status in (204, 304) else int(self._header(b"content-length", head) or 0))
+        end = (
+            head
+            + 4
+            + (0 if status in (204, 304) else int(self._header(b"content-length", head) or 0))
+        )
         if len(self._read) < end:
             return
         self.tag = self._header(b"etag", head).decode()
@@ -66,7 +72,11 @@ class Connection(asyncio.Protocol):
     def _header(self, name: bytes, head: int) -> bytes:
         """The value of a header; empty without it."""
         begin = self._read.find(b"\r\n" + name + b": ", 0, head) + len(name) + 4
-        return bytes(self._read[begin : self._read.index(b"\r\n", begin)]) if begin > len(name) + 3 else b""
+        return (
+            bytes(self._read[begin : self._read.index(b"\r\n", begin)])
+            if begin > len(name) + 3
+            else b""
+        )
 
 
 def get(path: str, headers: str = "") -> bytes:
@@ -87,10 +97,14 @@ async def connections(port: int, count: int) -> list[Connection]:
 
 
 class Posting:
-    """Posts requests over a few connections; a request waits for a free one, and its waiting counts."""
+    """Posts requests over a few connections; a request waits for a free one, and its waiting
+    counts.
+    """
 
     def __init__(self, requests: Sequence[bytes], free: Sequence[Connection]) -> None:
-        self.rows: list[tuple[float, float, float, int, str]] = []  # due, sent, answered, status, body
+        self.rows: list[
+            tuple[float, float, float, int, str]
+        ] = []  # due, sent, answered, status, body
         self._requests = requests
         self._free = deque(free)
         self._due: deque[tuple[int, float]] = deque()
@@ -101,7 +115,10 @@ class Posting:
         begin_s = time.monotonic() + 0.1
         while self._next < len(self._requests):
             await asyncio.sleep(begin_s + self._next / per_s - time.monotonic())
-            while self._next < len(self._requests) and begin_s + self._next / per_s <= time.monotonic():
+            while (
+                self._next < len(self._requests)
+                and begin_s + self._next / per_s <= time.monotonic()
+            ):
                 self._due.append((self._next, begin_s + self._next / per_s))
                 self._next += 1
             self._send()
@@ -123,10 +140,18 @@ class Posting:
 
     def _send(self, then: Callable[[], None] = lambda: None) -> None:
         while self._due and self._free:
-            (number, due_s), connection, sent_s = self._due.popleft(), self._free.popleft(), time.monotonic()
+            (number, due_s), connection, sent_s = (
+                self._due.popleft(),
+                self._free.popleft(),
+                time.monotonic(),
+            )
 
             def answered(
-                status: int, body: bytes, due_s: float = due_s, sent_s: float = sent_s, of: Connection = connection
+                status: int,
+                body: bytes,
+                due_s: float = due_s,
+                sent_s: float = sent_s,
+                of: Connection = connection,
             ) -> None:
                 self.rows.append((due_s, sent_s, time.monotonic(), status, body.decode()))
                 self._free.append(of)
@@ -165,10 +190,14 @@ class Leader:
 
 
 class Visitor:
-    """Asks for a page every so many seconds, as a browser does: compressed, and only if it is another one."""
+    """Asks for a page every so many seconds, as a browser does: compressed, and only if it is
+    another one.
+    """
 
     def __init__(self, path: str, every_s: float, port: int) -> None:
-        self.rows: list[tuple[float, float, float, int, int]] = []  # due, sent, answered, status, bytes of the body
+        self.rows: list[
+            tuple[float, float, float, int, int]
+        ] = []  # due, sent, answered, status, bytes of the body
         self._path, self._every_s, self._port, self._tag = path, every_s, port, ""
 
     async def visit(self, for_s: float) -> None:
@@ -182,7 +211,8 @@ class Visitor:
             answered, sent_s = asyncio.get_running_loop().create_future(), time.monotonic()
             tag = f"if-none-match: {self._tag}\r\n" if self._tag else ""
             connection.ask(
-                get(self._path, f"accept-encoding: gzip\r\n{tag}"), lambda *answer, of=answered: of.set_result(answer)
+                get(self._path, f"accept-encoding: gzip\r\n{tag}"),
+                lambda *answer, of=answered: of.set_result(answer),
             )
             status, body = await answered
             self._tag = connection.tag
@@ -191,7 +221,9 @@ class Visitor:
 
 
 async def post_bodies(wanted: dict[str, Any]) -> None:
-    """Post `bodies` (path, JSON) at `per_s`, or where that is null for `for_s` seconds as fast as they are answered."""
+    """Post `bodies` (path, JSON) at `per_s`, or where that is null for `for_s` seconds as fast
+    as they are answered.
+    """
     requests = [post(path, body) for path, body in wanted["bodies"]]
     posting = Posting(requests, await connections(wanted["port"], wanted["connections"]))
     print("begins", flush=True)
@@ -204,7 +236,9 @@ async def post_bodies(wanted: dict[str, Any]) -> None:
 
 
 async def look(wanted: dict[str, Any]) -> None:
-    """Visit `pages` (path, every so many seconds) for `for_s` seconds, each by a connection of its own."""
+    """Visit `pages` (path, every so many seconds) for `for_s` seconds, each by a connection of
+    its own.
+    """
     visitors = [Visitor(*page, wanted["port"]) for page in wanted["pages"]]
     await asyncio.gather(*(each.visit(wanted["for_s"]) for each in visitors))
     print(json.dumps([each.rows for each in visitors]), flush=True)
@@ -225,4 +259,8 @@ async def lead(wanted: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run({"post": post_bodies, "lead": lead, "look": look}[sys.argv[1]](json.loads(sys.stdin.readline())))
+    asyncio.run(
+        {"post": post_bodies, "lead": lead, "look": look}[sys.argv[1]](
+            json.loads(sys.stdin.readline())
+        )
+    )

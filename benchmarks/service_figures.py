@@ -52,11 +52,17 @@ _CHANGES = {
     "p99_ms": ("p99, ms", ".1f"),
     "max_ms": ("last, ms", ".1f"),
 }
-_MEMORY = {"when": ("resident memory, MiB", ""), "own": ("service", ".0f"), "workers": ("its other processes", ".0f")}
+_MEMORY = {
+    "when": ("resident memory, MiB", ""),
+    "own": ("service", ".0f"),
+    "workers": ("its other processes", ".0f"),
+}
 
 
 class Change(NamedTuple):
-    """A version of a job's plans; when what led to it was sent; whether its plans had to be made first."""
+    """A version of a job's plans; when what led to it was sent; whether its plans had to be made
+    first.
+    """
 
     job: str
     version: int
@@ -120,20 +126,31 @@ def section_of(size: Size, found: Found, lost: int) -> Section:
     return Section(
         18,
         "The service under load",
-        f"**Measured** on this machine: `planner serve` as it comes, on SQLite in a file. {size.load_jobs} jobs of "
-        f"{size.load_pipelines} pipelines of 8 stages run; {size.load_leaders} leaders of pipelines have a long poll "
-        "open, each by a connection of its own, and ask again at once. For "
-        f"{size.load_s:g} s a client posts {size.load_per_s:g} reports a second by a schedule, whether or not those "
-        "before are answered; each job posts telemetry every 5 s; two dashboards ask for all jobs every 10 s and for "
-        f"one every 3 s; /metrics is scraped every 15 s; and {len(found.mixed.large)} times a job of "
-        f"{8 * size.load_pipelines_large} ranks is registered, and ended. Latencies count from when a request was due. "
-        "To reach: 50 ms at the 99th percentile of reports, and no answer that waits longer for a registration.",
+        "**Measured** on this machine: `planner serve` as it comes, on SQLite in a file. "
+        f"{size.load_jobs} jobs of {size.load_pipelines} pipelines of 8 stages run; "
+        f"{size.load_leaders} leaders of pipelines have a long poll open, each by a connection of "
+        f"its own, and ask again at once. For {size.load_s:g} s a client posts "
+        f"{size.load_per_s:g} reports a second by a schedule, whether or not those before are "
+        "answered; each job posts telemetry every 5 s; two dashboards ask for all jobs every 10 s "
+        f"and for one every 3 s; /metrics is scraped every 15 s; and {len(found.mixed.large)} "
+        f"times a job of {8 * size.load_pipelines_large} ranks is registered, and ended. "
+        "Latencies count from when a request was due. To reach: 50 ms at the 99th percentile of "
+        "reports, and no answer that waits longer for a registration.",
         [
-            Table(_LOAD, [{"server": server, "asked": asked, **_figures(of)} for server, asked, of in loads]),
+            Table(
+                _LOAD,
+                [{"server": server, "asked": asked, **_figures(of)} for server, asked, of in loads],
+            ),
             Table(_BESIDE, list(_beside_rows(found.mixed))),
             Table(_LARGE, list(_large_rows(found.mixed))),
             Table(_CHANGES, list(_change_rows(_by_reports(found), found))),
-            Table(_MEMORY, [{"when": when, "own": own, "workers": of} for when, (own, of) in found.memory.items()]),
+            Table(
+                _MEMORY,
+                [
+                    {"when": when, "own": own, "workers": of}
+                    for when, (own, of) in found.memory.items()
+                ],
+            ),
         ],
         _checks(size, found, lost),
         _notes(size, found),
@@ -144,20 +161,23 @@ def _notes(size: Size, found: Found) -> list[str]:
     reported, changed = found.mixed.reported, len(_by_reports(found))
     polled = sum(map(len, found.seen["seen"]))
     return [
-        f"Registering all jobs one after the other took {found.registering_s:.1f} s. Their frontiers are those of "
-        f"{len(size.cases) * len(size.load_microbatches)} pipelines of {min(size.load_microbatches)} to "
-        f"{max(size.load_microbatches)} microbatches, and every plan that reports ask for had been made once before: "
-        "a plan that is new takes its process as long as number 5 has it, one after the other.",
+        f"Registering all jobs one after the other took {found.registering_s:.1f} s. Their "
+        f"frontiers are those of {len(size.cases) * len(size.load_microbatches)} pipelines of "
+        f"{min(size.load_microbatches)} to {max(size.load_microbatches)} microbatches, and every "
+        "plan that reports ask for had been made once before: a plan that is new takes its "
+        "process as long as number 5 has it, one after the other.",
         "Half of the reports say what their probe last said; "
-        f"{100 * changed / len(reported.rows):.0f} % of those at {size.load_per_s:g}/s made a new version of "
-        f"plans, which each leader of that job was sent and asked for the next of: {polled} answers with plans in all.",
-        "Changes count from when the report was sent to when a leader has all of a plan that takes it "
-        "into account. Where plans have to be made, they are made one after the other by one process.",
-        "The clients are Python as well, with HTTP written by hand. Each acknowledged report is on disk: a write of "
-        "SQLite with `synchronous=FULL`, for those that came meanwhile together; the last percent waits for the disk. "
-        "The echo writes nothing.",
-        f"Both run on uvicorn {metadata.version('uvicorn')}; the 1-minute load average was {os.getloadavg()[0]:.1f} at "
-        "the end.",
+        f"{100 * changed / len(reported.rows):.0f} % of those at {size.load_per_s:g}/s made a new "
+        "version of plans, which each leader of that job was sent and asked for the next of: "
+        f"{polled} answers with plans in all.",
+        "Changes count from when the report was sent to when a leader has all of a plan that "
+        "takes it into account. Where plans have to be made, they are made one after the other by "
+        "one process.",
+        "The clients are Python as well, with HTTP written by hand. Each acknowledged report is "
+        "on disk: a write of SQLite with `synchronous=FULL`, for those that came meanwhile "
+        "together; the last percent waits for the disk. The echo writes nothing.",
+        f"Both run on uvicorn {metadata.version('uvicorn')}; the 1-minute load average was "
+        f"{os.getloadavg()[0]:.1f} at the end.",
     ]
 
 
@@ -171,7 +191,11 @@ def _figures(of: Spell) -> dict[str, float]:
 
 
 def _beside_rows(mixed: Mixed) -> Iterator[dict[str, Any]]:
-    yield {"what": "telemetry", "count": len(mixed.telemetry.rows), **_percentiles(_taken_ms(mixed.telemetry.rows))}
+    yield {
+        "what": "telemetry",
+        "count": len(mixed.telemetry.rows),
+        **_percentiles(_taken_ms(mixed.telemetry.rows)),
+    }
     for what, rows in mixed.pages.items():
         new = [row.body for row in rows if row.status == 200]
         sizes = {"same": len(rows) - len(new), "kb": sum(new) / len(new) / 1e3}
@@ -197,7 +221,9 @@ def _percentiles(taken_ms: Sequence[float]) -> dict[str, float]:
 
 
 def _by_reports(found: Found) -> list[Change]:
-    """The versions that reports at the steady rate made, each with the first report that was answered with it."""
+    """The versions that reports at the steady rate made, each with the first report that was
+    answered with it.
+    """
     newest = {job: version for job, _, version in found.leaders}
     made: dict[tuple[str, int], Change] = {}
     for row in found.mixed.reported.rows:
@@ -205,7 +231,9 @@ def _by_reports(found: Found) -> list[Change]:
         job, version = answer["job"], answer["version"]
         if answer["changed"] and version > newest.get(job, version):
             change = Change(job, version, row.sent_s, answer["takes_effect"] == "planning")
-            made[job, version] = min(change, made.get((job, version), change), key=lambda each: each.sent_s)
+            made[job, version] = min(
+                change, made.get((job, version), change), key=lambda each: each.sent_s
+            )
     return list(made.values())
 
 
@@ -214,15 +242,24 @@ def _change_rows(changes: Sequence[Change], found: Found) -> Iterator[dict[str, 
         those = [each for each in changes if each.was_planned == planned]
         taken_ms = [each for each in _served_ms(those, found) if each is not None]
         if taken_ms:
-            yield {"what": f"a report, {how}", "changes": len(those), "served": len(taken_ms), **_percentiles(taken_ms)}
+            yield {
+                "what": f"a report, {how}",
+                "changes": len(those),
+                "served": len(taken_ms),
+                **_percentiles(taken_ms),
+            }
 
 
 def _served_ms(changes: Sequence[Change], found: Found) -> list[float | None]:
-    """For each leader of a changed job, how long after what changed it was sent the leader had such plans; or never."""
+    """For each leader of a changed job, how long after what changed it was sent the leader had
+    such plans; or never.
+    """
     of_job: dict[str, list[list[tuple[int, float]]]] = {}
     for (job, *_), seen in zip(found.leaders, found.seen["seen"], strict=True):
         of_job.setdefault(job, []).append(seen)
-    return [_served_after_ms(change, seen) for change in changes for seen in of_job.get(change.job, [])]
+    return [
+        _served_after_ms(change, seen) for change in changes for seen in of_job.get(change.job, [])
+    ]
 
 
 def _served_after_ms(change: Change, seen: Sequence[tuple[int, float]]) -> float | None:
@@ -234,15 +271,23 @@ def _checks(size: Size, found: Found, lost: int) -> list[Check]:
     answers = found.answers()
     acknowledged = sum(row.status == 202 for row in answers)
     beside = [*found.mixed.telemetry.rows, *chain(*found.mixed.pages.values())]
-    rising = all(early < late for seen in found.seen["seen"] for (early, _), (late, _) in pairwise(seen))
+    rising = all(
+        early < late for seen in found.seen["seen"] for (early, _), (late, _) in pairwise(seen)
+    )
     missed = sum(each is None for each in _served_ms(_by_reports(found), found))
     others = sum(row.status not in (200, 204, 304) for row in beside)
     strange = sum(map(len, found.seen["strange"])) + found.seen["lost"]
     return [
-        Check(f"of {len(answers)} reports, {acknowledged} were acknowledged", acknowledged == len(answers)),
+        Check(
+            f"of {len(answers)} reports, {acknowledged} were acknowledged",
+            acknowledged == len(answers),
+        ),
         Check(f"{lost} of them are not in the database", lost == 0),
         Check("the versions that a leader was given rise", rising),
-        Check(f"{missed} times a leader was not given a version of its job, nor a later one", missed == 0),
+        Check(
+            f"{missed} times a leader was not given a version of its job, nor a later one",
+            missed == 0,
+        ),
         Check(f"{others} of the other requests were refused", others == 0),
         Check(f"{strange} of {size.load_leaders} long polls were refused or cut off", strange == 0),
     ]

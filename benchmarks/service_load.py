@@ -29,7 +29,12 @@ _AGAIN = 0.5  # that share of the reports says what the same probe said last
 _RECOVERED = 0.3  # and that share of the others that a pipeline is as fast as ever
 _MOST_PER_S = 2000  # reports that are made for a spell without a rate
 _ECHO_S = 10.0
-_TELEMETRY_S, _SCRAPE_S, _LIST_S, _JOB_S = 5.0, 15.0, 10.0, 3.0  # each job; Prometheus; a dashboard's list, and its job
+_TELEMETRY_S, _SCRAPE_S, _LIST_S, _JOB_S = (
+    5.0,
+    15.0,
+    10.0,
+    3.0,
+)  # each job; Prometheus; a dashboard's list, and its job
 _DASHBOARDS = 2
 _LARGE = 3  # registrations of a large job
 _PATIENCE_S = 120.0
@@ -62,7 +67,12 @@ def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
             memory["all long polls open"] = server.memory_mib()
             mixed = _mixed(size, client, list(jobs), server, bodies, led)
             memory["after the reports"] = server.memory_mib()
-            echoed = spell(plain, _echoed(bodies, size.load_per_s, _ECHO_S), size.load_per_s, min(_ECHO_S, size.load_s))
+            echoed = spell(
+                plain,
+                _echoed(bodies, size.load_per_s, _ECHO_S),
+                size.load_per_s,
+                min(_ECHO_S, size.load_s),
+            )
             peak = spell(
                 server,
                 list(islice(bodies, round(_MOST_PER_S * size.load_peak_s))),
@@ -70,14 +80,21 @@ def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
                 size.load_peak_s,
                 [led.process],
             )
-            peak_echoed = spell(plain, _echoed(bodies, _MOST_PER_S * 4, size.load_peak_s), None, size.load_peak_s)
+            peak_echoed = spell(
+                plain, _echoed(bodies, _MOST_PER_S * 4, size.load_peak_s), None, size.load_peak_s
+            )
             _all_planned(client)
             seen = led.end()
     return Found(registering_s, mixed, echoed, (peak, peak_echoed), leaders, seen, memory)
 
 
 def _mixed(
-    size: Size, client: Client, jobs: Sequence[str], server: Server, bodies: Iterator[tuple[str, str]], led: Leaders
+    size: Size,
+    client: Client,
+    jobs: Sequence[str],
+    server: Server,
+    bodies: Iterator[tuple[str, str]],
+    led: Leaders,
 ) -> Mixed:
     """Everything that users have going on at once."""
     pages = [("/metrics", "/metrics", _SCRAPE_S)]
@@ -87,7 +104,9 @@ def _mixed(
     posted = list(islice(bodies, round(size.load_per_s * size.load_s)))
     telemetry, per_s = _telemetry(jobs, size.load_s), len(jobs) / _TELEMETRY_S
     with ThreadPoolExecutor(3) as pool:
-        looked = pool.submit(look, server, [(path, every_s) for _, path, every_s in pages], size.load_s)
+        looked = pool.submit(
+            look, server, [(path, every_s) for _, path, every_s in pages], size.load_s
+        )
         sent = pool.submit(spell, server, telemetry, per_s, size.load_s)
         large = pool.submit(_register_large, client, size)
         reported = spell(server, posted, size.load_per_s, size.load_s, [led.process])
@@ -102,14 +121,18 @@ def _telemetry(jobs: Sequence[str], for_s: float) -> list[tuple[str, str]]:
     found = []
     for number in range(1, math.ceil(for_s / _TELEMETRY_S) + 1):
         time_s = _TELEMETRY_S * number
-        counters = Counters("load", number, time_s, number, time_s, 1e5 * number, "simulated", 0, 0.01, 0.02)
+        counters = Counters(
+            "load", number, time_s, number, time_s, 1e5 * number, "simulated", 0, 0.01, 0.02
+        )
         text = to_json(counters, without_nulls=True).decode()
         found += [(f"/v1/jobs/{job}/telemetry", text) for job in jobs]
     return found
 
 
 def _register_large(client: Client, size: Size) -> list[tuple[float, float]]:
-    """Register large jobs one after the other, which end at once; when each registration began and was answered."""
+    """Register large jobs one after the other, which end at once; when each registration began
+    and was answered.
+    """
     file, pipelines = _file(size.cases[0], size.load_microbatches[0]), size.load_pipelines_large
     job = Registration("large", pipelines, file, _places(pipelines))
     spans = []
@@ -127,7 +150,9 @@ def _echoed(bodies: Iterator[tuple[str, str]], per_s: float, for_s: float) -> li
 
 
 def _bodies(rng: random.Random, jobs: Sequence[str], pipelines: int) -> Iterator[tuple[str, str]]:
-    """Reports without end, of probes that watch a pipeline each: some say again what was last said."""
+    """Reports without end, of probes that watch a pipeline each: some say again what was last
+    said.
+    """
     said: dict[tuple[str, int], float] = {}
     known: list[tuple[str, int]] = []
     for number in count():
@@ -145,7 +170,9 @@ def _bodies(rng: random.Random, jobs: Sequence[str], pipelines: int) -> Iterator
 def _request(key: str, pipeline: int, slowdown: float) -> ReportRequest:
     """As a probe of that pipeline reports it: what it said before counts no more."""
     scope = Scope("pipeline", str(pipeline))
-    return ReportRequest(f"probe-{pipeline}", scope, slowdown=slowdown, ttl_s=1800.0, cause="data", key=key)
+    return ReportRequest(
+        f"probe-{pipeline}", scope, slowdown=slowdown, ttl_s=1800.0, cause="data", key=key
+    )
 
 
 @cache
@@ -175,7 +202,9 @@ def _register(client: Client, jobs: Jobs, pipelines: int) -> float:
 
 
 def _have_plans_made(client: Client, jobs: Jobs) -> None:
-    """Have every plan that the load will ask for made once: how long that takes is number 5, and not the service's."""
+    """Have every plan that the load will ask for made once: how long that takes is number 5, and
+    not the service's.
+    """
     first = {kind: name for name, kind in reversed(jobs.items())}
     for slowdown in (*_SLOWDOWNS, 1.0):  # rising speed: that is never held back
         for job in first.values():
@@ -190,7 +219,11 @@ def _all_planned(client: Client) -> None:
 def _leaders(client: Client, size: Size) -> list[tuple[str, int, int]]:
     """(job, pipeline, version that it has): of every job the first pipelines."""
     known = [(each.job.name, each.version) for each in client.jobs()]
-    every = [(job, pipeline, version) for pipeline in range(size.load_pipelines) for job, version in known]
+    every = [
+        (job, pipeline, version)
+        for pipeline in range(size.load_pipelines)
+        for job, version in known
+    ]
     return every[: size.load_leaders]
 
 
@@ -198,8 +231,12 @@ def _lost(database: Path, answers: Sequence[Row]) -> int:
     """How many reports were acknowledged and are not in the database."""
     with closing(sqlite3.connect(database)) as connection:
         states = [json.loads(state) for (state,) in connection.execute("SELECT state FROM jobs")]
-    kept = {report["key"] for state in states for kind in ("reports", "past") for report in state[kind]}
-    return sum(json.loads(row.body)["report"]["key"] not in kept for row in answers if row.status == 202)
+    kept = {
+        report["key"] for state in states for kind in ("reports", "past") for report in state[kind]
+    }
+    return sum(
+        json.loads(row.body)["report"]["key"] not in kept for row in answers if row.status == 202
+    )
 
 
 def _until(holds: Callable[[], bool]) -> None:

@@ -1,4 +1,6 @@
-"""The processes of the load benchmark: the service, the echo, and their clients, each with the CPU that it takes."""
+"""The processes of the load benchmark: the service, the echo, and their clients, each with the
+CPU that it takes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Server:
 
 @dataclass(frozen=True)
 class Spell:
-    """Requests of one spell, and the CPU seconds that it took: the server's, its processes', the clients'."""
+    """Requests of one spell, and the CPU seconds that it took: the server's, its processes', the
+    clients'.
+    """
 
     rows: list[Row]
     wall_s: float
@@ -69,14 +73,27 @@ class Spell:
 
     def __add__(self, other: Spell) -> Spell:
         """Both."""
-        mine, theirs = ((each.wall_s, each.server_s, each.workers_s, each.clients_s) for each in (self, other))
-        return Spell(self.rows + other.rows, *(sum(pair) for pair in zip(mine, theirs, strict=True)))
+        mine, theirs = (
+            (each.wall_s, each.server_s, each.workers_s, each.clients_s) for each in (self, other)
+        )
+        return Spell(
+            self.rows + other.rows, *(sum(pair) for pair in zip(mine, theirs, strict=True))
+        )
 
 
 @contextmanager
 def service(database: Path) -> Iterator[Server]:
     """`planner serve` with its default settings, on SQLite in a file."""
-    command = [*_PYTHON, "-m", "perseus_planner", "serve", "--port", "0", "--database", str(database)]
+    command = [
+        *_PYTHON,
+        "-m",
+        "perseus_planner",
+        "serve",
+        "--port",
+        "0",
+        "--database",
+        str(database),
+    ]
     with _running(command) as process:
         line = process.stdout.readline()
         yield Server(psutil.Process(process.pid), int(line.partition(",")[0].rpartition(":")[2]))
@@ -113,11 +130,23 @@ def leading(server: Server, leaders: Sequence[tuple[str, int, int]]) -> Iterator
 
 
 def spell(
-    server: Server, bodies: Bodies, per_s: float | None, for_s: float, others: Sequence[psutil.Process] = ()
+    server: Server,
+    bodies: Bodies,
+    per_s: float | None,
+    for_s: float,
+    others: Sequence[psutil.Process] = (),
 ) -> Spell:
-    """Post `bodies` at a rate, or with None for so long as fast as they are answered; `others` are clients too."""
+    """Post `bodies` at a rate, or with None for so long as fast as they are answered; `others`
+    are clients too.
+    """
     with _running([sys.executable, str(_HERE / "service_clients.py"), "post"]) as process:
-        wanted = {"port": server.port, "bodies": bodies, "per_s": per_s, "for_s": for_s, "connections": _CONNECTIONS}
+        wanted = {
+            "port": server.port,
+            "bodies": bodies,
+            "per_s": per_s,
+            "for_s": for_s,
+            "connections": _CONNECTIONS,
+        }
         client = psutil.Process(process.pid)
         process.stdin.write(json.dumps(wanted) + "\n")
         process.stdin.flush()
@@ -126,20 +155,30 @@ def spell(
         assert process.stdout.readline() == "answered\n"
         after = [*server.cpu_s(), sum(map(_cpu_s, [client, *others])), time.monotonic()]
         rows = [Row(*each) for each in json.loads(process.stdout.readline())]
-    server_s, workers_s, clients_s, wall_s = (late - early for early, late in zip(before, after, strict=True))
+    server_s, workers_s, clients_s, wall_s = (
+        late - early for early, late in zip(before, after, strict=True)
+    )
     return Spell(rows, wall_s, server_s, workers_s, clients_s)
 
 
 def look(server: Server, pages: Sequence[tuple[str, float]], for_s: float) -> list[list[Row]]:
-    """Visit these pages (path, every so many seconds) for so long; the bodies of the rows are their lengths."""
+    """Visit these pages (path, every so many seconds) for so long; the bodies of the rows are
+    their lengths.
+    """
     with _running([sys.executable, str(_HERE / "service_clients.py"), "look"]) as process:
-        print(json.dumps({"port": server.port, "pages": pages, "for_s": for_s}), file=process.stdin, flush=True)
+        print(
+            json.dumps({"port": server.port, "pages": pages, "for_s": for_s}),
+            file=process.stdin,
+            flush=True,
+        )
         return [[Row(*each) for each in rows] for rows in json.loads(process.stdout.readline())]
 
 
 @contextmanager
 def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:

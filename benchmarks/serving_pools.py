@@ -59,13 +59,17 @@ def measure(size: Size) -> Section:
     return Section(
         number=27,
         title="Pools for inference",
-        how="*Replayed* from the published energies of Llama2-70B on H100 (DynamoLLM, table I, one load) and Azure's "
-        "trace of a coding service of 2023. Planned once: one period, no changes. Replayed: instances every 30 "
-        "minutes, tensor degrees every 5, clocks every 5 seconds; a pool's load is averaged over a minute.",
+        how="*Replayed* from the published energies of Llama2-70B on H100 (DynamoLLM, table I, one "
+        "load) and Azure's "
+        "trace of a coding service of 2023. Planned once: one period, no changes. Replayed: "
+        "instances every 30 "
+        "minutes, tensor degrees every 5, clocks every 5 seconds; a pool's load is averaged over a "
+        "minute.",
         tables=[Table(_ROWS, rows), Table(_REPLAYS, replays), Table(_TIMES, times)],
         checks=checks,
         notes=[
-            "The paper's own 53 % is not reproduced: how energy depends on load, and the week's trace, are not public."
+            "The paper's own 53 % is not reproduced: how energy depends on load, and the week's "
+            "trace, are not public."
         ],
     )
 
@@ -132,7 +136,9 @@ def _replays(profile: InferenceProfile, trace: Trace, size: Size) -> list[dict[s
 
 def _in_time(replays: list[dict[str, Any]]) -> bool:
     baselines = {
-        (row["gpus"], row["prediction"]): row["late"] for row in replays if row["policy"] == POLICIES[BASELINE]
+        (row["gpus"], row["prediction"]): row["late"]
+        for row in replays
+        if row["policy"] == POLICIES[BASELINE]
     }
     planners = [row for row in replays if row["policy"] == POLICIES["planner"]]
     return all(row["late"] <= baselines[row["gpus"], row["prediction"]] + 0.1 for row in planners)

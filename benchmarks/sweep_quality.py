@@ -1,4 +1,6 @@
-"""Number 14: compare plans from the few clocks that the sweep chooses with plans from all clocks."""
+"""Number 14: compare plans from the few clocks that the sweep chooses with plans from all
+clocks.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ _COLUMNS = {
 
 
 def measure(size: Size) -> Section:
-    """Sweep a replay of each measured profile, plan with the result, and evaluate the plans on the smoothed profile."""
+    """Sweep a replay of each measured profile, plan with the result, and evaluate the plans on
+    the smoothed profile.
+    """
     rows = [row for case in size.cases for row in _rows(case, size)]
     chosen = [row for row in rows if row["sweep"] == "adaptive"]
     extras = [row[f"extra{slowdown:.2f}"] for row in chosen for slowdown in _SLOWDOWNS]
@@ -50,40 +54,50 @@ def measure(size: Size) -> Section:
     return Section(
         14,
         "Plans from few clocks",
-        f"Replayed from the measured profiles: {STAGES} stages, 1F1B, {_MICROBATCHES} microbatches. The sweep measures "
-        "a GPU in virtual time that replays them as they were published. The plan for each deadline is made from the "
-        "expected values at every clock (`Profile.estimated().mean`), and evaluated on the smoothed profile: running "
-        "medians of 5 clocks, and means of 3 of these, of the logarithms of time and energy; for neighbouring rows of "
-        "the A40, which the power limit slows alike, were published up to 4 % apart. "
-        f"Goal: at most {_MOST_CLOCKS} clocks; at most {_GOAL} % more energy for {_WITHIN_GOAL:.0%} of the plans.",
+        f"Replayed from the measured profiles: {STAGES} stages, 1F1B, {_MICROBATCHES} "
+        "microbatches. The sweep measures a GPU in virtual time that replays them as they were "
+        "published. The plan for each deadline is made from the expected values at every clock "
+        "(`Profile.estimated().mean`), and evaluated on the smoothed profile: running medians of "
+        "5 clocks, and means of 3 of these, of the logarithms of time and energy; for "
+        "neighbouring rows of the A40, which the power limit slows alike, were published up to 4 "
+        f"% apart. Goal: at most {_MOST_CLOCKS} clocks; at most {_GOAL} % more energy for "
+        f"{_WITHIN_GOAL:.0%} of the plans.",
         [Table(_COLUMNS, rows)],
         [
-            Check(f"{clocks:.1f} clocks for each stage and kind (limit {_MOST_CLOCKS})", clocks <= _MOST_CLOCKS),
             Check(
-                f"{within} of the {len(extras)} plans of the adaptive sweep take at most {_GOAL} % more energy "
-                f"(at least {_WITHIN_GOAL:.0%})",
+                f"{clocks:.1f} clocks for each stage and kind (limit {_MOST_CLOCKS})",
+                clocks <= _MOST_CLOCKS,
+            ),
+            Check(
+                f"{within} of the {len(extras)} plans of the adaptive sweep take at most {_GOAL} "
+                f"% more energy (at least {_WITHIN_GOAL:.0%})",
                 within >= _WITHIN_GOAL * len(extras),
             ),
             Check(
-                "no plan is below the bound of the smoothed profile", min(row["above_bound"] for row in rows) >= -1e-9
+                "no plan is below the bound of the smoothed profile",
+                min(row["above_bound"] for row in rows) >= -1e-9,
             ),
         ],
         [
-            f"The plans of the adaptive sweep take {fmean(extras):.2f} % more energy in the mean, at most "
-            f"{max(extras):.2f} %.",
-            "*1.00x* and so on: the deadline, a multiple of the time that the sweep found with all clocks at maximum; "
-            "below it, how much more energy the plan takes than the best plan of the smoothed profile with the same "
-            "time. *Time*: by how much the plan exceeds the deadline on the smoothed profile; the maximum over the "
-            "seeds. All other columns are means over the seeds.",
-            f"*Noise*: standard deviation of each window's time and energy; with noise, {100 * _OUTLIERS:.0f} % of the "
-            "windows are outliers that take 5 to 50 % more. Repetitions do not average it away, so it is larger than "
-            "that of a GPU. *Full*: every clock is measured, with the same noise. *Even*: of these, "
-            f"{_MOST_CLOCKS} evenly spaced ones; their minutes are those of the full sweep. *Goal*: clocks are "
-            f"measured, and measured again, until the saving is known within {100 * _WITHIN:.1f} points "
-            "(`--saving-within`). *Saving off*: by how much the energy that a plan saves, in percent of that at "
-            "maximum clocks, is more or less than the plan says; the maximum over deadlines and seeds.",
-            "*Top clock*: the profile without the clocks above it, so that the sweep's grid differs. "
-            "*Minutes*: virtual time of the longest stage; all stages are measured at once.",
+            f"The plans of the adaptive sweep take {fmean(extras):.2f} % more energy in the mean, "
+            f"at most {max(extras):.2f} %.",
+            "*1.00x* and so on: the deadline, a multiple of the time that the sweep found with "
+            "all clocks at maximum; below it, how much more energy the plan takes than the best "
+            "plan of the smoothed profile with the same time. *Time*: by how much the plan "
+            "exceeds the deadline on the smoothed profile; the maximum over the seeds. All other "
+            "columns are means over the seeds.",
+            "*Noise*: standard deviation of each window's time and energy; with noise, "
+            f"{100 * _OUTLIERS:.0f} % of the windows are outliers that take 5 to 50 % more. "
+            "Repetitions do not average it away, so it is larger than that of a GPU. *Full*: "
+            f"every clock is measured, with the same noise. *Even*: of these, {_MOST_CLOCKS} "
+            "evenly spaced ones; their minutes are those of the full sweep. *Goal*: clocks are "
+            f"measured, and measured again, until the saving is known within {100 * _WITHIN:.1f} "
+            "points (`--saving-within`). *Saving off*: by how much the energy that a plan saves, "
+            "in percent of that at maximum clocks, is more or less than the plan says; the "
+            "maximum over deadlines and seeds.",
+            "*Top clock*: the profile without the clocks above it, so that the sweep's grid "
+            "differs. *Minutes*: virtual time of the longest stage; all stages are measured at "
+            "once.",
         ],
     )
 
@@ -94,7 +108,11 @@ def _rows(case: Case, size: Size) -> Iterator[dict[str, Any]]:
         for sweep in ("adaptive", "even") if full else ("adaptive",):
             yield _row(case, drop, 0.0, (0,), sweep)
     for noise in (0.003, 0.01) if full else (0.01,):
-        for sweep in ("adaptive", "even", "full", *(["goal"] if noise < 0.01 else [])) if full else ("adaptive",):
+        for sweep in (
+            ("adaptive", "even", "full", *(["goal"] if noise < 0.01 else []))
+            if full
+            else ("adaptive",)
+        ):
             yield _row(case, 0, noise, tuple(range(size.repetitions // 2)), sweep)
 
 
@@ -102,9 +120,13 @@ def _row(case: Case, drop: int, noise: float, seeds: Iterable[int], sweep: str) 
     published, whole = _published(case, drop), _whole(case, drop)
     found = [_swept(published, noise, seed, sweep) for seed in seeds]
     plans = [_plans(whole, profile.estimated().mean) for profile, _ in found]
-    measured = [row for profile, _ in found for rows in profile.measurements.values() for row in rows]
+    measured = [
+        row for profile, _ in found for rows in profile.measurements.values() for row in rows
+    ]
     windows = [row.evidence.windows for row in measured if row.evidence is not None]
-    extras = {f"extra{slowdown:.2f}": fmean(of[slowdown].extra for of in plans) for slowdown in _SLOWDOWNS}
+    extras = {
+        f"extra{slowdown:.2f}": fmean(of[slowdown].extra for of in plans) for slowdown in _SLOWDOWNS
+    }
     return {
         "profile": case.name,
         "top": whole.profile.measurements[0, "F"][0].clock_mhz,
@@ -123,7 +145,9 @@ def _row(case: Case, drop: int, noise: float, seeds: Iterable[int], sweep: str) 
 def _published(case: Case, drop: int) -> Profile:
     """Return the profile without its `drop` highest clocks."""
     profile = profile_of(case)
-    return replace(profile, measurements={key: rows[drop:] for key, rows in profile.measurements.items()})
+    return replace(
+        profile, measurements={key: rows[drop:] for key, rows in profile.measurements.items()}
+    )
 
 
 @cache
@@ -131,7 +155,9 @@ def _whole(case: Case, drop: int) -> Frontier:
     """Return the frontier of the smoothed profile without its `drop` highest clocks."""
     profile = _published(case, drop)
     smoothed = {key: _smoothed(rows) for key, rows in profile.measurements.items()}
-    return solve(replace(profile, measurements=smoothed), schedules.one_f_one_b(STAGES, _MICROBATCHES))
+    return solve(
+        replace(profile, measurements=smoothed), schedules.one_f_one_b(STAGES, _MICROBATCHES)
+    )
 
 
 def _smoothed(rows: Sequence[Measurement]) -> tuple[Measurement, ...]:
@@ -147,10 +173,14 @@ def _smoothed(rows: Sequence[Measurement]) -> tuple[Measurement, ...]:
 
 
 def _running(values: Any, reach: int, middle: Callable[[Any], Any]) -> Any:
-    """Return the middle of each value and its neighbours, up to `reach` of them on both sides, fewer at the ends."""
+    """Return the middle of each value and its neighbours, up to `reach` of them on both sides,
+    fewer at the ends.
+    """
     last = len(values) - 1
     sides = [min(reach, index, last - index) for index in range(len(values))]
-    return np.array([middle(values[index - side : index + side + 1]) for index, side in enumerate(sides)])
+    return np.array(
+        [middle(values[index - side : index + side + 1]) for index, side in enumerate(sides)]
+    )
 
 
 def _swept(profile: Profile, noise: float, seed: int, sweep: str) -> tuple[Profile, float]:
@@ -158,8 +188,12 @@ def _swept(profile: Profile, noise: float, seed: int, sweep: str) -> tuple[Profi
     stages: list[StageRows] = []
     longest_s = 0.0
     for number in range(profile.stages):
-        gpu = ReplayGpu(profile, number, noise, _OUTLIERS if noise else 0.0, seed=1000 * seed + number)
-        settings = SweepSettings(full=sweep in ("even", "full"), saving_within=_WITHIN if sweep == "goal" else None)
+        gpu = ReplayGpu(
+            profile, number, noise, _OUTLIERS if noise else 0.0, seed=1000 * seed + number
+        )
+        settings = SweepSettings(
+            full=sweep in ("even", "full"), saving_within=_WITHIN if sweep == "goal" else None
+        )
         stages.append(measure_stage(gpu, gpu.stage(), number, settings, stages=profile.stages))
         longest_s = max(longest_s, gpu.now_s())
     found = assemble_profile(stages)
@@ -171,7 +205,10 @@ def _evenly(profile: Profile) -> Profile:
     return replace(
         profile,
         measurements={
-            key: tuple(rows[round(index * (len(rows) - 1) / (_MOST_CLOCKS - 1))] for index in range(_MOST_CLOCKS))
+            key: tuple(
+                rows[round(index * (len(rows) - 1) / (_MOST_CLOCKS - 1))]
+                for index in range(_MOST_CLOCKS)
+            )
             for key, rows in profile.measurements.items()
         },
     )
@@ -201,7 +238,12 @@ def _plans(whole: Frontier, found: Profile) -> dict[float, _Judged]:
         judged[slowdown] = _Judged(
             100 * (real.energy_j / best_j - 1),
             100 * (real.time_s / deadline_s - 1),
-            100 * (real.energy_j / whole.baseline_energy_j - plan.energy_j / frontier.baseline_energy_j),
-            real.energy_j - whole.bound_j(until_s) - whole.dag.waiting_w * max(0.0, real.time_s - until_s),
+            100
+            * (
+                real.energy_j / whole.baseline_energy_j - plan.energy_j / frontier.baseline_energy_j
+            ),
+            real.energy_j
+            - whole.bound_j(until_s)
+            - whole.dag.waiting_w * max(0.0, real.time_s - until_s),
         )
     return judged

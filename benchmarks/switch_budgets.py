@@ -18,7 +18,8 @@ from perseus_planner.profiles.groups import on_each_gpu
 
 NUMBER = 8  #: of this section
 _BUDGETS = (0, 2, 4, 8, 16, 32, None)
-_LIMITS = {  #: percent of the unlimited saving to reach with at most 8 changes, by profile and slowdown
+#: percent of the unlimited saving to reach with at most 8 changes, by profile and slowdown
+_LIMITS = {
     ("gpt3-175b", 1.02): 86.0,
     ("gpt3-175b", 1.05): 90.0,
     ("gpt3-175b", 1.10): 92.0,
@@ -61,27 +62,36 @@ def measure(size: Size) -> Section:
         for slowdown in size.costly_slowdowns
         for gpus in (1, 8)
     ]
-    rows = [row for case in size.cases for slowdown in size.budget_slowdowns for row in _rows(case, slowdown, size)]
+    rows = [
+        row
+        for case in size.cases
+        for slowdown in size.budget_slowdowns
+        for row in _rows(case, slowdown, size)
+    ]
     return Section(
         NUMBER,
         "Switch budgets",
-        f"Replayed from the measured profiles; {STAGES} stages, 1F1B, clock changes free in the first table. Changes "
-        "are per GPU and iteration, with the change back to the first clock. To reach with 8 "
-        "changes at 1.02 / 1.05 / 1.10x and 96 microbatches: 86 / 90 / 92 % of the unlimited saving (GPT-3 A100), "
-        "50 / 55 / 70 % (Bloom A40).",
+        f"Replayed from the measured profiles; {STAGES} stages, 1F1B, clock changes free in the "
+        "first table. Changes are per GPU and iteration, with the change back to the first clock. "
+        "To reach with 8 changes at 1.02 / 1.05 / 1.10x and 96 microbatches: 86 / 90 / 92 % of "
+        "the unlimited saving (GPT-3 A100), 50 / 55 / 70 % (Bloom A40).",
         [Table(_COLUMNS, rows), Table(_COST_COLUMNS, costly)],
         [
             *_checks(rows),
-            Check("no plan misses its deadline because of its changes", not any(r["late"] for r in costly)),
+            Check(
+                "no plan misses its deadline because of its changes",
+                not any(r["late"] for r in costly),
+            ),
         ],
         [
-            "*Saving*: compared with all clocks at maximum, for an iteration that lasts until the deadline, where "
-            "finished GPUs wait; its share is that of the unlimited plan's saving. *At the plans' own times* compares "
-            "both plans at the time that each takes.",
-            f"The second table: a call that sets a clock takes {_CHANGE.call_s * 1e3:g} ms and the clock settles "
-            f"{_CHANGE.settle_s * 1e3:g} ms later, as reported of an A800; calls of a node's {_CHANGE.gpus_per_node} "
-            "GPUs run one after another, so a stage of 8 GPUs takes 8 calls. The planner chooses how many changes to "
-            "make. *Of the free plan*: the plan made as if changes were free, replayed with their cost.",
+            "*Saving*: compared with all clocks at maximum, for an iteration that lasts until the "
+            "deadline, where finished GPUs wait; its share is that of the unlimited plan's "
+            "saving. *At the plans' own times* compares both plans at the time that each takes.",
+            f"The second table: a call that sets a clock takes {_CHANGE.call_s * 1e3:g} ms and "
+            f"the clock settles {_CHANGE.settle_s * 1e3:g} ms later, as reported of an A800; "
+            f"calls of a node's {_CHANGE.gpus_per_node} GPUs run one after another, so a stage of "
+            "8 GPUs takes 8 calls. The planner chooses how many changes to make. *Of the free "
+            "plan*: the plan made as if changes were free, replayed with their cost.",
             "*Seconds to plan*: after the unlimited plan is known and compiled code is loaded.",
         ],
     )
@@ -118,7 +128,9 @@ def _costly(case: Case, slowdown: float, gpus: int, size: Size) -> dict[str, Any
     """Plan where clock changes cost time, without a limit."""
     profile = on_each_gpu(replace(profile_of(case), clock_change=_CHANGE), gpus)
     frontier = solve(profile, schedules.one_f_one_b(STAGES, size.budget_microbatches))
-    free_plan = frontier_of(case, size.budget_microbatches).plan_until(slowdown * frontier.baseline_time_s)
+    free_plan = frontier_of(case, size.budget_microbatches).plan_until(
+        slowdown * frontier.baseline_time_s
+    )
     deadline_s = slowdown * frontier.baseline_time_s
     begin_s = time.perf_counter()
     plan = frontier.plan_until(deadline_s)
@@ -140,26 +152,40 @@ def _costly(case: Case, slowdown: float, gpus: int, size: Size) -> dict[str, Any
 
 
 def _saved_j(frontier: Frontier, plan: Plan, deadline_s: float) -> float:
-    """Return the energy saved in an iteration that lasts until the deadline, against one at maximum clocks, joules."""
-    return frontier.baseline_energy_j - (plan.energy_j + frontier.dag.waiting_w * (deadline_s - plan.time_s))
+    """Return the energy saved in an iteration that lasts until the deadline, against one at
+    maximum clocks, joules.
+    """
+    return frontier.baseline_energy_j - (
+        plan.energy_j + frontier.dag.waiting_w * (deadline_s - plan.time_s)
+    )
 
 
 def _checks(rows: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     yield Check("no plan misses its deadline", not any(row["late"] for row in rows))
-    within = all(row["budget"] == "unlimited" or row["changes"] <= int(row["budget"]) for row in rows)
+    within = all(
+        row["budget"] == "unlimited" or row["changes"] <= int(row["budget"]) for row in rows
+    )
     yield Check("no plan changes clocks more often than allowed", within)
     pairs = [(a, b) for a, b in pairwise(rows) if b["budget"] != "0"]
-    yield Check("no larger budget saves less", all(a["saved_j"] <= b["saved_j"] * (1 + 1e-12) for a, b in pairs))
+    yield Check(
+        "no larger budget saves less",
+        all(a["saved_j"] <= b["saved_j"] * (1 + 1e-12) for a, b in pairs),
+    )
     for row in rows:
         limit = _LIMITS.get((row["model"], row["slowdown"]))
-        if limit is not None and (row["microbatches"], row["budget"]) == (_LIMITED_AT[0], str(_LIMITED_AT[1])):
+        if limit is not None and (row["microbatches"], row["budget"]) == (
+            _LIMITED_AT[0],
+            str(_LIMITED_AT[1]),
+        ):
             found = min(row["share"], row["share_own"])
             where = f"{row['profile']} at {row['slowdown']:.2f}x with {row['budget']} changes"
             yield Check(f"{where}: {found:.1f} % (limit {limit} %)", found >= limit)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write a figure of the share of the saving over the budget, a line for each profile and deadline."""
+    """Write a figure of the share of the saving over the budget, a line for each profile and
+    deadline.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
@@ -167,10 +193,14 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     marks = [str(budget) if budget is not None else "unlimited" for budget in _BUDGETS]
     for profile, line in (("gpt3-175b", "-"), ("bloom", "--")):
         for slowdown in sorted({row["slowdown"] for row in rows}):
-            of_line = {r["budget"]: r for r in rows if (r["model"], r["slowdown"]) == (profile, slowdown)}
+            of_line = {
+                r["budget"]: r for r in rows if (r["model"], r["slowdown"]) == (profile, slowdown)
+            }
             if of_line:
                 label = f"{of_line['0']['profile']}, {slowdown:.2f}x"
-                axes.plot(marks, [of_line[mark]["share"] for mark in marks], f"o{line}", label=label)
+                axes.plot(
+                    marks, [of_line[mark]["share"] for mark in marks], f"o{line}", label=label
+                )
     axes.set_xlabel("clock changes allowed per GPU and iteration")
     axes.set_ylabel("share of the unlimited saving, %")
     sizes = f"{STAGES} stages, {rows[0]['microbatches']} microbatches"

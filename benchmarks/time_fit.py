@@ -1,11 +1,13 @@
-"""Fits the constants of the A100 in `perseus_planner/estimate/system.py` to measured iteration times; needs scipy.
+"""Fits the constants of the A100 in `perseus_planner/estimate/system.py` to measured iteration
+times; needs scipy.
 
     python benchmarks/time_fit.py
 
-Three tables count alike, whatever their number of rows: every ninth of the 1,440 rows on 2 to 8 GPUs, 3.6B, and 39.1B
-with a tensor degree of 8; at lower degrees 39.1B is slow for no known reason. Errors are those of the logarithm of
-time; small ones count by their squares and larger ones linearly. What is not fitted stays as it is; the catalogue has
-rounded values. Number 24 fits without some of the rows, and tests on those.
+Three tables count alike, whatever their number of rows: every ninth of the 1,440 rows on 2 to 8
+GPUs, 3.6B, and 39.1B with a tensor degree of 8; at lower degrees 39.1B is slow for no known reason.
+Errors are those of the logarithm of time; small ones count by their squares and larger ones
+linearly. What is not fitted stays as it is; the catalogue has rounded values. Number 24 fits
+without some of the rows, and tests on those.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def main() -> int:
         print(f"{name:24} {getattr(found, name):.4g}  (now {getattr(A100, name):.4g})")
     for what, some in rows.items():
         times = TimeEstimates(found)
-        print(f"{what}: {100 * fmean(abs(times(row.job) / row.time_s - 1) for row in some):.2f} % off in the mean")
+        print(
+            f"{what}: {100 * fmean(abs(times(row.job) / row.time_s - 1) for row in some):.2f} % "
+            "off in the mean"
+        )
     return 0
 
 
@@ -62,7 +67,9 @@ def tables() -> Mapping[str, Sequence[Measured]]:
     return {
         "2-8 GPUs": small[::9],
         "3.6B": [row for row in large if row.job.shape.layers == 30],
-        "39.1B": [row for row in large if row.job.shape.layers == 48 and row.job.shape.tensor_degree == 8],
+        "39.1B": [
+            row for row in large if row.job.shape.layers == 48 and row.job.shape.tensor_degree == 8
+        ],
     }
 
 
@@ -77,12 +84,18 @@ def fit(some: Sequence[Sequence[Measured]]) -> System:
         return np.concatenate([weights * errors, _PRIOR * logs])
 
     start = np.zeros(len(FITTED))
-    return _system(least_squares(residuals, start, loss="soft_l1", f_scale=_SMALL, diff_step=1e-3, max_nfev=25).x)
+    return _system(
+        least_squares(
+            residuals, start, loss="soft_l1", f_scale=_SMALL, diff_step=1e-3, max_nfev=25
+        ).x
+    )
 
 
 def _system(logs: NDArray[np.float64]) -> System:
     factors = np.exp(logs).tolist()
-    return replace(A100, **{name: getattr(A100, name) * by for name, by in zip(FITTED, factors, strict=True)})
+    return replace(
+        A100, **{name: getattr(A100, name) * by for name, by in zip(FITTED, factors, strict=True)}
+    )
 
 
 if __name__ == "__main__":

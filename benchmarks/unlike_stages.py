@@ -1,4 +1,6 @@
-"""Number 20: plans above two bounds, on the given profiles and where every stage is unlike the others."""
+"""Number 20: plans above two bounds, on the given profiles and where every stage is unlike the
+others.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,22 @@ def measure(size: Size) -> Section:
     return Section(
         20,
         "Plans above two bounds",
-        f"Simulated from the measured profiles; {STAGES} stages, 1F1B. *Unlike*: every stage's time, energy, and slope "
-        f"of both over the clock changed by up to 5 %; {size.noise_seeds} data sets, seeds from 0. The energy is that "
-        "of an iteration that lasts until the deadline. To reach: 0.2 % above the relaxed bound on given profiles, "
-        "0.42 % on unlike stages, 1.5 s a plan.",
+        f"Simulated from the measured profiles; {STAGES} stages, 1F1B. *Unlike*: every stage's "
+        f"time, energy, and slope of both over the clock changed by up to 5 %; {size.noise_seeds} "
+        "data sets, seeds from 0. The energy is that of an iteration that lasts until the "
+        "deadline. To reach: 0.2 % above the relaxed bound on given profiles, 0.42 % on unlike "
+        "stages, 1.5 s a plan.",
         [Table(_COLUMNS, rows)],
         [
             Check(
-                "no plan is below the bound for measured clocks, which is not below the relaxed one",
+                "no plan is below the bound for measured clocks, which is not below the relaxed "
+                "one",
                 least >= -_ROUNDING,
             ),
         ],
         [
-            "*Plan*: CPU time of a plan for a new deadline, both bounds included; the frontier is solved before.",
+            "*Plan*: CPU time of a plan for a new deadline, both bounds included; the frontier is "
+            "solved before.",
         ],
     )
 
@@ -60,7 +65,9 @@ def _sizes(size: Size) -> list[int]:
 
 def _rows(case: Case, microbatches: int, size: Size) -> Iterator[dict[str, Any]]:
     schedule = schedules.one_f_one_b(STAGES, microbatches)
-    unlike = [solve(unlike_stages(profile_of(case), seed), schedule) for seed in range(size.noise_seeds)]
+    unlike = [
+        solve(unlike_stages(profile_of(case), seed), schedule) for seed in range(size.noise_seeds)
+    ]
     for stages, frontiers in (("given", [frontier_of(case, microbatches)]), ("unlike", unlike)):
         for slowdown in _SLOWDOWNS:
             found = [_above(frontier, slowdown) for frontier in frontiers]
@@ -80,7 +87,9 @@ def _rows(case: Case, microbatches: int, size: Size) -> Iterator[dict[str, Any]]
 
 
 def _above(frontier: Frontier, slowdown: float) -> tuple[float, float, float]:
-    """Return by how many % a plan is above the relaxed bound and the one for measured clocks, and its CPU seconds."""
+    """Return by how many % a plan is above the relaxed bound and the one for measured clocks,
+    and its CPU seconds.
+    """
     deadline_s = min(slowdown * frontier.baseline_time_s, frontier.max_time_s)
     begin_s = time.process_time()
     plan = frontier.plan_until(deadline_s)

@@ -1,4 +1,6 @@
-"""A small GPT over bytes, as layers that the examples split into stages, and a text to train it on."""
+"""A small GPT over bytes, as layers that the examples split into stages, and a text to train it
+on.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each after a normalization and with a residual connection."""
+    """Attention and a feed-forward network, each after a normalization and with a residual
+    connection.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -54,7 +58,11 @@ class Layer(nn.Module):
     def _attention(self, states: Tensor) -> Tensor:
         split = self.attend(states).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
         query, key, value = split.unbind(2)
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        return (
+            functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Head(nn.Module):
@@ -76,11 +84,15 @@ def layers(size: Size, seed: int = 0) -> list[nn.Module]:
 
 
 def stage(size: Size, number: int, stages: int) -> nn.Sequential:
-    """Return stage `number` of `stages`: its share of the layers, with the embedding first and the head last."""
+    """Return stage `number` of `stages`: its share of the layers, with the embedding first and
+    the head last.
+    """
     embedding, *inner, head = layers(size)
     begin, end = (len(inner) * each // stages for each in (number, number + 1))
     first, last = number == 0, number == stages - 1
-    return nn.Sequential(*([embedding] if first else []), *inner[begin:end], *([head] if last else []))
+    return nn.Sequential(
+        *([embedding] if first else []), *inner[begin:end], *([head] if last else [])
+    )
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -91,13 +103,20 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 def text() -> bytes:
     """Return sums such as "17 and 5 is 22.", in a shuffled order."""
     pairs = itertools.product(range(50), repeat=2)
-    lines = (f"{a} and {b} is {a + b}." for a, b in sorted(pairs, key=lambda pair: (pair[0] * 31 + pair[1] * 17) % 101))
+    lines = (
+        f"{a} and {b} is {a + b}."
+        for a, b in sorted(pairs, key=lambda pair: (pair[0] * 31 + pair[1] * 17) % 101)
+    )
     return " ".join(lines).encode()
 
 
 def batch(step: int, rows: int, size: Size) -> tuple[Tensor, Tensor]:
-    """Return the bytes of `rows` windows of the text, and the byte after each; equal steps give equal batches."""
+    """Return the bytes of `rows` windows of the text, and the byte after each; equal steps give
+    equal batches.
+    """
     data = torch.frombuffer(bytearray(text()), dtype=torch.uint8).long()
-    chosen = torch.randint(len(data) - size.sequence - 1, (rows,), generator=torch.Generator().manual_seed(step))
+    chosen = torch.randint(
+        len(data) - size.sequence - 1, (rows,), generator=torch.Generator().manual_seed(step)
+    )
     windows = torch.stack([data[begin : begin + size.sequence + 1] for begin in chosen])
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

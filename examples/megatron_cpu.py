@@ -35,6 +35,8 @@ def cpu_only() -> Iterator[None]:
         stack.enter_context(_OnCpu())
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
         stack.enter_context(
-            mock.patch.object(dot_product_attention.tensor_parallel, "get_cuda_rng_tracker", _NoTracker)
+            mock.patch.object(
+                dot_product_attention.tensor_parallel, "get_cuda_rng_tracker", _NoTracker
+            )
         )
         yield

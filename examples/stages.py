@@ -17,5 +17,9 @@ def build_stage(stage: int, stages: int):
     size = gpt.Size()
     tokens, targets = gpt.batch(0, ROWS, size)
     inputs = tokens if stage == 0 else torch.randn(ROWS, size.sequence, size.hidden)
-    loss = (lambda logits: gpt.loss(logits, targets.to(logits.device))) if stage == stages - 1 else None
+    loss = (
+        (lambda logits: gpt.loss(logits, targets.to(logits.device)))
+        if stage == stages - 1
+        else None
+    )
     return gpt.stage(size, stage, stages), inputs, loss

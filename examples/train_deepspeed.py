@@ -1,7 +1,8 @@
 """Trains a DeepSpeed PipelineEngine: the first step is profiled, the others run by a plan.
 
-Without a GPU:  DS_ACCELERATOR=cpu torchrun --nproc-per-node 4 examples/train_deepspeed.py --gpu emulated:a100-sxm
-On four GPUs:   deepspeed --num_gpus 4 examples/train_deepspeed.py --layers 24 --hidden 1024 --sequence 1024
+Without a GPU:  DS_ACCELERATOR=cpu torchrun --nproc-per-node 4 examples/train_deepspeed.py --gpu
+emulated:a100-sxm On four GPUs:   deepspeed --num_gpus 4 examples/train_deepspeed.py --layers 24
+--hidden 1024 --sequence 1024
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ def run(engine, args):
         train(engine, range(args.steps), args)
         return
     # 1. Run the first step unchanged; when it has ended, its computations are profiled.
-    with profile_pipeline(engine, gpu=args.gpu, output=args.profile, settings=args.sweep) as profiling:
+    with profile_pipeline(
+        engine, gpu=args.gpu, output=args.profile, settings=args.sweep
+    ) as profiling:
         train(engine, range(1), args)
     # 2. Rank 0 has the profile, and plans from it.
     if profiling.profile is not None:
         schedule = schedules.one_f_one_b(dist.get_world_size(), args.microbatches)
         shared.write_plan(profiling.profile, schedule, args)
     # 3. Run all other steps by the plan.
-    runtime = planner_runtime(engine, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record)
+    runtime = planner_runtime(
+        engine, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record
+    )
     with shared.emulated(engine, args), runtime:
         train(engine, range(1, args.steps), args)
     if dist.get_rank() == 0:
@@ -51,7 +56,10 @@ def run(engine, args):
 def pipeline(args):
     """Return the engine, with one stage for each rank."""
     module = PipelineModule(
-        layers=gpt.layers(args.size), num_stages=dist.get_world_size(), loss_fn=gpt.loss, partition_method="uniform"
+        layers=gpt.layers(args.size),
+        num_stages=dist.get_world_size(),
+        loss_fn=gpt.loss,
+        partition_method="uniform",
     )
     config = {
         "train_micro_batch_size_per_gpu": args.rows,
@@ -59,7 +67,9 @@ def pipeline(args):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "steps_per_print": 2**31,
     }
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config
+    )
     return engine
 
 

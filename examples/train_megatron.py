@@ -1,7 +1,8 @@
 """Trains a Megatron-core GPTModel: the first step is profiled, the others run by a plan.
 
 Without a GPU:  torchrun --nproc-per-node 4 examples/train_megatron.py --gpu emulated:a100-sxm
-On four GPUs:   torchrun --nproc-per-node 4 examples/train_megatron.py --layers 24 --hidden 1024 --sequence 1024
+On four GPUs:   torchrun --nproc-per-node 4 examples/train_megatron.py --layers 24 --hidden 1024
+--sequence 1024
 """
 
 from __future__ import annotations
@@ -45,14 +46,18 @@ def run(training, args):
         training.train(range(args.steps))
         return
     # 1. Run the first step, wrapped by `watched`; when it has ended, its computations are profiled.
-    with profile_pipeline(training.model, gpu=args.gpu, output=args.profile, settings=args.sweep) as profiling:
+    with profile_pipeline(
+        training.model, gpu=args.gpu, output=args.profile, settings=args.sweep
+    ) as profiling:
         training.train(range(1), profiling.watched)
     # 2. Rank 0 has the profile, and plans from it.
     if profiling.profile is not None:
         schedule = schedules.one_f_one_b(dist.get_world_size(), args.microbatches)
         shared.write_plan(profiling.profile, schedule, args)
     # 3. Run all other steps by the plan.
-    runtime = planner_runtime(training.model, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record)
+    runtime = planner_runtime(
+        training.model, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record
+    )
     with shared.emulated(training.model, args), runtime:
         training.train(range(1, args.steps))
     if dist.get_rank() == 0:
@@ -79,7 +84,12 @@ class Training:
     def forward_and_backward(self, step, watched):
         """Run one iteration; return the losses of its microbatches on the last rank."""
         args, first = self.args, step * self.args.microbatches
-        batches = iter([gpt.batch(each, args.rows, args.size) for each in range(first, first + args.microbatches)])
+        batches = iter(
+            [
+                gpt.batch(each, args.rows, args.size)
+                for each in range(first, first + args.microbatches)
+            ]
+        )
         losses = get_forward_backward_func()(
             forward_step_func=watched(self.forward_step),
             data_iterator=batches,
@@ -92,10 +102,14 @@ class Training:
         return [each["loss"] for each in losses]
 
     def forward_step(self, batches, model):
-        """Run the forward of one microbatch; return its losses and the function that averages them."""
+        """Run the forward of one microbatch; return its losses and the function that averages
+        them.
+        """
         tokens, targets = (each.to(self.device) for each in next(batches))
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=self.device).triu(1)
+        mask = torch.ones(
+            1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=self.device
+        ).triu(1)
         return model(tokens, positions, mask, labels=targets), mean_loss
 
 

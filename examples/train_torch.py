@@ -1,7 +1,9 @@
-"""Trains a torch.distributed.pipelining pipeline: the first step is profiled, the others run by a plan.
+"""Trains a torch.distributed.pipelining pipeline: the first step is profiled, the others run by a
+plan.
 
 Without a GPU:  torchrun --nproc-per-node 4 examples/train_torch.py --gpu emulated:a100-sxm
-On four GPUs:   torchrun --nproc-per-node 4 examples/train_torch.py --layers 24 --hidden 1024 --sequence 1024
+On four GPUs:   torchrun --nproc-per-node 4 examples/train_torch.py --layers 24 --hidden 1024
+--sequence 1024
 """
 
 from __future__ import annotations
@@ -37,14 +39,18 @@ def run(training, args):
         training.train(range(args.steps))
         return
     # 1. Run the first step unchanged; when it has ended, its computations are profiled.
-    with profile_pipeline(training.schedule, gpu=args.gpu, output=args.profile, settings=args.sweep) as profiling:
+    with profile_pipeline(
+        training.schedule, gpu=args.gpu, output=args.profile, settings=args.sweep
+    ) as profiling:
         training.train(range(1))
     # 2. Rank 0 has the profile, and plans from it.
     if profiling.profile is not None:
         schedule = schedules.one_f_one_b(dist.get_world_size(), args.microbatches)
         shared.write_plan(profiling.profile, schedule, args)
     # 3. Run all other steps by the plan.
-    runtime = planner_runtime(training.schedule, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record)
+    runtime = planner_runtime(
+        training.schedule, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record
+    )
     with shared.emulated(training.schedule, args), runtime:
         training.train(range(1, args.steps))
     if dist.get_rank() == 0:

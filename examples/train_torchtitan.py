@@ -1,6 +1,7 @@
 """Trains with torchtitan and the planner; takes the options of torchtitan's own training script.
 
-PLAN=plan.yaml torchrun --nproc-per-node 8 examples/train_torchtitan.py --module llama3 --config llama3_8b
+PLAN=plan.yaml torchrun --nproc-per-node 8 examples/train_torchtitan.py --module llama3 --config
+llama3_8b
 """
 
 from __future__ import annotations

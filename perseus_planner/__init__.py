@@ -1,4 +1,5 @@
-"""Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least energy.
+"""Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least
+energy.
 
     from perseus_planner import Profile, solve
 
@@ -28,9 +29,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "Client", "Frontier", "Job", "Monitor", "PipelineDag", "Plan", "Profile", "Replicas", "Run", "errors", "schedules",
-    "solve", "solve_dag",
-]  # fmt: skip
+    "Client",
+    "Frontier",
+    "Job",
+    "Monitor",
+    "PipelineDag",
+    "Plan",
+    "Profile",
+    "Replicas",
+    "Run",
+    "errors",
+    "schedules",
+    "solve",
+    "solve_dag",
+]
 
 _HOME = {
     "Client": "service.client.client",

@@ -1,4 +1,5 @@
-"""What profiles, frontiers, plans and runs have in common: notebooks display them, and they become pandas frames.
+"""What profiles, frontiers, plans and runs have in common: notebooks display them, and they become
+pandas frames.
 
 The views import these classes, so the classes load the views only when they are needed.
 """

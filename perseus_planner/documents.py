@@ -1,4 +1,6 @@
-"""Read YAML files of one named format and version strictly; every value knows the line that it stands on."""
+"""Read YAML files of one named format and version strictly; every value knows the line that it
+stands on.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 
 # The C parser is ten times faster, but PyYAML can be built without it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# PyYAML raises the first one itself; int() and datetime raise the others through it, for `2001-99-99`, say.
+# PyYAML raises the first one itself; int() and datetime raise the others through it, for
+# `2001-99-99`, say.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError)
-# The C parser overruns its stack on deep nesting, so deep nesting is refused before anything is built.
+# The C parser overruns its stack on deep nesting, so deep nesting is refused before anything is
+# built.
 _MAX_DEPTH = 20
 _FORMAT = re.compile(rb"""^format\s*:\s*["']?perseus-planner/([a-z]+)\b""", re.MULTILINE)
 _HEAD_BYTES = 4096
@@ -53,7 +57,9 @@ class Document:
         return f"{self.path}, line {self.lines[key]}, key {key!r}{self._of}"
 
     def refusal(self, key: str, problem: str) -> PlannerError:
-        """Return the error to raise for a problem with the value of `key`, which must be present."""
+        """Return the error to raise for a problem with the value of `key`, which must be
+        present.
+        """
         return self.error(f"{self.where(key)}: {problem}")
 
     def number(self, key: str, rule: Rule) -> Any:
@@ -70,17 +76,24 @@ class Document:
         Raises:
             PlannerError: If one of them breaks `rule`; of the type `error`.
         """
-        return self.numbers(key, rule) if isinstance(self.values[key], list) else self.number(key, rule)
+        return (
+            self.numbers(key, rule)
+            if isinstance(self.values[key], list)
+            else self.number(key, rule)
+        )
 
     def numbers(self, key: str, rule: Rule) -> tuple[Any, ...]:
         """Return the numbers in the list under `key`.
 
         Raises:
-            PlannerError: If there is no list, it is empty, or a number breaks `rule`; of the type `error`.
+            PlannerError: If there is no list, it is empty, or a number breaks `rule`; of the type
+                `error`.
         """
         values = self.values[key]
         if not isinstance(values, list) or not values:
-            raise self.refusal(key, f"{shown(values)} is not a list of numbers; write one such as [0, 2]")
+            raise self.refusal(
+                key, f"{shown(values)} is not a list of numbers; write one such as [0, 2]"
+            )
         return tuple(rule.check(value, self.where(key), self.error) for value in values)
 
     def text(self, key: str) -> str:
@@ -95,7 +108,8 @@ class Document:
         return value
 
     def section(self, key: str, required: Collection[str], optional: Collection[str]) -> Document:
-        """Return the mapping under `key`, which must have the `required` keys and may have the `optional` ones.
+        """Return the mapping under `key`, which must have the `required` keys and may have the
+        `optional` ones.
 
         Raises:
             PlannerError: If there is no such mapping; of the type `error`.
@@ -113,17 +127,24 @@ class Document:
             PlannerError: If there is no mapping, or it has a key twice; of the type `error`.
         """
         if not isinstance(self._nodes[key], yaml.MappingNode):
-            raise self.refusal(key, f"{shown(self.values[key])} is not a mapping; write entries such as {entry}")
+            raise self.refusal(
+                key, f"{shown(self.values[key])} is not a mapping; write entries such as {entry}"
+            )
         return _mapping(self.path, self._nodes[key], self.error, key)
 
-    def sections(self, key: str, required: Collection[str], optional: Collection[str]) -> tuple[Document, ...]:
+    def sections(
+        self, key: str, required: Collection[str], optional: Collection[str]
+    ) -> tuple[Document, ...]:
         """Return the mappings in the list under `key`, each checked as by `section`.
 
         Raises:
             PlannerError: If there is no list of such mappings; of the type `error`.
         """
         if not isinstance(self._nodes[key], yaml.SequenceNode):
-            raise self.refusal(key, f"{shown(self.values[key])} is not a list; begin each of its entries with a hyphen")
+            raise self.refusal(
+                key,
+                f"{shown(self.values[key])} is not a list; begin each of its entries with a hyphen",
+            )
         entries = zip(self._nodes[key].value, self.values[key], strict=True)
         return tuple(self._section(key, node, value, required, optional) for node, value in entries)
 
@@ -132,12 +153,19 @@ class Document:
         return f" of {self.within}" if self.within else ""
 
     def _section(
-        self, key: str, node: Any, value: object, required: Collection[str], optional: Collection[str]
+        self,
+        key: str,
+        node: Any,
+        value: object,
+        required: Collection[str],
+        optional: Collection[str],
     ) -> Document:
         known = ", ".join([*required, *optional])
         if not isinstance(node, yaml.MappingNode):
             place = f"{self.path}, line {node.start_mark.line + 1}, key {key!r}{self._of}"
-            raise self.error(f"{place}: {shown(value)} is not a mapping; write it with the keys {known}")
+            raise self.error(
+                f"{place}: {shown(value)} is not a mapping; write it with the keys {known}"
+            )
         inner = _mapping(self.path, node, self.error, key)
         _check_keys(inner, set(required), set(optional))
         return inner
@@ -162,7 +190,8 @@ def read_document(
         error: the type of error to raise.
 
     Raises:
-        PlannerError: If the file cannot be read, is not YAML, or is not such a document; of the type `error`.
+        PlannerError: If the file cannot be read, is not YAML, or is not such a document; of the
+            type `error`.
     """
     document = _parse(path, read_text(path, error), error)
     _check_format(document, name, version, error)
@@ -170,20 +199,26 @@ def read_document(
     return document
 
 
-def check_digest(document: Document, digest_of: Callable[[Mapping[str, Any]], str], command: str) -> Mapping[str, Any]:
+def check_digest(
+    document: Document, digest_of: Callable[[Mapping[str, Any]], str], command: str
+) -> Mapping[str, Any]:
     """Return the content of a document, of which its key `digest` must be the digest.
 
     Raises:
         PlannerError: If it is another; says that `command` makes the document.
     """
-    content = {key: value for key, value in document.values.items() if key not in ("format", "version", "digest")}
+    content = {
+        key: value
+        for key, value in document.values.items()
+        if key not in ("format", "version", "digest")
+    }
     with suppress(TypeError):  # of a key that JSON cannot have, so it was never written
         if document.values["digest"] == digest_of(content):
             return content
     raise document.refusal(
         "digest",
-        "does not match the content, so the file was changed after it was written; make the plan again with "
-        f"`{command}`",
+        "does not match the content, so the file was changed after it was written; make the plan "
+        f"again with `{command}`",
     )
 
 
@@ -191,8 +226,8 @@ def kind_of(path: Path) -> str | None:
     """Return what kind of file of the planner's stands at `path`, judged by how it begins.
 
     Returns:
-        "run" for a folder, "frontier" for an archive, "profile" for a CSV; for a YAML file the last part of its
-        `format`, such as "profile", "plan" or "job", or None if it has none.
+        "run" for a folder, "frontier" for an archive, "profile" for a CSV; for a YAML file the last
+        part of its `format`, such as "profile", "plan" or "job", or None if it has none.
 
     Raises:
         UsageError: If the file cannot be read.
@@ -205,7 +240,9 @@ def kind_of(path: Path) -> str | None:
         return "frontier"
     if path.suffix.lower() == ".csv":
         return "profile"
-    if found := _FORMAT.search(head):  # the planner writes it first; a plan can be large, so it is not parsed for this
+    if found := _FORMAT.search(
+        head
+    ):  # the planner writes it first; a plan can be large, so it is not parsed for this
         return found[1].decode()
     try:
         name = _parse(path, read_text(path, PlannerError), PlannerError).values.get("format")
@@ -215,14 +252,17 @@ def kind_of(path: Path) -> str | None:
 
 
 def with_values(document: Document, changes: Mapping[str, Any]) -> str:
-    """Return the text of `document`'s file with other values of top-level keys, and no other change.
+    """Return the text of `document`'s file with other values of top-level keys, and no other
+    change.
 
     Args:
         document: the document.
-        changes: key -> a number, or a mapping, which is written on the key's line; None to leave the key out.
+        changes: key -> a number, or a mapping, which is written on the key's line; None to leave
+            the key out.
 
     Raises:
-        PlannerError: If the file is written in a way that this cannot change; of the document's type of error.
+        PlannerError: If the file is written in a way that this cannot change; of the document's
+            type of error.
     """
     text = read_text(document.path, document.error)
     for key, value in changes.items():
@@ -234,7 +274,9 @@ def _with_value(path: Path, text: str, key: str, value: Any, error: type[Planner
     document = _parse(path, text, error)
     if value is None and key not in document.values:
         return text
-    written = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).split("\n")[0]
+    written = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).split(
+        "\n"
+    )[0]
     lines = text.splitlines(keepends=True)
     if key in document.values:
         start, end = document._nodes[key].start_mark, document._nodes[key].end_mark
@@ -280,9 +322,14 @@ def _mapping(path: Path, root: Any, error: type[PlannerError], within: str = "")
     loader = _LOADER("")  # what it constructs comes from the nodes alone
     try:
         for key_node, value_node in root.value:
-            key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+            key, line = (
+                str(loader.construct_object(key_node, deep=True)),
+                key_node.start_mark.line + 1,
+            )
             if key in values:
-                raise error(f"{path}, line {line}: key {key!r} stands on line {lines[key]} too; keep one")
+                raise error(
+                    f"{path}, line {line}: key {key!r} stands on line {lines[key]} too; keep one"
+                )
             values[key] = loader.construct_object(value_node, deep=True)
             lines[key], nodes[key] = line, value_node
     finally:
@@ -296,14 +343,21 @@ def _check_events(path: Path, text: str, error: type[PlannerError]) -> None:
         if isinstance(event, yaml.AliasEvent):  # ten lines of them can stand for a billion values
             place = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else f"{path}"
             raise error(f"{place}: uses the alias *{event.anchor}; write the value itself")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > _MAX_DEPTH:
-            raise error(f"{path}: is nested more than {_MAX_DEPTH} levels deep; write one `key: value` a line")
+            raise error(
+                f"{path}: is nested more than {_MAX_DEPTH} levels deep; write one `key: value` a "
+                "line"
+            )
 
 
 def _yaml_complaint(path: Path, reason: Exception) -> str:
     mark = getattr(reason, "problem_mark", None)
-    place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else f"{path}"
+    place = (
+        f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else f"{path}"
+    )
     problem = " ".join(str(getattr(reason, "problem", None) or reason).split())
     if isinstance(reason, yaml.constructor.ConstructorError):
         return f"{place}: {problem}; write plain values, without tags such as !!python/object"
@@ -316,15 +370,17 @@ def _check_format(document: Document, name: str, version: int, error: type[Plann
         raise error(f"{document.path}: has no key 'format'; write `format: {name}`")
     if values["format"] != name:
         raise error(
-            f"{document.where('format')}: {shown(values['format'])} is not {name!r}; name a file of that format"
+            f"{document.where('format')}: {shown(values['format'])} is not {name!r}; name a file "
+            "of that format"
         )
     if "version" not in values:
         raise error(f"{document.path}: has no key 'version'; write `version: {version}`")
     # `True == 1`, so the type is compared too.
     if type(values["version"]) is not int or values["version"] != version:
         raise error(
-            f"{document.where('version')}: {shown(values['version'])} cannot be read: this planner reads version "
-            f"{version}; use the planner that wrote the file, or write it again with this one"
+            f"{document.where('version')}: {shown(values['version'])} cannot be read: this "
+            f"planner reads version {version}; use the planner that wrote the file, or write it "
+            "again with this one"
         )
 
 
@@ -338,5 +394,9 @@ def _check_keys(document: Document, required: set[str], optional: set[str]) -> N
             raise document.error(f"{place}: unknown key {shown(key)}{document._of}; {remedy}")
     missing = sorted(required - set(document.values))
     if missing:
-        place = f"{document.path}, line {document.line}, {document.within}" if document.within else f"{document.path}"
+        place = (
+            f"{document.path}, line {document.line}, {document.within}"
+            if document.within
+            else f"{document.path}"
+        )
         raise document.error(f"{place}: has no key {', '.join(map(repr, missing))}; add it")

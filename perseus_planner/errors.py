@@ -21,8 +21,8 @@
     ├── RankError                a rank of a job cannot continue because of another rank
     │   └── EndedElsewhere       the other rank has reported the reason
     ├── ServiceError             the planner's service does not carry out a request
-    │   ├── ServiceAway          the service cannot be reached, or another program answers at its address
-    │   └── ServiceRefusal       .status, .code: the service refuses, with the reason
+    │   ├── ServiceAway          the service cannot be reached, or another program answers at its
+    address │   └── ServiceRefusal       .status, .code: the service refuses, with the reason
     └── UsageError               a value on the command line or in a call that cannot be used
 
 Each text states what was read (file, line, field), what is wrong with it, and what to do.
@@ -47,9 +47,11 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = str) -> str | None:
-    """Return the question for the known names that `text` may stand for, such as "did you mean 1f1b?"; None for none.
+    """Return the question for the known names that `text` may stand for, such as "did you mean
+    1f1b?"; None for none.
 
-    A name may differ by case, begin with the text or contain it, or be spelled nearly like it; `write` quotes it.
+    A name may differ by case, begin with the text or contain it, or be spelled nearly like it;
+    `write` quotes it.
     """
     names, lower = list(known), text.lower()
     if not lower:
@@ -58,14 +60,24 @@ def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = 
         [name for name in names if name.lower() == lower]
         or [name for name in names if name.lower().startswith(lower)]
         or [name for name in names if lower in name.lower()]
-        or [name for name in names if difflib.get_close_matches(lower, [name.lower().partition("-")[0]], 1, 0.8)]
-        or [name for name in names if name.lower() in difflib.get_close_matches(lower, map(str.lower, names), 1, 0.65)]
+        or [
+            name
+            for name in names
+            if difflib.get_close_matches(lower, [name.lower().partition("-")[0]], 1, 0.8)
+        ]
+        or [
+            name
+            for name in names
+            if name.lower() in difflib.get_close_matches(lower, map(str.lower, names), 1, 0.65)
+        ]
     )
     return f"did you mean {' or '.join(map(write, near[:3]))}?" if near else None
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra of this package: from a clone, as there is no release on PyPI yet."""
+    """Return the command that installs an extra of this package: from a clone, as there is no
+    release on PyPI yet.
+    """
     return f"run `pip install '.[{extra}]'` in your clone of perseus-planner"
 
 
@@ -123,14 +135,19 @@ class InfeasibleBudget(InfeasibleDeadline):
 
     Attributes:
         deadline_s: the requested iteration time, seconds.
-        least_time_s: the least iteration time of the plans found within the budget, seconds; infinite if there are
-            none.
-        max_changes: how often each GPU may change its clock in an iteration; None for any number of times.
+        least_time_s: the least iteration time of the plans found within the budget, seconds;
+            infinite if there are none.
+        max_changes: how often each GPU may change its clock in an iteration; None for any number of
+            times.
         min_dwell_s: the least time for which a clock must be held, seconds.
     """
 
     def __init__(
-        self, deadline_s: float, max_changes: int | None, min_dwell_s: float, least_time_s: float | None
+        self,
+        deadline_s: float,
+        max_changes: int | None,
+        min_dwell_s: float,
+        least_time_s: float | None,
     ) -> None:
         budget = "any number of clock changes"
         if max_changes is not None:
@@ -139,9 +156,14 @@ class InfeasibleBudget(InfeasibleDeadline):
             budget += f", each clock held for {_si(min_dwell_s, 's')}"
         wanted = f"no plan found finishes an iteration within {_si(deadline_s, 's')} with {budget}"
         if least_time_s is None:
-            found = "some GPU has no clock at which all that it runs was measured; allow more changes"
+            found = (
+                "some GPU has no clock at which all that it runs was measured; allow more changes"
+            )
         else:
-            found = f"the fastest found takes {_si(least_time_s, 's', up=True)}; ask for that, or allow more changes"
+            found = (
+                f"the fastest found takes {_si(least_time_s, 's', up=True)}; ask for that, or "
+                "allow more changes"
+            )
         PlannerError.__init__(self, f"{wanted}: {found}")
         self.deadline_s = deadline_s
         self.least_time_s = math.inf if least_time_s is None else least_time_s
@@ -176,8 +198,8 @@ class InfeasibleGpus(InfeasibleError):
 
     def __init__(self, gpus: int, least_gpus: int) -> None:
         super().__init__(
-            f"no pools on {gpus} GPUs carry this load within the latency objectives: {least_gpus} GPUs would; "
-            "give that many or more"
+            f"no pools on {gpus} GPUs carry this load within the latency objectives: {least_gpus} "
+            "GPUs would; give that many or more"
         )
         self.gpus = gpus
         self.least_gpus = least_gpus
@@ -220,18 +242,20 @@ class ServiceError(PlannerError):
 
 
 class ServiceAway(ServiceError):
-    """The service cannot be reached, or another program answers at its address; a later try may succeed."""
+    """The service cannot be reached, or another program answers at its address; a later try may
+    succeed.
+    """
 
 
 class ServiceRefusal(ServiceError):
     """The service refuses a request.
 
     Attributes:
-        status: the HTTP status: 404 if the job or report does not exist, 409 for a conflict, 401 and 403 if the token
-            does not allow it.
+        status: the HTTP status: 404 if the job or report does not exist, 409 for a conflict, 401
+            and 403 if the token does not allow it.
         code: the service's name for the reason.
-        least: the least feasible value of an infeasible request, watts of a power budget or seconds of a deadline; None
-            for other reasons.
+        least: the least feasible value of an infeasible request, watts of a power budget or seconds
+            of a deadline; None for other reasons.
     """
 
     def __init__(self, text: str, status: int, code: str, least: float | None = None) -> None:
@@ -246,14 +270,18 @@ class UsageError(PlannerError):
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """Return the end of a text from outside, such as a command's output, on one printable line for an error message."""
+    """Return the end of a text from outside, such as a command's output, on one printable line
+    for an error message.
+    """
     words = "".join(character if character.isprintable() else " " for character in text).split()
     line = " ".join(words)
     return line if len(line) <= longest else f"…{line[1 - longest :]}"
 
 
 def _si(value: float, unit: str, *, up: bool = False) -> str:
-    """Write a time or a power with few digits; if `up`, rounded up, so that a request for that value is feasible."""
+    """Write a time or a power with few digits; if `up`, rounded up, so that a request for that
+    value is feasible.
+    """
     factor, _ = si_unit(value, unit)
     for digits in range(6, 18):
         text = si(value, unit, digits)

@@ -1,4 +1,5 @@
-"""Read and write files: text and CSV read strictly, files replaced whole, and digests of what they hold.
+"""Read and write files: text and CSV read strictly, files replaced whole, and digests of what they
+hold.
 
 Functions that take `error` raise that type when the system refuses, with one text for one cause.
 """
@@ -37,10 +38,14 @@ def reading(path: Path, error: type[PlannerError]) -> Iterator[None]:
     except IsADirectoryError as reason:
         raise error(f"{path}: is a folder; name the file in it") from reason
     except OSError as reason:
-        raise error(f"{path}: cannot be read: {reason.strerror}; check the path and its permissions") from reason
+        raise error(
+            f"{path}: cannot be read: {reason.strerror}; check the path and its permissions"
+        ) from reason
 
 
-def read_text(path: Path, error: type[PlannerError], expected: str = "a file that the planner wrote") -> str:
+def read_text(
+    path: Path, error: type[PlannerError], expected: str = "a file that the planner wrote"
+) -> str:
     """Return the text of the file at `path`, which must be UTF-8 and at most 64 MiB.
 
     Args:
@@ -66,10 +71,11 @@ def read_text(path: Path, error: type[PlannerError], expected: str = "a file tha
 
 
 def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place of each row of a CSV file, for error texts, and its cells without surrounding blanks.
+    """Yield the place of each row of a CSV file, for error texts, and its cells without surrounding
+    blanks.
 
-    Blank lines and lines that begin with `#` are skipped. The file is read line by line, so that a wrong header is
-    found before the rest is read.
+    Blank lines and lines that begin with `#` are skipped. The file is read line by line, so that a
+    wrong header is found before the rest is read.
 
     Raises:
         PlannerError: If the file cannot be read or is not CSV in UTF-8; of the type `error`.
@@ -86,7 +92,9 @@ def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[
             raise error(f"{path}, line {reader.line_num}: {wrong}") from reason
 
 
-def by_column(where: str, header: Sequence[str], cells: Sequence[str], error: type[PlannerError]) -> dict[str, str]:
+def by_column(
+    where: str, header: Sequence[str], cells: Sequence[str], error: type[PlannerError]
+) -> dict[str, str]:
     """Return the cells of a row by their columns.
 
     Raises:
@@ -106,24 +114,35 @@ def _lines(path: Path, file: BinaryIO, error: type[PlannerError]) -> Iterator[st
         if not line:
             return
         if b"\0" in line:
-            raise error(f"{path}, line {number}: has a NUL byte, so the file is damaged or not text; write it again")
+            raise error(
+                f"{path}, line {number}: has a NUL byte, so the file is damaged or not text; write "
+                "it again"
+            )
         if len(line) > _MAX_LINE_BYTES:
-            raise error(f"{path}, line {number}: is longer than {_MAX_LINE_BYTES} bytes; write one row a line")
+            raise error(
+                f"{path}, line {number}: is longer than {_MAX_LINE_BYTES} bytes; write one row a "
+                "line"
+            )
         if line.startswith(b"#"):
             yield "\n"  # an empty line, so that line numbers stay
             continue
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as reason:
-            raise error(f"{path}, line {number}: is not UTF-8 text; save the file as UTF-8") from reason
+            raise error(
+                f"{path}, line {number}: is not UTF-8 text; save the file as UTF-8"
+            ) from reason
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], error: type[PlannerError] | None = None) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` for writing; rename it onto `path` when the block ends well.
+def replacing(
+    path: str | os.PathLike[str], error: type[PlannerError] | None = None
+) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path` for writing; rename it onto `path` when the block ends
+    well.
 
-    If the block raises, `path` is unchanged and the temporary file is removed. The file gets the permissions that a
-    plain `open` would have given it.
+    If the block raises, `path` is unchanged and the temporary file is removed. The file gets the
+    permissions that a plain `open` would have given it.
 
     Args:
         path: the file to replace.
@@ -143,7 +162,9 @@ def replacing(path: str | os.PathLike[str], error: type[PlannerError] | None = N
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[BinaryIO]:
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    descriptor, name = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.name}.", suffix=".part"
+    )
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -157,12 +178,18 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
 
 
 def _umask() -> int:
-    """Return the umask of this process without changing it, which would loosen files that other threads create."""
+    """Return the umask of this process without changing it, which would loosen files that other
+    threads create.
+    """
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        return next((int(line.split()[1], 8) for line in status if line.startswith("Umask:")), 0o077)
+        return next(
+            (int(line.split()[1], 8) for line in status if line.startswith("Umask:")), 0o077
+        )
 
 
-def write_file(path: str | os.PathLike[str], content: bytes | str, error: type[PlannerError]) -> None:
+def write_file(
+    path: str | os.PathLike[str], content: bytes | str, error: type[PlannerError]
+) -> None:
     """Replace the file at `path` by one that holds `content`; text is written as UTF-8.
 
     Raises:
@@ -173,7 +200,9 @@ def write_file(path: str | os.PathLike[str], content: bytes | str, error: type[P
 
 
 def sha256(*parts: bytes) -> str:
-    """Return the digest of `parts`, each with its length, so that no two lists of parts share one."""
+    """Return the digest of `parts`, each with its length, so that no two lists of parts share
+    one.
+    """
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -9,7 +9,8 @@ _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def si(value: float, unit: str, digits: int = 4) -> str:
     """Write a quantity for people, such as "16 us", "4.2 mJ" or "35.6 kW".
 
-    There is a prefix below a tenth of the unit, and from ten thousand on. Times get none for large numbers.
+    There is a prefix below a tenth of the unit, and from ten thousand on. Times get none for large
+    numbers.
     """
     factor, name = si_unit(abs(value), unit)
     text = f"{value / factor:.{digits}g}"
@@ -17,7 +18,11 @@ def si(value: float, unit: str, digits: int = 4) -> str:
 
 
 def si_unit(largest: float, unit: str) -> tuple[float, str]:
-    """Return the unit, as a factor and a name, in which to write numbers of which `largest` is the largest."""
-    prefixes = _SMALL if 0 < largest < 0.1 else _LARGE if largest >= 1e4 and unit != "s" else ((1.0, ""),)
+    """Return the unit, as a factor and a name, in which to write numbers of which `largest` is
+    the largest.
+    """
+    prefixes = (
+        _SMALL if 0 < largest < 0.1 else _LARGE if largest >= 1e4 and unit != "s" else ((1.0, ""),)
+    )
     factor, prefix = next((each for each in prefixes if largest >= each[0]), prefixes[-1])
     return factor, prefix + unit

@@ -1,4 +1,6 @@
-"""Processes of the planner on one node: who they are, when they end, and the folder that they share."""
+"""Processes of the planner on one node: who they are, when they end, and the folder that they
+share.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from dataclasses import dataclass
 
 
 def is_readable(descriptor: int, timeout_s: float = 0.0) -> bool:
-    """Wait until the descriptor can be read or has been closed; return False if that takes longer than `timeout_s`."""
+    """Wait until the descriptor can be read or has been closed; return False if that takes
+    longer than `timeout_s`.
+    """
     poller = select.poll()  # unlike select, takes descriptors of any number
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(max(0.0, 1e3 * timeout_s)))
@@ -23,8 +27,8 @@ class WatchedProcess:
 
     Attributes:
         pid: Number of the process.
-        descriptor: Becomes readable when the process ends. None if the kernel cannot report the end, so that
-            `has_ended` must be called from time to time.
+        descriptor: Becomes readable when the process ends. None if the kernel cannot report the
+            end, so that `has_ended` must be called from time to time.
     """
 
     def __init__(self, pid: int) -> None:
@@ -68,7 +72,9 @@ class WatchedProcess:
 
 
 DEFAULT_STATE_FOLDER = "/dev/shm/perseus-planner"
-"""State folder if $PLANNER_STATE_DIR is not set: in memory, so that a reboot empties it, as it resets GPUs."""
+"""State folder if $PLANNER_STATE_DIR is not set: in memory, so that a reboot empties it, as it
+resets GPUs.
+"""
 
 _MAX_COMMAND = 200  #: characters of a command line that are kept
 
@@ -79,14 +85,21 @@ def state_folder() -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which a Python process in any folder finds this process's modules and state folder."""
+    """Return an environment in which a Python process in any folder finds this process's modules
+    and state folder.
+    """
     modules = os.pathsep.join(map(os.path.abspath, sys.path))
-    return {**os.environ, "PYTHONPATH": modules, "PLANNER_STATE_DIR": os.path.abspath(state_folder())}
+    return {
+        **os.environ,
+        "PYTHONPATH": modules,
+        "PLANNER_STATE_DIR": os.path.abspath(state_folder()),
+    }
 
 
 @dataclass(frozen=True)
 class ProcessDescription:
-    """A process as messages name it. Nothing is decided by it: containers number processes separately.
+    """A process as messages name it. Nothing is decided by it: containers number processes
+    separately.
 
     Attributes:
         pid: Process number.
@@ -114,7 +127,9 @@ def this_process() -> ProcessDescription:
         user = str(os.geteuid())
     with open("/proc/self/cmdline", encoding="utf-8", errors="replace") as file:
         command = shlex.join(file.read().split("\0")[:-1])
-    return ProcessDescription(os.getpid(), _printable(socket.gethostname()), _printable(user), _printable(command))
+    return ProcessDescription(
+        os.getpid(), _printable(socket.gethostname()), _printable(user), _printable(command)
+    )
 
 
 def boot_id() -> str:

@@ -1,7 +1,8 @@
-"""The numbers that the planner takes, each with its unit: one rule and one error text wherever a number comes from.
+"""The numbers that the planner takes, each with its unit: one rule and one error text wherever a
+number comes from.
 
-Python calls, YAML and CSV files and the command line all check a number by its `Rule`, so a wrong one is refused in the
-same words everywhere.
+Python calls, YAML and CSV files and the command line all check a number by its `Rule`, so a wrong
+one is refused in the same words everywhere.
 """
 
 from __future__ import annotations
@@ -41,14 +42,20 @@ class Rule(NamedTuple):
         if isinstance(value, bool) or not isinstance(value, allowed):
             return None
         try:
-            number = self.number_type(value) + 0  # -0.0 becomes 0.0, so that equal profiles have equal files
-            good = math.isfinite(number) and (number > 0 or (self.zero and number == 0) or (self.negative and number))
+            number = (
+                self.number_type(value) + 0
+            )  # -0.0 becomes 0.0, so that equal profiles have equal files
+            good = math.isfinite(number) and (
+                number > 0 or (self.zero and number == 0) or (self.negative and number)
+            )
         except OverflowError:
             return None
         return number if good and self.least <= number <= self.most else None
 
     def parse(self, text: str) -> Any:
-        """Return the number that `text` writes, or None if it is not a number or breaks the rule."""
+        """Return the number that `text` writes, or None if it is not a number or breaks the
+        rule.
+        """
         try:
             return None if "_" in text else self.accept(self.number_type(text))
         except ValueError:
@@ -79,9 +86,13 @@ class Rule(NamedTuple):
 
 
 def check_fields(
-    instance: object, rules: Mapping[str, Rule], error: type[PlannerError] = UsageError, prefix: str = ""
+    instance: object,
+    rules: Mapping[str, Rule],
+    error: type[PlannerError] = UsageError,
+    prefix: str = "",
 ) -> None:
-    """Check fields of a frozen dataclass and store them as plain numbers; call it from `__post_init__`.
+    """Check fields of a frozen dataclass and store them as plain numbers; call it from
+    `__post_init__`.
 
     Args:
         instance: the dataclass.
@@ -93,7 +104,9 @@ def check_fields(
         PlannerError: If a field breaks its rule; of the type `error`.
     """
     for name, rule in rules.items():
-        object.__setattr__(instance, name, rule.check(getattr(instance, name), f"{prefix}{name}", error))
+        object.__setattr__(
+            instance, name, rule.check(getattr(instance, name), f"{prefix}{name}", error)
+        )
 
 
 INDEX = Rule(int, True, "a whole number of 0 or more")
@@ -110,13 +123,19 @@ POWER_BOUND = Rule(float, False, "a power: give finite watts above 0, such as 40
 WAIT = Rule(float, True, "a wait: give finite seconds of 0 or more, such as 0.002")
 MINUTES = Rule(float, False, "a number of minutes above 0, such as 30")
 OFFSET = Rule(float, True, "an overhead: write finite seconds, such as 0.12", negative=True)
-PROBABILITY = Rule(float, False, "a probability: give a number above 0 and up to 0.99, such as 0.95", most=0.99)
+PROBABILITY = Rule(
+    float, False, "a probability: give a number above 0 and up to 0.99, such as 0.95", most=0.99
+)
 SHARE = Rule(float, True, "a share: give a number of 0 or more, such as 0.001")
-FACTOR = Rule(float, False, "a slowdown: give how many times as long it takes, above 0, such as 1.15")
+FACTOR = Rule(
+    float, False, "a slowdown: give how many times as long it takes, above 0, such as 1.15"
+)
 
 
 class Quantity(NamedTuple):
-    """A number with a unit: the rule for its value in SI units, and its units as multiples of those."""
+    """A number with a unit: the rule for its value in SI units, and its units as multiples of
+    those.
+    """
 
     rule: Rule
     units: Mapping[str, Fraction | int]
@@ -140,47 +159,81 @@ class Quantity(NamedTuple):
         raise UsageError(f"{name}: {text!r} is not {self.rule.wanted}")
 
 
-_WATTS = MappingProxyType({"": 1, "W": 1, "w": 1, "kW": 10**3, "kw": 10**3, "KW": 10**3, "MW": 10**6})
+_WATTS = MappingProxyType(
+    {"": 1, "W": 1, "w": 1, "kW": 10**3, "kw": 10**3, "KW": 10**3, "MW": 10**6}
+)
 _PARTS = {"us": Fraction(1, 10**6), "ms": Fraction(1, 10**3)}
 _SECONDS: Mapping[str, Fraction | int] = MappingProxyType(
     {"": 1, **_PARTS, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 )
 
 DURATION = Quantity(
-    Rule(float, False, "a duration: write seconds above 0, or a number with us, ms, s, m, h or d, such as 2.95s"),
+    Rule(
+        float,
+        False,
+        "a duration: write seconds above 0, or a number with us, ms, s, m, h or d, such as 2.95s",
+    ),
     _SECONDS,
 )
 LAG = Quantity(
     Rule(
         float,
         True,
-        "a duration: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 1.5ms or 30m",
+        "a duration: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as "
+        "1.5ms or 30m",
     ),
     _SECONDS,
 )
 OVERHEAD = Quantity(
-    Rule(float, True, "a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms", negative=True),
+    Rule(
+        float,
+        True,
+        "a duration: write seconds, or a number with us, ms, s, m, h or d, such as 120ms",
+        negative=True,
+    ),
     _SECONDS,
 )
 MINUTES_LIMIT = Quantity(
-    Rule(float, False, "a time limit: write minutes above 0, or a number with s, m, h or d, such as 30m"),
+    Rule(
+        float,
+        False,
+        "a time limit: write minutes above 0, or a number with s, m, h or d, such as 30m",
+    ),
     MappingProxyType({"": 1, "s": Fraction(1, 60), "m": 1, "min": 1, "h": 60, "d": 1440}),
 )
 SLOWDOWN = Quantity(
-    Rule(float, False, "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as 1.05"),
+    Rule(
+        float,
+        False,
+        "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as "
+        "1.05",
+    ),
     MappingProxyType({"": 1, "x": 1}),
 )
 POWER_BUDGET = Quantity(
-    Rule(float, False, "a power: write watts above 0, or a number with W, kW or MW, such as 5kW"), _WATTS
+    Rule(float, False, "a power: write watts above 0, or a number with W, kW or MW, such as 5kW"),
+    _WATTS,
 )
 TOKENS = Quantity(
     Rule(float, False, "a number of tokens: write one above 0, such as 26e9, 26B or 1.4T"),
     MappingProxyType({"": 1, "M": 10**6, "B": 10**9, "T": 10**12}),
 )
-BLOCKING_POWER = Quantity(Rule(float, True, "a power: write watts of 0 or more, such as 83.64"), _WATTS)
+BLOCKING_POWER = Quantity(
+    Rule(float, True, "a power: write watts of 0 or more, such as 83.64"), _WATTS
+)
 CERTAINTY = Quantity(
-    Rule(float, False, "a certainty: write a percentage above 0% and up to 99%, such as 95%", most=99.0),
+    Rule(
+        float,
+        False,
+        "a certainty: write a percentage above 0% and up to 99%, such as 95%",
+        most=99.0,
+    ),
     MappingProxyType({"%": Fraction(1, 100)}),
 )
-TOLERANCE = Quantity(Rule(float, True, "a tolerance: write a percentage of 0% or more, such as 0.1%"), CERTAINTY.units)
-SHARE_WITHIN = Quantity(Rule(float, False, "a share: write a percentage above 0%, such as 0.3%"), CERTAINTY.units)
+TOLERANCE = Quantity(
+    Rule(float, True, "a tolerance: write a percentage of 0% or more, such as 0.1%"),
+    CERTAINTY.units,
+)
+SHARE_WITHIN = Quantity(
+    Rule(float, False, "a share: write a percentage above 0%, such as 0.3%"), CERTAINTY.units
+)

@@ -15,18 +15,24 @@ def read_fields(kind: type[T], content: object) -> T:
     """Build a dataclass from a decoded JSON object.
 
     Args:
-        kind: A dataclass. Its fields may be str, int, float, bool, Literal, dict[str, ...], a dataclass, or any of
-            these or None. Integers are accepted for float fields; booleans are not accepted as numbers.
+        kind: A dataclass. Its fields may be str, int, float, bool, Literal, dict[str, ...], a
+            dataclass, or any of these or None. Integers are accepted for float fields; booleans are
+            not accepted as numbers.
         content: What `json.loads` returned.
 
     Raises:
-        ValueError: If `content` is not an object with exactly these fields, or if a value has another type or is not
-            finite.
+        ValueError: If `content` is not an object with exactly these fields, or if a value has
+            another type or is not finite.
     """
     hints = _hints(cast("type", kind))
     if not isinstance(content, dict) or content.keys() != hints.keys():
         raise ValueError(f"the fields of {kind.__name__} are {', '.join(hints) or 'none'}")
-    return kind(**{name: _checked(value, hints[name], f"{kind.__name__}.{name}") for name, value in content.items()})
+    return kind(
+        **{
+            name: _checked(value, hints[name], f"{kind.__name__}.{name}")
+            for name, value in content.items()
+        }
+    )
 
 
 @cache

@@ -26,14 +26,14 @@ def assemble_profile(
 
     Args:
         stages: The rows of each stage, in any order.
-        blocking_power_w: Power of one waiting GPU, watts, instead of what was measured. Without it, a stage whose
-            power was not measured gets the mean, per GPU, of the others.
+        blocking_power_w: Power of one waiting GPU, watts, instead of what was measured. Without it,
+            a stage whose power was not measured gets the mean, per GPU, of the others.
         iteration: As in `Profile.iteration`.
         conditions: Conditions to record besides those of the stages, such as the date.
 
     Raises:
-        ProfileError: If a stage is missing or measured twice, if stages were measured in different ways, or if no
-            blocking power is known.
+        ProfileError: If a stage is missing or measured twice, if stages were measured in different
+            ways, or if no blocking power is known.
     """
     stages = sorted(stages, key=lambda each: each.stage)
     _check_stages(stages)
@@ -51,9 +51,14 @@ def assemble_profile(
 
 
 def with_one_power(rows: Sequence[StageRows]) -> list[StageRows]:
-    """Return the rows of the stages of one GPU, which waits for all of them at the mean of the measured powers."""
+    """Return the rows of the stages of one GPU, which waits for all of them at the mean of the
+    measured powers.
+    """
     powers_w = [each.blocking_power_w for each in rows if each.blocking_power_w is not None]
-    return [replace(each, blocking_power_w=math.fsum(powers_w) / len(powers_w) if powers_w else None) for each in rows]
+    return [
+        replace(each, blocking_power_w=math.fsum(powers_w) / len(powers_w) if powers_w else None)
+        for each in rows
+    ]
 
 
 def _check_stages(stages: Sequence[StageRows]) -> None:
@@ -63,7 +68,8 @@ def _check_stages(stages: Sequence[StageRows]) -> None:
         for name in ("control", "gpus"):
             if getattr(each, name) != getattr(stages[0], name):
                 raise ProfileError(
-                    f"stage {stages[0].stage} and stage {each.stage} differ in {name}; measure both alike"
+                    f"stage {stages[0].stage} and stage {each.stage} differ in {name}; measure "
+                    "both alike"
                 )
     numbers = [each.stage for each in stages]
     twice = next((number for number in numbers if numbers.count(number) > 1), None)
@@ -75,14 +81,19 @@ def _powers_w(stages: Sequence[StageRows], blocking_power_w: float | None) -> tu
     """Return the power of each stage's GPUs while they wait."""
     if blocking_power_w is not None:
         return tuple(blocking_power_w * each.gpus for each in stages)
-    known = [each.blocking_power_w / each.gpus for each in stages if each.blocking_power_w is not None]
+    known = [
+        each.blocking_power_w / each.gpus for each in stages if each.blocking_power_w is not None
+    ]
     if not known:
         raise ProfileError(
             "the blocking power was not measured, as no stage has a neighbour to wait for; "
             "give it with --blocking-power W (in Python blocking_power_w=)"
         )
     mean_w = math.fsum(known) / len(known)
-    return tuple(mean_w * each.gpus if each.blocking_power_w is None else each.blocking_power_w for each in stages)
+    return tuple(
+        mean_w * each.gpus if each.blocking_power_w is None else each.blocking_power_w
+        for each in stages
+    )
 
 
 def _merge_conditions(stages: Sequence[StageRows]) -> dict[str, str]:

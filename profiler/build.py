@@ -21,7 +21,12 @@ from perseus_planner.profiler.ranks.group import (
     position_of,
     process_group,
 )
-from perseus_planner.profiler.ranks.measure import LocalStage, ProfileRequest, measure_alone, measure_with_ranks
+from perseus_planner.profiler.ranks.measure import (
+    LocalStage,
+    ProfileRequest,
+    measure_alone,
+    measure_with_ranks,
+)
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiler.torch_stage import torch_stage
 from perseus_planner.training.microbatch import describe_error
@@ -54,14 +59,18 @@ class StageBuilder:
     def load(cls, text: str, folder: Path | None = None) -> StageBuilder:
         """Import the function that `text` names.
 
-        Its module is looked up in `folder`, then in the current folder, then wherever Python finds modules.
+        Its module is looked up in `folder`, then in the current folder, then wherever Python finds
+        modules.
 
         Raises:
-            UsageError: If the module or the function does not exist, or the module cannot be imported.
+            UsageError: If the module or the function does not exist, or the module cannot be
+                imported.
         """
         name, colon, attribute = text.partition(":")
         if not (name and colon and attribute):
-            raise UsageError(f"stage {text!r} does not name a function; write package.module:build_stage")
+            raise UsageError(
+                f"stage {text!r} does not name a function; write package.module:build_stage"
+            )
         folders = [str(each) for each in dict.fromkeys([(folder or Path()).resolve(), Path.cwd()])]
         sys.path[:0] = [each for each in folders if each not in sys.path]
         try:
@@ -69,28 +78,40 @@ class StageBuilder:
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise UsageError(
-                    f"stage {text!r}: there is no module {error.name!r} in {', in '.join(folders)} or on sys.path"
+                    f"stage {text!r}: there is no module {error.name!r} in {', in '.join(folders)} "
+                    "or on sys.path"
                 ) from None
-            raise UsageError(f"stage {text!r}: importing {name} failed: {_reason(error)}") from error
+            raise UsageError(
+                f"stage {text!r}: importing {name} failed: {_reason(error)}"
+            ) from error
         except Exception as error:  # the user's code may raise anything
-            raise UsageError(f"stage {text!r}: importing {name} failed: {_reason(error)}") from error
+            raise UsageError(
+                f"stage {text!r}: importing {name} failed: {_reason(error)}"
+            ) from error
         function = getattr(module, attribute, None)
         if not callable(function):
-            raise UsageError(f"stage {text!r}: {name} has no function {attribute!r}; define it, or name another")
+            raise UsageError(
+                f"stage {text!r}: {name} has no function {attribute!r}; define it, or name another"
+            )
         return cls(text, function)
 
     def build(self, position: RankPosition) -> tuple[torch.nn.Module, object, Loss | None]:
         """Return the module, sample input and loss at `position`.
 
-        The function is called with those of the named arguments stage, stages, tensor_rank and tensor_parallel that it
-        takes.
+        The function is called with those of the named arguments stage, stages, tensor_rank and
+        tensor_parallel that it takes.
 
         Raises:
             UsageError: If the function raises, or returns something else.
         """
-        arguments = {name: getattr(position, name) for name in ("stage", "stages", "tensor_rank", "tensor_parallel")}
+        arguments = {
+            name: getattr(position, name)
+            for name in ("stage", "stages", "tensor_rank", "tensor_parallel")
+        }
         parameters = inspect.signature(self.function).parameters
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        if not any(
+            parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+        ):
             arguments = {name: value for name, value in arguments.items() if name in parameters}
         try:
             built = self.function(**arguments)
@@ -98,13 +119,19 @@ class StageBuilder:
             raise UsageError(f"{self._call_text(position)} failed: {_reason(error)}") from error
         return self._checked(built, position)
 
-    def _checked(self, built: object, position: RankPosition) -> tuple[torch.nn.Module, object, Loss | None]:
+    def _checked(
+        self, built: object, position: RankPosition
+    ) -> tuple[torch.nn.Module, object, Loss | None]:
         import torch
 
         match built:
             case (torch.nn.Module() as module, inputs, loss) if loss is None or callable(loss):
                 return module, inputs, loss
-        kinds = ", ".join(type(each).__name__ for each in built) if isinstance(built, tuple) else type(built).__name__
+        kinds = (
+            ", ".join(type(each).__name__ for each in built)
+            if isinstance(built, tuple)
+            else type(built).__name__
+        )
         raise UsageError(f"{self._call_text(position)} returned {kinds}; return {_WANTED}")
 
     def _call_text(self, position: RankPosition) -> str:
@@ -126,15 +153,17 @@ def profile_stages(
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Profile | None:
-    """Measure all stages of a pipeline: one after the other in one process, or this rank's stage as a rank of a job.
+    """Measure all stages of a pipeline: one after the other in one process, or this rank's stage as
+    a rank of a job.
 
-    Under torchrun or the deepspeed launcher there is one rank for each GPU of the pipeline, stage by stage. Only rank 0
-    gets the profile; the others get None.
+    Under torchrun or the deepspeed launcher there is one rank for each GPU of the pipeline, stage
+    by stage. Only rank 0 gets the profile; the others get None.
 
     Args:
-        build: The function that builds a stage, "package.module:function". It is called with those of the named
-            arguments stage, stages, tensor_rank and tensor_parallel that it takes, and returns a torch module, a sample
-            input as in `torch_stage`, and the loss of the last stage or None.
+        build: The function that builds a stage, "package.module:function". It is called with those
+            of the named arguments stage, stages, tensor_rank and tensor_parallel that it takes, and
+            returns a torch module, a sample input as in `torch_stage`, and the loss of the last
+            stage or None.
         gpu: Each rank's GPU, as in `torch_device.gpu_text`.
         stages: The number of stages, at least 1.
         folder: The folder to look for the module of `build` in, before the current folder.
@@ -143,8 +172,8 @@ def profile_stages(
         settings: How to measure; the defaults if None.
         output: The profile to write, .yaml; None to write neither it nor finished rows.
         resume: Whether to go on from the finished rows beside `output`.
-        blocking_power_w: Power of one waiting GPU, watts, instead of what is measured. Needed in one process on a real
-            GPU, which has no neighbour to wait for.
+        blocking_power_w: Power of one waiting GPU, watts, instead of what is measured. Needed in
+            one process on a real GPU, which has no neighbour to wait for.
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
         progress: Called with this rank's rows.
 
@@ -154,18 +183,23 @@ def profile_stages(
         GpuError, ProfileError: As in `measure_stage`.
     """
     require_torch()
-    request = ProfileRequest(gpu, settings or SweepSettings(), output, resume, blocking_power_w, timeout_s, progress)
+    request = ProfileRequest(
+        gpu, settings or SweepSettings(), output, resume, blocking_power_w, timeout_s, progress
+    )
     with process_group() as rank:
         device = torch_device(gpu)
         if rank is None:
             if tensor_parallel != 1:
                 raise UsageError(
-                    f"tensor_parallel is {tensor_parallel}: the GPUs of a stage are measured together, one rank each; "
-                    f"start with torchrun, {stages * tensor_parallel} ranks in all"
+                    f"tensor_parallel is {tensor_parallel}: the GPUs of a stage are measured "
+                    f"together, one rank each; start with torchrun, {stages * tensor_parallel} "
+                    "ranks in all"
                 )
             builder = StageBuilder.load(build, folder)
             positions = [RankPosition(stage, stages) for stage in range(stages)]
-            local = [_local_stage(builder, position, device, split_backward) for position in positions]
+            local = [
+                _local_stage(builder, position, device, split_backward) for position in positions
+            ]
             return measure_alone(local, request, device)
         with RankGroup(timeout_s) as group:
             position = position_of(*rank, stages, tensor_parallel)
@@ -186,7 +220,9 @@ def require_torch() -> None:
 
 
 def torch_device(gpu: str) -> torch.device:
-    """Return the device that this process computes on, and make it torch's current one; the CPU for a simulated GPU."""
+    """Return the device that this process computes on, and make it torch's current one; the CPU
+    for a simulated GPU.
+    """
     import torch
 
     if torch.cuda.is_available() and "simulated:" not in gpu:
@@ -203,23 +239,31 @@ def _local_stage(
         module, inputs, loss = builder.build(position)
         module, inputs = module.to(device), map_tensors(lambda each: each.to(device), inputs)
         first = position.stage == 0
-        with torch_stage(gpu, module, inputs, loss, first=first, split_backward=split_backward, block=block) as stage:
+        with torch_stage(
+            gpu, module, inputs, loss, first=first, split_backward=split_backward, block=block
+        ) as stage:
             yield stage
 
     return LocalStage(position.stage, opened)
 
 
 def _reason(error: Exception) -> str:
-    """Return the text of an exception of the user's code, after the line of that code that raised it."""
+    """Return the text of an exception of the user's code, after the line of that code that
+    raised it.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {describe_error(error)}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)
+    ]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     return f"{line}{describe_error(error)}"
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file belongs to the user: not to Python, an installed package or the planner."""
+    """Return whether a file belongs to the user: not to Python, an installed package or the
+    planner.
+    """
     if file.startswith("<") or "site-packages" in file or file in (__file__, importlib.__file__):
         return False
     return not Path(file).is_relative_to(Path(inspect.__file__).parent)

@@ -1,19 +1,22 @@
 """Choose the setting to measure next, so that few settings are enough for good plans.
 
-The sweep first descends coarsely from the top, at evenly spaced settings, until the effective energy of every kind (see
-`curve.py`) rises. It skips settings above the clock that a power cap leaves to every kind, as they all run alike.
+The sweep first descends coarsely from the top, at evenly spaced settings, until the effective
+energy of every kind (see `curve.py`) rises. It skips settings above the clock that a power cap
+leaves to every kind, as they all run alike.
 
-Then it measures one setting after another where the expected gain is largest. For each computation a plan minimises
-energy + price * time over the settings, where the price of a second, in watts, follows from the deadline (the
-Lagrangian of the plan; Perseus, SOSP'24, finds such prices by minimum cuts). At each price, a plan from few settings
-loses the difference between their minimum and the minimum over all settings. So the gain of a setting is the amount by
-which it is expected to lower the minimum, summed over a range of prices: its expected improvement.
+Then it measures one setting after another where the expected gain is largest. For each computation
+a plan minimises energy + price * time over the settings, where the price of a second, in watts,
+follows from the deadline (the Lagrangian of the plan; Perseus, SOSP'24, finds such prices by
+minimum cuts). At each price, a plan from few settings loses the difference between their minimum
+and the minimum over all settings. So the gain of a setting is the amount by which it is expected to
+lower the minimum, summed over a range of prices: its expected improvement.
 
-Between two measured neighbours, time and energy are modelled as Brownian motion over the logarithm of the setting:
-their mean follows a straight line, and their variance is largest in the middle of a wide gap (Kushner, "A new method of
-locating the maximum point of an arbitrary multipeak curve in the presence of noise", 1964; Locatelli, "Bayesian
-algorithms for one-dimensional global optimization", 1997). This assumes neither smooth nor monotone curves: measured
-ones are not, because the GPU runs other kernels at other clocks.
+Between two measured neighbours, time and energy are modelled as Brownian motion over the logarithm
+of the setting: their mean follows a straight line, and their variance is largest in the middle of a
+wide gap (Kushner, "A new method of locating the maximum point of an arbitrary multipeak curve in
+the presence of noise", 1964; Locatelli, "Bayesian algorithms for one-dimensional global
+optimization", 1997). This assumes neither smooth nor monotone curves: measured ones are not,
+because the GPU runs other kernels at other clocks.
 """
 
 from __future__ import annotations
@@ -32,14 +35,16 @@ MAX_SETTINGS = 12
 """An adaptive sweep measures no more settings, but where `doubt.py` asks for more."""
 
 PRICES = tuple(2 ** (half / 2) for half in range(-8, 4))
-"""Prices of a second, relative to the power at the top setting: from the price where there is time to spare to one of
-nearly three times the power of the GPU. Their logarithms are evenly spaced."""
+"""Prices of a second, relative to the power at the top setting: from the price where there is time
+to spare to one of nearly three times the power of the GPU. Their logarithms are evenly spaced."""
 
 _COARSE = 6  # settings of the descent, besides the top one
 _RISES = 2  # consecutive rises that end the descent
 _RISEN = 0.01  # relative to the energy: a smaller change is not a rise, nor is one within the noise
 _NOISE = 2.0  # standard errors
-_ROUGHNESS = 0.3  # relative standard deviation of time and energy over settings that differ by a factor of e
+_ROUGHNESS = (
+    0.3  # relative standard deviation of time and energy over settings that differ by a factor of e
+)
 _NORMAL = NormalDist()
 
 
@@ -52,7 +57,8 @@ class _Prediction(NamedTuple):
 
 
 def descent(settings: Sequence[int], begin: int) -> list[int]:
-    """Return the settings of the coarse descent, highest first: the top one, and from `begin` to the lowest.
+    """Return the settings of the coarse descent, highest first: the top one, and from `begin` to
+    the lowest.
 
     Args:
         settings: All settings, highest first.
@@ -64,10 +70,13 @@ def descent(settings: Sequence[int], begin: int) -> list[int]:
     return list(dict.fromkeys([settings[0], *nearest]))
 
 
-def next_setting(settings: Sequence[int], rows: RowTable, blocking_w: float, *, clocks: bool = True) -> int | None:
+def next_setting(
+    settings: Sequence[int], rows: RowTable, blocking_w: float, *, clocks: bool = True
+) -> int | None:
     """Return the setting to measure next, or None when the measured ones are enough.
 
-    The result depends on the arguments alone, so a resumed sweep chooses as one that was not interrupted.
+    The result depends on the arguments alone, so a resumed sweep chooses as one that was not
+    interrupted.
 
     Args:
         settings: All settings, highest first.
@@ -81,12 +90,20 @@ def next_setting(settings: Sequence[int], rows: RowTable, blocking_w: float, *, 
     if len(measured) >= MAX_SETTINGS:
         return None
     capped = highest_below_cap(settings, rows) if clocks else settings[0]
-    between = [setting for setting in settings if min(measured) < setting <= capped and setting not in measured]
+    between = [
+        setting
+        for setting in settings
+        if min(measured) < setting <= capped and setting not in measured
+    ]
     return max(between, key=lambda setting: _gain_j(setting, rows, blocking_w), default=None)
 
 
-def next_of_descent(settings: Sequence[int], rows: RowTable, blocking_w: float, *, clocks: bool = True) -> int | None:
-    """Return the next setting of the coarse descent, or None when it has ended; the arguments are those above."""
+def next_of_descent(
+    settings: Sequence[int], rows: RowTable, blocking_w: float, *, clocks: bool = True
+) -> int | None:
+    """Return the next setting of the coarse descent, or None when it has ended; the arguments
+    are those above.
+    """
     measured = {setting for table in rows.values() for setting in table}
     coarse = descent(settings, highest_below_cap(settings, rows) if clocks else settings[0])
     done = [setting for setting in coarse if setting in measured]
@@ -96,16 +113,22 @@ def next_of_descent(settings: Sequence[int], rows: RowTable, blocking_w: float, 
 
 
 def highest_below_cap(settings: Sequence[int], rows: RowTable) -> int:
-    """Return the highest clock that the power cap lets some kind reach; the top one if there is no cap."""
+    """Return the highest clock that the power cap lets some kind reach; the top one if there is
+    no cap.
+    """
     top = [table[settings[0]].evidence for table in rows.values() if settings[0] in table]
-    if not top or any(evidence is None or "sw-power-cap" not in evidence.throttle for evidence in top):
+    if not top or any(
+        evidence is None or "sw-power-cap" not in evidence.throttle for evidence in top
+    ):
         return settings[0]
     reached_mhz = max(evidence.achieved_mhz for evidence in top if evidence is not None)
     return next((setting for setting in settings if setting <= reached_mhz), settings[0])
 
 
 def _has_risen(done: Sequence[int], rows: RowTable, blocking_w: float) -> bool:
-    """Return whether, at the last settings, the effective energy of every kind was above its minimum beyond noise."""
+    """Return whether, at the last settings, the effective energy of every kind was above its
+    minimum beyond noise.
+    """
     for table in rows.values():
         least_j = min((_cost_j(table[setting], -blocking_w) for setting in done), default=0.0)
         for setting in done[-_RISES:]:
@@ -117,12 +140,16 @@ def _has_risen(done: Sequence[int], rows: RowTable, blocking_w: float) -> bool:
 
 
 def _gain_j(setting: int, rows: RowTable, blocking_w: float) -> float:
-    """Return what measuring every kind at `setting` is expected to save, joules, summed over the prices of time."""
+    """Return what measuring every kind at `setting` is expected to save, joules, summed over the
+    prices of time.
+    """
     return math.fsum(_kind_gain_j(setting, table, blocking_w) for table in rows.values())
 
 
 def _kind_gain_j(setting: int, table: Mapping[int, Measurement], blocking_w: float) -> float:
-    """Return what measuring one kind at `setting` is expected to save, joules, summed over the prices of time."""
+    """Return what measuring one kind at `setting` is expected to save, joules, summed over the
+    prices of time.
+    """
     predicted = _predict(setting, table)
     top = table[max(table)]
     gain_j = 0.0
@@ -136,7 +163,9 @@ def _kind_gain_j(setting: int, table: Mapping[int, Measurement], blocking_w: flo
 
 
 def _predict(setting: int, table: Mapping[int, Measurement]) -> _Prediction:
-    """Predict the row of a setting between two measured ones by the Brownian bridge that the module describes."""
+    """Predict the row of a setting between two measured ones by the Brownian bridge that the
+    module describes.
+    """
     high = table[min(each for each in table if each > setting)]
     low = table[max(each for each in table if each < setting)]
     above, below = math.log(high.clock_mhz / setting), math.log(setting / low.clock_mhz)
@@ -149,7 +178,9 @@ def _predict(setting: int, table: Mapping[int, Measurement]) -> _Prediction:
 
 
 def _expected_improvement(mean: float, spread: float) -> float:
-    """Return the mean of the positive part of a normal distribution (Jones, Schonlau and Welch, 1998)."""
+    """Return the mean of the positive part of a normal distribution (Jones, Schonlau and Welch,
+    1998).
+    """
     if spread <= 0:
         return max(0.0, mean)
     ratio = mean / spread

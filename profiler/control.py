@@ -16,8 +16,12 @@ _LIMIT_STEP_W = 5
 
 
 @contextmanager
-def opened_control(gpu: Gpu, control: str) -> Iterator[tuple[tuple[int, ...], Callable[[int], None]]]:
-    """Yield the settings of `control`, highest first, and the function that sets one; reset the GPU on leaving."""
+def opened_control(
+    gpu: Gpu, control: str
+) -> Iterator[tuple[tuple[int, ...], Callable[[int], None]]]:
+    """Yield the settings of `control`, highest first, and the function that sets one; reset the
+    GPU on leaving.
+    """
     set_to: Callable[[int], None]
     if control == "clock":
         settings, set_to, reset = gpu.supported_clocks_mhz, gpu.set_clock_mhz, gpu.reset_clocks
@@ -35,5 +39,7 @@ def common_settings(settings: Sequence[Sequence[int]]) -> list[int]:
     """Return the settings that all GPUs of a group have, highest first."""
     common = sorted(set.intersection(*map(set, settings)), reverse=True)
     if not common:
-        raise GpuError("the GPUs of a stage have no setting in common; give a stage GPUs of one kind")
+        raise GpuError(
+            "the GPUs of a stage have no setting in common; give a stage GPUs of one kind"
+        )
     return common

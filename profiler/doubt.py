@@ -1,10 +1,11 @@
 """How far the saving of plans is known during a sweep, and which measurement tells most about it.
 
-For each computation a plan minimises energy + price * time over the settings, where the price of a second, in watts,
-follows from the deadline (see `choosing.py`); a plan that is late pays that price too. So under each joint draw of the
-curves (`estimation.py`), and at each price, the plan has a saving, and so has the best plan of that draw. What the
-first one varies by is not known yet. What the second one varies by says where to measure: at settings that plans use,
-at the top one with which they are compared, and at those that may turn out to be better.
+For each computation a plan minimises energy + price * time over the settings, where the price of a
+second, in watts, follows from the deadline (see `choosing.py`); a plan that is late pays that price
+too. So under each joint draw of the curves (`estimation.py`), and at each price, the plan has a
+saving, and so has the best plan of that draw. What the first one varies by is not known yet. What
+the second one varies by says where to measure: at settings that plans use, at the top one with
+which they are compared, and at those that may turn out to be better.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Doubt(NamedTuple):
     """How far the saving is known.
 
     Attributes:
-        share: Half of the 90 % interval of the share of energy that plans save, the mean over the prices of time. It is
-            cautious: a wrong time counts at its price, and rows of different settings do not average out.
+        share: Half of the 90 % interval of the share of energy that plans save, the mean over the
+            prices of time. It is cautious: a wrong time counts at its price, and rows of different
+            settings do not average out.
         setting: The setting to measure next, perhaps again; None if no other measurement helps.
     """
 
@@ -43,27 +45,39 @@ class Doubt(NamedTuple):
 
 
 def find_doubt(
-    settings: Sequence[int], rows: RowTable, blocking_w: float, *, control: str = "clock", stages: int = 1
+    settings: Sequence[int],
+    rows: RowTable,
+    blocking_w: float,
+    *,
+    control: str = "clock",
+    stages: int = 1,
 ) -> Doubt:
     """Return how far the saving is known, and what to measure next.
 
-    The result depends on the arguments alone, so a resumed sweep chooses as one that was not interrupted.
+    The result depends on the arguments alone, so a resumed sweep chooses as one that was not
+    interrupted.
 
     Args:
         settings: All settings, highest first.
         rows: The rows measured so far, at two settings at least. All kinds have the same settings.
         blocking_w: Power of the GPUs while they wait, watts.
         control: What is set for each row, "clock" or "power-limit".
-        stages: Number of stages of the pipeline. Each is measured as well as this one, with noise of its own.
+        stages: Number of stages of the pipeline. Each is measured as well as this one, with noise
+            of its own.
 
     Raises:
         ProfileError: If a row has an energy of 0.
     """
     measured = next(iter(rows.values()))
     capped = highest_below_cap(settings, rows) if control == "clock" else settings[0]
-    useful = [each for each in settings if min(measured) <= each and (each <= capped or each in measured)]
+    useful = [
+        each for each in settings if min(measured) <= each and (each <= capped or each in measured)
+    ]
     profile = Profile(
-        {(0, kind): tuple(table[each] for each in sorted(table, reverse=True)) for kind, table in rows.items()},
+        {
+            (0, kind): tuple(table[each] for each in sorted(table, reverse=True))
+            for kind, table in rows.items()
+        },
         blocking_w,
         control=control,
     )
@@ -73,19 +87,27 @@ def find_doubt(
     told, variance, baseline_j = np.zeros(len(useful)), np.zeros(len(PRICES)), 0.0
     for kind, table in rows.items():
         key, top = (0, kind), table[max(table)]
-        time_s, energy_j, expected = draws.time_s[key], draws.energy_j[key], estimate.mean.measurements[key]
+        time_s, energy_j, expected = (
+            draws.time_s[key],
+            draws.energy_j[key],
+            estimate.mean.measurements[key],
+        )
         saved_j, possible_j = np.empty((2, len(PRICES), _DRAWS))
         for number, price in enumerate(PRICES):
             # A busy GPU does not wait, so a second costs its price less the power of waiting.
             second_w = price * top.energy_j / top.time_s - blocking_w
-            planned = min(range(len(expected)), key=lambda i: expected[i].energy_j + second_w * expected[i].time_s)
+            planned = min(
+                range(len(expected)),
+                key=lambda i: expected[i].energy_j + second_w * expected[i].time_s,
+            )
             cost_j = energy_j + second_w * time_s
             saved_j[number] = cost_j[0] - cost_j[planned]
             possible_j[number] = cost_j[0] - cost_j.min(axis=0)
         logs = np.log(time_s), np.log(energy_j)
         for quantity, noise in zip(logs, estimate.noise[kind], strict=True):
             told += _explained(possible_j, quantity, noise)
-        # Like stages share what exact rows would leave unknown, between the settings, but not the noise of their rows.
+        # Like stages share what exact rows would leave unknown, between the settings, but not the
+        # noise of their rows.
         between = _unexplained(saved_j, np.concatenate([quantity[known] for quantity in logs]))
         variance += between + np.maximum(saved_j.var(axis=1) - between, 0.0) / stages
         baseline_j += expected[0].energy_j
@@ -96,7 +118,10 @@ def find_doubt(
         if each not in measured or any(_may_repeat(table[each]) for table in rows.values())
     ]
     best = max(allowed, key=told.__getitem__, default=None)
-    return Doubt(half * float(np.mean(np.sqrt(variance))) / baseline_j, None if best is None else useful[best])
+    return Doubt(
+        half * float(np.mean(np.sqrt(variance))) / baseline_j,
+        None if best is None else useful[best],
+    )
 
 
 def _may_repeat(row: Measurement) -> bool:
@@ -104,7 +129,9 @@ def _may_repeat(row: Measurement) -> bool:
 
 
 def _explained(of: Floats, by: Floats, noise: float) -> Floats:
-    """Return how much of the variances of `of` (values, draws), in all, a noisy value of each of `by` explains."""
+    """Return how much of the variances of `of` (values, draws), in all, a noisy value of each of
+    `by` explains.
+    """
     of, by = _about_mean(of), _about_mean(by)
     together = of @ by.T / of.shape[1]
     explained: Floats = (together**2).sum(axis=0) / (np.mean(by**2, axis=1) + noise**2)

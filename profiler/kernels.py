@@ -1,8 +1,10 @@
-"""Measure what estimates know least: one layer, head and embedding, all-reduces, and memory, on one GPU or one node.
+"""Measure what estimates know least: one layer, head and embedding, all-reduces, and memory, on one
+GPU or one node.
 
-A layer is measured as training runs it: four in a row, forward and then backward, so that launches overlap as they do
-there. In a tensor group each GPU has its share of heads, feed-forward block and vocabulary, and sums the outputs over
-the group. Times are medians over repetitions, the longest of all ranks.
+A layer is measured as training runs it: four in a row, forward and then backward, so that launches
+overlap as they do there. In a tensor group each GPU has its share of heads, feed-forward block and
+vocabulary, and sums the outputs over the group. Times are medians over repetitions, the longest of
+all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class KernelPlan:
     """What to measure.
 
     Attributes:
-        shapes: The model with each tensor degree, which divides the ranks, microbatch and recomputation.
+        shapes: The model with each tensor degree, which divides the ranks, microbatch and
+            recomputation.
         repetitions: How often each is timed, after as many runs to warm up, but at most three.
         exchange_bytes: Sizes of the two all-reduces.
         copied_bytes: Size of the copy.
@@ -44,11 +47,15 @@ class KernelPlan:
 
 
 def measure_kernels(plan: KernelPlan, system: System) -> System:
-    """Return `system` with measured kernels, links and memory; every rank of a process group calls it."""
+    """Return `system` with measured kernels, links and memory; every rank of a process group
+    calls it.
+    """
     ranks = _ranks()
     kernels = {}
     for shape in plan.shapes:
-        key = KernelKey(shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation)
+        key = KernelKey(
+            shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
+        )
         kernels[key] = _measure_shape(shape, plan.repetitions)
     copied = _copy_bytes_per_s(plan) / system.gpu.bytes_per_s
     found = replace(system, kernels=kernels, memory_share=min(1.0, copied))
@@ -66,8 +73,17 @@ def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
     device, dtype = _device()
     group = _group(shape.tensor_degree)
     layer, head = _Layer(shape, group), _Head(shape, group)
-    hidden = torch.randn(shape.microbatch, shape.sequence, shape.hidden, device=device, dtype=dtype, requires_grad=True)
-    words = torch.randint(shape.vocabulary_per_gpu, (shape.microbatch, shape.sequence), device=device)
+    hidden = torch.randn(
+        shape.microbatch,
+        shape.sequence,
+        shape.hidden,
+        device=device,
+        dtype=dtype,
+        requires_grad=True,
+    )
+    words = torch.randint(
+        shape.vocabulary_per_gpu, (shape.microbatch, shape.sequence), device=device
+    )
 
     def layers() -> torch.Tensor:
         value = hidden
@@ -105,7 +121,9 @@ class _Layer:
 
     def __init__(self, shape: Transformer, group: Any) -> None:
         self._shape, self._group = shape, group
-        inner, keys = (heads * shape.head_size for heads in (shape.heads_per_gpu, shape.kv_heads_per_gpu))
+        inner, keys = (
+            heads * shape.head_size for heads in (shape.heads_per_gpu, shape.kv_heads_per_gpu)
+        )
         wide = (2 if shape.gated else 1) * shape.ffn_per_gpu
         self._norms = [_weight(shape.hidden), _weight(shape.hidden)]
         self._qkv, self._out = _weight(inner + 2 * keys, shape.hidden), _weight(shape.hidden, inner)
@@ -127,15 +145,24 @@ class _Layer:
         into, summed = _exchanges(self._group)
         normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[0]))
         parts = functional.linear(normed, self._qkv).split(self._sizes, -1)
-        queries, keys, values = (part.unflatten(-1, (-1, shape.head_size)).transpose(1, 2) for part in parts)
+        queries, keys, values = (
+            part.unflatten(-1, (-1, shape.head_size)).transpose(1, 2) for part in parts
+        )
         repeated = shape.heads_per_gpu // shape.kv_heads_per_gpu
         if repeated > 1:
-            keys, values = keys.repeat_interleave(repeated, 1), values.repeat_interleave(repeated, 1)
+            keys, values = (
+                keys.repeat_interleave(repeated, 1),
+                values.repeat_interleave(repeated, 1),
+            )
         if shape.attention == "plain":
-            attended = (queries @ keys.transpose(-1, -2) * shape.head_size**-0.5).softmax(-1) @ values
+            attended = (queries @ keys.transpose(-1, -2) * shape.head_size**-0.5).softmax(
+                -1
+            ) @ values
         else:
             causal = shape.attention == "flash-causal"
-            attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=causal)
+            attended = functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=causal
+            )
         hidden = hidden + summed(functional.linear(attended.transpose(1, 2).flatten(-2), self._out))
         normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[1]))
         wide = functional.linear(normed, self._up)
@@ -152,7 +179,10 @@ class _Head:
 
     def __init__(self, shape: Transformer, group: Any) -> None:
         self._group = group
-        self._table, self._norm = _weight(shape.vocabulary_per_gpu, shape.hidden), _weight(shape.hidden)
+        self._table, self._norm = (
+            _weight(shape.vocabulary_per_gpu, shape.hidden),
+            _weight(shape.hidden),
+        )
         self._hidden = shape.hidden
 
     def run(self, words: torch.Tensor) -> torch.Tensor:
@@ -161,12 +191,18 @@ class _Head:
 
         into, summed = _exchanges(self._group)
         hidden = summed(functional.embedding(words, self._table))
-        logits = functional.linear(into(functional.layer_norm(hidden, (self._hidden,), self._norm)), self._table)
+        logits = functional.linear(
+            into(functional.layer_norm(hidden, (self._hidden,), self._norm)), self._table
+        )
         return functional.cross_entropy(logits.float().flatten(0, 1), words.flatten())
 
 
-def _exchanges(group: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Return what sums gradients on the way back, and what sums outputs on the way forth; nothing without a group."""
+def _exchanges(
+    group: Any,
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Return what sums gradients on the way back, and what sums outputs on the way forth;
+    nothing without a group.
+    """
     if group is None:
         return lambda value: value, lambda value: value
     into, summed = _functions()
@@ -209,7 +245,9 @@ def _functions() -> tuple[Any, Any]:
 
 
 def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
-    """Return the system with the times of two all-reduces over all ranks: fixed time and bandwidth."""
+    """Return the system with the times of two all-reduces over all ranks: fixed time and
+    bandwidth.
+    """
     import torch
     import torch.distributed as dist
 
@@ -228,7 +266,9 @@ def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
     few, many = plan.exchange_bytes
     per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
     fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
-    return replace(system, link_bytes_per_s=2 * (ranks - 1) / ranks / per_byte_s, exchange_s=fixed_s)
+    return replace(
+        system, link_bytes_per_s=2 * (ranks - 1) / ranks / per_byte_s, exchange_s=fixed_s
+    )
 
 
 def _copy_bytes_per_s(plan: KernelPlan) -> float:
@@ -269,7 +309,9 @@ def _ranks() -> int:
 
 
 def _group(degree: int) -> Any:
-    """Return this rank's group of `degree` ranks; None for one. All ranks measure at once, as in training."""
+    """Return this rank's group of `degree` ranks; None for one. All ranks measure at once, as in
+    training.
+    """
     if degree == 1:
         return None
     import torch.distributed as dist

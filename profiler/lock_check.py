@@ -1,8 +1,8 @@
 """Check that locked clocks have an effect, by the clocks at which the GPU ran under load.
 
-A lock that does nothing leaves the GPU at one clock, whatever is set: the highest one, or one that Slurm, DCGM or a
-host sets. A power cap or heat only takes the clock below the lock, and the GPU says so in its throttle reasons. A dry
-run locks nothing, as its warnings say, so it is not checked.
+A lock that does nothing leaves the GPU at one clock, whatever is set: the highest one, or one that
+Slurm, DCGM or a host sets. A power cap or heat only takes the clock below the lock, and the GPU
+says so in its throttle reasons. A dry run locks nothing, as its warnings say, so it is not checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ TOLERANCE = 0.05
 
 
 class LockCheck:
-    """The clocks that one computation achieved at those that were set; the highest one is set first.
+    """The clocks that one computation achieved at those that were set; the highest one is set
+    first.
 
     Args:
         gpu: Text that names the GPU in errors.
@@ -29,7 +30,8 @@ class LockCheck:
         self._is_throttled = False
 
     def add(self, clock_mhz: int, achieved_mhz: float, throttle: Collection[str]) -> None:
-        """Note that the GPU ran at `achieved_mhz` on average, and what throttled it, while `clock_mhz` was set.
+        """Note that the GPU ran at `achieved_mhz` on average, and what throttled it, while
+        `clock_mhz` was set.
 
         Raises:
             GpuError: If it ran above the clock that was set, and as fast as at the highest one.
@@ -51,7 +53,11 @@ class LockCheck:
             return
         lowest_mhz = min(self._achieved_mhz)
         differ = max(self._achieved_mhz) > (1 + TOLERANCE) * lowest_mhz
-        if differ and not self._is_throttled and self._is_as_at_the_top(self._achieved_mhz[lowest_mhz]):
+        if (
+            differ
+            and not self._is_throttled
+            and self._is_as_at_the_top(self._achieved_mhz[lowest_mhz])
+        ):
             raise self._error(lowest_mhz)
 
     def _is_as_at_the_top(self, achieved_mhz: float) -> bool:

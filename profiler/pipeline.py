@@ -1,4 +1,6 @@
-"""Profile a pipeline inside its training script: the engine's stages, on the inputs of a real iteration."""
+"""Profile a pipeline inside its training script: the engine's stages, on the inputs of a real
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Profiling:
 
     Attributes:
         profile: After the block, on rank 0, the profile; None on other ranks.
-        problem: After the block, why there is no profile, if the stages cannot be measured; None if they can.
+        problem: After the block, why there is no profile, if the stages cannot be measured; None if
+            they can.
     """
 
     profile: Profile | None = None
@@ -41,7 +44,9 @@ class Profiling:
     _loss: MegatronLoss = field(default_factory=MegatronLoss, repr=False)
 
     def watched(self, forward_step: ForwardStep) -> ForwardStep:
-        """Return the `forward_step` to give to Megatron-core inside the block, so that its loss is known."""
+        """Return the `forward_step` to give to Megatron-core inside the block, so that its loss
+        is known.
+        """
         return self._loss.watched(forward_step)
 
 
@@ -62,36 +67,41 @@ def profile_pipeline(
     """Profile the pipeline that `engine` trains, on all its ranks.
 
     Inside the block, run one training iteration on every rank: `engine.train_batch(...)`,
-    `forward_backward_func(forward_step_func=profiling.watched(forward_step), ...)` or `schedule.step(...)`. On leaving
-    the block, the stages that the iteration ran are measured on its last microbatch. Weights, optimizer, gradients and
-    random state are left as after the iteration. All ranks must enter and leave the block. Stages that cannot be
-    measured, such as those of FSDP, give no profile but a warning through the logger `perseus_planner.profiler`.
+    `forward_backward_func(forward_step_func=profiling.watched(forward_step), ...)` or
+    `schedule.step(...)`. On leaving the block, the stages that the iteration ran are measured on
+    its last microbatch. Weights, optimizer, gradients and random state are left as after the
+    iteration. All ranks must enter and leave the block. Stages that cannot be measured, such as
+    those of FSDP, give no profile but a warning through the logger `perseus_planner.profiler`.
 
     Args:
-        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
-            torch.distributed.pipelining.
+        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
+            schedule of torch.distributed.pipelining.
         gpu: Each rank's GPU, as in `torch_device.gpu_text`.
         output: The profile to write on rank 0, .yaml.
         settings: How to measure; the defaults if None.
         resume: Whether to go on from the finished rows beside `output`.
-        tensor_group: For torch schedules, the process group of the ranks that share a stage; None if they share none.
+        tensor_group: For torch schedules, the process group of the ranks that share a stage; None
+            if they share none.
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
         progress: Called with this rank's rows.
-        force: Measure also if a forward or backward takes over 10 % more or less time when it is repeated than in the
-            iteration; the profile then says so, and the logger warns.
+        force: Measure also if a forward or backward takes over 10 % more or less time when it is
+            repeated than in the iteration; the profile then says so, and the logger warns.
 
     Raises:
         UsageError: If `engine` is of another kind, or no iteration ran inside the block.
         RankError: If another rank has ended.
-        ProfileError: If a repeated computation takes another time than in the iteration, unless `force`.
+        ProfileError: If a repeated computation takes another time than in the iteration, unless
+            `force`.
         GpuError, ProfileError: As in `measure_stage`.
     """
     profiling = Profiling()
     with _recorded(engine, profiling, tensor_group) as find_stages:
         yield profiling
     target = None if output is None else Path(output)
-    request = ProfileRequest(gpu, settings or SweepSettings(), target, resume, blocking_power_w, timeout_s, progress)
+    request = ProfileRequest(
+        gpu, settings or SweepSettings(), target, resume, blocking_power_w, timeout_s, progress
+    )
     with RankGroup(timeout_s) as group:
         found = find_stages()
         profiling.problem = next(filter(None, group.gather(found.problem)), None)
@@ -100,7 +110,9 @@ def profile_pipeline(
                 _logger.warning("the pipeline was not profiled: %s", profiling.problem)
             return
         request = replace(request, iteration=found.iteration, force=force)
-        profiling.profile = measure_with_ranks(group, found.stages, found.tensor_rank, request, found.device)
+        profiling.profile = measure_with_ranks(
+            group, found.stages, found.tensor_rank, request, found.device
+        )
 
 
 def _recorded(
@@ -113,7 +125,9 @@ def _recorded(
         return record_torch_schedule(engine, _rank_in(tensor_group))
     if kind == "megatron":
         return record_megatron(megatron_chunks(engine), profiling._loss)
-    raise UsageError(f"profile_pipeline was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}")
+    raise UsageError(
+        f"profile_pipeline was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}"
+    )
 
 
 def _rank_in(group: Any) -> int:

@@ -1,7 +1,8 @@
-"""Try within a minute, on every rank, all that a profile needs: load, clocks, energy, memory and messages.
+"""Try within a minute, on every rank, all that a profile needs: load, clocks, energy, memory and
+messages.
 
-The load is a matrix product, measured as the rows of a profile are: in float32, in bfloat16 under autocast, and in
-bfloat16 at about half the highest clock, to see whether the lock has an effect.
+The load is a matrix product, measured as the rows of a profile are: in float32, in bfloat16 under
+autocast, and in bfloat16 at about half the highest clock, to see whether the lock has an effect.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported, PlannerError, UsageError
+from perseus_planner.errors import (
+    GpuError,
+    GpuNotPermitted,
+    GpuNotSupported,
+    PlannerError,
+    UsageError,
+)
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.torch_device import gpu_text
@@ -40,8 +47,13 @@ MESSAGE_LIMIT_S = 20.0
 """How long the messages between two ranks may take, seconds."""
 
 _WINDOW_S = 1.0
-_SIZES = {"cuda": 8192, "cpu": 512}  # of the matrices, by torch device; on the CPU, their cost is only counted
-_NEEDED = 12  # float32 matrices that the load needs memory for, with its gradients and what torch keeps
+_SIZES = {
+    "cuda": 8192,
+    "cpu": 512,
+}  # of the matrices, by torch device; on the CPU, their cost is only counted
+_NEEDED = (
+    12  # float32 matrices that the load needs memory for, with its gradients and what torch keeps
+)
 _USED = 0.05  # a share of the memory in use that is worth a remark
 _SLOW = 1.10  # times the median of all ranks
 
@@ -76,9 +88,11 @@ class RankRehearsal:
         node: The name of its node.
         gpu: Text that opens its GPU; empty if it could not be opened.
         name: The name of the GPU; empty if it could not be opened.
-        locks: Whether its clock can be locked; None if that was not tried, or failed for another reason.
+        locks: Whether its clock can be locked; None if that was not tried, or failed for another
+            reason.
         size: The number of rows of the matrices of the load.
-        counter_step_s: Time between two moves of the energy counter, seconds; None if it cannot be used.
+        counter_step_s: Time between two moves of the energy counter, seconds; None if it cannot be
+            used.
         runs: The load at each setting.
         free_bytes: Free memory of the GPU before the load; None on the CPU.
         total_bytes: The memory of the GPU; None on the CPU.
@@ -109,7 +123,8 @@ class Rehearsal:
     Attributes:
         ranks: Each rank's.
         has_passed: Whether no rank has a problem.
-        is_stuck: Whether this process waits for a message that does not come, and cannot leave its process group.
+        is_stuck: Whether this process waits for a message that does not come, and cannot leave its
+            process group.
     """
 
     ranks: tuple[RankRehearsal, ...]
@@ -118,13 +133,17 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearse(gpu: str = "cuda", *, locks: bool = True, stages: int | None = None) -> Iterator[Rehearsal]:
-    """Rehearse a profile on all ranks of a job, or on one GPU in a process alone; yield the same result on all ranks.
+def rehearse(
+    gpu: str = "cuda", *, locks: bool = True, stages: int | None = None
+) -> Iterator[Rehearsal]:
+    """Rehearse a profile on all ranks of a job, or on one GPU in a process alone; yield the same
+    result on all ranks.
 
     Args:
         gpu: Each rank's GPU, as in `gpu_text`.
         locks: Whether to lock clocks; they are reset.
-        stages: The number of stages; None for one on each rank. The ranks of a stage are next to each other.
+        stages: The number of stages; None for one on each rank. The ranks of a stage are next to
+            each other.
 
     Raises:
         UsageError: If the ranks do not fit the stages, or torch cannot be imported.
@@ -141,9 +160,14 @@ def rehearse(gpu: str = "cuda", *, locks: bool = True, stages: int | None = None
         yield result  # once all ranks have it, so that any of them may end
 
 
-def _rehearse_together(group: RankGroup, gpu: str, device: torch.device, locks: bool, stages: int) -> Rehearsal:
+def _rehearse_together(
+    group: RankGroup, gpu: str, device: torch.device, locks: bool, stages: int
+) -> Rehearsal:
     if group.size % stages:
-        raise UsageError(f"{group.size} ranks cannot hold {stages} stages evenly; give --stages a divisor of that")
+        raise UsageError(
+            f"{group.size} ranks cannot hold {stages} stages evenly; give --stages a divisor of "
+            "that"
+        )
     group.gather(None)
     own = _rehearse_gpu(group.rank, gpu, device, locks)
     group.gather(None)
@@ -162,14 +186,17 @@ def _rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> Ra
     found = RankRehearsal(rank, socket.gethostname(), remarks=tuple(_surroundings()))
     try:
         with open_gpu(gpu_text(text, device)) as gpu:
-            found = replace(found, gpu=gpu.text, name=gpu.name, remarks=(*found.remarks, *gpu.warnings()))
+            found = replace(
+                found, gpu=gpu.text, name=gpu.name, remarks=(*found.remarks, *gpu.warnings())
+            )
             found = _check_memory(found, device)
             return _load(gpu, device, locks, found)
     except PlannerError as error:
         return replace(found, problems=(str(error),))
     except RuntimeError as error:  # of torch or CUDA
         problem = (
-            f"torch could not run a matrix product: {describe_error(error)}; see whether a script of torch alone can"
+            f"torch could not run a matrix product: {describe_error(error)}; see whether a "
+            "script of torch alone can"
         )
         return replace(found, problems=(problem,))
 
@@ -177,7 +204,10 @@ def _rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> Ra
 def _surroundings() -> Iterator[str]:
     """Yield what else on this node may set clocks."""
     if frequency := os.environ.get("SLURM_GPU_FREQ"):
-        yield f"Slurm sets the clocks of this job (--gpu-freq {frequency}); submit it without --gpu-freq"
+        yield (
+            f"Slurm sets the clocks of this job (--gpu-freq {frequency}); submit it without "
+            "--gpu-freq"
+        )
     for path in Path("/proc").glob("[0-9]*/comm"):
         try:
             name = path.read_text().strip()
@@ -185,8 +215,8 @@ def _surroundings() -> Iterator[str]:
             continue
         if name == "nv-hostengine":
             yield (
-                "DCGM runs on this node; see with `dcgmi config --get` that it sets no clocks or power limits, as it "
-                "would set them again"
+                "DCGM runs on this node; see with `dcgmi config --get` that it sets no clocks or "
+                "power limits, as it would set them again"
             )
             return
 
@@ -203,7 +233,10 @@ def _check_memory(found: RankRehearsal, device: torch.device) -> RankRehearsal:
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the GPU's memory are free"
     found = replace(found, free_bytes=free, total_bytes=total)
     if free < needed:
-        raise UsageError(f"{text}, and the rehearsal needs {needed / 2**30:.1f} GiB; end what else runs on this GPU")
+        raise UsageError(
+            f"{text}, and the rehearsal needs {needed / 2**30:.1f} GiB; end what else runs on this "
+            "GPU"
+        )
     if free < (1 - _USED) * total:
         remark = f"{text}: other processes use the rest; end them, as they would be measured too"
         return replace(found, remarks=(*found.remarks, remark))
@@ -211,7 +244,9 @@ def _check_memory(found: RankRehearsal, device: torch.device) -> RankRehearsal:
 
 
 def _load(gpu: Gpu, device: torch.device, locks: bool, found: RankRehearsal) -> RankRehearsal:
-    """Measure the load at the highest clock, and at a low one; or at the clock that the GPU runs at."""
+    """Measure the load at the highest clock, and at a low one; or at the clock that the GPU runs
+    at.
+    """
     meter = RowMeter(gpu, synchronizer(device), SingleGpu(), _WINDOW_S, 0.0)
     found = replace(found, counter_step_s=meter.counter.interval_s)
     if locks and not gpu.text.startswith("dry-run:"):
@@ -220,21 +255,32 @@ def _load(gpu: Gpu, device: torch.device, locks: bool, found: RankRehearsal) -> 
                 runs = _runs_at_clocks(gpu, device, meter)
             return replace(found, runs=runs, **_checked_locks(gpu, runs))
         except (GpuNotPermitted, GpuNotSupported) as error:
-            found = replace(found, locks=False, remarks=(*found.remarks, f"clocks were only observed: {error}"))
-    return replace(found, runs=tuple(_run(gpu, device, meter, precision, None) for precision in ("fp32", "bf16")))
+            found = replace(
+                found, locks=False, remarks=(*found.remarks, f"clocks were only observed: {error}")
+            )
+    return replace(
+        found,
+        runs=tuple(_run(gpu, device, meter, precision, None) for precision in ("fp32", "bf16")),
+    )
 
 
 def _runs_at_clocks(gpu: Gpu, device: torch.device, meter: RowMeter) -> tuple[LoadRun, ...]:
     clocks_mhz = gpu.supported_clocks_mhz
     low_mhz = min(clocks_mhz, key=lambda clock_mhz: abs(clock_mhz - clocks_mhz[0] / 2))
     runs = []
-    for precision, clock_mhz in (("fp32", clocks_mhz[0]), ("bf16", clocks_mhz[0]), ("bf16", low_mhz)):
+    for precision, clock_mhz in (
+        ("fp32", clocks_mhz[0]),
+        ("bf16", clocks_mhz[0]),
+        ("bf16", low_mhz),
+    ):
         gpu.set_clock_mhz(clock_mhz)
         runs.append(_run(gpu, device, meter, precision, clock_mhz))
     return tuple(runs)
 
 
-def _run(gpu: Gpu, device: torch.device, meter: RowMeter, precision: str, clock_mhz: int | None) -> LoadRun:
+def _run(
+    gpu: Gpu, device: torch.device, meter: RowMeter, precision: str, clock_mhz: int | None
+) -> LoadRun:
     import torch
 
     size = _SIZES[device.type]
@@ -246,11 +292,15 @@ def _run(gpu: Gpu, device: torch.device, meter: RowMeter, precision: str, clock_
     ):
         row = meter.measure_row(stage.runs["F"].run, clock_mhz, Random(0))
     throttle = row.evidence.throttle if row.evidence is not None else ()
-    return LoadRun(precision, clock_mhz, meter.achieved_mhz, row.time_s, row.energy_j / row.time_s, throttle)
+    return LoadRun(
+        precision, clock_mhz, meter.achieved_mhz, row.time_s, row.energy_j / row.time_s, throttle
+    )
 
 
 def _checked_locks(gpu: Gpu, runs: Sequence[LoadRun]) -> dict[str, Any]:
-    """Return the fields of `RankRehearsal` that say whether the clocks that were locked had an effect."""
+    """Return the fields of `RankRehearsal` that say whether the clocks that were locked had an
+    effect.
+    """
     check = LockCheck(gpu.text)
     try:
         for run in runs:
@@ -263,32 +313,46 @@ def _checked_locks(gpu: Gpu, runs: Sequence[LoadRun]) -> dict[str, Any]:
 
 
 def _compared(ranks: Sequence[RankRehearsal]) -> tuple[RankRehearsal, ...]:
-    """Add problems and remarks that only all ranks together show: GPUs that are shared, and slow ones."""
-    gpus = Counter((rank.node, rank.gpu) for rank in ranks if rank.gpu and not rank.gpu.startswith("simulated:"))
-    return tuple(_beside_others(rank, gpus[rank.node, rank.gpu] > 1, _median_s(rank.name, ranks)) for rank in ranks)
+    """Add problems and remarks that only all ranks together show: GPUs that are shared, and slow
+    ones.
+    """
+    gpus = Counter(
+        (rank.node, rank.gpu)
+        for rank in ranks
+        if rank.gpu and not rank.gpu.startswith("simulated:")
+    )
+    return tuple(
+        _beside_others(rank, gpus[rank.node, rank.gpu] > 1, _median_s(rank.name, ranks))
+        for rank in ranks
+    )
 
 
 def _beside_others(found: RankRehearsal, shares: bool, median_s: float) -> RankRehearsal:
     if shares:
         problem = (
-            f"another rank on {found.node} uses the same GPU, {found.gpu}; name the back-end alone, such as nvml, and "
-            "each rank uses the GPU that it computes on"
+            f"another rank on {found.node} uses the same GPU, {found.gpu}; name the back-end "
+            "alone, such as nvml, and each rank uses the GPU that it computes on"
         )
         found = replace(found, problems=(*found.problems, problem))
     time_s = _bf16_s(found)
     if time_s is not None and time_s > _SLOW * median_s:
         remark = (
-            f"its matrix product took {si(time_s, 's')}, and {si(median_s, 's')} on most ranks; see whether "
-            "something else runs on this GPU, or cool it"
+            f"its matrix product took {si(time_s, 's')}, and {si(median_s, 's')} on most ranks; "
+            "see whether something else runs on this GPU, or cool it"
         )
         found = replace(found, remarks=(*found.remarks, remark))
     return found
 
 
 def _median_s(name: str, ranks: Sequence[RankRehearsal]) -> float:
-    return median([time_s for rank in ranks if rank.name == name and (time_s := _bf16_s(rank)) is not None] or [0.0])
+    return median(
+        [time_s for rank in ranks if rank.name == name and (time_s := _bf16_s(rank)) is not None]
+        or [0.0]
+    )
 
 
 def _bf16_s(rank: RankRehearsal) -> float | None:
-    """Return the time of the load in bfloat16 at the highest clock, seconds; None if it was not measured."""
+    """Return the time of the load in bfloat16 at the highest clock, seconds; None if it was not
+    measured.
+    """
     return next((run.time_s for run in rank.runs if run.precision == "bf16"), None)

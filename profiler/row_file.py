@@ -1,7 +1,8 @@
 """Keep finished rows on disk during a sweep, so that an interrupted sweep can resume.
 
-The file is a profile's CSV below comment lines that say what was measured, such as `# gpu: GPU-8f6b…`. It is replaced
-as a whole after each row: at any moment it either holds all finished rows or does not exist.
+The file is a profile's CSV below comment lines that say what was measured, such as
+`# gpu: GPU-8f6b…`. It is replaced as a whole after each row: at any moment it either holds all
+finished rows or does not exist.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ class RowFile:
         path: The file.
         stage: The number of the stage.
         control: What is set for each row, as in `SweepSettings`.
-        subject: What is measured, as names and texts. Only sweeps that agree in all of them share rows.
+        subject: What is measured, as names and texts. Only sweeps that agree in all of them share
+            rows.
         resume: Whether to read the rows of an interrupted sweep. If not, they are deleted.
 
     Raises:
         ProfileError: If the file cannot be read, or `subject` differs; names the first difference.
     """
 
-    def __init__(self, path: Path, stage: int, control: str, subject: Mapping[str, str], *, resume: bool) -> None:
+    def __init__(
+        self, path: Path, stage: int, control: str, subject: Mapping[str, str], *, resume: bool
+    ) -> None:
         self._path, self._stage, self._control, self._subject = path, stage, control, dict(subject)
         self.finished: dict[str, dict[int, Measurement]] = {}
         for part in _unfinished_writes(path):
@@ -68,18 +72,23 @@ class RowFile:
             if found.get(name) != self._subject.get(name):
                 there, wanted = found.get(name, "nothing"), self._subject.get(name, "nothing")
                 raise ProfileError(
-                    f"{self._path}: its rows were measured with {name}: {there}, and now it is {wanted}; "
-                    f"resume with {name} as before, or measure from the start without --resume"
+                    f"{self._path}: its rows were measured with {name}: {there}, and now it is "
+                    f"{wanted}; resume with {name} as before, or measure from the start without "
+                    "--resume"
                 )
 
 
 def rows_path(output: Path, stage: int) -> Path:
-    """Return the file beside the profile `output` that keeps the stage's finished rows until `output` is written."""
+    """Return the file beside the profile `output` that keeps the stage's finished rows until
+    `output` is written.
+    """
     return output.with_suffix(f".rows-{stage}.csv")
 
 
 def delete_rows(output: Path, stages: int) -> None:
-    """Delete the kept rows of all stages, and what interrupted writes left beside them; `output` is written."""
+    """Delete the kept rows of all stages, and what interrupted writes left beside them; `output`
+    is written.
+    """
     for path in (rows_path(output, stage) for stage in range(stages)):
         for each in (path, *_unfinished_writes(path)):
             each.unlink(missing_ok=True)

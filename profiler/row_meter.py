@@ -1,8 +1,9 @@
-"""Measure one row of a profile: a computation repeated in windows at the current setting of the GPU.
+"""Measure one row of a profile: a computation repeated in windows at the current setting of the
+GPU.
 
-This follows the good practice of Yang et al., "Accurate and Convenient Energy Measurements for GPUs" (SC'24): warm up,
-use windows of seconds, begin each at another phase of the power sensor, repeat, and watch the temperature. The device
-is synchronised only at the edges of a window.
+This follows the good practice of Yang et al., "Accurate and Convenient Energy Measurements for
+GPUs" (SC'24): warm up, use windows of seconds, begin each at another phase of the power sensor,
+repeat, and watch the temperature. The device is synchronised only at the edges of a window.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.counter import EnergyCounter, RestingReading
-from perseus_planner.profiler.windows import MIN_WINDOWS, Window, combine, is_enough, mean_of, without_outliers
+from perseus_planner.profiler.windows import (
+    MIN_WINDOWS,
+    Window,
+    combine,
+    is_enough,
+    mean_of,
+    without_outliers,
+)
 
 if TYPE_CHECKING:
     from random import Random
@@ -26,14 +34,19 @@ if TYPE_CHECKING:
 
 _MIN_INTERVALS = 10  # a window lasts at least this many intervals of the counter
 _MIN_REPETITIONS = 3
-_PARTS = 4  # the repetitions of a window are launched in parts, and the GPU is sampled in the middle of each
-_BUSY = 0.9  # of the expected time: below, the GPU had ended all parts when the last one was sampled
+# the repetitions of a window are launched in parts, and the GPU is sampled in the middle of each
+_PARTS = 4
+_BUSY = (
+    0.9  # of the expected time: below, the GPU had ended all parts when the last one was sampled
+)
 _WARM_UP = 0.1  # a chunk of the warm-up lasts this fraction of a window
 _STABLE = 0.02  # the warm-up ends when two chunks differ by less
 _MAX_CHUNKS = 20
 _MAX_WINDOWS = 12
 _MAX_REJECTED = 5
-_THROTTLED = 0.01  # a throttle reason is reported if it held for more than this fraction of a window
+_THROTTLED = (
+    0.01  # a throttle reason is reported if it held for more than this fraction of a window
+)
 _MAX_HEATING = 12  # windows that heat the GPU before the first row
 _HEATED_C = 1.0  # heating ends with a window that warms the GPU by no more
 _COOL_C = 5.0  # a GPU is cool when it is no more than this warmer than after heating
@@ -48,13 +61,16 @@ class RowMeter:
     Attributes:
         counter: The energy counter.
         window_s: The length of a window, seconds.
-        achieved_mhz: The mean SM clock of this GPU while the last row was measured; 0 before the first.
+        achieved_mhz: The mean SM clock of this GPU while the last row was measured; 0 before the
+            first.
 
     Args:
         gpu: The GPU.
         synchronize: Returns when the GPU has finished everything that was launched.
-        group: The GPUs that measure in step. They decide together which windows count and how many there are.
-        window_s: The minimum length of a window, seconds. It is raised to ten intervals of the energy counter.
+        group: The GPUs that measure in step. They decide together which windows count and how many
+            there are.
+        window_s: The minimum length of a window, seconds. It is raised to ten intervals of the
+            energy counter.
         cool_down_s: The longest wait for the GPU to cool down, seconds.
 
     Raises:
@@ -62,20 +78,33 @@ class RowMeter:
     """
 
     def __init__(
-        self, gpu: Gpu, synchronize: Callable[[], None], group: GpuGroup, window_s: float, cool_down_s: float
+        self,
+        gpu: Gpu,
+        synchronize: Callable[[], None],
+        group: GpuGroup,
+        window_s: float,
+        cool_down_s: float,
     ) -> None:
-        self._gpu, self._synchronize, self._group, self._cool_down_s = gpu, synchronize, group, cool_down_s
+        self._gpu, self._synchronize, self._group, self._cool_down_s = (
+            gpu,
+            synchronize,
+            group,
+            cool_down_s,
+        )
         self._heated_c = gpu.temperature_c()
         self.achieved_mhz = 0.0
-        self._rest: RestingReading | None = None  # after the last window, as long as nothing has run since
+        self._rest: RestingReading | None = (
+            None  # after the last window, as long as nothing has run since
+        )
         self.counter = EnergyCounter(gpu)
         self.window_s = max(group.gather(max(window_s, _MIN_INTERVALS * self.counter.interval_s)))
 
     def heat(self, run: Run) -> None:
         """Run until the GPU gets no warmer, for a limited time.
 
-        Training runs on a warm GPU, which draws more than a cool one and is slower under a power cap; and rows must be
-        comparable. `cool_down` goes back to the temperature that is reached here.
+        Training runs on a warm GPU, which draws more than a cool one and is slower under a power
+        cap; and rows must be comparable. `cool_down` goes back to the temperature that is reached
+        here.
 
         Raises:
             GpuError: If the GPU cannot be read, or `run` takes no time.
@@ -91,21 +120,24 @@ class RowMeter:
     def measure_row(self, run: Run, setting: int | None, random: Random) -> Measurement:
         """Measure `run` at the current setting.
 
-        Windows are measured until three or more agree; those far from the median are left out. A window in which the
-        GPU was throttled by heat is measured again after a cool-down. If too few others can be had, such windows count,
-        and the row's evidence names the reason: training would be throttled too.
+        Windows are measured until three or more agree; those far from the median are left out. A
+        window in which the GPU was throttled by heat is measured again after a cool-down. If too
+        few others can be had, such windows count, and the row's evidence names the reason: training
+        would be throttled too.
 
         Args:
             run: The computation.
-            setting: The clock in MHz or power limit in watts that is set. None if nothing is set: the row then gets the
-                clock that was achieved.
+            setting: The clock in MHz or power limit in watts that is set. None if nothing is set:
+                the row then gets the clock that was achieved.
             random: Draws when windows begin. It must be in the same state on all GPUs of the group.
 
         Raises:
             GpuError: If the GPU cannot be read, or `run` takes no time.
         """
         time_s = self._warm_up(run)
-        repetitions = max(_MIN_REPETITIONS, math.ceil(self.window_s / max(self._group.gather(time_s))))
+        repetitions = max(
+            _MIN_REPETITIONS, math.ceil(self.window_s / max(self._group.gather(time_s)))
+        )
         accepted: list[Window] = []
         rejected: list[Window] = []
         clocks_mhz = []
@@ -119,17 +151,21 @@ class RowMeter:
             if is_enough(without_outliers(accepted)):
                 break
         self.achieved_mhz = fmean(clocks_mhz)
-        windows = without_outliers(accepted if len(accepted) >= MIN_WINDOWS else accepted + rejected)
+        windows = without_outliers(
+            accepted if len(accepted) >= MIN_WINDOWS else accepted + rejected
+        )
         return mean_of(windows, setting)
 
     def measure_blocking_w(self, block: Block | None) -> float | None:
-        """Measure the power of the group's GPUs while they are blocked on their neighbours, watts in all.
+        """Measure the power of the group's GPUs while they are blocked on their neighbours, watts
+        in all.
 
-        A GPU that waits in a receive is not idle: the kernel that polls for the message keeps the clock up, so the
-        power depends on the clock too.
+        A GPU that waits in a receive is not idle: the kernel that polls for the message keeps the
+        clock up, so the power depends on the clock too.
 
         Args:
-            block: Blocks this GPU; None if the stage has no neighbour, and then nothing is measured.
+            block: Blocks this GPU; None if the stage has no neighbour, and then nothing is
+                measured.
 
         Raises:
             GpuError: If the energy counter cannot be used.
@@ -147,18 +183,23 @@ class RowMeter:
         """Wait until the GPU is about as cool as after `heat`, for a limited time."""
         give_up_s = self._gpu.now_s() + self._cool_down_s
         self._rest = None  # a cooling GPU draws less and less
-        while self._gpu.now_s() < give_up_s and self._gpu.temperature_c() > self._heated_c + _COOL_C:
+        while (
+            self._gpu.now_s() < give_up_s and self._gpu.temperature_c() > self._heated_c + _COOL_C
+        ):
             self._gpu.wait(min(_POLL_S, self._cool_down_s))
 
     def _warm_up(self, run: Run) -> float:
-        """Run until the time of a repetition is stable on all GPUs of the group; return it for this GPU, seconds."""
+        """Run until the time of a repetition is stable on all GPUs of the group; return it for
+        this GPU, seconds.
+        """
         before_s, repetitions = math.inf, 1
         for _ in range(_MAX_CHUNKS):
             own_s = self._time(run, repetitions)
             chunk_s = max(self._group.gather(own_s))
             if chunk_s <= 0:
                 raise GpuError(
-                    f"{self._gpu.name}: the computation takes no time; measure a stage that runs on this GPU"
+                    f"{self._gpu.name}: the computation takes no time; measure a stage that runs "
+                    "on this GPU"
                 )
             time_s, long_s = chunk_s / repetitions, _WARM_UP * self.window_s
             if chunk_s < long_s:
@@ -176,8 +217,12 @@ class RowMeter:
         self._synchronize()
         return self._gpu.now_s() - begin_s
 
-    def _measure_window(self, run: Run, repetitions: int, time_s: float, phase: float) -> tuple[Window, Window]:
-        """Return one window of the group and that of this GPU, where a repetition is expected to take `time_s`."""
+    def _measure_window(
+        self, run: Run, repetitions: int, time_s: float, phase: float
+    ) -> tuple[Window, Window]:
+        """Return one window of the group and that of this GPU, where a repetition is expected to
+        take `time_s`.
+        """
         samples: list[tuple[int, float, frozenset[str]]] = []
         throttled_s = self._throttled_s()
 
@@ -185,12 +230,15 @@ class RowMeter:
             begin_s, launched = self._gpu.now_s(), 0
             for part in _parts(repetitions):
                 run(part)
-                # The GPU may lag far behind the launches: sample it when it should be in the middle of this part.
+                # The GPU may lag far behind the launches: sample it when it should be in the middle
+                # of this part.
                 middle_s = begin_s + (launched + part / 2) * time_s
                 launched += part
                 if self._gpu.now_s() < middle_s:
                     self._gpu.wait(middle_s - self._gpu.now_s())
-                samples.append((self._gpu.clock_mhz(), self._gpu.temperature_c(), self._throttle_reasons()))
+                samples.append(
+                    (self._gpu.clock_mhz(), self._gpu.temperature_c(), self._throttle_reasons())
+                )
 
         spent_s, energy_j = self._measure_energy(work, phase)
         counted = {
@@ -211,7 +259,9 @@ class RowMeter:
         return combine(self._group.gather(own)), own
 
     def _measure_energy(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
-        """Return the seconds and joules of `action`, begun `phase` of an interval after an update of the counter."""
+        """Return the seconds and joules of `action`, begun `phase` of an interval after an
+        update of the counter.
+        """
         self._synchronize()
         before = self._rest or self.counter.wait_for_rest()
         self._gpu.wait(phase * self.counter.interval_s)
@@ -221,7 +271,9 @@ class RowMeter:
         self._synchronize()
         end_s = self._gpu.now_s()
         self._rest = after = self.counter.wait_for_rest()
-        at_rest_j = before.rest_w * (begin_s - before.time_s) + after.rest_w * (after.time_s - end_s)
+        at_rest_j = before.rest_w * (begin_s - before.time_s) + after.rest_w * (
+            after.time_s - end_s
+        )
         return end_s - begin_s, max(0.0, after.energy_j - before.energy_j - at_rest_j)
 
     def _throttle_reasons(self) -> frozenset[str]:
@@ -239,4 +291,7 @@ class RowMeter:
 
 def _parts(repetitions: int) -> Iterator[int]:
     parts = min(_PARTS, repetitions)
-    yield from ((number + 1) * repetitions // parts - number * repetitions // parts for number in range(parts))
+    yield from (
+        (number + 1) * repetitions // parts - number * repetitions // parts
+        for number in range(parts)
+    )

@@ -1,8 +1,10 @@
-"""Measure what requests to a server cost: time and energy of prefill and decode, over clocks or power limits.
+"""Measure what requests to a server cost: time and energy of prefill and decode, over clocks or
+power limits.
 
-A round sends a batch of equal requests at once and waits for all of their tokens; rounds are repeated in windows of
-seconds, as in training (`row_meter.py`), whose energy a `Monitor` measures. Rounds of one output token are the prefill.
-What longer rounds need beyond that is the decode, so no edge of a window lies between the two.
+A round sends a batch of equal requests at once and waits for all of their tokens; rounds are
+repeated in windows of seconds, as in training (`row_meter.py`), whose energy a `Monitor` measures.
+Rounds of one output token are the prefill. What longer rounds need beyond that is the decode, so no
+edge of a window lies between the two.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Target(Protocol):
     """Serves requests: a server on this machine, or a function."""
 
     def serve(self, batch: int, input_tokens: int, output_tokens: int) -> Sequence[Sequence[float]]:
-        """Send `batch` requests at once, and return the seconds from then to each output token of each request."""
+        """Send `batch` requests at once, and return the seconds from then to each output token
+        of each request.
+        """
 
 
 class Shape(NamedTuple):
@@ -57,7 +61,8 @@ class ServingSettings:
         shapes: Classes of requests.
         batches: How many requests are sent at once.
         control: What is set: "clock", "power-limit", or "observed" to set nothing.
-        settings: Clocks in MHz or power limits in watts, highest first; empty for six, down to 40 % of the highest.
+        settings: Clocks in MHz or power limits in watts, highest first; empty for six, down to 40 %
+            of the highest.
         window_s: The minimum length of a window, seconds.
         windows: Number of windows of each measurement.
 
@@ -75,7 +80,9 @@ class ServingSettings:
     def __post_init__(self) -> None:
         check_fields(self, {"window_s": TIME, "windows": COUNT})
         if self.control not in ("clock", "power-limit", "observed"):
-            raise UsageError(f"control: {self.control!r} is unknown; choose one of: clock, power-limit, observed")
+            raise UsageError(
+                f"control: {self.control!r} is unknown; choose one of: clock, power-limit, observed"
+            )
         if not self.shapes or not self.batches:
             raise UsageError("there is nothing to measure; give a class of requests and a batch")
         if self.control == "observed" and self.settings:
@@ -137,11 +144,15 @@ class ServedRow:
     @property
     def output_token_j(self) -> float | None:
         """Energy of an output token after the first; None if there is none."""
-        return self.decode_j / (self.shape.output_tokens - 1) if self.shape.output_tokens > 1 else None
+        return (
+            self.decode_j / (self.shape.output_tokens - 1) if self.shape.output_tokens > 1 else None
+        )
 
 
 class _Rounds(NamedTuple):
-    """Rounds of one kind: the means of a round, over all windows, and the latencies of all requests."""
+    """Rounds of one kind: the means of a round, over all windows, and the latencies of all
+    requests.
+    """
 
     time_s: float
     energy_j: float
@@ -157,7 +168,8 @@ def measure_serving(
     settings: ServingSettings,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[ServedRow]:
-    """Measure all classes and batches at all settings, from the highest setting down; restore the GPUs afterwards.
+    """Measure all classes and batches at all settings, from the highest setting down; restore the
+    GPUs afterwards.
 
     Args:
         target: What serves the requests.
@@ -196,7 +208,9 @@ def measure_serving(
 class _Meter:
     """Measures rounds on some GPUs, at the setting that they have."""
 
-    def __init__(self, target: Target, gpus: Sequence[Gpu], monitor: Monitor, settings: ServingSettings) -> None:
+    def __init__(
+        self, target: Target, gpus: Sequence[Gpu], monitor: Monitor, settings: ServingSettings
+    ) -> None:
         self._target, self._gpus, self._monitor, self._settings = target, gpus, monitor, settings
         self.achieved_mhz = 0.0
 
@@ -208,7 +222,9 @@ class _Meter:
             prefills: dict[int, _Rounds] = {}
             for shape in sorted(set(self._settings.shapes)):
                 if shape.input_tokens not in prefills:
-                    prefills[shape.input_tokens] = self._measure(batch, Shape(shape.input_tokens, 1))
+                    prefills[shape.input_tokens] = self._measure(
+                        batch, Shape(shape.input_tokens, 1)
+                    )
                     done()
                 prefill = prefills[shape.input_tokens]
                 whole = prefill if shape.output_tokens == 1 else self._measure(batch, shape)
@@ -246,12 +262,23 @@ class _Meter:
                         clocks_mhz += self._clocks_during(running)
                         for times_s in running.result():
                             firsts_s.append(times_s[0])
-                            betweens_s += [after_s - before_s for before_s, after_s in pairwise(times_s)]
+                            betweens_s += [
+                                after_s - before_s for before_s, after_s in pairwise(times_s)
+                            ]
                         rounds += 1
                 time_s += window.time_s
                 energy_j += window.energy_j
-                error_j = math.hypot(error_j, window.error_j)  # windows begin at different phases of the counters
-        return _Rounds(time_s / rounds, energy_j / rounds, error_j / rounds, fmean(clocks_mhz), firsts_s, betweens_s)
+                error_j = math.hypot(
+                    error_j, window.error_j
+                )  # windows begin at different phases of the counters
+        return _Rounds(
+            time_s / rounds,
+            energy_j / rounds,
+            error_j / rounds,
+            fmean(clocks_mhz),
+            firsts_s,
+            betweens_s,
+        )
 
     def _clocks_during(self, running: Future[Sequence[Sequence[float]]]) -> list[int]:
         """Return clocks that the GPUs have until the future is done: at least one."""
@@ -273,15 +300,21 @@ def _chosen(possible: Sequence[int], settings: ServingSettings) -> list[int]:
     if not settings.settings:
         fitting = [each for each in possible if each >= _LOWEST * possible[0]]
         steps = min(_SETTINGS, len(fitting))
-        return [fitting[round(step * (len(fitting) - 1) / max(1, steps - 1))] for step in range(steps)]
+        return [
+            fitting[round(step * (len(fitting) - 1) / max(1, steps - 1))] for step in range(steps)
+        ]
     for each in settings.settings:
         if each not in possible and settings.control == "clock":
             nearest = min(possible, key=lambda setting: abs(setting - each))
-            raise UsageError(f"clock {each} MHz: the GPU does not have it; the nearest is {nearest} MHz")
+            raise UsageError(
+                f"clock {each} MHz: the GPU does not have it; the nearest is {nearest} MHz"
+            )
     return sorted(set(settings.settings), reverse=True)
 
 
-def _counted(progress: Callable[[int, int], None] | None, begin: int, total: int) -> Callable[[], None]:
+def _counted(
+    progress: Callable[[int, int], None] | None, begin: int, total: int
+) -> Callable[[], None]:
     """Return a function that reports one measurement more each time."""
     done = begin
 
@@ -299,14 +332,25 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path) -> None:
-    """Write an inference profile as `planner inference plan` reads it; latencies are the 95th percentiles.
+    """Write an inference profile as `planner inference plan` reads it; latencies are the 95th
+    percentiles.
 
     Raises:
         UsageError: If the file cannot be written.
     """
     setting = "power_limit_w" if control == "power-limit" else "clock_mhz"
     header = (
-        *("input", "output", "tensor_degree", setting, "tokens_per_s", "energy_j", "ttft_s", "tbt_s", "idle_w"),
+        *(
+            "input",
+            "output",
+            "tensor_degree",
+            setting,
+            "tokens_per_s",
+            "energy_j",
+            "ttft_s",
+            "tbt_s",
+            "idle_w",
+        ),
         *("batch", "energy_error_j", "prefill_j", "ttft_p50_s", "tbt_p50_s"),
     )
     with replacing(path, UsageError) as file:

@@ -1,7 +1,9 @@
-"""What serves the requests of `serving.py`: a server that speaks OpenAI's completions API, or a function.
+"""What serves the requests of `serving.py`: a server that speaks OpenAI's completions API, or a
+function.
 
-The API is that of https://platform.openai.com/docs/api-reference/completions, as vLLM, SGLang, TGI and llama.cpp serve
-it: `POST /v1/completions` with the numbers of the prompt's tokens and `stream`, answered by server-sent events.
+The API is that of https://platform.openai.com/docs/api-reference/completions, as vLLM, SGLang, TGI
+and llama.cpp serve it: `POST /v1/completions` with the numbers of the prompt's tokens and `stream`,
+answered by server-sent events.
 """
 
 from __future__ import annotations
@@ -55,13 +57,16 @@ class CompletionsServer:
         self._http.close()
 
     def serve(self, batch: int, input_tokens: int, output_tokens: int) -> Sequence[Sequence[float]]:
-        """Send `batch` requests at once, and return the seconds from then to each output token of each request.
+        """Send `batch` requests at once, and return the seconds from then to each output token of
+        each request.
 
         Raises:
             UsageError: If the server refuses a request, or ends it early.
         """
         with ThreadPoolExecutor(batch) as pool:
-            return list(pool.map(lambda _: self._complete(input_tokens, output_tokens), range(batch)))
+            return list(
+                pool.map(lambda _: self._complete(input_tokens, output_tokens), range(batch))
+            )
 
     def _complete(self, input_tokens: int, output_tokens: int) -> list[float]:
         """Send one request; its prompt is random, so that no server has it in its cache."""
@@ -74,14 +79,17 @@ class CompletionsServer:
             "ignore_eos": True,
         }
         begin_s = time.monotonic()
-        with self._answering(), self._http.stream("POST", f"{self._address}/completions", json=request) as response:
+        with (
+            self._answering(),
+            self._http.stream("POST", f"{self._address}/completions", json=request) as response,
+        ):
             self._check(response)
             events = filter(lambda event: event.get("choices"), _events(response.iter_lines()))
             times_s = [time.monotonic() - begin_s for _ in events]
         if len(times_s) < (1 - _MOST_MISSING) * output_tokens:
             raise UsageError(
-                f"{self._address}: sent {len(times_s)} of {output_tokens} tokens one by one; let it ignore the end of "
-                "a text (ignore_eos) and stream every token, or ask for fewer"
+                f"{self._address}: sent {len(times_s)} of {output_tokens} tokens one by one; let "
+                "it ignore the end of a text (ignore_eos) and stream every token, or ask for fewer"
             )
         return times_s
 
@@ -94,13 +102,18 @@ class CompletionsServer:
             if model is None:
                 return names[0]
         if model not in names:
-            raise UsageError(f"{self._address}: has no model {model!r}; choose one of: {', '.join(names)}")
+            raise UsageError(
+                f"{self._address}: has no model {model!r}; choose one of: {', '.join(names)}"
+            )
         return model
 
     def _check(self, response: httpx.Response) -> None:
         if response.status_code != 200:
             said = response.read().decode(errors="replace")[:200]
-            raise UsageError(f"{response.url}: answers {response.status_code}: {said}; check the address and the model")
+            raise UsageError(
+                f"{response.url}: answers {response.status_code}: {said}; check the address and "
+                "the model"
+            )
 
     def _answering(self) -> Any:
         return _Answering(self._address)
@@ -120,8 +133,8 @@ class _Answering:
 
         if isinstance(error, (httpx.HTTPError, ValueError, KeyError, IndexError)):
             raise UsageError(
-                f"{self._address}: does not answer as OpenAI's completions API does ({error!r}); start the server, and "
-                "give the address that it prints"
+                f"{self._address}: does not answer as OpenAI's completions API does ({error!r}); "
+                "start the server, and give the address that it prints"
             ) from error
 
 
@@ -133,7 +146,8 @@ def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 class ServingFunction:
-    """A function `f(batch, input_tokens, output_tokens)`, which yields after each step of one token of each request.
+    """A function `f(batch, input_tokens, output_tokens)`, which yields after each step of one token
+    of each request.
 
     Args:
         place: Where it is, as "module:function".
@@ -145,7 +159,9 @@ class ServingFunction:
     def __init__(self, place: str) -> None:
         module, _, name = place.partition(":")
         try:
-            self._function: Callable[[int, int, int], Iterable[object]] = getattr(import_module(module), name)
+            self._function: Callable[[int, int, int], Iterable[object]] = getattr(
+                import_module(module), name
+            )
         except (ImportError, AttributeError) as error:
             raise UsageError(
                 f"{place}: {error}; name a function as module:function, from the folder it is in"
@@ -162,10 +178,13 @@ class ServingFunction:
             UsageError: If it does not yield once for each output token.
         """
         begin_s = time.monotonic()
-        times_s = [time.monotonic() - begin_s for _ in self._function(batch, input_tokens, output_tokens)]
+        times_s = [
+            time.monotonic() - begin_s for _ in self._function(batch, input_tokens, output_tokens)
+        ]
         if len(times_s) != output_tokens:
             raise UsageError(
-                f"{self._place}: yielded {len(times_s)} times for {output_tokens} output tokens; yield once for each"
+                f"{self._place}: yielded {len(times_s)} times for {output_tokens} output tokens; "
+                "yield once for each"
             )
         return [times_s] * batch
 

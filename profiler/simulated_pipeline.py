@@ -31,14 +31,16 @@ def profile_simulated(
 ) -> Profile:
     """Profile a small GPT-like pipeline on a simulated GPU.
 
-    Every stage has eight layers. The first stage also has the embedding, and the last the language-model head, so these
-    are slower than the others. Equal arguments give equal profiles.
+    Every stage has eight layers. The first stage also has the embedding, and the last the
+    language-model head, so these are slower than the others. Equal arguments give equal profiles.
 
     Args:
-        gpu: The simulated GPU, such as "simulated:a100-sxm", or "simulated:a100-sxm?seed=3" for other noise.
+        gpu: The simulated GPU, such as "simulated:a100-sxm", or "simulated:a100-sxm?seed=3" for
+            other noise.
         stages: The number of pipeline stages, at least 1.
         progress: Called after every measurement.
-        split_backward: Whether to measure the gradients of inputs and of weights apart too, for zero-bubble schedules.
+        split_backward: Whether to measure the gradients of inputs and of weights apart too, for
+            zero-bubble schedules.
         settings: How to measure; the defaults if None.
 
     Raises:
@@ -55,7 +57,9 @@ def profile_simulated(
             stage = _simulated_stage(device, costs, split_backward)
             of_all = _progress_of_all(progress, number, stages)
             of_one = (settings or SweepSettings()).for_one_of(stages)
-            measured.append(measure_stage(device, stage, number, of_one, progress=of_all, stages=stages))
+            measured.append(
+                measure_stage(device, stage, number, of_one, progress=of_all, stages=stages)
+            )
     if progress is not None:
         rows = sum(len(table) for each in measured for table in each.measurements.values())
         progress(rows, rows)
@@ -63,18 +67,24 @@ def profile_simulated(
 
 
 def _progress_of_all(progress: Progress | None, number: int, stages: int) -> Progress | None:
-    """Return a progress of stage `number` that calls the progress of all, as if the stages took equally many rows."""
+    """Return a progress of stage `number` that calls the progress of all, as if the stages took
+    equally many rows.
+    """
     if progress is None:
         return None
     return lambda done, total: progress(number * total + done, stages * total)
 
 
 def _small_gpt(stages: int) -> list[dict[str, OpCost]]:
-    """Return kind -> cost of each stage: eight layers like those of GPT-3 2.7B, on a microbatch of four sequences."""
+    """Return kind -> cost of each stage: eight layers like those of GPT-3 2.7B, on a microbatch
+    of four sequences.
+    """
     model = replace(PRESETS["gpt3-2.7b"], layers=8 * stages, microbatch=4)
     return stage_op_costs(model, stages)
 
 
 def _simulated_stage(gpu: SimulatedGpu, costs: Mapping[str, OpCost], split_backward: bool) -> Stage:
     kinds = "FBIW" if split_backward else "FB"
-    return Stage({kind: TimedRun(partial(gpu.run, costs[kind])) for kind in kinds}, lambda: None, gpu.block)
+    return Stage(
+        {kind: TimedRun(partial(gpu.run, costs[kind])) for kind in kinds}, lambda: None, gpu.block
+    )

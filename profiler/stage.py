@@ -1,4 +1,6 @@
-"""A pipeline stage as the profiler sees it: functions that run its computations, its GPUs, and its rows."""
+"""A pipeline stage as the profiler sees it: functions that run its computations, its GPUs, and
+its rows.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Run = Callable[[int], None]
-"""Launches a computation the given number of times, back to back. The GPU may still be busy when it returns."""
+"""Launches a computation the given number of times, back to back. The GPU may still be busy when
+it returns.
+"""
 
 Block = Callable[[float], None]
-"""Keeps the GPU waiting for a message from a neighbour stage for about the given number of seconds."""
+"""Keeps the GPU waiting for a message from a neighbour stage for about the given number of
+seconds.
+"""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of finished measurements and the total. The total may shrink; the last call has them equal."""
+"""Called with the number of finished measurements and the total. The total may shrink; the last
+call has them equal.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,8 +35,9 @@ class TimedRun:
 
     Attributes:
         run: Runs the computation.
-        includes: A kind of the same stage that each repetition of `run` also runs once. Its time and energy are
-            subtracted: "F" where a backward cannot run without its forward. None if `run` runs nothing else.
+        includes: A kind of the same stage that each repetition of `run` also runs once. Its time
+            and energy are subtracted: "F" where a backward cannot run without its forward. None if
+            `run` runs nothing else.
     """
 
     run: Run
@@ -40,7 +49,8 @@ class Stage:
     """A pipeline stage on one GPU, ready to be measured.
 
     Attributes:
-        runs: How to run each kind, named as in `Profile.measurements`. A kind comes after the one that it includes.
+        runs: How to run each kind, named as in `Profile.measurements`. A kind comes after the one
+            that it includes.
         synchronize: Returns when the GPU has finished everything that was launched.
         block: Blocks the GPU on its neighbour; None if the stage has no neighbour.
     """
@@ -56,9 +66,10 @@ class StageRows:
 
     Attributes:
         stage: The number of the stage.
-        measurements: Kind -> rows, highest setting first. Times are the longest of the stage's GPUs, energies sums.
-        blocking_power_w: Power of the stage's GPUs while they wait for a neighbour, watts in all; None if the stage has
-            no neighbour.
+        measurements: Kind -> rows, highest setting first. Times are the longest of the stage's
+            GPUs, energies sums.
+        blocking_power_w: Power of the stage's GPUs while they wait for a neighbour, watts in all;
+            None if the stage has no neighbour.
         gpus: How many GPUs share the stage.
         gpu: The name of these GPUs.
         origin: "measured" or "simulated".
@@ -84,7 +95,9 @@ class GpuGroup(Protocol):
         """The number of GPUs."""
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all GPUs, in the order of their ranks, once every GPU has given its own."""
+        """Return the values of all GPUs, in the order of their ranks, once every GPU has given
+        its own.
+        """
 
 
 class SingleGpu:

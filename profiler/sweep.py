@@ -1,4 +1,6 @@
-"""Measure all kinds of a stage at one setting after another, from the highest down, at as few as a plan needs."""
+"""Measure all kinds of a stage at one setting after another, from the highest down, at as few as
+a plan needs.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,19 @@ class SweepSettings:
     """How a stage is measured.
 
     Attributes:
-        control: What is set for each row: "clock", "power-limit", or "observed" to set nothing and measure one row of
-            each kind.
+        control: What is set for each row: "clock", "power-limit", or "observed" to set nothing and
+            measure one row of each kind.
         full: Whether to measure at every setting, instead of at as few as a plan needs.
-        minutes: How long each GPU measures at most, minutes, all of its stages together; None for no limit. The row in
-            progress is finished, and two settings are always measured.
-        saving_within: How far the share of energy that plans save is to be known, such as 0.003: settings are measured,
-            and measured again, until half of its 90 % interval is no more. With neither this nor `minutes`, at most 12
-            settings are measured, each once.
+        minutes: How long each GPU measures at most, minutes, all of its stages together; None for
+            no limit. The row in progress is finished, and two settings are always measured.
+        saving_within: How far the share of energy that plans save is to be known, such as 0.003:
+            settings are measured, and measured again, until half of its 90 % interval is no more.
+            With neither this nor `minutes`, at most 12 settings are measured, each once.
         window_s: The minimum length of a measuring window, seconds.
         cool_down_s: The longest wait for the GPU to cool down before each setting, seconds.
         seed: Draws when, after an update of the energy counter, each window begins.
-        allow_hot: Whether to keep rows for which the GPU was too hot, also when they were measured again.
+        allow_hot: Whether to keep rows for which the GPU was too hot, also when they were measured
+            again.
 
     Raises:
         UsageError: If a value is out of range.
@@ -60,13 +63,18 @@ class SweepSettings:
 
     def __post_init__(self) -> None:
         if self.control not in CONTROLS:
-            raise UsageError(f"control: {self.control!r} is unknown; choose one of: {', '.join(CONTROLS)}")
+            raise UsageError(
+                f"control: {self.control!r} is unknown; choose one of: {', '.join(CONTROLS)}"
+            )
         check_fields(self, {"window_s": TIME, "cool_down_s": WAIT, "seed": INDEX})
         for name, rule in (("minutes", MINUTES), ("saving_within", SHARE)):
             if getattr(self, name) is not None:
                 check_fields(self, {name: rule})
         if self.has_goal and (self.full or self.control == "observed"):
-            raise UsageError("minutes and saving_within choose what is measured; leave out full, or control='observed'")
+            raise UsageError(
+                "minutes and saving_within choose what is measured; leave out full, or "
+                "control='observed'"
+            )
 
     @property
     def has_goal(self) -> bool:
@@ -93,20 +101,25 @@ def measure_stage(
     """Measure `stage` on `gpu`. The GPU's settings are reset on return, also after an exception.
 
     Args:
-        gpu: The GPU that the stage runs on. The caller holds its lease, so that no other process sets it.
+        gpu: The GPU that the stage runs on. The caller holds its lease, so that no other process
+            sets it.
         stage: What to measure.
         number: The number of the stage in its pipeline, from 0.
         settings: How to measure; the defaults if None.
-        group: The GPUs that share the stage, each of which calls this at the same time; None for a single GPU.
+        group: The GPUs that share the stage, each of which calls this at the same time; None for a
+            single GPU.
         rows_file: Keeps finished rows, see `rows_path`. In a group only one GPU gives it.
-        resume: Go on from the rows in `rows_file` instead of deleting them. It must be the same for all of a group.
+        resume: Go on from the rows in `rows_file` instead of deleting them. It must be the same for
+            all of a group.
         progress: Called after every row.
-        stages: The number of stages of the pipeline: the noise of so many averages out, where `saving_within` is given.
+        stages: The number of stages of the pipeline: the noise of so many averages out, where
+            `saving_within` is given.
 
     Raises:
-        GpuError: If the GPU cannot be read or set, its energy counter does not move, it stays too hot, or locking its
-            clock has no effect.
-        ProfileError: If the kept rows cannot be read, or were measured on another GPU, stage or with other settings.
+        GpuError: If the GPU cannot be read or set, its energy counter does not move, it stays too
+            hot, or locking its clock has no effect.
+        ProfileError: If the kept rows cannot be read, or were measured on another GPU, stage or
+            with other settings.
     """
     settings, group = settings or SweepSettings(), group or SingleGpu()
     kept = None
@@ -115,7 +128,9 @@ def measure_stage(
         kept = RowFile(rows_file, number, settings.control, subject, resume=resume)
     finished = next(filter(None, group.gather(kept.finished if kept else {})), {})
     meter = RowMeter(gpu, stage.synchronize, group, settings.window_s, settings.cool_down_s)
-    result = _Sweep(gpu, stage, number, settings, group, meter, kept, finished, progress, stages).run()
+    result = _Sweep(
+        gpu, stage, number, settings, group, meter, kept, finished, progress, stages
+    ).run()
     return StageRows(
         stage=number,
         measurements={
@@ -137,7 +152,8 @@ class _SweepResult:
 
     Attributes:
         rows: All rows.
-        blocking_w: Setting -> power of the blocked GPUs, watts; empty if the stage has no neighbour.
+        blocking_w: Setting -> power of the blocked GPUs, watts; empty if the stage has no
+            neighbour.
         doubt: As in `Choice`.
     """
 
@@ -163,7 +179,10 @@ class _Sweep:
 
     def __post_init__(self) -> None:
         self._rows = {kind: dict(self.finished.get(kind, {})) for kind in self.stage.runs}
-        self._begin_s, self._longest_s = self.gpu.now_s(), 0.0  # of the sweep, and of measuring all kinds at a setting
+        self._begin_s, self._longest_s = (
+            self.gpu.now_s(),
+            0.0,
+        )  # of the sweep, and of measuring all kinds at a setting
         self._doubt: float | None = None
         self._locks = {kind: LockCheck(self.gpu.text) for kind in self.stage.runs}
         for kind, table in self._rows.items():
@@ -217,7 +236,8 @@ class _Sweep:
         return self._finish({} if power_w is None else {clock_mhz: power_w})
 
     def _measure_hot_again(self, set_to: Callable[[int], None] | None) -> None:
-        """Measure rows again for which the GPU was too hot; None instead of `set_to` if nothing is set.
+        """Measure rows again for which the GPU was too hot; None instead of `set_to` if nothing is
+        set.
 
         Raises:
             GpuError: If it is too hot again, unless such rows are allowed.
@@ -233,11 +253,16 @@ class _Sweep:
                 self._add(kind, row, len(self._rows[kind]) + 1)
         hot = list(_hot(self._rows))
         if hot and not self.settings.allow_hot:
-            reasons = sorted(TRANSIENT_REASONS.intersection(*(row.evidence.throttle for _, row in hot if row.evidence)))
+            reasons = sorted(
+                TRANSIENT_REASONS.intersection(
+                    *(row.evidence.throttle for _, row in hot if row.evidence)
+                )
+            )
             raise GpuError(
-                f"stage {self.number}: the GPU was too hot ({', '.join(reasons)}) when these rows were measured twice: "
-                f"{_row_names(hot, self.settings.control)}; cool it and go on with --resume, or keep the rows with "
-                "--allow-hot (in Python SweepSettings(allow_hot=True))"
+                f"stage {self.number}: the GPU was too hot ({', '.join(reasons)}) when these rows "
+                f"were measured twice: {_row_names(hot, self.settings.control)}; cool it and go "
+                "on with --resume, or keep the rows with --allow-hot (in Python "
+                "SweepSettings(allow_hot=True))"
             )
 
     def _next_setting(self, settings: Sequence[int], waiting_w: float) -> int | None:
@@ -250,18 +275,25 @@ class _Sweep:
         if self.settings.has_goal and len(complete) >= _LEAST_SETTINGS:
             setting = self._next_for_goal(settings, waiting_w)
         else:
-            setting = next_setting(settings, self._rows, waiting_w, clocks=self.settings.control == "clock")
-        # GPUs that share the stage measure the same setting, whatever their clocks and the rounding say.
+            setting = next_setting(
+                settings, self._rows, waiting_w, clocks=self.settings.control == "clock"
+            )
+        # GPUs that share the stage measure the same setting, whatever their clocks and the rounding
+        # say.
         return self.group.gather(setting)[0]
 
     def _next_for_goal(self, settings: Sequence[int], waiting_w: float) -> int | None:
-        """Return the setting to measure, perhaps again; None when the time is up or the saving is known."""
+        """Return the setting to measure, perhaps again; None when the time is up or the saving
+        is known.
+        """
         from perseus_planner.profiler.doubt import find_doubt
 
         control, within = self.settings.control, self.settings.saving_within
         if self._is_late():
             return None
-        if (coarse := next_of_descent(settings, self._rows, waiting_w, clocks=control == "clock")) is not None:
+        if (
+            coarse := next_of_descent(settings, self._rows, waiting_w, clocks=control == "clock")
+        ) is not None:
             return coarse
         doubt = find_doubt(settings, self._rows, waiting_w, control=control, stages=self.stages)
         self._doubt = doubt.share
@@ -271,7 +303,9 @@ class _Sweep:
         return doubt.setting if another is None else another
 
     def _is_late(self) -> bool:
-        """Return whether another setting would take longer than there is time, less that for the blocking power."""
+        """Return whether another setting would take longer than there is time, less that for the
+        blocking power.
+        """
         if self.settings.minutes is None:
             return False
         spent_s = self.gpu.now_s() - self._begin_s
@@ -280,7 +314,9 @@ class _Sweep:
     def _measure(self, kind: str, setting: int | None) -> Measurement:
         timed = self.stage.runs[kind]
         known = self._rows[kind].get(setting) if setting is not None else None
-        before = f" {known.evidence.windows}" if known is not None and known.evidence is not None else ""
+        before = (
+            f" {known.evidence.windows}" if known is not None and known.evidence is not None else ""
+        )
         random = Random(f"{self.settings.seed} {self.number} {kind} {setting}{before}")
         row = self.meter.measure_row(timed.run, setting, random)
         self._check_lock(kind, row, setting, self.meter.achieved_mhz)
@@ -293,8 +329,12 @@ class _Sweep:
         except GpuError as error:
             raise GpuError(f"stage {self.number}, {kind} with {timed.includes}: {error}") from None
 
-    def _check_lock(self, kind: str, row: Measurement, setting: int | None, own_mhz: float | None) -> None:
-        """Refuse a lock without effect; of a kept row, only the mean clock of the stage's GPUs is known."""
+    def _check_lock(
+        self, kind: str, row: Measurement, setting: int | None, own_mhz: float | None
+    ) -> None:
+        """Refuse a lock without effect; of a kept row, only the mean clock of the stage's GPUs
+        is known.
+        """
         if self.settings.control == "clock" and setting is not None and row.evidence is not None:
             achieved_mhz = row.evidence.achieved_mhz if own_mhz is None else own_mhz
             self._locks[kind].add(setting, achieved_mhz, row.evidence.throttle)
@@ -318,7 +358,8 @@ class _Sweep:
         return len(settings) if self.settings.full else min(len(settings), MAX_SETTINGS)
 
     def _heat(self) -> None:
-        # Also when resuming: the missing rows are measured on a GPU as warm as it was for the others.
+        # Also when resuming: the missing rows are measured on a GPU as warm as it was for the
+        # others.
         self.meter.heat(next(iter(self.stage.runs.values())).run)
 
 
@@ -334,9 +375,14 @@ def _row_names(rows: Sequence[tuple[str, Measurement]], control: str) -> str:
     return ", ".join(f"{kind} at {row.clock_mhz} {unit_of(control)}" for kind, row in rows)
 
 
-def _subject(gpu: Gpu, stage: Stage, number: int, settings: SweepSettings, group: GpuGroup) -> dict[str, str]:
+def _subject(
+    gpu: Gpu, stage: Stage, number: int, settings: SweepSettings, group: GpuGroup
+) -> dict[str, str]:
     """Return what two sweeps must agree in to share rows."""
-    kinds = [kind if run.includes is None else f"{kind} less {run.includes}" for kind, run in stage.runs.items()]
+    kinds = [
+        kind if run.includes is None else f"{kind} less {run.includes}"
+        for kind, run in stage.runs.items()
+    ]
     return {
         "gpu": gpu.uuid,
         "driver": gpu.driver,
@@ -360,13 +406,17 @@ def _conditions(gpu: Gpu, control: str, meter: RowMeter, result: _SweepResult) -
         "energy counter step": f"{meter.counter.interval_s:.3f} s",
     }
     if result.blocking_w:
-        powers = (f"{power_w:.1f} W at {setting} {unit}" for setting, power_w in result.blocking_w.items())
+        powers = (
+            f"{power_w:.1f} W at {setting} {unit}" for setting, power_w in result.blocking_w.items()
+        )
         conditions["blocking power"] = ", ".join(powers)
     if result.doubt is not None:
         conditions["saving known within"] = f"{result.doubt:.2%}"
     hot = list(_hot(result.rows))
     if hot:
-        conditions["measured while too hot"] = f"{_row_names(hot, control)}; cool the GPU and measure again"
+        conditions["measured while too hot"] = (
+            f"{_row_names(hot, control)}; cool the GPU and measure again"
+        )
     if gpu.warnings():
         conditions["warnings"] = " ".join(gpu.warnings())
     return conditions

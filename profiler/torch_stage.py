@@ -1,12 +1,13 @@
 """Make a `Stage` from a torch module with a sample input.
 
-Forward (F) is the module with its loss, in training mode; its graph is freed each time. Backward (B) is measured apart
-from it, on the kept graph of one forward. What a module recomputes in its backward (activation recomputation) counts as
-part of B, as in training. Gradients accumulate as from microbatch to microbatch.
+Forward (F) is the module with its loss, in training mode; its graph is freed each time. Backward
+(B) is measured apart from it, on the kept graph of one forward. What a module recomputes in its
+backward (activation recomputation) counts as part of B, as in training. Gradients accumulate as
+from microbatch to microbatch.
 
-On a simulated GPU each kind runs once, on the device of the module. Its FLOPs are counted by torch's FlopCounterMode
-and its bytes by `counted`, and this `OpCost` is spent on the simulated GPU: the profile then holds the modelled time
-and energy of the real shapes.
+On a simulated GPU each kind runs once, on the device of the module. Its FLOPs are counted by
+torch's FlopCounterMode and its bytes by `counted`, and this `OpCost` is spent on the simulated GPU:
+the profile then holds the modelled time and energy of the real shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
     from perseus_planner.gpu import Gpu
 
-# Time of a kind that launches nothing, on a simulated GPU: about what Python needs to reach the next one, seconds.
+# Time of a kind that launches nothing, on a simulated GPU: about what Python needs to reach the
+# next one, seconds.
 _NOTHING_S = 10e-6
 
 
@@ -61,23 +63,28 @@ def torch_stage(
     forward: Callable[..., Any] | None = None,
     block: Block | None = None,
 ) -> Iterator[Stage]:
-    """Yield the stage of `module`; on leaving, restore its gradients, mode and buffers, and the random state.
+    """Yield the stage of `module`; on leaving, restore its gradients, mode and buffers, and the
+    random state.
 
     Args:
         gpu: The GPU to measure on; a CUDA module must be on that device.
         module: The stage.
-        inputs: The inputs of one microbatch: a tensor, a tuple or list of arguments, or a dict of named arguments. The
-            backward includes the gradients of the inputs that require one. If none does, it includes those of all
-            floating-point inputs, except in the `first` stage, which sends no gradients back.
+        inputs: The inputs of one microbatch: a tensor, a tuple or list of arguments, or a dict of
+            named arguments. The backward includes the gradients of the inputs that require one. If
+            none does, it includes those of all floating-point inputs, except in the `first` stage,
+            which sends no gradients back.
         loss: In the last stage, maps the module's output to a scalar; part of the forward.
         first: Whether this is the first stage of the pipeline.
-        split_backward: Whether to measure the gradients of inputs (I) and of weights (W) apart too, as
-            `torch.distributed.pipelining` runs them: in the first stage I does nothing and W is the whole backward.
+        split_backward: Whether to measure the gradients of inputs (I) and of weights (W) apart too,
+            as `torch.distributed.pipelining` runs them: in the first stage I does nothing and W is
+            the whole backward.
         forward: Called with the inputs instead of `module`.
-        block: As in `Stage`. On a simulated GPU it is called with 0 seconds, and the GPU then blocks in virtual time.
+        block: As in `Stage`. On a simulated GPU it is called with 0 seconds, and the GPU then
+            blocks in virtual time.
 
     Raises:
-        UsageError: If the module cannot run forward or backward on these inputs, or its backward cannot be split.
+        UsageError: If the module cannot run forward or backward on these inputs, or its backward
+            cannot be split.
     """
     microbatch = Microbatch(module, forward or module, inputs, loss, first=first)
     with preserve_state(module):
@@ -90,7 +97,11 @@ def torch_stage(
 
 def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step]:
     keeps_graph = microbatch.can_keep_graph()
-    backward = _Step(microbatch.backward, microbatch.keep) if keeps_graph else _forward_and_backward(microbatch)
+    backward = (
+        _Step(microbatch.backward, microbatch.keep)
+        if keeps_graph
+        else _forward_and_backward(microbatch)
+    )
     steps = {"F": _Step(microbatch.forward, microbatch.forget), "B": backward}
     if not split_backward:
         return steps
@@ -98,8 +109,8 @@ def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step]:
         return steps | {"I": _Step(lambda: None), "W": backward}
     if not keeps_graph:
         raise UsageError(
-            "the backward of this module cannot be split: an autograd function in it frees what it saved after one "
-            "backward; measure it without split_backward"
+            "the backward of this module cannot be split: an autograd function in it frees what "
+            "it saved after one backward; measure it without split_backward"
         )
     return steps | {
         "I": _Step(microbatch.input_gradient, microbatch.keep),
@@ -117,13 +128,20 @@ def _forward_and_backward(microbatch: Microbatch) -> _Step:
     return _Step(both, includes="F")
 
 
-def _stage(gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Block | None) -> Stage:
+def _stage(
+    gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Block | None
+) -> Stage:
     if isinstance(gpu, SimulatedGpu):
         return _simulated_stage(gpu, steps, block)
     if isinstance(gpu, EmulatedGpu):
-        raise UsageError(f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU")
+        raise UsageError(
+            f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
+        )
     if gpu.origin == "simulated":
-        raise UsageError(f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} itself")
+        raise UsageError(
+            f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} "
+            "itself"
+        )
     runs = {kind: TimedRun(_repeat(step), step.includes) for kind, step in steps.items()}
     return Stage(runs, synchronizer(device), block)
 

@@ -14,11 +14,17 @@ if TYPE_CHECKING:
 TOLERANCE = 0.10
 """A repeated computation whose time differs by more than this share is not that of the training."""
 
-_ROUNDS, _REPETITIONS = 3, 3  # the same on all GPUs of a stage, which may wait for each other in each repetition
+_ROUNDS, _REPETITIONS = (
+    3,
+    3,
+)  # the same on all GPUs of a stage, which may wait for each other in each repetition
 
 
-def difference_from_training(stage: Stage, number: int, trained_s: Mapping[str, float]) -> str | None:
-    """Run kinds of a stage again, and return how their times differ from those in training; None if they do not.
+def difference_from_training(
+    stage: Stage, number: int, trained_s: Mapping[str, float]
+) -> str | None:
+    """Run kinds of a stage again, and return how their times differ from those in training; None if
+    they do not.
 
     Args:
         stage: The stage, at the clock at which the iteration ran.
@@ -30,7 +36,8 @@ def difference_from_training(stage: Stage, number: int, trained_s: Mapping[str, 
         repeated_s = _repeated_s(stage, kind)
         if abs(repeated_s - before_s) > TOLERANCE * before_s:
             texts.append(
-                f"{kind} took {si(before_s, 's')} in the iteration and takes {si(repeated_s, 's')} when it is repeated"
+                f"{kind} took {si(before_s, 's')} in the iteration and takes {si(repeated_s, 's')} "
+                "when it is repeated"
             )
     return f"stage {number}: {'; '.join(texts)}" if texts else None
 

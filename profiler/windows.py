@@ -1,4 +1,6 @@
-"""Measuring windows and their statistics: outliers, means, standard errors, and the windows of a group of GPUs."""
+"""Measuring windows and their statistics: outliers, means, standard errors, and the windows of a
+group of GPUs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from perseus_planner.prefixes import si
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 TRANSIENT_REASONS = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
-"""Throttle reasons that pass, so a window that saw one is measured again. A power cap stays, in training too."""
+"""Throttle reasons that pass, so a window that saw one is measured again. A power cap stays, in
+training too.
+"""
 
 MIN_WINDOWS = 3
 """A row is the mean of at least this many windows."""
@@ -42,7 +46,9 @@ _TWO_SIDED_95 = (
     2.12,
     2.11,
 )
-"""Quantiles of Student's t for 0 windows, 1 window and so on; the first two have no standard error."""
+"""Quantiles of Student's t for 0 windows, 1 window and so on; the first two have no standard
+error.
+"""
 _OUTLIER = 5.0  # an outlier is further from the median than this many standard deviations
 _MIN_OUTLIER = 0.01  # relative: a window this close to the median is never an outlier
 _MAX_JUMP_C = 8.0  # a window in which the temperature changes by more is not comparable
@@ -82,7 +88,8 @@ class Window:
 
 
 def subtract(whole: Measurement, part: Measurement) -> Measurement:
-    """Return `whole` without `part`, which each repetition of `whole` also ran once; errors add in quadrature.
+    """Return `whole` without `part`, which each repetition of `whole` also ran once; errors add in
+    quadrature.
 
     Raises:
         GpuError: If no time would be left, or less than no energy.
@@ -90,9 +97,9 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
     time_s, energy_j = whole.time_s - part.time_s, whole.energy_j - part.energy_j
     if time_s <= 0 or energy_j < 0:
         raise GpuError(
-            f"at {whole.clock_mhz} both together took {si(whole.time_s, 's')} and {si(whole.energy_j, 'J')}, and "
-            f"one alone {si(part.time_s, 's')} and {si(part.energy_j, 'J')}; let nothing else run on the GPU, or use "
-            "longer windows"
+            f"at {whole.clock_mhz} both together took {si(whole.time_s, 's')} and "
+            f"{si(whole.energy_j, 'J')}, and one alone {si(part.time_s, 's')} and "
+            f"{si(part.energy_j, 'J')}; let nothing else run on the GPU, or use longer windows"
         )
     assert whole.evidence is not None
     assert part.evidence is not None
@@ -108,7 +115,9 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
 
 
 def merge(row: Measurement, again: Measurement) -> Measurement:
-    """Return what two measurements of one row tell together: their mean, weighted by their windows."""
+    """Return what two measurements of one row tell together: their mean, weighted by their
+    windows.
+    """
     one, other = row.evidence, again.evidence
     assert one is not None
     assert other is not None
@@ -128,11 +137,15 @@ def merge(row: Measurement, again: Measurement) -> Measurement:
         mean(one.temperature_c, other.temperature_c),
         _ordered({*one.throttle, *other.throttle}),
     )
-    return Measurement(row.clock_mhz, mean(row.time_s, again.time_s), mean(row.energy_j, again.energy_j), evidence)
+    return Measurement(
+        row.clock_mhz, mean(row.time_s, again.time_s), mean(row.energy_j, again.energy_j), evidence
+    )
 
 
 def without_outliers(windows: Sequence[Window]) -> list[Window]:
-    """Return the windows whose time and energy are near the medians, by the median absolute deviation (Hampel 1974)."""
+    """Return the windows whose time and energy are near the medians, by the median absolute
+    deviation (Hampel 1974).
+    """
     kept = set(range(len(windows)))
     for values in ([window.time_s for window in windows], [window.energy_j for window in windows]):
         if not values:
@@ -150,7 +163,9 @@ def is_enough(windows: Sequence[Window]) -> bool:
     if len(windows) < MIN_WINDOWS:
         return False
     times, energies = [window.time_s for window in windows], [window.energy_j for window in windows]
-    return all(_standard_error(values) <= _MAX_ERROR * fmean(values) for values in (times, energies))
+    return all(
+        _standard_error(values) <= _MAX_ERROR * fmean(values) for values in (times, energies)
+    )
 
 
 def _standard_error(values: Sequence[float]) -> float:
@@ -159,7 +174,9 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def mean_of(windows: Sequence[Window], setting: int | None) -> Measurement:
-    """Return the mean of `windows` as the row of `setting`; None stands for the clock that was achieved."""
+    """Return the mean of `windows` as the row of `setting`; None stands for the clock that was
+    achieved.
+    """
     times, energies = [window.time_s for window in windows], [window.energy_j for window in windows]
     achieved_mhz = fmean(window.achieved_mhz for window in windows)
     evidence = Evidence(
@@ -177,8 +194,9 @@ def mean_of(windows: Sequence[Window], setting: int | None) -> Measurement:
 def _reported_error(values: Sequence[float]) -> float:
     """Return the standard error to report: the truth is within two of them for 95 % of rows.
 
-    The standard error of few windows is uncertain itself, so it is widened as Student's t distribution says; and a
-    little more, as measuring ends when the windows agree, which they also do by chance.
+    The standard error of few windows is uncertain itself, so it is widened as Student's t
+    distribution says; and a little more, as measuring ends when the windows agree, which they also
+    do by chance.
     """
     widened = _CHANCE * _TWO_SIDED_95[len(values)] / 2 * _standard_error(values)
     return max(widened, _LEAST_ERROR * fmean(values))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 # The bare name belongs to other packages and to folders of training scripts.
 if __name__ != "perseus_planner.runtime":
     raise ImportError(
-        f"{__name__!r} is not a package of its own; install perseus-planner, import perseus_planner.runtime"
+        f"{__name__!r} is not a package of its own; install perseus-planner, import "
+        "perseus_planner.runtime"
     )
 
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""How a rank attaches to the clock controller of its node, and attaches again after that controller has ended."""
+"""How a rank attaches to the clock controller of its node, and attaches again after that
+controller has ended.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ _LOOK_S = 1.0  #: between two looks for a new controller, which another rank sta
 
 
 class NodeController:
-    """The clock controller of this node. The node's first rank starts it and tells the others its address.
+    """The clock controller of this node. The node's first rank starts it and tells the others its
+    address.
 
     Attributes:
         rank: This rank.
@@ -46,7 +49,9 @@ class NodeController:
         max_changes_per_s: Rate of the clock changes of all their GPUs together.
     """
 
-    def __init__(self, job: TrainingJob, neighbours: Sequence[int], max_changes_per_s: float) -> None:
+    def __init__(
+        self, job: TrainingJob, neighbours: Sequence[int], max_changes_per_s: float
+    ) -> None:
         self._job, self._neighbours, self._max_changes_per_s = job, neighbours, max_changes_per_s
         self.rank = job.rank
         self._key = f"controller/{neighbours[0]}"
@@ -71,7 +76,8 @@ class NodeController:
         return address
 
     def address(self) -> str | None:
-        """Return the address of the controller that was started last; None if none was. Never waits.
+        """Return the address of the controller that was started last; None if none was. Never
+        waits.
 
         Raises:
             GpuError: If it did not start.
@@ -98,7 +104,9 @@ class NodeController:
         deadline_s = time.monotonic() + ATTACH_S
         while (address := self._address(self._job.store)) is None:
             if time.monotonic() > deadline_s:
-                raise GpuError(f"the clock controller of this node was not started within {ATTACH_S:g} s")
+                raise GpuError(
+                    f"the clock controller of this node was not started within {ATTACH_S:g} s"
+                )
             time.sleep(_POLL_S)
         return address
 
@@ -120,7 +128,9 @@ class Attachment:
     problem: str | None
 
 
-def attach(controller: NodeController, gpu: str, control: Control, min_dwell_s: float, stack: ExitStack) -> Attachment:
+def attach(
+    controller: NodeController, gpu: str, control: Control, min_dwell_s: float, stack: ExitStack
+) -> Attachment:
     """Attach this rank to the controller, before training.
 
     Args:
@@ -135,7 +145,9 @@ def attach(controller: NodeController, gpu: str, control: Control, min_dwell_s: 
     """
     try:
         address = controller.first_address()  # first, because other ranks wait for it
-        request = AttachRequest(controller.rank, _portable_text(gpu), control, launcher(), min_dwell_s)
+        request = AttachRequest(
+            controller.rank, _portable_text(gpu), control, launcher(), min_dwell_s
+        )
         connection = stack.enter_context(Connection(address, request))
         return Attachment(controller, connection, connection.attach(ATTACH_S), None)
     except GpuInUse:
@@ -145,7 +157,9 @@ def attach(controller: NodeController, gpu: str, control: Control, min_dwell_s: 
 
 
 def _portable_text(gpu: str) -> str:
-    """Return a text that opens the same GPU in the controller, where CUDA devices may be numbered differently."""
+    """Return a text that opens the same GPU in the controller, where CUDA devices may be
+    numbered differently.
+    """
     if not gpu.removeprefix("dry-run:").startswith("cuda:"):
         return gpu
     with open_gpu(gpu) as opened:
@@ -153,10 +167,12 @@ def _portable_text(gpu: str) -> str:
 
 
 class Reattachment:
-    """Attaches a rank to a new controller after its controller was lost, less and less often while that fails.
+    """Attaches a rank to a new controller after its controller was lost, less and less often while
+    that fails.
 
-    No method waits: the node's first rank starts the controller on a thread of its own, and the others look for its
-    address in the job's store. After the end of the launcher nothing is tried, because the job is to end then.
+    No method waits: the node's first rank starts the controller on a thread of its own, and the
+    others look for its address in the job's store. After the end of the launcher nothing is tried,
+    because the job is to end then.
 
     Args:
         controller: The controller of this node.
@@ -165,7 +181,10 @@ class Reattachment:
     """
 
     def __init__(
-        self, controller: NodeController, connection: Connection, now_s: Callable[[], float] = time.monotonic
+        self,
+        controller: NodeController,
+        connection: Connection,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._controller, self._connection, self._now_s = controller, connection, now_s
         self._launcher = launcher()
@@ -179,7 +198,9 @@ class Reattachment:
         self._fail()
 
     def look(self) -> Sequence[ToRank] | None:
-        """Go on; return the first messages of the new controller once this rank is attached, and None before."""
+        """Go on; return the first messages of the new controller once this rank is attached, and
+        None before.
+        """
         try:
             if self._is_connected:
                 return self._attached()
@@ -204,7 +225,9 @@ class Reattachment:
         if self._now_s() - self._looked_s < _LOOK_S:
             return None
         self._looked_s = self._now_s()
-        with suppress(GpuError, RuntimeError):  # the first rank will try again; the store may be gone
+        with suppress(
+            GpuError, RuntimeError
+        ):  # the first rank will try again; the store may be gone
             return self._controller.address()
         return None
 
@@ -225,7 +248,9 @@ class Reattachment:
                 self._is_connected = False
                 return messages
         if self._now_s() - self._connected_s > ATTACH_S:
-            raise GpuError(f"the clock controller of this node did not answer within {ATTACH_S:g} s")
+            raise GpuError(
+                f"the clock controller of this node did not answer within {ATTACH_S:g} s"
+            )
         return None
 
 
@@ -236,7 +261,9 @@ class _Start:
         self._controller = controller
         self._address: str | None = None
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="perseus-planner controller start")
+        self._thread = threading.Thread(
+            target=self._run, daemon=True, name="perseus-planner controller start"
+        )
         self._thread.start()
 
     def address(self) -> str | None:

@@ -1,7 +1,8 @@
 """The background thread of a rank: it does everything that the training thread must not wait for.
 
-It reads the messages of the clock controller, takes part in the agreement on plans, keeps the telemetry and gives the
-warnings. If clocks cannot be set, training goes on without them, the user is warned, and they are tried again later.
+It reads the messages of the clock controller, takes part in the agreement on plans, keeps the
+telemetry and gives the warnings. If clocks cannot be set, training goes on without them, the user
+is warned, and they are tried again later.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import ControllerLost, GpuError
 from perseus_planner.runs.straggler import StragglerDetection, StragglerDetector
 from perseus_planner.runtime.controller.client import HUNG_S, Connection
-from perseus_planner.runtime.controller.protocol import ControlFailure, ControlResumed, Overload, ToRank
+from perseus_planner.runtime.controller.protocol import (
+    ControlFailure,
+    ControlResumed,
+    Overload,
+    ToRank,
+)
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 
 if TYPE_CHECKING:
@@ -31,7 +37,9 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 QUIET, QUIET_S = 2.0, 1.0
-"""The GPU is reset when no computation has ended for this many of the plan's iteration times and this many seconds."""
+"""The GPU is reset when no computation has ended for this many of the plan's iteration times and
+this many seconds.
+"""
 
 _PERIOD_S = 0.05  #: between two rounds if nothing wakes the thread
 _STOP_S = 2.0
@@ -50,15 +58,22 @@ class BackgroundThread:
         self._is_closed = False
 
     def wake(self) -> None:
-        """Begin the next round now; costs one system call. Has no effect once the thread is stopped."""
+        """Begin the next round now; costs one system call. Has no effect once the thread is
+        stopped.
+        """
         with self._lock, suppress(BlockingIOError):  # a full pipe wakes the thread as well
             if not self._is_closed:
                 os.write(self._pipe_in, b".")
 
     def start(self, run_round: Callable[[], None], descriptors: Callable[[], list[int]]) -> None:
-        """Call `run_round` whenever one of the descriptors can be read, and every `_PERIOD_S` seconds."""
+        """Call `run_round` whenever one of the descriptors can be read, and every `_PERIOD_S`
+        seconds.
+        """
         self._thread = threading.Thread(
-            target=self._run, args=(run_round, descriptors), daemon=True, name="perseus-planner runtime"
+            target=self._run,
+            args=(run_round, descriptors),
+            daemon=True,
+            name="perseus-planner runtime",
         )
         self._thread.start()
 
@@ -89,14 +104,17 @@ class BackgroundThread:
 class _HangDetector:
     """Tells when the controller has been silent for too long.
 
-    Time in which this process did not run either, for example because the whole job was suspended, does not count.
+    Time in which this process did not run either, for example because the whole job was suspended,
+    does not count.
     """
 
     def __init__(self) -> None:
         self._begun_s = self._looked_s = time.monotonic()
 
     def has_hung(self, age_s: float) -> bool:
-        """Whether the controller was silent for `HUNG_S`; `age_s` is the age of its last sign of life."""
+        """Whether the controller was silent for `HUNG_S`; `age_s` is the age of its last sign of
+        life.
+        """
         now_s = time.monotonic()
         if now_s - self._looked_s > HUNG_S / 2:
             self._begun_s = now_s
@@ -116,7 +134,8 @@ class BackgroundWork:
         connection: Connection to the controller; None if there is none.
         reattachment: Connects it again after the controller was lost; None without a connection.
         on_straggling: Called when this rank's GPU turns out slow, and when it has recovered.
-        on_counts: Called with what this rank has counted, every few seconds and at the end; must not raise.
+        on_counts: Called with what this rank has counted, every few seconds and at the end; must
+            not raise.
         autopilot: This rank's part in the autopilot; None without.
     """
 
@@ -145,13 +164,21 @@ class BackgroundWork:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that wake the thread."""
-        of_controller = [] if self._connection is None or self._is_lost else [self._connection.fileno()]
-        return of_controller if self._autopilot is None else [*of_controller, *self._autopilot.descriptors()]
+        of_controller = (
+            [] if self._connection is None or self._is_lost else [self._connection.fileno()]
+        )
+        return (
+            of_controller
+            if self._autopilot is None
+            else [*of_controller, *self._autopilot.descriptors()]
+        )
 
     def run_round(self) -> None:
         """Do one round; never raises."""
         try:
-            messages: Sequence[ToRank] = [] if self._connection is None else self._receive(self._connection)
+            messages: Sequence[ToRank] = (
+                [] if self._connection is None else self._receive(self._connection)
+            )
             self._reset_if_quiet()
             times = self._marks.finished()
             if self._autopilot is not None:
@@ -163,7 +190,10 @@ class BackgroundWork:
         except GpuError as error:
             self._fail("gpu", str(error))
         except Exception as error:  # training must go on whatever it is, and the user must know
-            self._fail("fault", f"a fault of the planner, please report it: {type(error).__name__}: {error}")
+            self._fail(
+                "fault",
+                f"a fault of the planner, please report it: {type(error).__name__}: {error}",
+            )
 
     def close(self) -> None:
         """Do the last round, after the rank has detached from the controller."""
@@ -179,7 +209,9 @@ class BackgroundWork:
         self._warn()
 
     def _receive(self, connection: Connection) -> Sequence[ToRank]:
-        """Return the controller's messages, and check that it still works; look for a new one if it was lost."""
+        """Return the controller's messages, and check that it still works; look for a new one if
+        it was lost.
+        """
         assert self._reattachment is not None  # there is a connection
         if self._is_lost:
             messages = self._reattachment.look()
@@ -191,8 +223,12 @@ class BackgroundWork:
         try:
             messages = connection.messages()
             if self._hang_detector.has_hung(connection.age_s()):
-                # Before the kill, because the other ranks will see no more than that the controller has ended.
-                self._fail("controller", f"the clock controller gave no sign of life for {HUNG_S:g} s and is killed")
+                # Before the kill, because the other ranks will see no more than that the controller
+                # has ended.
+                self._fail(
+                    "controller",
+                    f"the clock controller gave no sign of life for {HUNG_S:g} s and is killed",
+                )
                 connection.kill()
                 raise ControllerLost("it is killed")
             self._update_dwell(connection)
@@ -211,7 +247,9 @@ class BackgroundWork:
         return messages
 
     def _keep_changes(self, most: int) -> None:
-        """Run with at most so many changes of the clock in an iteration; warn once for each plan."""
+        """Run with at most so many changes of the clock in an iteration; warn once for each
+        plan.
+        """
         before = self._follower.planned
         program = self._follower.keep_changes(most)
         if program is not None:
@@ -222,8 +260,8 @@ class BackgroundWork:
                 remedy = f"make the plan with fewer changes (--max-changes {most})"
             text = (
                 "clock changes cannot keep up, so this rank follows its plan with at most "
-                f"{program.changes} of {asked} clock changes in an iteration, to the same deadline and for more "
-                f"energy; {remedy}, or allow more changes per second"
+                f"{program.changes} of {asked} clock changes in an iteration, to the same "
+                f"deadline and for more energy; {remedy}, or allow more changes per second"
             )
             self._warnings.warn(key, text)
 
@@ -234,7 +272,8 @@ class BackgroundWork:
             connection.set_dwell(self._min_dwell_s)
 
     def _reset_if_quiet(self) -> None:
-        """Reset the GPU while no iteration makes progress, in an evaluation or a hang, so that no clock slows it.
+        """Reset the GPU while no iteration makes progress, in an evaluation or a hang, so that no
+        clock slows it.
 
         The next computation that ends requests a clock again.
         """
@@ -254,7 +293,9 @@ class BackgroundWork:
             try:
                 self._on_straggling(detection)
             except Exception as error:  # raised by the caller's code
-                self._warnings.warn("on_straggling", f"on_straggling raised {type(error).__name__}: {error}")
+                self._warnings.warn(
+                    "on_straggling", f"on_straggling raised {type(error).__name__}: {error}"
+                )
 
     def _report_counts(self) -> None:
         counts = self._telemetry.counts
@@ -263,7 +304,9 @@ class BackgroundWork:
             self._on_counts(counts)
 
     def _fail(self, key: str, text: str) -> None:
-        """Request no clocks from now on, or until the controller sets them again; warn once in each such spell."""
+        """Request no clocks from now on, or until the controller sets them again; warn once in
+        each such spell.
+        """
         self._is_final = self._is_final or key != "controller"
         if self._follower.problem is None:
             self._follower.problem = text
@@ -282,15 +325,21 @@ class BackgroundWork:
         follower, limit_w = self._follower, self._telemetry.site_limit_w
         if limit_w is not None:
             text = (
-                f"the power limit of this GPU is {limit_w:g} W, below its default, so it may not reach the clocks of "
-                f"its plan; a service plans within it, else solve again with --gpu-power-limit {limit_w:g}W"
+                f"the power limit of this GPU is {limit_w:g} W, below its default, so it may not "
+                "reach the clocks of its plan; a service plans within it, else solve again with "
+                f"--gpu-power-limit {limit_w:g}W"
             )
             self._warnings.warn(f"site limit/{limit_w:g}", text)
         if follower.deviation is not None:
-            text = "clocks are reset in such iterations, and set again after one that runs as planned"
+            text = (
+                "clocks are reset in such iterations, and set again after one that runs as planned"
+            )
             self._warnings.warn("deviation", f"{follower.deviation}; {text}")
         if follower.misfit is not None:
-            text = f"{follower.misfit}; this rank runs at the GPU's default clocks until it has a plan that fits"
+            text = (
+                f"{follower.misfit}; this rank runs at the GPU's default clocks until it has a "
+                "plan that fits"
+            )
             self._warnings.warn("misfit", text)
         if follower.agreement.lost is not None:
             text = f"no new plan can be agreed on: {follower.agreement.lost}"

@@ -1,4 +1,6 @@
-"""Functions of the CUDA driver that torch does not offer, for memory that the device shares with another process."""
+"""Functions of the CUDA driver that torch does not offer, for memory that the device shares with
+another process.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Driver:
         self.library = _load() if library is None else library
         missing = [name for name in _NEEDED if not hasattr(self.library, name)]
         if missing:
-            raise GpuNotSupported(f"the CUDA driver has no {missing[0]}; update it to CUDA 11.7 or newer")
+            raise GpuNotSupported(
+                f"the CUDA driver has no {missing[0]}; update it to CUDA 11.7 or newer"
+            )
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function.
@@ -62,8 +66,8 @@ class Driver:
     def apart_from_captures(self) -> Iterator[None]:
         """Let this thread query events inside the block while another thread captures a CUDA graph.
 
-        By default such a query ends the capture: it is forbidden in the whole process. The watchdog of torch's
-        collectives does the same.
+        By default such a query ends the capture: it is forbidden in the whole process. The watchdog
+        of torch's collectives does the same.
         """
         mode = ctypes.c_int(_THREAD_LOCAL)
         self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
@@ -78,16 +82,16 @@ def _load() -> Any:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise GpuError(
-            f"cannot load libcuda.so.1 ({error}); it comes with the NVIDIA driver: install that, or in a container "
-            "start it with the NVIDIA runtime (`docker run --gpus all`)"
+            f"cannot load libcuda.so.1 ({error}); it comes with the NVIDIA driver: install that, "
+            "or in a container start it with the NVIDIA runtime (`docker run --gpus all`)"
         ) from error
 
 
 class DeviceWord:
     """The first 64 bits of a page of shared memory, written by the device in stream order.
 
-    The page is registered in the current CUDA context of the calling thread. It cannot be closed before `unregister`,
-    so that nothing else is mapped where the device may still write.
+    The page is registered in the current CUDA context of the calling thread. It cannot be closed
+    before `unregister`, so that nothing else is mapped where the device may still write.
 
     Args:
         page: The page.
@@ -103,22 +107,31 @@ class DeviceWord:
         self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self._pointer = ctypes.c_uint64()
         try:
-            driver.call("cuMemHostRegister_v2", self._address, ctypes.c_size_t(len(page)), _PORTABLE_AND_MAPPED)
+            driver.call(
+                "cuMemHostRegister_v2",
+                self._address,
+                ctypes.c_size_t(len(page)),
+                _PORTABLE_AND_MAPPED,
+            )
         except GpuError:
             self._buffer = None
             raise
         try:
-            driver.call("cuMemHostGetDevicePointer_v2", ctypes.byref(self._pointer), self._address, 0)
+            driver.call(
+                "cuMemHostGetDevicePointer_v2", ctypes.byref(self._pointer), self._address, 0
+            )
         except GpuError:
             self.unregister()
             raise
 
     def write(self, stream: int, value: int) -> str | None:
-        """Write `value` when `stream` reaches this point; return an error text if the driver returns an error.
+        """Write `value` when `stream` reaches this point; return an error text if the driver
+        returns an error.
 
-        This is a stream memory operation, which needs neither a copy engine, where it would wait for other copies (for
-        example of a checkpoint), nor room for a kernel; the value is part of the command. Like the launch of a kernel,
-        the call only waits for room in the queue of the stream.
+        This is a stream memory operation, which needs neither a copy engine, where it would wait
+        for other copies (for example of a checkpoint), nor room for a kernel; the value is part of
+        the command. Like the launch of a kernel, the call only waits for room in the queue of the
+        stream.
         """
         code = self._driver.library.cuStreamWriteValue64_v2(
             ctypes.c_void_p(stream), self._pointer, ctypes.c_uint64(value), 0

@@ -1,4 +1,6 @@
-"""Marks on a CUDA device, which takes times and writes clock requests itself, in the order of its stream."""
+"""Marks on a CUDA device, which takes times and writes clock requests itself, in the order of
+its stream.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,15 @@ _MAX_QUERIES = 64  #: of an event in a row, about 100 us
 class DeviceClock:
     """Converts events of a device to nanoseconds of the host's monotonic clock.
 
-    CUDA only gives the milliseconds between two events, as a 32-bit float with a relative error of up to 2^-25, and the
-    device's clock drifts from the host's by about 10 ppm, or a second a day. So times are added up from one event to
-    the next in whole nanoseconds (`advance`), and the sum is corrected by the host's clock (`synchronize`): an event is
-    recorded in a stream that is otherwise empty, the host notes the time before and after, and the sum is moved as
-    little as puts it in between. The remaining error is at most the host's uncertainty about that event, tens of
-    microseconds, plus the drift since; nothing adds up over days. Where all streams share one queue
-    (`CUDA_DEVICE_MAX_CONNECTIONS=1`), the event waits for what is queued, and the uncertainty is larger.
+    CUDA only gives the milliseconds between two events, as a 32-bit float with a relative error of
+    up to 2^-25, and the device's clock drifts from the host's by about 10 ppm, or a second a day.
+    So times are added up from one event to the next in whole nanoseconds (`advance`), and the sum
+    is corrected by the host's clock (`synchronize`): an event is recorded in a stream that is
+    otherwise empty, the host notes the time before and after, and the sum is moved as little as
+    puts it in between. The remaining error is at most the host's uncertainty about that event, tens
+    of microseconds, plus the drift since; nothing adds up over days. Where all streams share one
+    queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), the event waits for what is queued, and the uncertainty
+    is larger.
 
     The constructor waits for the device; no method does.
 
@@ -42,13 +46,20 @@ class DeviceClock:
         now_ns: The host's clock.
     """
 
-    def __init__(self, cuda: Any, device: Any, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, cuda: Any, device: Any, now_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._now_ns = now_ns
         self.stream = cuda.Stream(device)
         self._base, self._probe = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        self._probed_ns: int | None = None  #: before the probe was recorded; None if none is under way
+        self._probed_ns: int | None = (
+            None  #: before the probe was recorded; None if none is under way
+        )
         self._base_ns = 0
-        for event in (self._probe, self._base):  # the first one is slow, because recording creates it
+        for event in (
+            self._probe,
+            self._base,
+        ):  # the first one is slow, because recording creates it
             before_ns = now_ns()
             event.record(self.stream)
             event.synchronize()
@@ -58,7 +69,8 @@ class DeviceClock:
         """Correct the sum by the host's clock; never waits.
 
         Returns:
-            False if the device has not answered yet: call again later, and do not call `advance` in between.
+            False if the device has not answered yet: call again later, and do not call `advance` in
+            between.
         """
         if self._probed_ns is None:
             self._probed_ns = self._now_ns()
@@ -89,7 +101,9 @@ def _gap_ns(earlier: Any, later: Any) -> int:
 
 @dataclass
 class _IterationEvents:
-    """The events of an iteration that have not been read: its begin, each computation, and its end."""
+    """The events of an iteration that have not been read: its begin, each computation, and its
+    end.
+    """
 
     number: int
     first: Any
@@ -103,12 +117,14 @@ class _IterationEvents:
 
 
 class CudaMarks:
-    """Marks for a training thread that runs ahead of the device; they go to the stream that is current at each call.
+    """Marks for a training thread that runs ahead of the device; they go to the stream that is
+    current at each call.
 
-    After the constructor nothing here waits for the device, not even `finished`. The training thread only enqueues
-    events and writes of one number (`DeviceWord.write`). While a CUDA graph is captured nothing is enqueued, because it
-    would become a part of the graph: the request is written after the capture, and the iteration has no times. A replay
-    of a graph is marked like any other work. If the device refuses a call, marks end, `finished` raises the reason, and
+    After the constructor nothing here waits for the device, not even `finished`. The training
+    thread only enqueues events and writes of one number (`DeviceWord.write`). While a CUDA graph is
+    captured nothing is enqueued, because it would become a part of the graph: the request is
+    written after the capture, and the iteration has no times. A replay of a graph is marked like
+    any other work. If the device refuses a call, marks end, `finished` raises the reason, and
     training goes on.
 
     Args:
@@ -121,7 +137,9 @@ class CudaMarks:
         GpuError: If the device cannot write to the memory.
     """
 
-    def __init__(self, memory: mmap, device: torch.device, cuda: Any = None, driver: Driver | None = None) -> None:
+    def __init__(
+        self, memory: mmap, device: torch.device, cuda: Any = None, driver: Driver | None = None
+    ) -> None:
         if cuda is None:
             import torch
 
@@ -139,7 +157,9 @@ class CudaMarks:
             with cuda.device(device):
                 self._clock = DeviceClock(cuda, device)
                 self._word = DeviceWord(memory, self._driver)
-                problem = self._word.write(self._clock.stream.cuda_stream, int.from_bytes(memory[:8], sys.byteorder))
+                problem = self._word.write(
+                    self._clock.stream.cuda_stream, int.from_bytes(memory[:8], sys.byteorder)
+                )
         except RuntimeError as error:
             raise GpuError(f"CUDA: {error}") from error
         if problem is not None:
@@ -150,7 +170,10 @@ class CudaMarks:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -226,7 +249,9 @@ class CudaMarks:
             raise GpuError(self._problem)
         try:
             with self._driver.apart_from_captures():
-                return self._read_times() if self._is_next_done() and self._clock.synchronize() else []
+                return (
+                    self._read_times() if self._is_next_done() and self._clock.synchronize() else []
+                )
         except RuntimeError as error:
             self._fail(f"CUDA: {error}")
             raise GpuError(f"CUDA: {error}") from error
@@ -252,13 +277,17 @@ class CudaMarks:
         return found
 
     def _enqueue_owed(self) -> Any:
-        """Enqueue the owed request, if there is one; return the stream, or None if nothing may be enqueued now."""
+        """Enqueue the owed request, if there is one; return the stream, or None if nothing may
+        be enqueued now.
+        """
         try:
             if self._problem is not None or self._cuda.is_current_stream_capturing():
                 return None
             stream = self._cuda.current_stream(self._device)
             if self._owed is not None:
-                with self._cuda.device(self._device):  # the default stream is that of the current device
+                with self._cuda.device(
+                    self._device
+                ):  # the default stream is that of the current device
                     problem = self._word.write(stream.cuda_stream, self._owed)
                 self._owed = None
                 if problem is not None:

@@ -3,21 +3,25 @@
     with emulate(engine, "emulated:a100-sxm?slower=2000"):
         ...  # train
 
-Every forward and every backward of this rank takes as long as `gpu/simulated/emulated.py` predicts for its FLOPs and
-bytes, at the clock of the emulated GPU while it runs; setting that clock changes the duration. The results are the same
-to the last bit: the engine runs its modules, losses, transfers and schedule.
+Every forward and every backward of this rank takes as long as `gpu/simulated/emulated.py` predicts
+for its FLOPs and bytes, at the clock of the emulated GPU while it runs; setting that clock changes
+the duration. The results are the same to the last bit: the engine runs its modules, losses,
+transfers and schedule.
 
-Emulation lets you try plans, stragglers, failures and the planner's service on a laptop: a wrong, late or missing clock
-change shows in the iteration time and in the energy. It is not a measurement of any GPU. It models no kernels and no
-memory limits, and transfers take as long as they really do here.
+Emulation lets you try plans, stragglers, failures and the planner's service on a laptop: a wrong,
+late or missing clock change shows in the iteration time and in the energy. It is not a measurement
+of any GPU. It models no kernels and no memory limits, and transfers take as long as they really do
+here.
 
-The real computation happens within the emulated time, so it must be shorter: choose `slower` such that computations
-take tens of milliseconds. A real computation that takes longer prolongs the emulated one, and the GPU waits meanwhile.
+The real computation happens within the emulated time, so it must be shorter: choose `slower` such
+that computations take tens of milliseconds. A real computation that takes longer prolongs the
+emulated one, and the GPU waits meanwhile.
 
-FLOPs and bytes of a stage are counted in its first training microbatch, and again when shapes change, as the profiler
-counts them. A profile of `emulated:a100-sxm?slower=2000` is made in virtual time, and predicts training there.
-A backward is timed as a whole, from the first gradient until autograd has finished. Schedules that compute the
-gradients of inputs and of weights separately are not supported. Evaluation is not slowed down.
+FLOPs and bytes of a stage are counted in its first training microbatch, and again when shapes
+change, as the profiler counts them. A profile of `emulated:a100-sxm?slower=2000` is made in virtual
+time, and predicts training there. A backward is timed as a whole, from the first gradient until
+autograd has finished. Schedules that compute the gradients of inputs and of weights separately are
+not supported. Evaluation is not slowed down.
 """
 
 from __future__ import annotations
@@ -45,21 +49,28 @@ Loss = Callable[[Any], "torch.Tensor"]
 
 @contextmanager
 def emulate(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
-    """Make computations of `engine` on this rank take as long as on an emulated GPU, inside the block.
+    """Make computations of `engine` on this rank take as long as on an emulated GPU, inside the
+    block.
 
     Args:
         engine: A DeepSpeed PipelineEngine, the chunks of a Megatron-core model, or a schedule of
             torch.distributed.pipelining.
-        gpu: Text such as "emulated:a100-sxm/0?slower=2000"; without the number, the local rank is used.
+        gpu: Text such as "emulated:a100-sxm/0?slower=2000"; without the number, the local rank is
+            used.
 
     Raises:
-        UsageError: If the engine is not supported or splits its backwards, or `gpu` is not emulated.
+        UsageError: If the engine is not supported or splits its backwards, or `gpu` is not
+            emulated.
         GpuError: If there is no such GPU.
     """
     kind = engine_kind(engine)
     if kind is None:
-        raise UsageError(f"emulate was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}")
-    find = {"torch": _torch_stages, "deepspeed": _deepspeed_stages, "megatron": _megatron_stages}[kind]
+        raise UsageError(
+            f"emulate was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}"
+        )
+    find = {"torch": _torch_stages, "deepspeed": _deepspeed_stages, "megatron": _megatron_stages}[
+        kind
+    ]
     with ExitStack() as stack:
         device = stack.enter_context(_open(gpu))
         for stage in find(engine, device):
@@ -71,15 +82,16 @@ def emulate(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
 def emulate_stage(
     module: torch.nn.Module, gpu: EmulatedGpu, *, loss: Loss | None = None, first: bool = False
 ) -> Iterator[None]:
-    """Make training calls of `module` and their backwards take as long as on an emulated GPU, inside the block.
+    """Make training calls of `module` and their backwards take as long as on an emulated GPU,
+    inside the block.
 
     Use this for pipelines without an engine.
 
     Args:
         module: The stage.
         gpu: The GPU to emulate.
-        loss: Loss of the last stage, from the module's output to a scalar. Its FLOPs and bytes are added to those of
-            the module; it is called only to count them.
+        loss: Loss of the last stage, from the module's output to a scalar. Its FLOPs and bytes are
+            added to those of the module; it is called only to count them.
         first: Whether this is the first stage, which sends no gradients back.
 
     Raises:
@@ -111,28 +123,42 @@ class _EmulatedStage:
         loss: Loss | None = None,
         state: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._gpu, self._module, self._forward, self._first, self._state = gpu, module, forward, first, state
+        self._gpu, self._module, self._forward, self._first, self._state = (
+            gpu,
+            module,
+            forward,
+            first,
+            state,
+        )
         self._loss = loss
         self._costs: dict[object, StageOpCost] = {}  #: by shapes of the inputs
         self._running: StageOpCost | None = None  #: cost of the forward that runs
         self._is_counting = False
-        self._uncounted: tuple[Any, Mapping[str, Any]] | None = None  #: the call to count once its loss is known
+        self._uncounted: tuple[Any, Mapping[str, Any]] | None = (
+            None  #: the call to count once its loss is known
+        )
 
     @contextmanager
     def attached(self, owner: object = None, loss: str = "") -> Iterator[None]:
-        """Time the module inside the block; in the last stage of an engine, `loss` is the attribute of `owner`."""
+        """Time the module inside the block; in the last stage of an engine, `loss` is the
+        attribute of `owner`.
+        """
         with ExitStack() as stack:
             follows = owner is not None and getattr(owner, loss) is not None
             if follows:
                 stack.enter_context(_intercept(owner, loss, self._after_loss))
             for handle in (
-                self._module.register_forward_pre_hook(partial(self._before, loss_follows=follows), with_kwargs=True),
+                self._module.register_forward_pre_hook(
+                    partial(self._before, loss_follows=follows), with_kwargs=True
+                ),
                 self._module.register_forward_hook(self._after),
             ):
                 stack.callback(handle.remove)
             yield
 
-    def _before(self, _: object, args: Any, kwargs: Mapping[str, Any], *, loss_follows: bool) -> None:
+    def _before(
+        self, _: object, args: Any, kwargs: Mapping[str, Any], *, loss_follows: bool
+    ) -> None:
         """Handle the call of the module."""
         self._running = self._uncounted = None
         if self._is_counting or not is_training(args, kwargs):
@@ -152,7 +178,9 @@ class _EmulatedStage:
             self._gpu.finish()
             _time_backward(self._gpu, output, self._running.backward)
 
-    def _after_loss(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+    def _after_loss(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         """Handle the return of the loss function of an engine."""
         if self._is_counting or self._uncounted is None:
             return
@@ -186,8 +214,8 @@ def _start(gpu: EmulatedGpu, cost: OpCost) -> None:
 def _time_backward(gpu: EmulatedGpu, output: Any, cost: OpCost) -> None:
     """Make the backward from `output` take as long as `cost` does on `gpu`.
 
-    This uses hooks on the graph instead of operations in it: engines free outputs and detach them in place, which is
-    impossible for views.
+    This uses hooks on the graph instead of operations in it: engines free outputs and detach them
+    in place, which is impossible for views.
     """
     import torch
 
@@ -215,7 +243,9 @@ def _shapes(*values: object) -> object:
 
 @contextmanager
 def _intercept(owner: object, name: str, after: Callable[..., None]) -> Iterator[None]:
-    """Call `after` after every call of attribute `name`, a function or a module, inside the block."""
+    """Call `after` after every call of attribute `name`, a function or a module, inside the
+    block.
+    """
     import torch
 
     found: Callable[..., Any] = getattr(owner, name)
@@ -246,13 +276,21 @@ def _intercept(owner: object, name: str, after: Callable[..., None]) -> Iterator
 
 
 def _torch_stages(schedule: Any, gpu: EmulatedGpu) -> Iterator[AbstractContextManager[None]]:
-    parts = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)  # there is no public attribute
+    parts = (
+        [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+    )  # there is no public attribute
     order: Mapping[int, Any] = getattr(schedule, "pipeline_order", None) or {}
-    kinds = {action.computation_type.name for row in order.values() for action in row if action is not None}
+    kinds = {
+        action.computation_type.name
+        for row in order.values()
+        for action in row
+        if action is not None
+    }
     if kinds & {"BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"}:
         raise UsageError(
-            f"{type(schedule).__name__} computes the gradients of inputs and of weights separately, which cannot be "
-            "emulated; use a schedule with whole backwards, such as Schedule1F1B or ScheduleInterleaved1F1B"
+            f"{type(schedule).__name__} computes the gradients of inputs and of weights "
+            "separately, which cannot be emulated; use a schedule with whole backwards, such as "
+            "Schedule1F1B or ScheduleInterleaved1F1B"
         )
     for part in parts:
         stage = _EmulatedStage(gpu, part.submod, part.submod, first=part.is_first)
@@ -283,7 +321,9 @@ def _megatron_stages(model: Any, gpu: EmulatedGpu) -> Iterator[AbstractContextMa
 
 @contextmanager
 def _emulated_chunk(gpu: EmulatedGpu, chunk: Any, *, first: bool, last: bool) -> Iterator[None]:
-    """Time a chunk of Megatron-core, which gets its input by `set_input_tensor` and, if it is last, returns losses."""
+    """Time a chunk of Megatron-core, which gets its input by `set_input_tensor` and, if it is
+    last, returns losses.
+    """
     receiver = chunk
     while not hasattr(receiver, "set_input_tensor"):
         receiver = receiver.module
@@ -321,7 +361,9 @@ def _open(text: str) -> Iterator[EmulatedGpu]:
     import torch
 
     if not text.startswith("emulated:"):
-        raise UsageError(f"GPU {text!r} is not emulated; give a GPU such as emulated:a100-sxm?slower=2000")
+        raise UsageError(
+            f"GPU {text!r} is not emulated; give a GPU such as emulated:a100-sxm?slower=2000"
+        )
     with open_gpu(gpu_text(text, torch.device("cpu"))) as gpu:
         assert isinstance(gpu, EmulatedGpu)
         yield gpu

@@ -1,13 +1,16 @@
-"""Follows an engine through its iterations on the training thread, and requests the clock of each computation.
+"""Follows an engine through its iterations on the training thread, and requests the clock of each
+computation.
 
 The rules:
 
-- The clock of a computation is requested when the computation before it ends; the first clock of an iteration, when the
-  last computation of the iteration before it ends.
-- A new plan takes effect at the begin of an iteration, and so does a return to the plan after a deviation.
-- If an engine runs something that is not in the plan, the GPU is reset for the rest of the iteration. The plan is
-  followed again after an iteration that ran as planned.
-- What an iteration runs is noted if it has no program or deviates from it, so that a program can be made for it.
+- The clock of a computation is requested when the computation before it ends; the first clock of an
+  iteration, when the last computation of the iteration before it ends.
+- A new plan takes effect at the begin of an iteration, and so does a return to the plan after a
+  deviation.
+- If an engine runs something that is not in the plan, the GPU is reset for the rest of the
+  iteration. The plan is followed again after an iteration that ran as planned.
+- What an iteration runs is noted if it has no program or deviates from it, so that a program can be
+  made for it.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class RankProgram(Protocol):
 
     @property
     def changes(self) -> int:
-        """How often the clock changes in an iteration, including the change back to the first one."""
+        """How often the clock changes in an iteration, including the change back to the first
+        one.
+        """
 
     @property
     def microbatches(self) -> int:
@@ -68,7 +73,9 @@ class RankProgram(Protocol):
         """Shortest time for which a value is held, seconds."""
 
     def with_changes(self, most: int) -> RankProgram:
-        """Return the program with at most so many changes in an iteration, at the same clocks or higher ones."""
+        """Return the program with at most so many changes in an iteration, at the same clocks or
+        higher ones.
+        """
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,8 @@ class Program:
         version: Number of the plan in this job: 1 for the first, 2 for the next, and so on.
         plan: The plan.
         rank: Rank of the plan's schedule.
-        max_changes: How many clock changes an iteration may have, for a node that cannot make those of the plan.
-            None for the plan's clocks.
+        max_changes: How many clock changes an iteration may have, for a node that cannot make those
+            of the plan. None for the plan's clocks.
 
     Raises:
         PlanError: If the schedule has no such rank.
@@ -94,8 +101,9 @@ class Program:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.plan.schedule.ranks):
             raise PlanError(
-                f"the plan is for pipelines of {len(self.plan.schedule.ranks)} ranks, and this is rank {self.rank} of "
-                "a pipeline; make the plan for the schedule that you train with"
+                f"the plan is for pipelines of {len(self.plan.schedule.ranks)} ranks, and this is "
+                f"rank {self.rank} of a pipeline; make the plan for the schedule that you train "
+                "with"
             )
 
     @cached_property
@@ -105,13 +113,19 @@ class Program:
 
     @cached_property
     def clocks(self) -> tuple[int, ...]:
-        """The value for each computation, the plan's or a higher one: MHz, or watts of a power limit."""
+        """The value for each computation, the plan's or a higher one: MHz, or watts of a power
+        limit.
+        """
         planned = tuple(self.plan.clocks[str(computation)] for computation in self.computations)
-        return planned if self.max_changes is None else with_fewer_changes(planned, self.max_changes)
+        return (
+            planned if self.max_changes is None else with_fewer_changes(planned, self.max_changes)
+        )
 
     @cached_property
     def changes(self) -> int:
-        """How often the clock changes in an iteration, including the change back to the first one."""
+        """How often the clock changes in an iteration, including the change back to the first
+        one.
+        """
         return changes_per_rank(self.clocks)
 
     @property
@@ -151,11 +165,14 @@ class Program:
         if order == self.computations:
             return
         pairs = list(zip(order, self.computations, strict=False))
-        position = next((i for i, (actual, planned) in enumerate(pairs) if actual != planned), len(pairs))
+        position = next(
+            (i for i, (actual, planned) in enumerate(pairs) if actual != planned), len(pairs)
+        )
         raise PlanError(
-            f"the plan ({self.plan.schedule}) is not what {engine} runs on rank {self.rank} of the pipeline: "
-            f"computation {position + 1} is {_at(order, position)} there and {_at(self.computations, position)} in the "
-            "plan; solve for the schedule and the number of microbatches that you train with"
+            f"the plan ({self.plan.schedule}) is not what {engine} runs on rank {self.rank} of "
+            f"the pipeline: computation {position + 1} is {_at(order, position)} there and "
+            f"{_at(self.computations, position)} in the plan; solve for the schedule and the "
+            "number of microbatches that you train with"
         )
 
 
@@ -168,13 +185,21 @@ Order = Sequence[tuple[int, str, int]]
 
 
 class ProgramSource(Protocol):
-    """Decides at each iteration which program this rank runs by; all methods are called on the training thread."""
+    """Decides at each iteration which program this rank runs by; all methods are called on the
+    training thread.
+    """
 
     def program_for(self, iteration: int) -> RankProgram | None:
-        """Return the program of an iteration, or None to run without clocks; must not wait long, or raise."""
+        """Return the program of an iteration, or None to run without clocks; must not wait long,
+        or raise.
+        """
 
     def on_end(
-        self, iteration: int, program: RankProgram | None, deviation: str | None, order: Order | None = None
+        self,
+        iteration: int,
+        program: RankProgram | None,
+        deviation: str | None,
+        order: Order | None = None,
     ) -> None:
         """The iteration has ended.
 
@@ -228,7 +253,11 @@ class Hook:
             self._order, self._count = program.computations, len(program.computations)
         self._position, self._deviation, self._noted = 0, None, []
         self._marks.begin_iteration(self._iteration)
-        if program is not None and microbatches is not None and microbatches != program.microbatches:
+        if (
+            program is not None
+            and microbatches is not None
+            and microbatches != program.microbatches
+        ):
             self._deviate(f"{microbatches} microbatches, and the plan has {program.microbatches}")
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
@@ -238,7 +267,10 @@ class Hook:
         planned = self._order[position] if position < self._count else None
         if planned != (stage, kind, microbatch):
             if self._deviation is None and self._program is not None:
-                self._deviate(f"{Computation(stage, kind, microbatch)}, where the plan has {planned or 'nothing more'}")
+                self._deviate(
+                    f"{Computation(stage, kind, microbatch)}, where the plan has "
+                    f"{planned or 'nothing more'}"
+                )
             self._noted.append((stage, kind, microbatch))
 
     def end(self) -> None:
@@ -263,7 +295,9 @@ class Hook:
             self._marks.request(0)
 
     def abandon_iteration(self) -> None:
-        """End the iteration because it raises, which is no deviation; the next one begins with the plan again."""
+        """End the iteration because it raises, which is no deviation; the next one begins with
+        the plan again.
+        """
         if not self._is_inside:
             return
         self._is_inside = False
@@ -276,7 +310,9 @@ class Hook:
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
         self._is_unclocked = program is None
-        self._marks.load([clock_request(i, clock) for i, clock in enumerate(program.clocks)] if program else [])
+        self._marks.load(
+            [clock_request(i, clock) for i, clock in enumerate(program.clocks)] if program else []
+        )
         self._marks.request(_NO_REQUEST_INDEX if program is None else 0)
 
     def _deviate(self, what: str) -> None:

@@ -1,4 +1,6 @@
-"""The training job that this process is a rank of: its store, how its ranks exchange values, and what it warns of."""
+"""The training job that this process is a rank of: its store, how its ranks exchange values, and
+what it warns of.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ class TrainingJob:
         store: The torch.distributed store of the job, under a prefix that no other runtime uses.
         rank: Rank of this process, from 0.
         ranks: Number of ranks.
-        own_store: The same store, for background threads: through a connection of its own, because a connection serves
-            one operation at a time, and training may wait on its own for a key. In a torch whose stores cannot be
-            cloned, it is `store`.
+        own_store: The same store, for background threads: through a connection of its own, because
+            a connection serves one operation at a time, and training may wait on its own for a key.
+            In a torch whose stores cannot be cloned, it is `store`.
     """
 
     store: Store
@@ -60,15 +62,20 @@ def this_job() -> TrainingJob:
 
     if not dist.is_initialized():
         return TrainingJob(dist.HashStore(), 0, 1)
-    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to it
+    from torch.distributed.distributed_c10d import (
+        _get_default_store,
+    )  # torch has no public way to it
 
-    # torchrun may keep the store when it restarts ranks, which must not read what ranks before them have written. Each
-    # node counts its own restarts alone, so with several nodes it is the ranks that count how often they have begun.
+    # torchrun may keep the store when it restarts ranks, which must not read what ranks before them
+    # have written. Each node counts its own restarts alone, so with several nodes it is the ranks
+    # that count how often they have begun.
     start = _restarts() if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else "any"
     store = dist.PrefixStore(f"perseus-planner/runtime/{start}", _get_default_store())
     try:
         number = store.add(f"begun/{dist.get_rank()}", 1)
-        return TrainingJob(dist.PrefixStore(str(number), store), dist.get_rank(), dist.get_world_size())
+        return TrainingJob(
+            dist.PrefixStore(str(number), store), dist.get_rank(), dist.get_world_size()
+        )
     except RuntimeError as error:
         raise RankError(_STORE_GONE) from error
 
@@ -84,16 +91,21 @@ def node() -> str:
 
 
 def launcher() -> int | None:
-    """Return the process that launched this rank, whose death ends the job; None if no launcher is known."""
+    """Return the process that launched this rank, whose death ends the job; None if no launcher
+    is known.
+    """
     return os.getppid() if "LOCAL_RANK" in os.environ or "RANK" in os.environ else None
 
 
-def exchange(store: Store, rank: int, ranks: int, value: bytes, timeout_s: float) -> list[bytes | None]:
-    """Gather a value from every rank; every rank returns the same list, with None for ranks that were too late.
+def exchange(
+    store: Store, rank: int, ranks: int, value: bytes, timeout_s: float
+) -> list[bytes | None]:
+    """Gather a value from every rank; every rank returns the same list, with None for ranks that
+    were too late.
 
-    The first rank writes the list once all values are there; any rank writes it, with the values that are there, after
-    waiting for `timeout_s`. The first list written counts, so a rank that comes later finds None for itself. This waits
-    in short pauses and can be interrupted.
+    The first rank writes the list once all values are there; any rank writes it, with the values
+    that are there, after waiting for `timeout_s`. The first list written counts, so a rank that
+    comes later finds None for itself. This waits in short pauses and can be interrupted.
 
     Args:
         store: The same store for all ranks, under a prefix that nothing else uses.
@@ -111,7 +123,9 @@ def exchange(store: Store, rank: int, ranks: int, value: bytes, timeout_s: float
         raise RankError(_STORE_GONE) from error
 
 
-def _exchange(store: Store, rank: int, ranks: int, value: bytes, deadline_s: float) -> list[bytes | None]:
+def _exchange(
+    store: Store, rank: int, ranks: int, value: bytes, deadline_s: float
+) -> list[bytes | None]:
     keys = [f"values/{number}" for number in range(ranks)]
     store.set(keys[rank], zlib.compress(value))
     pause_s, longest_s = 1e-3, _LONGEST_PAUSE_S * max(1.0, ranks / _RANKS_LOOKING)
@@ -126,20 +140,27 @@ def _exchange(store: Store, rank: int, ranks: int, value: bytes, deadline_s: flo
 
 
 def _pack(values: list[bytes | None]) -> bytes:
-    # Latin-1 has a character for each byte; together the values compress well because they are mostly alike.
-    texts = [None if value is None else zlib.decompress(value).decode("latin-1") for value in values]
+    # Latin-1 has a character for each byte; together the values compress well because they are
+    # mostly alike.
+    texts = [
+        None if value is None else zlib.decompress(value).decode("latin-1") for value in values
+    ]
     return zlib.compress(json.dumps(texts).encode())
 
 
 def _unpack(packed: bytes) -> list[bytes | None]:
-    return [None if text is None else text.encode("latin-1") for text in json.loads(zlib.decompress(packed))]
+    return [
+        None if text is None else text.encode("latin-1")
+        for text in json.loads(zlib.decompress(packed))
+    ]
 
 
 def wait_for_others(job: TrainingJob, key: str, ranks: int, timeout_s: float) -> None:
-    """Count this rank under `key`, and wait on rank 0 until `ranks` ranks are counted, `timeout_s` at most.
+    """Count this rank under `key`, and wait on rank 0 until `ranks` ranks are counted, `timeout_s`
+    at most.
 
-    So the process of rank 0, which holds the store unless a launcher does, does not end before the others are done
-    with the store. Later uses of the store make torch print stack dumps on them.
+    So the process of rank 0, which holds the store unless a launcher does, does not end before the
+    others are done with the store. Later uses of the store make torch print stack dumps on them.
 
     Args:
         job: The job.
@@ -156,7 +177,9 @@ def wait_for_others(job: TrainingJob, key: str, ranks: int, timeout_s: float) ->
 
 
 class JobWarnings:
-    """Warnings through the logger `perseus_planner.runtime`, each given once in the whole job until it is over."""
+    """Warnings through the logger `perseus_planner.runtime`, each given once in the whole job
+    until it is over.
+    """
 
     def __init__(self, job: TrainingJob) -> None:
         self._job = job
@@ -170,7 +193,8 @@ class JobWarnings:
         Args:
             key: What the warning is about.
             text: One sentence.
-            by: "one" if the first rank to get here warns; "rank 0" if all ranks get here and only rank 0 warns.
+            by: "one" if the first rank to get here warns; "rank 0" if all ranks get here and only
+                rank 0 warns.
         """
         if key in self._keys:
             return
@@ -179,7 +203,8 @@ class JobWarnings:
             _LOG.warning("planner, rank %d: %s", self._job.rank, text)
 
     def end(self, key: str, text: str) -> None:
-        """Say on rank 0 that what a warning by rank 0 is about is over, if it was given; it may then be given again.
+        """Say on rank 0 that what a warning by rank 0 is about is over, if it was given; it may
+        then be given again.
 
         Args:
             key: That of the warning.
@@ -198,6 +223,8 @@ class JobWarnings:
 
     def _is_first(self, key: str) -> bool:
         rank = str(self._job.rank)
-        with suppress(RuntimeError):  # the store may be gone; a repeated warning is better than none
+        with suppress(
+            RuntimeError
+        ):  # the store may be gone; a repeated warning is better than none
             return bool(self._job.own_store.compare_set(f"warned/{key}", "", rank).decode() == rank)
         return True

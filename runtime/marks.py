@@ -1,8 +1,10 @@
-"""Marks the progress of a rank: requests the next clock and takes times, without ever waiting for the device.
+"""Marks the progress of a rank: requests the next clock and takes times, without ever waiting for
+the device.
 
-A rank and the clock controller share one number in memory, the clock request. The rank writes what it wants now, and
-the controller acts on the latest value. On the CPU it is written at the call; on CUDA, where the training thread runs
-ahead of the device, the device itself writes it in the order of its stream (`cuda_marks.py`).
+A rank and the clock controller share one number in memory, the clock request. The rank writes what
+it wants now, and the controller acts on the latest value. On the CPU it is written at the call; on
+CUDA, where the training thread runs ahead of the device, the device itself writes it in the order
+of its stream (`cuda_marks.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ KEPT = 64
 
 
 def clock_request(position: int, value: int) -> int:
-    """Pack a request for `value` (MHz or watts), for the computation at `position` of the rank's program."""
+    """Pack a request for `value` (MHz or watts), for the computation at `position` of the rank's
+    program.
+    """
     return (position + 1) << 32 | value
 
 
@@ -48,16 +52,22 @@ class IterationTimes:
 
 
 class Marks(Protocol):
-    """Requests clocks and takes times; all methods but `finished` are called on the training thread."""
+    """Requests clocks and takes times; all methods but `finished` are called on the training
+    thread.
+    """
 
     def ended_s(self) -> float | None:
-        """Return how long the iteration took that has just ended, in seconds; None if the device may still run it."""
+        """Return how long the iteration took that has just ended, in seconds; None if the device
+        may still run it.
+        """
 
     def load(self, requests: Sequence[int]) -> None:
         """Make `request(i)` mean `requests[i]` from now on."""
 
     def request(self, index: int) -> None:
-        """Write the clock request with this index, or `NO_REQUEST` for -1, when the device comes to this point."""
+        """Write the clock request with this index, or `NO_REQUEST` for -1, when the device comes
+        to this point.
+        """
 
     def begin_iteration(self, number: int) -> None:
         """Mark the begin of an iteration."""
@@ -72,7 +82,8 @@ class Marks(Protocol):
         """Mark the end of the iteration."""
 
     def finished(self) -> list[IterationTimes]:
-        """Return the times that have become known since the last call; never waits. For another thread.
+        """Return the times that have become known since the last call; never waits. For another
+        thread.
 
         At most `KEPT` iterations are kept until then.
 
@@ -126,7 +137,9 @@ class HostMarks:
         """See `Marks.end_iteration`."""
         end_ns = time.monotonic_ns()
         self._ended_s = (end_ns - self._iteration_begin_ns) / 1e9
-        self._finished.append(IterationTimes(self._number, self._iteration_begin_ns, tuple(self._spans_ns), end_ns))
+        self._finished.append(
+            IterationTimes(self._number, self._iteration_begin_ns, tuple(self._spans_ns), end_ns)
+        )
 
     def finished(self) -> list[IterationTimes]:
         """See `Marks.finished`."""

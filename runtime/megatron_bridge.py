@@ -10,19 +10,23 @@ from perseus_planner.runtime.session import planner_runtime
 
 
 class PlannerCallback:
-    """Runs `planner_runtime` while Megatron-Bridge trains: `pretrain(..., callbacks=[PlannerCallback()])`.
+    """Runs `planner_runtime` while Megatron-Bridge trains:
+    `pretrain(..., callbacks=[PlannerCallback()])`.
 
-    Evaluations run at the GPU's default clocks. Where training ends the process without an event, as at an exit
-    interval or a signal, the clocks are reset with it.
+    Evaluations run at the GPU's default clocks. Where training ends the process without an event,
+    as at an exit interval or a signal, the clocks are reset with it.
 
     Args:
-        options: Those of `planner_runtime`, such as `plan="plan.yaml"`; without a plan, the autopilot learns one.
+        options: Those of `planner_runtime`, such as `plan="plan.yaml"`; without a plan, the
+            autopilot learns one.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._runtime = ExitStack()
-        self._timers: list[tuple[Any, Any]] = []  #: config of a chunk, and the timers through which it is followed
+        self._timers: list[
+            tuple[Any, Any]
+        ] = []  #: config of a chunk, and the timers through which it is followed
 
     def on_train_start(self, context: Any) -> None:
         """Follow the model of `context`, as a training loop is about to begin."""

@@ -1,7 +1,9 @@
-"""How the ranks of a job begin together: they exchange who they are, check rank 0's plan, and attach to a controller.
+"""How the ranks of a job begin together: they exchange who they are, check rank 0's plan, and
+attach to a controller.
 
-This happens before training, so it may wait. What a user can correct is refused, on all ranks at once: a plan that does
-not fit the engine, or a GPU that another job holds. What training can go on without becomes a warning and no clocks.
+This happens before training, so it may wait. What a user can correct is refused, on all ranks at
+once: a plan that does not fit the engine, or a GPU that another job holds. What training can go on
+without becomes a warning and no clocks.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.job import JobWarnings
 
 RENDEZVOUS_S = 300.0
-"""How long the ranks wait for each other before training; one of them may still be solving and planning."""
+"""How long the ranks wait for each other before training; one of them may still be solving and
+planning.
+"""
 REFUSAL_S = 10.0
 """How long rank 0 waits, at most, until all others have read why the job does not begin."""
 
@@ -117,7 +121,11 @@ class _Step:
 
 
 def join_job(
-    engine: Any, job: TrainingJob, settings: RuntimeSettings, warnings: JobWarnings, stack: ExitStack
+    engine: Any,
+    job: TrainingJob,
+    settings: RuntimeSettings,
+    warnings: JobWarnings,
+    stack: ExitStack,
 ) -> RankContext:
     """Begin together with all other ranks.
 
@@ -148,14 +156,21 @@ def join_job(
     with _step(job, "plans", present, RENDEZVOUS_S):
         pipeline, pipelines = _pipelines(info, infos)
         plans = infos[0].plans if infos[0] is not None else None
-        program = None if plans is None else program_of(adapter, Plans.loads(plans.encode()), 1, pipeline)
+        program = (
+            None if plans is None else program_of(adapter, Plans.loads(plans.encode()), 1, pipeline)
+        )
         places = _places(infos)
     if infos[0] is None:
-        warnings.warn("no plan", "there is no plan: rank 0 is missing; training goes on without setting clocks")
+        warnings.warn(
+            "no plan",
+            "there is no plan: rank 0 is missing; training goes on without setting clocks",
+        )
     with _step(job, "gpus", present, 2 * attachment.ATTACH_S) as step:
         if settings.dry_run and not text.startswith("dry-run:"):
             text = f"dry-run:{text}"
-        neighbours = [rank for rank, each in enumerate(infos) if each is not None and each.node == info.node]
+        neighbours = [
+            rank for rank, each in enumerate(infos) if each is not None and each.node == info.node
+        ]
         controller = attachment.NodeController(job, neighbours, settings.max_changes_per_s)
         control = "clock" if program is None else cast("Control", program.control)
         min_dwell_s = 0.0 if program is None else program.min_dwell_s
@@ -174,13 +189,20 @@ def join_job(
     attempt = None if infos[0] is None else infos[0].attempt
     has_autopilot = infos[0] is not None and plans is None
     autopilot = has_autopilot, len(neighbours)
-    return RankContext(adapter, pipeline, pipelines, program, control, attached, attempt, share, places, *autopilot)
+    return RankContext(
+        adapter, pipeline, pipelines, program, control, attached, attempt, share, places, *autopilot
+    )
 
 
 def _node_share(
-    infos: Sequence[_RankInfo | None], written: NodePlans | None, address: bytes | None, stack: ExitStack
+    infos: Sequence[_RankInfo | None],
+    written: NodePlans | None,
+    address: bytes | None,
+    stack: ExitStack,
 ) -> NodeShare:
-    """Return this rank's part in the looks of its node, given what it writes or the address of what it reads."""
+    """Return this rank's part in the looks of its node, given what it writes or the address of
+    what it reads.
+    """
     nodes = len({each.node for each in infos if each is not None})
     if written is None and address:
         with suppress(OSError):  # the first rank of the node has ended
@@ -200,8 +222,8 @@ def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Pro
     plan = plans.of_pipeline(pipeline)
     if len(plan.schedule.ranks) != position.ranks:
         raise PlanError(
-            f"the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and {engine.name} runs pipelines of "
-            f"{position.ranks}; solve for the schedule that you train with"
+            f"the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and {engine.name} "
+            f"runs pipelines of {position.ranks}; solve for the schedule that you train with"
         )
     program = Program(version, plan, position.rank)
     order = engine.order()
@@ -219,13 +241,13 @@ def check_gpu(program: Program, gpu: AttachReply, control: Control) -> None:
     planned = program.plan.gpu
     if program.plan.control != control:
         raise PlanError(
-            f"the plan's control is {program.plan.control!r}, and this training began with {control!r}; start the "
-            "training again to change it"
+            f"the plan's control is {program.plan.control!r}, and this training began with "
+            f"{control!r}; start the training again to change it"
         )
     if planned is not None and gpu.name != planned:
         raise PlanError(
-            f"the plan is for the GPU {planned!r}, and this rank has {gpu.name!r} ({gpu.gpu}); profile that kind "
-            "of GPU and plan on it"
+            f"the plan is for the GPU {planned!r}, and this rank has {gpu.name!r} ({gpu.gpu}); "
+            "profile that kind of GPU and plan on it"
         )
 
 
@@ -241,7 +263,9 @@ def _step(job: TrainingJob, name: str, ranks: Sequence[int], timeout_s: float) -
         yield step
     except Exception as error:
         with suppress(RankError):  # if the store is gone, the others cannot be told
-            _exchange(job, name, ranks, json.dumps({"refused": str(error) or repr(error)}).encode(), 0.0)
+            _exchange(
+                job, name, ranks, json.dumps({"refused": str(error) or repr(error)}).encode(), 0.0
+            )
         wait_for_others(job, name, len(ranks), REFUSAL_S)
         raise
     step.responses = _exchange(job, name, ranks, step.value, timeout_s)
@@ -251,12 +275,16 @@ def _step(job: TrainingJob, name: str, ranks: Sequence[int], timeout_s: float) -
             raise RankError(f"rank {rank} does not begin: {json.loads(response)['refused']}")
 
 
-def _exchange(job: TrainingJob, name: str, ranks: Sequence[int], value: bytes, timeout_s: float) -> list[bytes | None]:
+def _exchange(
+    job: TrainingJob, name: str, ranks: Sequence[int], value: bytes, timeout_s: float
+) -> list[bytes | None]:
     import torch.distributed as dist
 
     if job.rank not in ranks:
         return []
-    return exchange(dist.PrefixStore(name, job.store), ranks.index(job.rank), len(ranks), value, timeout_s)
+    return exchange(
+        dist.PrefixStore(name, job.store), ranks.index(job.rank), len(ranks), value, timeout_s
+    )
 
 
 def _rank_info(engine: Engine, job: TrainingJob, settings: RuntimeSettings) -> _RankInfo:
@@ -275,13 +303,23 @@ def _warn_of_absent(job: TrainingJob, present: Sequence[int], warnings: JobWarni
     if absent:
         named = f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
         warnings.warn(
-            "late", f"{named} had not joined within {RENDEZVOUS_S:g} s; training begins without waiting longer"
+            "late",
+            f"{named} had not joined within {RENDEZVOUS_S:g} s; training begins without waiting "
+            "longer",
         )
 
 
 def _pipelines(info: _RankInfo, infos: Sequence[_RankInfo | None]) -> tuple[int, int]:
-    """Return this rank's pipeline, as its engine numbers it or else by its first rank, and the number of pipelines."""
-    everyone = sorted({each.peers if each.pipeline is None else (each.pipeline,) for each in infos if each is not None})
+    """Return this rank's pipeline, as its engine numbers it or else by its first rank, and the
+    number of pipelines.
+    """
+    everyone = sorted(
+        {
+            each.peers if each.pipeline is None else (each.pipeline,)
+            for each in infos
+            if each is not None
+        }
+    )
     return everyone.index(info.peers) if info.pipeline is None else info.pipeline, len(everyone)
 
 

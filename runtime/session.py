@@ -1,4 +1,6 @@
-"""Runs training under a plan, or learns one: `with planner_runtime(engine):` around the loop, on every rank."""
+"""Runs training under a plan, or learns one: `with planner_runtime(engine):` around the loop, on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.switching.agreement import Proposal
 
 MAX_CHANGES_PER_S = 100.0
-"""Default limit of the clock changes of one node: a call holds the driver's lock for about 6 ms (measured on A800)."""
+"""Default limit of the clock changes of one node: a call holds the driver's lock for about 6 ms
+(measured on A800).
+"""
 
 END_S = 5.0
 """How long rank 0 waits at the end, at most, until all others have ended their part."""
@@ -65,13 +69,17 @@ class Runtime:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that this rank's pipeline runs by; None if there is none, or the autopilot makes its programs."""
+        """The plan that this rank's pipeline runs by; None if there is none, or the autopilot
+        makes its programs.
+        """
         program = self._follower.program
         return None if program is None else program.plan
 
     @property
     def autopilot(self) -> AutopilotStatus | None:
-        """What the autopilot knows; on other ranks than 0, what it knew at their newest program. None with a plan."""
+        """What the autopilot knows; on other ranks than 0, what it knew at their newest program.
+        None with a plan.
+        """
         if self._autopilot is None:
             return None
         if self._autopilot.coordinator is not None:
@@ -95,7 +103,8 @@ class Runtime:
         return self._telemetry.iterations
 
     def iteration(self) -> AbstractContextManager[None]:
-        """Run one training iteration inside the block: for training without an engine, which needs no call else.
+        """Run one training iteration inside the block: for training without an engine, which needs
+        no call else.
 
         Raises:
             UsageError: If the runtime was given an engine, which shows its iterations by itself.
@@ -103,21 +112,27 @@ class Runtime:
         raise UsageError("the engine shows its iterations by itself; leave out runtime.iteration()")
 
     def switch_to(self, plan: GivenPlan) -> Proposal:
-        """Move all ranks of all pipelines to another plan, at the same iteration; call it on any one rank.
+        """Move all ranks of all pipelines to another plan, at the same iteration; call it on any
+        one rank.
 
-        Returns at once. The plan takes effect at the begin of an iteration that is a few ahead, so that all ranks have
-        read it by then. A rank that reads it late takes it at its next iteration; one that it does not fit runs without
-        clocks, and warns. A newer plan that is proposed before then replaces it.
+        Returns at once. The plan takes effect at the begin of an iteration that is a few ahead, so
+        that all ranks have read it by then. A rank that reads it late takes it at its next
+        iteration; one that it does not fit runs without clocks, and warns. A newer plan that is
+        proposed before then replaces it.
 
         Args:
             plan: A plan or its file for all pipelines, or one for each pipeline by its number.
 
         Raises:
-            PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a pipeline.
+            PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a
+                pipeline.
             UsageError: If the autopilot makes the programs of this training.
         """
         if self._autopilot is not None:
-            raise UsageError("the autopilot decides the clocks of this training; begin it with a plan to switch plans")
+            raise UsageError(
+                "the autopilot decides the clocks of this training; begin it with a plan to switch "
+                "plans"
+            )
         plans = Plans.load(plan)
         self._check(plans)
         proposal = self._follower.agreement.propose(plans.dumps())
@@ -144,50 +159,64 @@ def planner_runtime(
     learn: bool = True,
     state: str | os.PathLike[str] | None = STATE_FILE,
 ) -> Iterator[Runtime]:
-    """Train `engine` with each computation at its clock inside the block; reset the clocks on leaving.
+    """Train `engine` with each computation at its clock inside the block; reset the clocks on
+    leaving.
 
-    With a plan, its clocks are set. Without one, the autopilot learns from the iterations of the training itself what
-    clocks cost, and plans on it: the first iterations run at full clocks, which is the reference, and those after them
-    may together be longer by `max_slowdown` than `slowdown` allows, and no more: each rank keeps a ledger of its own
-    iterations, and runs at full clocks while more is owed.
+    With a plan, its clocks are set. Without one, the autopilot learns from the iterations of the
+    training itself what clocks cost, and plans on it: the first iterations run at full clocks,
+    which is the reference, and those after them may together be longer by `max_slowdown` than
+    `slowdown` allows, and no more: each rank keeps a ledger of its own iterations, and runs at full
+    clocks while more is owed.
 
-    Enter and leave the block on every rank. Training never waits for a clock. If clocks can no longer be set, training
-    goes on without them, and one warning is given through the logger `perseus_planner.runtime`; they are tried again
-    after 30 s, then less and less often, down to every 10 minutes.
+    Enter and leave the block on every rank. Training never waits for a clock. If clocks can no
+    longer be set, training goes on without them, and one warning is given through the logger
+    `perseus_planner.runtime`; they are tried again after 30 s, then less and less often, down to
+    every 10 minutes.
 
     Args:
-        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
-            torch.distributed.pipelining. None for training without a pipeline: all GPUs then get one clock for the
-            whole iteration, and each is to run inside `with runtime.iteration():`.
-        plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for the autopilot. The
-            plan of rank 0 counts and is sent to all ranks.
-        gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd", "command".
+        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
+            schedule of torch.distributed.pipelining. None for training without a pipeline: all GPUs
+            then get one clock for the whole iteration, and each is to run inside
+            `with runtime.iteration():`.
+        plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for
+            the autopilot. The plan of rank 0 counts and is sent to all ranks.
+        gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd",
+            "command".
         dry_run: Do everything except setting clocks.
-        record: A folder in which the ranks record the run, for `planner show` and `planner calibrate`. Give each job
-            its own, and again when it is restarted: the folder keeps the totals of all attempts, and stays small.
+        record: A folder in which the ranks record the run, for `planner show` and
+            `planner calibrate`. Give each job its own, and again when it is restarted: the folder
+            keeps the totals of all attempts, and stays small.
         max_changes_per_s: Limit of the clock changes of one node per second.
-        on_straggling: Called on a background thread when this rank's GPU turns out slow or throttled, and when it has
-            recovered.
-        service: Address of a planner service, such as "http://10.0.0.5:8400" or "unix:/run/planner.sock". Its plans are
-            followed, and slow ranks are reported to it; the autopilot makes its own plans, as long as the service lets
-            pipelines wait for a slower one. Only rank 0 connects to it, with the token in the environment
-            variable PLANNER_TOKEN. Training goes on while the service is away. With "embedded", rank 0 starts a service
-            for this job alone, as a process that ends with it, and logs where it listens: on a free port of loopback,
-            or as in "embedded:8400" or "embedded:0.0.0.0:8400", which needs PLANNER_SERVICE_TOKENS.
+        on_straggling: Called on a background thread when this rank's GPU turns out slow or
+            throttled, and when it has recovered.
+        service: Address of a planner service, such as "http://10.0.0.5:8400" or
+            "unix:/run/planner.sock". Its plans are followed, and slow ranks are reported to it; the
+            autopilot makes its own plans, as long as the service lets pipelines wait for a slower
+            one. Only rank 0 connects to it, with the token in the environment variable
+            PLANNER_TOKEN. Training goes on while the service is away. With "embedded", rank 0
+            starts a service for this job alone, as a process that ends with it, and logs where it
+            listens: on a free port of loopback, or as in "embedded:8400" or
+            "embedded:0.0.0.0:8400", which needs PLANNER_SERVICE_TOKENS.
         job: Name of this training in the service.
-        frontier: The file that `planner solve` wrote, from which the service plans. Without a plan it plans from what
-            the autopilot has learnt, which it keeps for the next job with the same model, GPUs and parallelism.
-        max_changes: Switch budget, as for `planner plan`: how often a GPU may change its clock in an iteration, by the
-            autopilot or by the service's plans. None for 8 with the autopilot, and for any number with the service.
-        slowdown: For the autopilot: the iteration time that you accept, as a multiple of that at full clocks.
-        max_slowdown: For the autopilot: how much longer iterations may be on average, as a share of the time at full
-            clocks, while it learns and because times vary.
-        learn: Whether the autopilot tries clocks that it does not know; otherwise it plans on `state` alone.
-        state: For the autopilot: the file of what it has learnt, a profile, from which the next start goes on. A
-            relative path is in the folder `record`, or else where rank 0 was started. None to keep nothing.
+        frontier: The file that `planner solve` wrote, from which the service plans. Without a plan
+            it plans from what the autopilot has learnt, which it keeps for the next job with the
+            same model, GPUs and parallelism.
+        max_changes: Switch budget, as for `planner plan`: how often a GPU may change its clock in
+            an iteration, by the autopilot or by the service's plans. None for 8 with the autopilot,
+            and for any number with the service.
+        slowdown: For the autopilot: the iteration time that you accept, as a multiple of that at
+            full clocks.
+        max_slowdown: For the autopilot: how much longer iterations may be on average, as a share of
+            the time at full clocks, while it learns and because times vary.
+        learn: Whether the autopilot tries clocks that it does not know; otherwise it plans on
+            `state` alone.
+        state: For the autopilot: the file of what it has learnt, a profile, from which the next
+            start goes on. A relative path is in the folder `record`, or else where rank 0 was
+            started. None to keep nothing.
 
     Raises:
-        PlanError: If the plan cannot be read, or is not what the engine runs; names the first difference.
+        PlanError: If the plan cannot be read, or is not what the engine runs; names the first
+            difference.
         GpuInUse: If another job that is alive sets one of the GPUs.
         UsageError: If `engine`, `gpu` or the settings of the service cannot be used here.
         FrontierError: If the frontier cannot be read.
@@ -195,7 +224,9 @@ def planner_runtime(
     """
     if engine is None:
         kept = AutopilotOptions.of(
-            AutopilotSettings(slowdown, max_slowdown), state, None if record is None else Path(record)
+            AutopilotSettings(slowdown, max_slowdown),
+            state,
+            None if record is None else Path(record),
         ).state
         if record is not None:
             text = "only runs of pipelines are recorded; leave out record="
@@ -214,8 +245,12 @@ def planner_runtime(
         budget = changes if plan is None else max_changes
         served = (service, job, frontier, budget, plan is None, slowdown)
         link = _service_link(served, this, warnings)
-    options = AutopilotOptions.of(AutopilotSettings(slowdown, max_slowdown, changes, learn), state, folder)
-    settings = RuntimeSettings(plan, gpu, dry_run, max_changes_per_s, folder, None if link is None else link.settings)
+    options = AutopilotOptions.of(
+        AutopilotSettings(slowdown, max_slowdown, changes, learn), state, folder
+    )
+    settings = RuntimeSettings(
+        plan, gpu, dry_run, max_changes_per_s, folder, None if link is None else link.settings
+    )
     with ExitStack() as stack:
         context = join_job(engine, this, settings, warnings, stack)
         adapter = context.engine
@@ -230,7 +265,11 @@ def planner_runtime(
         connection, gpu_reply = attachment.connection, attachment.gpu
         telemetry.update([], [] if gpu_reply is None else [gpu_reply])
         background = BackgroundThread()
-        source = ProgramFollower(is_first=adapter.pipeline_rank.rank == 0) if context.has_autopilot else None
+        source = (
+            ProgramFollower(is_first=adapter.pipeline_rank.rank == 0)
+            if context.has_autopilot
+            else None
+        )
 
         def make_program(version: int, data: bytes) -> RankProgram:
             if source is not None:
@@ -249,7 +288,9 @@ def planner_runtime(
             for pipeline in range(context.pipelines):
                 program_of(adapter, plans, 0, pipeline)
 
-        follower = PlanFollower(this, context.share, make_program, telemetry.on_end, is_prompt=source is not None)
+        follower = PlanFollower(
+            this, context.share, make_program, telemetry.on_end, is_prompt=source is not None
+        )
         follower.start(context.program)
         marks, problem = _make_marks(adapter, connection, warnings, stack)
         follower.problem = attachment.problem or problem
@@ -258,22 +299,42 @@ def planner_runtime(
             source.follow(follower, marks.ended_s)
             exchange = None if link is None else ServiceExchange()
             autopilot = AutopilotRank.begin(
-                context, this, source, follower.agreement, warnings, options, exchange, dry_run=dry_run
+                context,
+                this,
+                source,
+                follower.agreement,
+                warnings,
+                options,
+                exchange,
+                dry_run=dry_run,
             )
             if autopilot.coordinator is not None:
                 autopilot.coordinator.on_status = telemetry.on_status
         hook = Hook(marks, source or follower, context.program)
         on_slow = on_straggling if link is None else link.on_straggling(on_straggling)
         on_counts = None if link is None else link.counted
-        reattachment = None if connection is None else Reattachment(attachment.controller, connection)
+        reattachment = (
+            None if connection is None else Reattachment(attachment.controller, connection)
+        )
         work = BackgroundWork(
-            follower, hook, marks, telemetry, warnings, connection, reattachment, on_slow, on_counts, autopilot
+            follower,
+            hook,
+            marks,
+            telemetry,
+            warnings,
+            connection,
+            reattachment,
+            on_slow,
+            on_counts,
+            autopilot,
         )
         end_s = 0.0  # after an exception nobody is waited for
         try:
             with adapter.attached(hook):
                 background.start(work.run_round, work.descriptors)
-                runtime = Runtime(context.pipeline, follower, telemetry, check, background.wake, autopilot)
+                runtime = Runtime(
+                    context.pipeline, follower, telemetry, check, background.wake, autopilot
+                )
                 if link is not None:
                     link.begin(context, runtime.plan, runtime.switch_to, exchange)
                 yield runtime
@@ -289,12 +350,21 @@ def planner_runtime(
 
 
 def _without_engine(
-    gpu: str, plan: GivenPlan | None, state: Path | None, *, dry_run: bool, slowdown: float, max_slowdown: float
+    gpu: str,
+    plan: GivenPlan | None,
+    state: Path | None,
+    *,
+    dry_run: bool,
+    slowdown: float,
+    max_slowdown: float,
 ) -> AbstractContextManager[Runtime]:
     from perseus_planner.runtime.whole.session import training_device, whole_iterations
 
     if plan is not None:
-        raise UsageError("plan= is for pipelines; give planner_runtime the engine that runs it, or leave out the plan")
+        raise UsageError(
+            "plan= is for pipelines; give planner_runtime the engine that runs it, or leave out "
+            "the plan"
+        )
     return whole_iterations(
         gpu, training_device(), state, dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown
     )
@@ -307,17 +377,23 @@ def _service_link(served: tuple[Any, ...], job: TrainingJob, warnings: JobWarnin
         from perseus_planner.runtime.agent.settings import ServiceSettings
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"service={served[0]!r} needs {error.name}, which is not installed; {how_to_install('service')} on every "
-            "rank"
+            f"service={served[0]!r} needs {error.name}, which is not installed; "
+            f"{how_to_install('service')} on every rank"
         ) from error
 
     return ServiceLink(ServiceSettings(*served), job, warnings)
 
 
-def _files(folder: Path | None, job: TrainingJob, attempt: Attempt | None, warnings: JobWarnings) -> RankFiles | None:
+def _files(
+    folder: Path | None, job: TrainingJob, attempt: Attempt | None, warnings: JobWarnings
+) -> RankFiles | None:
     if folder is not None and attempt is None:
         warnings.warn("record", f"{folder}: rank 0 is missing; training goes on without recording")
-    return None if folder is None or attempt is None else RankFiles(folder, job.rank, job.ranks, attempt)
+    return (
+        None
+        if folder is None or attempt is None
+        else RankFiles(folder, job.rank, job.ranks, attempt)
+    )
 
 
 def _leave(
@@ -327,7 +403,9 @@ def _leave(
     work: BackgroundWork,
     warnings: JobWarnings,
 ) -> None:
-    """Reset this rank's GPU, before an exception of the training propagates; then finish the record."""
+    """Reset this rank's GPU, before an exception of the training propagates; then finish the
+    record.
+    """
     if connection is not None:
         connection.request[0] = NO_REQUEST
     is_stopped = background.stop()
@@ -343,7 +421,9 @@ def _leave(
 def _make_marks(
     engine: Engine, connection: Connection | None, warnings: JobWarnings, stack: ExitStack
 ) -> tuple[Marks, str | None]:
-    """Return the marks of this rank, which request nothing if there is no controller, and the problem if one arose."""
+    """Return the marks of this rank, which request nothing if there is no controller, and the
+    problem if one arose.
+    """
     unconnected = HostMarks(memoryview(bytearray(8)).cast("Q"))
     if connection is None:
         return unconnected, None

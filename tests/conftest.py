@@ -11,16 +11,19 @@ from fake_nvml import nvml as nvml
 from fake_nvml import nvml_library as nvml_library
 from hypothesis import settings
 
-# A shell makes background jobs ignore Ctrl-C, and then all processes that the tests start would too.
+# A shell makes background jobs ignore Ctrl-C, and then all processes that the tests start would
+# too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The first example of a property may compile, so its time is no measure. In CI every run draws the same examples.
+# The first example of a property may compile, so its time is no measure. In CI every run draws the
+# same examples.
 settings.register_profile("planner", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "planner")
 
 
-#: The slowest files, which run first so that all workers end together; files that compute are beside files that wait.
+#: The slowest files, which run first so that all workers end together; files that compute are
+#: beside files that wait.
 FIRST = (
     "solver/test_budget",
     "schedules/test_engines",
@@ -67,13 +70,17 @@ def measured_data() -> Path:
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("PLANNER_DATA", beside))
     if not folder.is_dir():
-        pytest.skip(f"no measured profiles: {folder} is not there; name their folder in PLANNER_DATA")
+        pytest.skip(
+            f"no measured profiles: {folder} is not there; name their folder in PLANNER_DATA"
+        )
     return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, so that messages name files without their folder; state is kept in it too."""
+    """An empty current folder, so that messages name files without their folder; state is kept
+    in it too.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path

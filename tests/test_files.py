@@ -51,7 +51,9 @@ def plan(frontier: Frontier) -> Plan:
 
 @settings(fixed, max_examples=100)
 @given(dag=problems(12), share=shares())
-def test_a_saved_frontier_loads_as_it_was_and_plans_alike(dag: PipelineDag, share: float, tmp_path_factory):
+def test_a_saved_frontier_loads_as_it_was_and_plans_alike(
+    dag: PipelineDag, share: float, tmp_path_factory
+):
     path, again = (tmp_path_factory.mktemp("frontier") / name for name in ("f.npz", "again.npz"))
     frontier = solve_dag(dag)
     frontier.save(path)
@@ -78,19 +80,28 @@ def test_a_saved_plan_loads_as_it_was(dag: PipelineDag, share: float, tmp_path_f
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_a_plan_file_holds_only_the_parts_of_an_iteration_that_are_not_defaults(frontier: Frontier, folder: Path):
+def test_a_plan_file_holds_only_the_parts_of_an_iteration_that_are_not_defaults(
+    frontier: Frontier, folder: Path
+):
     points = smooth_profile(2).measurements
-    profile = Profile({**points, (1, "B.sync"): points[1, "B"]}, (83.64, 70.0), overhead_s=0.5, gpus_per_stage=8)
+    profile = Profile(
+        {**points, (1, "B.sync"): points[1, "B"]}, (83.64, 70.0), overhead_s=0.5, gpus_per_stage=8
+    )
     all_of_it = solve(
         profile,
         frontier.schedule,
         transfer=Transfer(0.004, (0.002,)),
-        operations=[FixedOperation("step", "end", 0.25, 30.5, where=(1,)), FixedOperation("load", "before F", 0.125)],
+        operations=[
+            FixedOperation("step", "end", 0.25, 30.5, where=(1,)),
+            FixedOperation("load", "before F", 0.125),
+        ],
         variants=[Variant("B.sync", "last", stages=(1,))],
     )
     for name, each in (("plain", frontier), ("all", all_of_it)):
         each.plan_for(each.baseline_time_s).save(f"{name}.yaml")
-    plain, furnished = (yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in ("plain", "all"))
+    plain, furnished = (
+        yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in ("plain", "all")
+    )
     assert set(furnished) - set(plain) == {"kinds", "operations", "waits"}
     assert furnished["kinds"] == {"1B2": "B.sync"}
     assert furnished["operations"] == {
@@ -99,7 +110,11 @@ def test_a_plan_file_holds_only_the_parts_of_an_iteration_that_are_not_defaults(
     }
     assert furnished["waits"]["1F0"] == {"1load0": 0.0, "0F0": 0.004}
     assert furnished["waits"]["0B2"] == {"0B1": 0.0, "1B2": 0.002}
-    assert (furnished["blocking_power_w"], furnished["overhead_s"], furnished["gpus_per_stage"]) == (
+    assert (
+        furnished["blocking_power_w"],
+        furnished["overhead_s"],
+        furnished["gpus_per_stage"],
+    ) == (
         [83.64, 70.0],
         0.5,
         8,
@@ -107,14 +122,21 @@ def test_a_plan_file_holds_only_the_parts_of_an_iteration_that_are_not_defaults(
     assert "1B.sync" in furnished["measurements"]
 
 
-@pytest.mark.parametrize("type_of", [float, np.float64, np.float32, Fraction], ids=lambda each: each.__name__)
-def test_numbers_of_any_type_beside_a_schedule_give_the_same_files(folder: Path, type_of: Callable[[float], object]):
+@pytest.mark.parametrize(
+    "type_of", [float, np.float64, np.float32, Fraction], ids=lambda each: each.__name__
+)
+def test_numbers_of_any_type_beside_a_schedule_give_the_same_files(
+    folder: Path, type_of: Callable[[float], object]
+):
     number = type_of(0.25)
     frontier = solve(
         smooth_profile(2),
         one_f_one_b(2, 3),
         transfer=Transfer(number, [number]),
-        operations=[FixedOperation("step", "end", number, number), FixedOperation("load", "start", number)],
+        operations=[
+            FixedOperation("step", "end", number, number),
+            FixedOperation("load", "start", number),
+        ],
     )
     plan = frontier.plan_for(frontier.baseline_time_s)
     frontier.save("f.npz")
@@ -144,7 +166,9 @@ def test_numbers_of_any_type_beside_a_schedule_give_the_same_files(folder: Path,
         ("gpus_per_stage", [8]),
     ],
 )
-def test_a_plan_file_with_a_malformed_iteration_is_refused(plan: Plan, folder: Path, key: str, value: object):
+def test_a_plan_file_with_a_malformed_iteration_is_refused(
+    plan: Plan, folder: Path, key: str, value: object
+):
     plan.save("plan.yaml")
     content = yaml.safe_load((folder / "plan.yaml").read_text())
     names = plan.iteration.names
@@ -154,7 +178,12 @@ def test_a_plan_file_with_a_malformed_iteration_is_refused(plan: Plan, folder: P
     }
     content = {**content, "waits": waits, key: value}
     del content["digest"], content["format"], content["version"]
-    document = {"format": "perseus-planner/plan", "version": 1, "digest": _digest(content), **content}
+    document = {
+        "format": "perseus-planner/plan",
+        "version": 1,
+        "digest": _digest(content),
+        **content,
+    }
     (folder / "changed.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     with pytest.raises(PlanError) as caught:
         Plan.load("changed.yaml")
@@ -163,7 +192,9 @@ def test_a_plan_file_with_a_malformed_iteration_is_refused(plan: Plan, folder: P
 
 
 @pytest.mark.parametrize("deadline_s", [1, np.float64(0.9), np.float32(0.9)])
-def test_deadlines_of_any_number_type_give_the_same_file(frontier: Frontier, folder: Path, deadline_s):
+def test_deadlines_of_any_number_type_give_the_same_file(
+    frontier: Frontier, folder: Path, deadline_s
+):
     for name, asked_s in (("typed.yaml", deadline_s), ("plain.yaml", float(deadline_s))):
         solve(frontier.profile, frontier.schedule).plan_for(asked_s).save(name)
     assert (folder / "typed.yaml").read_bytes() == (folder / "plain.yaml").read_bytes()
@@ -184,7 +215,9 @@ def test_a_plan_reads_well(plan: Plan, folder: Path):
     plan.save("plan.yaml")
     lines = (folder / "plan.yaml").read_text().splitlines()
     assert lines[:2] == ["format: perseus-planner/plan", "version: 1"]
-    assert {"gpu: smooth", "origin: measured", "schedule: 1f1b", "blocking_power_w: 83.64"} <= set(lines)
+    assert {"gpu: smooth", "origin: measured", "schedule: 1f1b", "blocking_power_w: 83.64"} <= set(
+        lines
+    )
     assert f"time_s: {plan.time_s}" in lines
     clock = plan.clocks["1B2"]
     assert any(line.startswith("- {1F0: ") and line.endswith(f"1B2: {clock}}}") for line in lines)
@@ -194,11 +227,16 @@ def test_a_file_that_cannot_be_written_is_refused(frontier: Frontier, plan: Plan
     for saved, error in ((frontier, FrontierError), (plan, PlanError)):
         with pytest.raises(error) as caught:
             saved.save("none/file")
-        assert str(caught.value) == "none/file: cannot be written: No such file or directory; check the folder"
+        assert (
+            str(caught.value)
+            == "none/file: cannot be written: No such file or directory; check the folder"
+        )
     assert list(folder.iterdir()) == []
 
 
-def test_writing_a_file_never_changes_the_umask_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_writing_a_file_never_changes_the_umask_of_other_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     called: list[int] = []
     umask = os.umask
     monkeypatch.setattr(os, "umask", lambda mask: called.append(mask) or umask(mask))

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.errors import InfeasibleDeadline, UsageError
-from perseus_planner.quantities import BLOCKING_POWER, DURATION, LAG, MINUTES_LIMIT, POWER_BUDGET, SLOWDOWN, Quantity
+from perseus_planner.quantities import (
+    BLOCKING_POWER,
+    DURATION,
+    LAG,
+    MINUTES_LIMIT,
+    POWER_BUDGET,
+    SLOWDOWN,
+    Quantity,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +51,35 @@ def test_a_quantity_is_its_number_in_si_units(quantity: Quantity, text: str, val
 
 @given(st.floats(min_value=1e-300, max_value=1e300))
 def test_a_number_without_a_unit_is_taken_to_the_last_digit(value: float):
-    assert DURATION.read(repr(value), "--option") == DURATION.read(f"{value!r} s", "--option") == value
+    assert (
+        DURATION.read(repr(value), "--option") == DURATION.read(f"{value!r} s", "--option") == value
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "s", "3.2 parsecs", "3.2S", "3,2s", "1y", "-1s", "0s", "0x10", "3s\n4s", "2s 950ms", "1_0s"),
-        *("nan", "inf", "1e999", "1e308min", "1e-323ms"),  # the last two only once the unit is applied
+        *(
+            "",
+            "s",
+            "3.2 parsecs",
+            "3.2S",
+            "3,2s",
+            "1y",
+            "-1s",
+            "0s",
+            "0x10",
+            "3s\n4s",
+            "2s 950ms",
+            "1_0s",
+        ),
+        *(
+            "nan",
+            "inf",
+            "1e999",
+            "1e308min",
+            "1e-323ms",
+        ),  # the last two only once the unit is applied
     ],
 )
 def test_an_invalid_duration_is_refused_with_an_example(text: str):
@@ -68,10 +97,19 @@ def test_an_invalid_duration_is_refused_with_an_example(text: str):
         (
             SLOWDOWN,
             "5%",
-            "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such as 1.05",
+            "a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, such "
+            "as 1.05",
         ),
-        (POWER_BUDGET, "0W", "a power: write watts above 0, or a number with W, kW or MW, such as 5kW"),
-        (POWER_BUDGET, "5mW", "a power: write watts above 0, or a number with W, kW or MW, such as 5kW"),
+        (
+            POWER_BUDGET,
+            "0W",
+            "a power: write watts above 0, or a number with W, kW or MW, such as 5kW",
+        ),
+        (
+            POWER_BUDGET,
+            "5mW",
+            "a power: write watts above 0, or a number with W, kW or MW, such as 5kW",
+        ),
         (BLOCKING_POWER, "-1", "a power: write watts of 0 or more, such as 83.64"),
     ],
 )

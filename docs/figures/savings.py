@@ -26,7 +26,7 @@ STYLE = """
     text { fill: #e6edf3; } .grid { stroke: #3d444d; }
     .a { stroke: #58b4d8; } .b { stroke: #f0a050; } .dot.a { fill: #58b4d8; } .dot.b { fill: #f0a050; }
   }
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,23 @@ class Line:
 def lines() -> list[Line]:
     """Return lines for each profile: plans with any number of clock changes, and with at most 8."""
     sections = {
-        section["number"]: section["tables"][0]["rows"] for section in json.loads(RESULT.read_text())["sections"]
+        section["number"]: section["tables"][0]["rows"]
+        for section in json.loads(RESULT.read_text())["sections"]
     }
     within = [row for row in sections[8] if row["budget"] == BUDGET]
     found = []
     for style, profile in zip("ab", PROFILES, strict=True):
         found.append(Line(profile, style, _points(sections[3], profile)))
-        found.append(Line(f"at most {BUDGET} clock changes", f"{style} budget", _points(within, profile)))
+        found.append(
+            Line(f"at most {BUDGET} clock changes", f"{style} budget", _points(within, profile))
+        )
     return found
 
 
 def _points(rows: list[dict[str, object]], profile: str) -> list[tuple[float, float]]:
-    chosen = [row for row in rows if (row["profile"], row["microbatches"]) == (profile, MICROBATCHES)]
+    chosen = [
+        row for row in rows if (row["profile"], row["microbatches"]) == (profile, MICROBATCHES)
+    ]
     return sorted((float(str(row["slowdown"])), float(str(row["saving"]))) for row in chosen)
 
 
@@ -65,16 +70,25 @@ def svg() -> str:
         parts.append(f'<polyline class="line {line.style}" points="{at}"/>')
         if "budget" not in line.style:
             parts += [
-                f'<circle class="dot {line.style}" r="4" cx="{_x(s):.1f}" cy="{_y(p):.1f}"/>' for s, p in line.points
+                f'<circle class="dot {line.style}" r="4" cx="{_x(s):.1f}" cy="{_y(p):.1f}"/>'
+                for s, p in line.points
             ]
         slowdown, percent = line.points[-1]
-        parts.append(f'<text x="{_x(slowdown) + 10:.1f}" y="{_y(percent) + _nudge(line):.1f}">{line.name}</text>')
-    parts.append(f'<text x="{LEFT}" y="{BOTTOM + 42}">iteration time, against all clocks at their maximum</text>')
+        parts.append(
+            f'<text x="{_x(slowdown) + 10:.1f}" '
+            f'y="{_y(percent) + _nudge(line):.1f}">{line.name}</text>'
+        )
+    parts.append(
+        f'<text x="{LEFT}" y="{BOTTOM + 42}">iteration time, against all clocks at their '
+        "maximum</text>"
+    )
     parts.append(f'<text x="{LEFT + 8}" y="{TOP + 18}">energy saved</text>')
     inner = "\n  ".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'role="img" aria-label="{title}">\n  <title>{title}</title>\n  <style>{STYLE}  </style>\n  {inner}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" '
+        f'role="img" aria-label="{title}">\n  <title>{title}</title>\n  <style>{STYLE}  </style>\n '
+        f" {inner}\n</svg>\n"
     )
 
 
@@ -89,7 +103,10 @@ def _across(percent: int) -> str:
 
 
 def _down(slowdown: float) -> str:
-    return f'<text x="{_x(slowdown):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{slowdown:.2f}x</text>'
+    return (
+        f'<text x="{_x(slowdown):.1f}" y="{BOTTOM + 20}" '
+        f'text-anchor="middle">{slowdown:.2f}x</text>'
+    )
 
 
 def _x(slowdown: float) -> float:

@@ -47,13 +47,16 @@ from perseus_planner.cli.warm_up import warm_up
 @click.version_option(__version__, message="planner %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least energy.
+    """Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least
+    energy.
 
-    Profile the stages, solve for the frontier of time and energy, and choose a plan on it; `planner job.yaml` does all
-    three for a job file. Run a command with --help to see its options.
+    Profile the stages, solve for the frontier of time and energy, and choose a plan on it;
+    `planner job.yaml` does all three for a job file. Run a command with --help to see its options.
     """
     if context.invoked_subcommand not in ("run", "measure"):  # these start other programs
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # matrices are small here, and threads wait for each other
+        os.environ.setdefault(
+            "OPENBLAS_NUM_THREADS", "1"
+        )  # matrices are small here, and threads wait for each other
     if context.invoked_subcommand not in ("doctor", "reset"):  # these report such GPUs themselves
         _recover_gpus()
 
@@ -78,6 +81,9 @@ def _recover_gpus() -> None:
         for recovery in recover():
             record, problem = recovery.record, recovery.problem
             done = "is reset" if problem is None else f"cannot be reset: {problem}"
-            click.echo(f"planner: GPU {record.gpu} ({record.name}), left set by {record.owner}, {done}", err=True)
+            click.echo(
+                f"planner: GPU {record.gpu} ({record.name}), left set by {record.owner}, {done}",
+                err=True,
+            )
     except GpuError as error:
         click.echo(f"planner: {error}", err=True)

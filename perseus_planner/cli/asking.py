@@ -26,7 +26,8 @@ def open_client(address: str | None) -> Client:
     """Return a client of the service at `address`, as for `Client`.
 
     Raises:
-        UsageError: If the address is malformed, or a package of the extra `service` is not installed.
+        UsageError: If the address is malformed, or a package of the extra `service` is not
+            installed.
     """
     try:
         from perseus_planner.service.client.client import Client

@@ -1,4 +1,6 @@
-"""`planner budget`: set the deadline or the power budget of a job, or the power budget of all jobs, also in time."""
+"""`planner budget`: set the deadline or the power budget of a job, or the power budget of all
+jobs, also in time.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,14 @@ _LOOK_S = 1.0  #: between two looks at a file that may be replaced
         "planner budget --schedule carbon.csv --target 20 --watch",
     )
 )
-@click.option("--job", "-j", metavar="JOB", help="Name of a training job.  [default: all jobs together]")
-@click.option("--power", metavar="POWER", help="Upper bound on the average power of all its GPUs; none removes it.")
+@click.option(
+    "--job", "-j", metavar="JOB", help="Name of a training job.  [default: all jobs together]"
+)
+@click.option(
+    "--power",
+    metavar="POWER",
+    help="Upper bound on the average power of all its GPUs; none removes it.",
+)
 @click.option(
     "--deadline",
     metavar="TIME",
@@ -39,12 +47,25 @@ _LOOK_S = 1.0  #: between two looks at a file that may be replaced
 @click.option(
     "--schedule",
     type=console.PATH,
-    help="CSV of power budgets with the columns start and power; or of a signal, start and price (per kWh) or start "
-    "and carbon (gCO2/kWh), with --target. Start is such as 2026-11-22T18:00+01:00, or seconds since the epoch.",
+    help="CSV of power budgets with the columns start and power; or of a signal, start and price "
+    "(per kWh) or start "
+    "and carbon (gCO2/kWh), with --target. Start is such as 2026-11-22T18:00+01:00, or seconds "
+    "since the epoch.",
 )
-@click.option("--target", type=float, metavar="NUMBER", help="What an hour may cost: money, or kg of CO2.")
-@click.option("--watch", is_flag=True, help="Go on, and take the file of --schedule up again whenever it is replaced.")
-@click.option("--none", "neither", is_flag=True, help="Remove the power budget and, for one job, the deadline.")
+@click.option(
+    "--target", type=float, metavar="NUMBER", help="What an hour may cost: money, or kg of CO2."
+)
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Go on, and take the file of --schedule up again whenever it is replaced.",
+)
+@click.option(
+    "--none",
+    "neither",
+    is_flag=True,
+    help="Remove the power budget and, for one job, the deadline.",
+)
 @asking.service
 @console.as_json
 def budget(
@@ -60,13 +81,16 @@ def budget(
 ) -> None:
     """Set the power or the iteration time of a job, or the power of all jobs together.
 
-    Jobs move along their frontiers to meet it with the least slowdown. What cannot be met is refused, naming the least
-    that can. The service keeps a schedule and follows it without you; a budget of it that cannot be met when its time
-    has come becomes the least that can. Any other budget of the same job, or of all jobs, ends it.
+    Jobs move along their frontiers to meet it with the least slowdown. What cannot be met is
+    refused, naming the least that can. The service keeps a schedule and follows it without you; a
+    budget of it that cannot be met when its time has come becomes the least that can. Any other
+    budget of the same job, or of all jobs, ends it.
     """
     if schedule is not None:
         if neither or power is not None or deadline is not None:
-            raise UsageError("--schedule: says the power by itself; leave out --power, --deadline and --none")
+            raise UsageError(
+                "--schedule: says the power by itself; leave out --power, --deadline and --none"
+            )
         send = partial(_send, schedule, target, job, as_json=as_json)
         with asking.open_client(service) as client:
             send(client)
@@ -74,7 +98,10 @@ def budget(
                 _follow(schedule, partial(send, client))
         return
     if target is not None or watch:
-        raise UsageError(f"{'--watch' if watch else '--target'}: is for a schedule; name its file with --schedule")
+        raise UsageError(
+            f"{'--watch' if watch else '--target'}: is for a schedule; name its file with "
+            "--schedule"
+        )
     from perseus_planner.quantities import DURATION, POWER_BUDGET
 
     if neither == (power is not None or deadline is not None):
@@ -92,7 +119,9 @@ def budget(
     _print(answers, as_json=as_json)
 
 
-def _send(path: Path, target: float | None, job: str | None, client: Client, *, as_json: bool) -> None:
+def _send(
+    path: Path, target: float | None, job: str | None, client: Client, *, as_json: bool
+) -> None:
     """Read a schedule, send it, and print what it does now and next."""
     from perseus_planner.prefixes import si
     from perseus_planner.service.client.budget_file import read_budgets, split_at
@@ -104,7 +133,10 @@ def _send(path: Path, target: float | None, job: str | None, client: Client, *, 
     for step in later[:1]:
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(step.start_s))
         more = f", and {len(later) - 1} more after that" if len(later) > 1 else ""
-        click.echo(f"Next: {'no budget' if step.power_w is None else si(step.power_w, 'W')} from {at}{more}.")
+        click.echo(
+            f"Next: {'no budget' if step.power_w is None else si(step.power_w, 'W')} from "
+            f"{at}{more}."
+        )
     if not later:
         click.echo("The schedule has no later budget.")
 

@@ -31,22 +31,57 @@ _COUNTS = console.Listed("COUNT", "n")
     "--measured",
     metavar="TIME",
     multiple=True,
-    help="Mean time of iterations that ran with the plan, e.g. 6.31s; one for each plan. Not needed for a run.",
+    help="Mean time of iterations that ran with the plan, e.g. 6.31s; one for each plan. Not "
+    "needed for a run.",
 )
-@click.option("--kernels", metavar="MODEL", help="Measure kernels of this model instead, for `planner explore`.")
-@click.option("--gpu", metavar="GPU", help="With --kernels: kind of GPU, e.g. a100-sxm; clocks and power are its.")
-@click.option("--microbatch", default="1,2,4", show_default=True, type=_COUNTS, help="With --kernels: microbatches.")
-@click.option("--tensor-parallel", type=_COUNTS, help="With --kernels: GPUs of a layer.  [default: 1 and all ranks]")
-@click.option("--recompute", default="none", show_default=True, metavar="WHAT", help="With --kernels: none or full.")
-@click.option("--node-bandwidth", type=float, metavar="GB/S", help="With --kernels: network of a node, each way.")
 @click.option(
-    "--repetitions", type=click.IntRange(1), default=10, show_default=True, help="With --kernels: of a timing."
+    "--kernels",
+    metavar="MODEL",
+    help="Measure kernels of this model instead, for `planner explore`.",
+)
+@click.option(
+    "--gpu",
+    metavar="GPU",
+    help="With --kernels: kind of GPU, e.g. a100-sxm; clocks and power are its.",
+)
+@click.option(
+    "--microbatch",
+    default="1,2,4",
+    show_default=True,
+    type=_COUNTS,
+    help="With --kernels: microbatches.",
+)
+@click.option(
+    "--tensor-parallel",
+    type=_COUNTS,
+    help="With --kernels: GPUs of a layer.  [default: 1 and all ranks]",
+)
+@click.option(
+    "--recompute",
+    default="none",
+    show_default=True,
+    metavar="WHAT",
+    help="With --kernels: none or full.",
+)
+@click.option(
+    "--node-bandwidth",
+    type=float,
+    metavar="GB/S",
+    help="With --kernels: network of a node, each way.",
+)
+@click.option(
+    "--repetitions",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="With --kernels: of a timing.",
 )
 @click.option(
     "--output",
     "-o",
     type=console.OutputFile(".yaml", ".yml"),
-    help="File to write: the profile or job with what was found, which may be the one that is read; with --kernels a "
+    help="File to write: the profile or job with what was found, which may be the one that is "
+    "read; with --kernels a "
     "system file.  [default: only print]",
 )
 @console.as_json
@@ -61,21 +96,25 @@ def calibrate(
 ) -> None:
     """Correct predicted iteration times by measured ones.
 
-    PROFILE_OR_JOB is the profile.yaml, or the job file, that the plans were made from. With --output, FILE gets its
-    text with overhead_s set to the measured time minus the replayed time, the mean over the plans. With three plans or
-    more, a job file also gets a correction, if that predicts the time of a plan from the others clearly better: a
-    latency of transfers between stages, and factors of the times of computations. Nothing else changes. Frontiers and
-    plans that you make from FILE later include this.
+    PROFILE_OR_JOB is the profile.yaml, or the job file, that the plans were made from. With
+    --output, FILE gets its text with overhead_s set to the measured time minus the replayed time,
+    the mean over the plans. With three plans or more, a job file also gets a correction, if that
+    predicts the time of a plan from the others clearly better: a latency of transfers between
+    stages, and factors of the times of computations. Nothing else changes. Frontiers and plans that
+    you make from FILE later include this.
 
-    PLAN_OR_RUN is a plan, or the folder that a training run wrote. For a run, the measured time is the mean over the
-    iterations that ran as its newest plan says, except the first of them.
+    PLAN_OR_RUN is a plan, or the folder that a training run wrote. For a run, the measured time is
+    the mean over the iterations that ran as its newest plan says, except the first of them.
 
-    With --kernels, on one GPU or, started by torchrun, on the GPUs of one node: measure a layer of MODEL forward and
-    backward, its head, all-reduces and memory, and write a system file for `planner explore`. It takes about a minute.
+    With --kernels, on one GPU or, started by torchrun, on the GPUs of one node: measure a layer of
+    MODEL forward and backward, its head, all-reduces and memory, and write a system file for
+    `planner explore`. It takes about a minute.
     """
     if kernels is not None:
         if profile_or_job is not None or measured:
-            raise UsageError("--kernels: measures on its own; leave out profile, plan and --measured")
+            raise UsageError(
+                "--kernels: measures on its own; leave out profile, plan and --measured"
+            )
         _calibrate_kernels(kernels, output=output, as_json=as_json, **options)
         return
     if profile_or_job is None or not plan_or_run:
@@ -86,7 +125,12 @@ def calibrate(
 
     result, text = calibrate_file(profile_or_job, _measured(plan_or_run, measured))
     if output is None:
-        console.report(result, f"{calibration_text(result)}\nNothing is written; add -o FILE.", [], as_json=as_json)
+        console.report(
+            result,
+            f"{calibration_text(result)}\nNothing is written; add -o FILE.",
+            [],
+            as_json=as_json,
+        )
         return
     write_file(output, text, UsageError)
     console.report(result, calibration_text(result), [output], as_json=as_json)
@@ -115,12 +159,17 @@ def _calibrate_kernels(
     from perseus_planner.views.estimate import system_text
 
     if gpu is None or output is None:
-        raise UsageError("--kernels: needs --gpu, the kind of GPU, and --output, the system file to write")
+        raise UsageError(
+            "--kernels: needs --gpu, the kind of GPU, and --output, the system file to write"
+        )
     if recompute not in ("none", "full"):
         raise UsageError(f"--recompute: {recompute!r} is not measured; give none or full")
     system, shape = system_of(gpu), named_transformer(model)
     if node_bandwidth is not None:
-        system = replace(system, node_bytes_per_s=1e9 * TIME.check(node_bandwidth, "--node-bandwidth", UsageError))
+        system = replace(
+            system,
+            node_bytes_per_s=1e9 * TIME.check(node_bandwidth, "--node-bandwidth", UsageError),
+        )
     with process_group() as group:
         import torch
 
@@ -129,11 +178,14 @@ def _calibrate_kernels(
         for degree in degrees:
             if ranks % degree:
                 raise UsageError(
-                    f"--tensor-parallel: {degree} GPUs do not divide the {ranks} ranks; start {degree} with torchrun "
-                    f"--nproc-per-node {degree}"
+                    f"--tensor-parallel: {degree} GPUs do not divide the {ranks} ranks; start "
+                    f"{degree} with torchrun --nproc-per-node {degree}"
                 )
         if rank == 0 and not torch.cuda.is_available():
-            click.echo("planner: torch finds no GPU: processors are measured, which may take hours", err=True)
+            click.echo(
+                "planner: torch finds no GPU: processors are measured, which may take hours",
+                err=True,
+            )
         shapes = [
             replace(shape, tensor_degree=degree, microbatch=size, recomputation=recompute)
             for degree in sorted(degrees)
@@ -149,27 +201,41 @@ def _calibrate_kernels(
 
 
 def _measured(paths: Sequence[Path], texts: Sequence[str]) -> list[MeasuredPlan]:
-    """Return the plans with the mean times of an iteration; `texts` are those of the plans that are files."""
+    """Return the plans with the mean times of an iteration; `texts` are those of the plans that
+    are files.
+    """
     from perseus_planner.jobs.calibration import MeasuredPlan
     from perseus_planner.plans.plan import Plan
     from perseus_planner.quantities import DURATION
     from perseus_planner.runs.run import Run, calibration_of
 
-    times_s, runs = [DURATION.read(text, "--measured") for text in texts], [path.is_dir() for path in paths]
+    times_s, runs = (
+        [DURATION.read(text, "--measured") for text in texts],
+        [path.is_dir() for path in paths],
+    )
     if len(times_s) < runs.count(False):
         raise UsageError(
-            "the measured time of an iteration is missing; give it with --measured TIME, or give the folder of a "
-            f"run instead of {paths[[i for i, is_run in enumerate(runs) if not is_run][len(times_s)]]}"
+            "the measured time of an iteration is missing; give it with --measured TIME, or give "
+            "the folder of a run instead of "
+            f"{paths[[i for i, is_run in enumerate(runs) if not is_run][len(times_s)]]}"
         )
     if len(times_s) > runs.count(False):
         if all(runs):
-            raise UsageError(f"{paths[0]}: is a run, which contains the measured times; leave out --measured")
-        raise UsageError(f"--measured: {len(times_s)} times for {runs.count(False)} plans; give one for each")
+            raise UsageError(
+                f"{paths[0]}: is a run, which contains the measured times; leave out --measured"
+            )
+        raise UsageError(
+            f"--measured: {len(times_s)} times for {runs.count(False)} plans; give one for each"
+        )
     found, left_s = [], iter(times_s)
     for path, is_run in zip(paths, runs, strict=True):
         if is_run:
             of_run = calibration_of(Run.load(path))
             found.append(MeasuredPlan(of_run.plan, of_run.time_s, str(path)))
         else:
-            found.append(MeasuredPlan(Plan.load(path), next(left_s), "--measured" if len(paths) == 1 else str(path)))
+            found.append(
+                MeasuredPlan(
+                    Plan.load(path), next(left_s), "--measured" if len(paths) == 1 else str(path)
+                )
+            )
     return found

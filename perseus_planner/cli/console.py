@@ -1,4 +1,6 @@
-"""What all commands share: options, errors as exit codes, results as text or JSON, and progress bars."""
+"""What all commands share: options, errors as exit codes, results as text or JSON, and progress
+bars.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError, did
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
 PATH = click.Path(path_type=Path)
 PATH.name = "file"  # as the help calls it
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text.")
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text."
+)
 
 
 def printable(text: str) -> str:
-    """Return the text with control and bidirectional characters but line feeds escaped, as terminals obey them."""
+    """Return the text with control and bidirectional characters but line feeds escaped, as
+    terminals obey them.
+    """
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -48,7 +56,10 @@ class Commands(click.Group):
 
     def add_section(self, heading: str, *commands: click.Command) -> None:
         """Add commands under a heading of the help."""
-        self.sections = {**getattr(self, "sections", {}), heading: [str(command.name) for command in commands]}
+        self.sections = {
+            **getattr(self, "sections", {}),
+            heading: [str(command.name) for command in commands],
+        }
         for command in commands:
             self.add_command(command)
 
@@ -60,12 +71,16 @@ class Commands(click.Group):
         """Write the commands by section, with whole summaries."""
         for heading, names in self.sections.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(1000)) for name in names])
+                formatter.write_dl(
+                    [(name, self.commands[name].get_short_help_str(1000)) for name in names]
+                )
 
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that is named first, or that of job files if it is one, with the rest."""
+        """Return the command that is named first, or that of job files if it is one, with the
+        rest.
+        """
         name = args[0]
         if name == "help":
             click.echo(context.get_help())
@@ -93,7 +108,10 @@ class Commands(click.Group):
             raise
         except Exception as error:
             traceback.print_exc()
-            hint = "this is a bug in the planner, not an error in your input; please report it with the lines above"
+            hint = (
+                "this is a bug in the planner, not an error in your input; please report it "
+                "with the lines above"
+            )
             raise click.ClickException(hint) from error
 
 
@@ -113,11 +131,17 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since clic
     def __init__(self, rule: str, name: str) -> None:
         self.rule, self.name = rule, name
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
         """Return the number that a text writes, in SI units."""
         from perseus_planner import quantities
 
-        return getattr(quantities, self.rule).read(value, _option(parameter)) if isinstance(value, str) else value
+        return (
+            getattr(quantities, self.rule).read(value, _option(parameter))
+            if isinstance(value, str)
+            else value
+        )
 
 
 TIME, LAG = Quantity("DURATION", "time"), Quantity("LAG", "time")
@@ -131,14 +155,17 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     def __init__(self, rule: str, name: str) -> None:
         self.one, self.name = Quantity(rule, name), f"{name},{name},…"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
         """Return the numbers that a text writes."""
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(self.one.convert(part, parameter, context) for part in parts)
 
 
 class OutputFile(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: a file to write, refused before any work is done if it cannot be written.
+    """The type of an option: a file to write, refused before any work is done if it cannot be
+    written.
 
     Args:
         endings: What its name must end in; none for anything.
@@ -149,7 +176,9 @@ class OutputFile(click.ParamType):  # type: ignore[type-arg]  # generic since cl
     def __init__(self, *endings: str) -> None:
         self.endings = endings
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
         """Return the path, which can be written."""
         path, option = Path(value), _option(parameter)
         check_writable(path, option)
@@ -171,7 +200,9 @@ def check_writable(path: Path, place: str) -> None:
     if path.is_dir():
         raise UsageError(f"{place} {path}: is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise UsageError(f"{place} {path}: there is no folder {path.parent}; make it, or name another")
+        raise UsageError(
+            f"{place} {path}: there is no folder {path.parent}; make it, or name another"
+        )
 
 
 def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output") -> None:
@@ -186,14 +217,17 @@ def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output")
 
 
 def numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
-    """Return the files for `count` results: `target` for one result, else a-0.npz, a-1.npz and so on for a.npz.
+    """Return the files for `count` results: `target` for one result, else a-0.npz, a-1.npz and so
+    on for a.npz.
 
     Raises:
         UsageError: If one of the files is a folder, or is read itself.
     """
     targets = [target]
     if count > 1:
-        targets = [target.with_name(f"{target.stem}-{number}{target.suffix}") for number in range(count)]
+        targets = [
+            target.with_name(f"{target.stem}-{number}{target.suffix}") for number in range(count)
+        ]
     for each in targets:
         refuse_same(sources, each)
         if each.is_dir():
@@ -230,7 +264,9 @@ def chip_names() -> list[str]:
 
 
 def complete(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
-    """Return what completes the value of an option in the shell: those of `names`, which is called only then."""
+    """Return what completes the value of an option in the shell: those of `names`, which is
+    called only then.
+    """
     return lambda _context, _parameter, begun: [name for name in names() if name.startswith(begun)]
 
 
@@ -270,7 +306,8 @@ def report(
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr while the block runs, and yield the function to call with (done, total).
+    """Show a progress bar on stderr while the block runs, and yield the function to call with
+    (done, total).
 
     Yields None if stderr is not a terminal, or if another rank of the job shows the bar.
     """

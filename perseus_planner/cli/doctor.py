@@ -1,4 +1,6 @@
-"""`planner doctor`: what can be read and set on the GPUs of this node, and what to do about what is missing."""
+"""`planner doctor`: what can be read and set on the GPUs of this node, and what to do about what
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GpuDiagnosis:
-    """One GPU: its inspection, and how long changing its clock takes; None if that was not measured."""
+    """One GPU: its inspection, and how long changing its clock takes; None if that was not
+    measured.
+    """
 
     inspection: Inspection
     latency: Latency | None
@@ -55,37 +59,55 @@ class Verdict:
         "torchrun --nproc-per-node 8 -m perseus_planner doctor --rehearse",
     )
 )
-@click.argument("gpus", nargs=-1, metavar="[GPU]...", shell_complete=console.complete(console.gpu_names))
+@click.argument(
+    "gpus", nargs=-1, metavar="[GPU]...", shell_complete=console.complete(console.gpu_names)
+)
 @click.option(
     "--measure-latency",
     is_flag=True,
-    help="Set clocks for some seconds, to see whether that is permitted and how long it takes; then reset them.",
+    help="Set clocks for some seconds, to see whether that is permitted and how long it takes; "
+    "then reset them.",
 )
 @click.option(
     "--rehearse",
     is_flag=True,
-    help="Try all that a profile needs in about a minute, under torchrun on all ranks: clocks under load, energy, "
-    "memory, precision, and messages between neighbours. GPU is each rank's, as in `planner profile`.",
+    help="Try all that a profile needs in about a minute, under torchrun on all ranks: clocks "
+    "under load, energy, "
+    "memory, precision, and messages between neighbours. GPU is each rank's, as in `planner "
+    "profile`.",
 )
 @click.option("--no-locks", is_flag=True, help="Rehearse without locking clocks.")
-@click.option("--stages", type=int, metavar="S", help="Number of stages to rehearse with.  [default: one on each rank]")
+@click.option(
+    "--stages",
+    type=int,
+    metavar="S",
+    help="Number of stages to rehearse with.  [default: one on each rank]",
+)
 @console.as_json
 def doctor(
-    gpus: tuple[str, ...], measure_latency: bool, rehearse: bool, no_locks: bool, stages: int | None, as_json: bool
+    gpus: tuple[str, ...],
+    measure_latency: bool,
+    rehearse: bool,
+    no_locks: bool,
+    stages: int | None,
+    as_json: bool,
 ) -> None:
     """Show what can be read and set on all GPUs that NVML shows, or on the GPUs that you name.
 
     `cuda` names all GPUs that CUDA shows to this process.
 
-    Changes nothing without --measure-latency or --rehearse, which reset what they set. Ends with what works here; the
-    exit status is 1 if GPUs can neither be measured nor set, or if a rehearsal fails.
+    Changes nothing without --measure-latency or --rehearse, which reset what they set. Ends with
+    what works here; the exit status is 1 if GPUs can neither be measured nor set, or if a rehearsal
+    fails.
     """
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.records import read_records
 
     if rehearse:
         if measure_latency or len(gpus) > 1:
-            raise UsageError("--rehearse takes one GPU, and no --measure-latency; run them one after the other")
+            raise UsageError(
+                "--rehearse takes one GPU, and no --measure-latency; run them one after the other"
+            )
         rehearse_and_report(*gpus, locks=not no_locks, stages=stages, as_json=as_json)
         return
     if no_locks or stages is not None:
@@ -94,7 +116,9 @@ def doctor(
         gpus = _cuda()
     texts, unreadable, remarks = _visible() if gpus in ((), ("nvml",)) else (gpus, (), ())
     with ExitStack() as stack:
-        found, parallel, problems = _diagnose([stack.enter_context(open_gpu(text)) for text in texts], measure_latency)
+        found, parallel, problems = _diagnose(
+            [stack.enter_context(open_gpu(text)) for text in texts], measure_latency
+        )
     verdict = _verdict(found, len(texts) + len(unreadable))
     diagnosis = {
         "verdict": verdict,
@@ -128,13 +152,24 @@ def _visible() -> tuple[Sequence[str], tuple[str, ...], tuple[str, ...]]:
     except GpuError as error:
         return (), (), (f"No GPU: {error}",)
     if not shown:
-        remark = "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` works without one"
+        remark = (
+            "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` "
+            "works without one"
+        )
         return (), (), (remark,)
-    return [gpu.text for gpu in shown if not gpu.problem], tuple(gpu.problem for gpu in shown if gpu.problem), ()
+    return (
+        [gpu.text for gpu in shown if not gpu.problem],
+        tuple(gpu.problem for gpu in shown if gpu.problem),
+        (),
+    )
 
 
-def _diagnose(gpus: Sequence[Gpu], measure: bool) -> tuple[list[GpuDiagnosis], ParallelLatency | None, list[str]]:
-    """Diagnose each GPU and all together; return what is wrong last, and continue if one of them is lost."""
+def _diagnose(
+    gpus: Sequence[Gpu], measure: bool
+) -> tuple[list[GpuDiagnosis], ParallelLatency | None, list[str]]:
+    """Diagnose each GPU and all together; return what is wrong last, and continue if one of them
+    is lost.
+    """
     found: list[GpuDiagnosis] = []
     settable: list[Gpu] = []
     problems = []
@@ -157,7 +192,9 @@ def _latencies(found: Sequence[GpuDiagnosis]) -> list[Latency]:
 
 
 def _inspect_all(gpus: Sequence[Gpu]) -> list[Inspection | GpuError]:
-    """Inspect real GPUs all at once, as watching a counter takes seconds; simulated ones may share a clock."""
+    """Inspect real GPUs all at once, as watching a counter takes seconds; simulated ones may
+    share a clock.
+    """
     from perseus_planner.gpu.inspection import inspect
 
     def inspected(gpu: Gpu) -> Inspection | GpuError:
@@ -212,7 +249,9 @@ def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
     return GpuDiagnosis(replace(inspection, settings=(clock, limit)), latency)
 
 
-def _clock_change(latencies: Sequence[Latency], parallel: ParallelLatency | None) -> dict[str, float]:
+def _clock_change(
+    latencies: Sequence[Latency], parallel: ParallelLatency | None
+) -> dict[str, float]:
     """Return the values for `clock_change` in a job file that were measured."""
     if not latencies:
         return {}
@@ -231,19 +270,27 @@ def _text(diagnosis: dict[str, Any]) -> str:
     if diagnosis["parallel"] is not None:
         parts.append(_parallel_text(diagnosis["parallel"]))
     if diagnosis["clock_change"]:
-        change = ", ".join(f"{name}: {value:g}" for name, value in diagnosis["clock_change"].items())
+        change = ", ".join(
+            f"{name}: {value:g}" for name, value in diagnosis["clock_change"].items()
+        )
         parts.append(f"For a job file:\n\nclock_change: {{{change}}}")
     return "\n\n".join([*parts, *diagnosis["remarks"], _verdict_text(diagnosis["verdict"])])
 
 
 def _verdict_text(verdict: Verdict) -> str:
     not_tried = "not tried; `planner doctor --measure-latency` tries it"
-    if_permitted = ", where setting clocks is permitted" if verdict.profile and verdict.set_clocks is None else ""
+    if_permitted = (
+        ", where setting clocks is permitted"
+        if verdict.profile and verdict.set_clocks is None
+        else ""
+    )
     rows = {
         "plan": "works, with or without GPUs",
         "observe": _works(verdict.observe, verdict.gpus),
         "profile": _works(verdict.profile, verdict.gpus) + if_permitted,
-        "set clocks": not_tried if verdict.set_clocks is None else _works(verdict.set_clocks, verdict.gpus),
+        "set clocks": not_tried
+        if verdict.set_clocks is None
+        else _works(verdict.set_clocks, verdict.gpus),
     }
     return "\n".join(["What works here:", *(f"  {name:10}  {text}" for name, text in rows.items())])
 
@@ -251,16 +298,26 @@ def _verdict_text(verdict: Verdict) -> str:
 def _works(count: int, gpus: int) -> str:
     if not gpus:
         return "no GPU"
-    return f"works on {count} of {gpus} GPU{'s' * (gpus > 1)}" if count else "does not work, for the reasons above"
+    return (
+        f"works on {count} of {gpus} GPU{'s' * (gpus > 1)}"
+        if count
+        else "does not work, for the reasons above"
+    )
 
 
 def _gpu_text(diagnosis: GpuDiagnosis) -> str:
     seen = diagnosis.inspection
     origin = "" if seen.origin == "measured" else f", {seen.origin}"
-    rows = [(reading.name, reading.value or f"cannot be read: {reading.problem}") for reading in seen.readings]
+    rows = [
+        (reading.name, reading.value or f"cannot be read: {reading.problem}")
+        for reading in seen.readings
+    ]
     rows += list(_energy_rows(seen.energy))
     rows += [
-        (f"setting the {check.name}", f"{check.result}: {check.remark}" if check.remark else check.result)
+        (
+            f"setting the {check.name}",
+            f"{check.result}: {check.remark}" if check.remark else check.result,
+        )
         for check in seen.settings
     ]
     rows += [("changing the clock", text) for text in _latency_texts(diagnosis.latency)]
@@ -278,8 +335,14 @@ def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
         sensor = "the power sensor cannot be read"
         if energy.sensor_w:
             share = 100 * (energy.counter_w / energy.sensor_w - 1)
-            sensor = f"{si(energy.sensor_w, 'W')} by the power sensor; the counter is {share:+.1f} % off"
-        yield "mean power", f"{si(energy.counter_w, 'W')} by the counter, {sensor}, in {si(energy.watched_s, 's', 3)}"
+            sensor = (
+                f"{si(energy.sensor_w, 'W')} by the power sensor; the counter is {share:+.1f} % off"
+            )
+        yield (
+            "mean power",
+            f"{si(energy.counter_w, 'W')} by the counter, {sensor}, in "
+            f"{si(energy.watched_s, 's', 3)}",
+        )
     if energy.problem is not None:
         yield "counter", energy.problem
 
@@ -287,18 +350,26 @@ def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
 def _latency_texts(latency: Latency | None) -> Iterator[str]:
     if latency is None:
         return
-    p50, p99, longest = (si(s, "s", 3) for s in (latency.call_p50_s, latency.call_p99_s, latency.call_max_s))
+    p50, p99, longest = (
+        si(s, "s", 3) for s in (latency.call_p50_s, latency.call_p99_s, latency.call_max_s)
+    )
     yield f"a call takes {p50} (median; p99 {p99}, longest {longest}; {latency.calls} calls)"
     if latency.settle_p50_s is not None:
         reached = f"{latency.settled} of {latency.waited} were reached"
-        yield f"the clock is reached {si(latency.settle_p50_s, 's', 3)} after the call (median; {reached})"
+        yield (
+            f"the clock is reached {si(latency.settle_p50_s, 's', 3)} after the call (median; "
+            f"{reached})"
+        )
     else:
-        yield f"the clock was not reached within {latency.timeout_s:g} s, as on an idle GPU: measure while it works"
+        yield (
+            f"the clock was not reached within {latency.timeout_s:g} s, as on an idle GPU: "
+            "measure while it works"
+        )
 
 
 def _parallel_text(parallel: ParallelLatency) -> str:
     verdict = "they run one after another" if parallel.queue else "they do not wait for each other"
     return (
-        f"Setting {parallel.gpus} GPUs at once: {si(parallel.slowest_s, 's', 3)} until the last call returns, "
-        f"{si(parallel.alone_s, 's', 3)} for a call that is alone: {verdict}"
+        f"Setting {parallel.gpus} GPUs at once: {si(parallel.slowest_s, 's', 3)} until the last "
+        f"call returns, {si(parallel.alone_s, 's', 3)} for a call that is alone: {verdict}"
     )

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog=console.examples(
-        "planner estimate --model gpt3-175b --gpu a100-sxm --stages 8 --tensor-parallel 8 -o estimated.yaml",
-        "planner estimate --model bloom-176b --gpu a40 --layers 9,9,9,9,9,9,9,7 --tensor-parallel 8 -o estimated.yaml",
-        "planner estimate --model mine.yaml --gpu h100-sxm --stages 4 --calibrate measured.yaml -o estimated.yaml",
+        "planner estimate --model gpt3-175b --gpu a100-sxm --stages 8 --tensor-parallel 8 -o "
+        "estimated.yaml",
+        "planner estimate --model bloom-176b --gpu a40 --layers 9,9,9,9,9,9,9,7 --tensor-parallel "
+        "8 -o estimated.yaml",
+        "planner estimate --model mine.yaml --gpu h100-sxm --stages 4 --calibrate measured.yaml -o "
+        "estimated.yaml",
     )
 )
 @click.option(
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     required=True,
     metavar="MODEL",
     shell_complete=console.complete(console.model_names),
-    help="gpt3-1.3b, -2.7b, -6.7b, -13b, -175b, llama3-8b, -70b, -405b, bloom-176b, a YAML file of dimensions, or a "
+    help="gpt3-1.3b, -2.7b, -6.7b, -13b, -175b, llama3-8b, -70b, -405b, bloom-176b, a YAML file of "
+    "dimensions, or a "
     "config.json.",
 )
 @click.option(
@@ -39,18 +43,40 @@ if TYPE_CHECKING:
     shell_complete=console.complete(console.chip_names),
     help="Kind of GPU, e.g. a100-sxm or h100-sxm.",
 )
-@click.option("--stages", type=int, metavar="S", help="Number of pipeline stages, which share the layers evenly.")
 @click.option(
-    "--layers", type=console.Listed("COUNT", "n"), help="Number of layers of each stage, instead of --stages."
+    "--stages",
+    type=int,
+    metavar="S",
+    help="Number of pipeline stages, which share the layers evenly.",
 )
-@click.option("--tensor-parallel", type=int, metavar="GPUS", help="GPUs of a stage.  [default: 1, or the file's]")
-@click.option("--microbatch", type=int, metavar="B", help="Sequences of a microbatch.  [default: 1, or the file's]")
-@click.option("--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]")
-@click.option("--recompute", metavar="WHAT", help="none, selective or full.  [default: none, or the file's]")
+@click.option(
+    "--layers",
+    type=console.Listed("COUNT", "n"),
+    help="Number of layers of each stage, instead of --stages.",
+)
+@click.option(
+    "--tensor-parallel",
+    type=int,
+    metavar="GPUS",
+    help="GPUs of a stage.  [default: 1, or the file's]",
+)
+@click.option(
+    "--microbatch",
+    type=int,
+    metavar="B",
+    help="Sequences of a microbatch.  [default: 1, or the file's]",
+)
+@click.option(
+    "--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]"
+)
+@click.option(
+    "--recompute", metavar="WHAT", help="none, selective or full.  [default: none, or the file's]"
+)
 @click.option(
     "--attention",
     metavar="KIND",
-    help="plain, flash, or flash-causal, which skips masked pairs.  [default: flash-causal, or the file's]",
+    help="plain, flash, or flash-causal, which skips masked pairs.  [default: flash-causal, or the "
+    "file's]",
 )
 @click.option(
     "--link",
@@ -58,21 +84,31 @@ if TYPE_CHECKING:
     metavar="GB/S",
     help="Bandwidth between the GPUs of a tensor group; inf for none.  [default: the GPU's]",
 )
-@click.option("--power-limit", type=console.POWER, help="Power limit of each GPU, e.g. 500W.  [default: the GPU's]")
+@click.option(
+    "--power-limit",
+    type=console.POWER,
+    help="Power limit of each GPU, e.g. 500W.  [default: the GPU's]",
+)
 @click.option(
     "--calibrate",
     multiple=True,
     metavar="PROFILE",
-    help="Measured profile of the same model; PROFILE@TOKENS if its sequences had another length. Can be given twice, "
+    help="Measured profile of the same model; PROFILE@TOKENS if its sequences had another length. "
+    "Can be given twice, "
     "for two lengths.",
 )
 @click.option(
     "--calibrate-stage",
     type=int,
     metavar="STAGE",
-    help="Stage of that profile to use; if it has one stage, the number of that stage.  [default: in the middle]",
+    help="Stage of that profile to use; if it has one stage, the number of that stage.  [default: "
+    "in the middle]",
 )
-@click.option("--split-backward", is_flag=True, help="Also estimate the gradients of inputs and of weights separately.")
+@click.option(
+    "--split-backward",
+    is_flag=True,
+    help="Also estimate the gradients of inputs and of weights separately.",
+)
 @console.output("the profile, with its table beside it, .csv;", ".yaml", ".yml")
 @console.as_json
 def estimate(
@@ -85,9 +121,9 @@ def estimate(
 ) -> None:
     """Estimate the profile of a model without a GPU.
 
-    The operations of every stage follow from the dimensions of the model, time and energy from a model of the GPU and
-    its links, which you can calibrate with one measured stage. The profile is marked as simulated; `planner solve`
-    reads it like any other.
+    The operations of every stage follow from the dimensions of the model, time and energy from a
+    model of the GPU and its links, which you can calibrate with one measured stage. The profile is
+    marked as simulated; `planner solve` reads it like any other.
     """
     from perseus_planner.estimate import estimate as estimating
     from perseus_planner.views.estimate import estimate_text, summarize_estimate
@@ -97,11 +133,17 @@ def estimate(
     system, pipeline = _system(gpu, power_limit), _pipeline(**rest)
     if calibrate_stage is not None and not calibrate:
         raise UsageError("--calibrate-stage: works only with --calibrate; give both or neither")
-    calibrations = [_calibration(text, calibrate_stage, pipeline, system, output) for text in calibrate]
+    calibrations = [
+        _calibration(text, calibrate_stage, pipeline, system, output) for text in calibrate
+    ]
     profile = estimating.estimate(pipeline, system, calibrations, split_backward=split_backward)
     profile.save(output)
-    summary = summarize_estimate(profile, pipeline, [calibration.source for calibration in calibrations])
-    console.report(summary, estimate_text(summary), [output, output.with_suffix(".csv")], as_json=as_json)
+    summary = summarize_estimate(
+        profile, pipeline, [calibration.source for calibration in calibrations]
+    )
+    console.report(
+        summary, estimate_text(summary), [output, output.with_suffix(".csv")], as_json=as_json
+    )
 
 
 def _system(gpu: str, power_limit_w: float | None) -> System:
@@ -124,12 +166,17 @@ def _pipeline(
 
     others["tensor_degree"], others["recomputation"] = others.pop("tensor_parallel"), recompute
     transformer = replace(
-        named_transformer(model), **{name: value for name, value in others.items() if value is not None}
+        named_transformer(model),
+        **{name: value for name, value in others.items() if value is not None},
     )
     if (stages is None) == (layers is None):
-        raise UsageError("give either --stages, the number of stages, or --layers, the layers of each")
+        raise UsageError(
+            "give either --stages, the number of stages, or --layers, the layers of each"
+        )
     split = check_split(transformer, layers or stages or 0)
-    return TransformerPipeline(name_of(model), transformer, split, None if link is None else link * 1e9)
+    return TransformerPipeline(
+        name_of(model), transformer, split, None if link is None else link * 1e9
+    )
 
 
 def _calibration(

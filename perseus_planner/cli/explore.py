@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @click.command(
     epilog=console.examples(
         "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 --plot explored.png",
-        "planner explore mine.yaml --gpus 8 --system system.yaml --least-energy --tokens 1e12 -o found.yaml",
+        "planner explore mine.yaml --gpus 8 --system system.yaml --least-energy --tokens 1e12 -o "
+        "found.yaml",
     )
 )
 @click.argument("model", metavar="MODEL", shell_complete=console.complete(console.model_names))
@@ -31,19 +32,51 @@ if TYPE_CHECKING:
     shell_complete=console.complete(console.chip_names),
     help="Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]",
 )
-@click.option("--system", "system_file", type=console.PATH, help="System file of `planner calibrate`.")
-@click.option("--batch", type=click.IntRange(1), default=512, show_default=True, help="Sequences of an iteration.")
-@click.option("--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]")
-@click.option("--precision", metavar="TYPE", help="bf16, fp16 or fp8.  [default: bf16, or the file's]")
-@click.option("--attention", metavar="KIND", help="plain, flash or flash-causal.  [default: the model's]")
-@click.option("--overlap-traffic", is_flag=True, help="Tensor groups send while their products run.")
-@click.option("--schedule", "schedules", multiple=True, help="Schedule to consider; can be given more than once.")
 @click.option(
-    "--recompute", "recomputations", multiple=True, help="none, selective or full; can be given more than once."
+    "--system", "system_file", type=console.PATH, help="System file of `planner calibrate`."
 )
-@click.option("--split-head", is_flag=True, help="Also try heads that all stages share, which few trainers can run.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Sequences of an iteration.",
+)
+@click.option(
+    "--sequence", type=int, metavar="TOKENS", help="Tokens of a sequence.  [default: the model's]"
+)
+@click.option(
+    "--precision", metavar="TYPE", help="bf16, fp16 or fp8.  [default: bf16, or the file's]"
+)
+@click.option(
+    "--attention", metavar="KIND", help="plain, flash or flash-causal.  [default: the model's]"
+)
+@click.option(
+    "--overlap-traffic", is_flag=True, help="Tensor groups send while their products run."
+)
+@click.option(
+    "--schedule",
+    "schedules",
+    multiple=True,
+    help="Schedule to consider; can be given more than once.",
+)
+@click.option(
+    "--recompute",
+    "recomputations",
+    multiple=True,
+    help="none, selective or full; can be given more than once.",
+)
+@click.option(
+    "--split-head",
+    is_flag=True,
+    help="Also try heads that all stages share, which few trainers can run.",
+)
 @click.option("--deadline", type=console.TIME, help="Least energy with iterations of that time.")
-@click.option("--power-budget", type=console.POWER, help="The fastest within that mean power of all GPUs, e.g. 30kW.")
+@click.option(
+    "--power-budget",
+    type=console.POWER,
+    help="The fastest within that mean power of all GPUs, e.g. 30kW.",
+)
 @click.option("--least-energy", is_flag=True, help="Least energy for a token, however slow.")
 @click.option("--power-limit", type=console.POWER, help="Power limit of each GPU, e.g. 500W.")
 @click.option(
@@ -51,22 +84,49 @@ if TYPE_CHECKING:
     type=console.Quantity("TOKENS", "n"),
     help="Tokens of the whole run, e.g. 26B, for hours, kWh, cost and CO2e.",
 )
-@click.option("--pue", type=click.FloatRange(1.0), default=1.2, show_default=True, help="Of the data center; assumed.")
-@click.option("--price", type=click.FloatRange(0.0), default=0.10, show_default=True, help="Of a kWh, in any currency.")
-@click.option("--carbon", type=click.FloatRange(0.0), default=400.0, show_default=True, help="g CO2e of a kWh.")
+@click.option(
+    "--pue",
+    type=click.FloatRange(1.0),
+    default=1.2,
+    show_default=True,
+    help="Of the data center; assumed.",
+)
+@click.option(
+    "--price",
+    type=click.FloatRange(0.0),
+    default=0.10,
+    show_default=True,
+    help="Of a kWh, in any currency.",
+)
+@click.option(
+    "--carbon",
+    type=click.FloatRange(0.0),
+    default=400.0,
+    show_default=True,
+    help="g CO2e of a kWh.",
+)
 @click.option("--plot", type=console.OutputFile(), help="Write a figure.")
 @click.option(
-    "--job", type=click.IntRange(1, 3), default=1, show_default=True, help="Which of the first three to write."
+    "--job",
+    type=click.IntRange(1, 3),
+    default=1,
+    show_default=True,
+    help="Which of the first three to write.",
 )
-@click.option("--output", "-o", type=console.OutputFile(".yaml", ".yml"), help="Write its job.yaml.")
+@click.option(
+    "--output", "-o", type=console.OutputFile(".yaml", ".yml"), help="Write its job.yaml."
+)
 @console.as_json
-def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as_json: bool, **options: Any) -> None:
+def explore(
+    model: str, gpus: int, gpu: str | None, system_file: Path | None, as_json: bool, **options: Any
+) -> None:
     """Find the configurations in which MODEL trains fastest, or with the least energy.
 
-    MODEL is the name of a published model, a YAML file of dimensions, or a config.json of Hugging Face or its folder.
-    Tensor, pipeline and data degree, microbatch, schedule, virtual stages, recomputation and the split of the layers
-    are chosen; the result is the frontier of tokens per second and joules per token of whole jobs, at the best clocks
-    of each. It is an estimate: measure the first three.
+    MODEL is the name of a published model, a YAML file of dimensions, or a config.json of Hugging
+    Face or its folder. Tensor, pipeline and data degree, microbatch, schedule, virtual stages,
+    recomputation and the split of the layers are chosen; the result is the frontier of tokens per
+    second and joules per token of whole jobs, at the best clocks of each. It is an estimate:
+    measure the first three.
     """
     from perseus_planner.estimate.explore import explore as exploring
     from perseus_planner.estimate.forecast import Prices
@@ -77,11 +137,18 @@ def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as
     plot, output = options["plot"], options["output"]
     if plot is not None:
         check_figure_path(plot, "--plot")
-    changes = {key: options[key] for key in ("sequence", "precision", "attention") if options[key] is not None}
+    changes = {
+        key: options[key]
+        for key in ("sequence", "precision", "attention")
+        if options[key] is not None
+    }
     if options["overlap_traffic"]:
         changes["overlap_traffic"] = True
     shape = replace(named_transformer(model), **changes)
-    system, objective = _system(gpu, system_file).limited(options["power_limit"]), _objective(options)
+    system, objective = (
+        _system(gpu, system_file).limited(options["power_limit"]),
+        _objective(options),
+    )
     with console.progress("Exploring"):
         found = exploring(shape, system, _choices(gpus, options), objective)
     prices = Prices(options["pue"], options["price"], options["carbon"])
@@ -91,7 +158,9 @@ def explore(model: str, gpus: int, gpu: str | None, system_file: Path | None, as
         save_figure(view.exploration_figure(result), plot)
         written.append(plot)
     if output is not None:
-        written += view.write_job(found.first[min(options["job"], len(found.first)) - 1], found, output)
+        written += view.write_job(
+            found.first[min(options["job"], len(found.first)) - 1], found, output
+        )
     console.report(result, view.exploration_text(result), written, as_json=as_json)
 
 
@@ -105,16 +174,24 @@ def _system(gpu: str | None, path: Path | None) -> System:
             raise UsageError(f"--gpu: is {gpu}, but {path} is of {system.gpu.name}; leave it out")
         return system
     if gpu is None:
-        raise UsageError("--gpu: is missing; give the kind of GPU, such as h100-sxm, or a system with --system")
+        raise UsageError(
+            "--gpu: is missing; give the kind of GPU, such as h100-sxm, or a system with --system"
+        )
     return system_of(gpu)
 
 
 def _objective(options: dict[str, Any]) -> Objective:
     from perseus_planner.estimate.explore import Objective
 
-    deadline_s, power_w, least = options["deadline"], options["power_budget"], options["least_energy"]
+    deadline_s, power_w, least = (
+        options["deadline"],
+        options["power_budget"],
+        options["least_energy"],
+    )
     if sum((deadline_s is not None, power_w is not None, least)) > 1:
-        raise UsageError("give one of --deadline, --power-budget and --least-energy, or none for the fastest")
+        raise UsageError(
+            "give one of --deadline, --power-budget and --least-energy, or none for the fastest"
+        )
     return Objective(deadline_s, power_w, least)
 
 

@@ -25,36 +25,50 @@ if TYPE_CHECKING:
     )
 )
 def inference() -> None:
-    """Plan pools of servers for inference, and replay traces: the least energy within latency objectives."""
+    """Plan pools of servers for inference, and replay traces: the least energy within latency
+    objectives.
+    """
 
 
 inference.add_command(profile)
 
 
-def _bounds(_: click.Context, parameter: click.Parameter, bounds: tuple[int, ...]) -> tuple[int, ...]:
+def _bounds(
+    _: click.Context, parameter: click.Parameter, bounds: tuple[int, ...]
+) -> tuple[int, ...]:
     if len(bounds) != 2 or bounds[0] >= bounds[1]:
         text = ",".join(map(str, bounds))
         name = parameter.opts[0]
-        raise UsageError(f"{name}: {text!r} are not the most tokens of short and medium; write two, such as 256,1024")
+        raise UsageError(
+            f"{name}: {text!r} are not the most tokens of short and medium; write two, such as "
+            "256,1024"
+        )
     return bounds
 
 
-def _quantity(name: str, default: str, text: str, rule: console.Quantity = console.TIME) -> Callable[[Any], Any]:
+def _quantity(
+    name: str, default: str, text: str, rule: console.Quantity = console.TIME
+) -> Callable[[Any], Any]:
     return click.option(name, default=default, show_default=True, type=rule, help=text)
 
 
 def _tokens(name: str, default: str, text: str) -> Callable[[Any], Any]:
     counts = console.Listed("COUNT", "tokens")
-    return click.option(name, default=default, show_default=True, type=counts, callback=_bounds, help=text)
+    return click.option(
+        name, default=default, show_default=True, type=counts, callback=_bounds, help=text
+    )
 
 
 _OPTIONS = (
-    click.option("--gpus", type=click.IntRange(1), required=True, metavar="N", help="Number of GPUs."),
+    click.option(
+        "--gpus", type=click.IntRange(1), required=True, metavar="N", help="Number of GPUs."
+    ),
     click.option(
         "--ttft",
         type=console.Listed("DURATION", "time"),
         default=(),
-        help="Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  [default: DynamoLLM's]",
+        help="Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  "
+        "[default: DynamoLLM's]",
     ),
     _quantity("--tbt", "100ms", "Most time between tokens."),
     _tokens("--input-bounds", "256,1024", "Most input tokens of the classes short and medium."),
@@ -68,9 +82,16 @@ _OPTIONS = (
         help="Load of an instance in profiles without the column tokens_per_s.",
     ),
     _quantity("--new-instance", "423s", "Time until a new instance serves.", console.LAG),
-    _quantity("--resharding", "33s", "Time until an instance of another tensor degree serves.", console.LAG),
+    _quantity(
+        "--resharding",
+        "33s",
+        "Time until an instance of another tensor degree serves.",
+        console.LAG,
+    ),
     _quantity("--clock-change", "50ms", "Time of a clock change.", console.LAG),
-    _quantity("--change-power", "100W", "Power of each GPU while it changes.", console.BLOCKING_POWER),
+    _quantity(
+        "--change-power", "100W", "Power of each GPU while it changes.", console.BLOCKING_POWER
+    ),
 )
 
 
@@ -98,24 +119,35 @@ def _profile_and_costs(path: Path, options: dict[str, Any]) -> tuple[InferencePr
 
 def _warn(profile: InferenceProfile, path: Path, load: float) -> None:
     if profile.assumed_load:
-        click.echo(f"planner: {path} has no column tokens_per_s: its load is taken for {load:g}", err=True)
+        click.echo(
+            f"planner: {path} has no column tokens_per_s: its load is taken for {load:g}", err=True
+        )
 
 
 @inference.command()
 @click.argument("profile", type=console.PATH)
-@click.option("--trace", type=console.PATH, help="CSV of requests, e.g. an Azure LLM inference trace.")
+@click.option(
+    "--trace", type=console.PATH, help="CSV of requests, e.g. an Azure LLM inference trace."
+)
 @click.option("--rates", type=console.PATH, help="CSV with the requests and tokens of each class.")
 @_quantity("--epoch", "30min", "How long pools stay as they are.")
 @_with_options
 @console.output("the plan", ".yaml", ".yml")
 @console.as_json
 def plan(
-    profile: Path, trace: Path | None, rates: Path | None, epoch: float, output: Path, as_json: bool, **options: Any
+    profile: Path,
+    trace: Path | None,
+    rates: Path | None,
+    epoch: float,
+    output: Path,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Choose instances, tensor degree and clock of the pools that serve each class of requests.
 
-    PROFILE is a CSV with the columns input, output, tensor_degree, clock_mhz (or power_limit_w) and energy_j (or
-    energy_wh) of one request, empty where the latency objective is violated. Give a --trace or --rates.
+    PROFILE is a CSV with the columns input, output, tensor_degree, clock_mhz (or power_limit_w) and
+    energy_j (or energy_wh) of one request, empty where the latency objective is violated. Give a
+    --trace or --rates.
     """
     from perseus_planner.inference.plan import make_plan
     from perseus_planner.inference.workload import periods_of, read_rates, read_trace
@@ -153,7 +185,9 @@ def plan(
     "Share of requests whose output is predicted one class too long or too short.",
     console.Quantity("TOLERANCE", "percent"),
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the choice of these.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the choice of these."
+)
 @_quantity("--instances-every", "30min", "Time between changes of the number of GPUs in use.")
 @_quantity("--sharding-every", "5min", "Time between changes of tensor degrees.")
 @_quantity("--clocks-every", "5s", "Time between changes of clocks.")
@@ -169,12 +203,17 @@ def plan(
 @_with_options
 @console.as_json
 def simulate(
-    profile: Path, trace: Path, policies: tuple[str, ...], plot: Path | None, as_json: bool, **options: Any
+    profile: Path,
+    trace: Path,
+    policies: tuple[str, ...],
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Replay a trace through pools that are planned again and again.
 
-    PROFILE is that of `planner inference plan`, TRACE a CSV of requests. The policy highest is always included as the
-    baseline of the others.
+    PROFILE is that of `planner inference plan`, TRACE a CSV of requests. The policy highest is
+    always included as the baseline of the others.
     """
     from perseus_planner.errors import InfeasibleGpus
     from perseus_planner.inference.plan import BASELINE, POLICIES

@@ -15,21 +15,24 @@ from perseus_planner.errors import UsageError
 
 @click.command(hidden=True)
 @click.argument("job", type=console.PATH)
-@click.option("--slowdown", default="1.00", show_default=True, metavar="RATIO", help="As for `planner plan`.")
+@click.option(
+    "--slowdown", default="1.00", show_default=True, metavar="RATIO", help="As for `planner plan`."
+)
 @click.option("--max-changes", metavar="N", help="As for `planner plan`.")
 @click.pass_context
 def run_job(context: click.Context, job: Path, slowdown: str, max_changes: str | None) -> None:
     """Profile the stages of a job file, solve for its frontier, and choose a plan, in one go.
 
-    The profile is the one that JOB names; if it is there already, it is not measured again. Frontier and plan are
-    written beside it, as frontier.npz and plan.yaml.
+    The profile is the one that JOB names; if it is there already, it is not measured again.
+    Frontier and plan are written beside it, as frontier.npz and plan.yaml.
     """
     from perseus_planner.jobs.settings import read_settings
 
     named = read_settings(job).profile
     if not isinstance(named, Path):
         raise UsageError(
-            f"{job}: has several profiles or none; run `planner profile`, `planner solve` and `planner plan`"
+            f"{job}: has several profiles or none; run `planner profile`, `planner solve` and "
+            "`planner plan`"
         )
     frontier, chosen = (named.with_name(name) for name in ("frontier.npz", "plan.yaml"))
     steps: list[tuple[click.Command, list[str]]] = [
@@ -48,4 +51,6 @@ def run_job(context: click.Context, job: Path, slowdown: str, max_changes: str |
         with command.make_context(name, arguments, parent=context.parent) as one:
             command.invoke(one)
         click.echo()
-    click.echo(f"Next: planner show {chosen}, and train with planner_runtime(engine, plan={str(chosen)!r})")
+    click.echo(
+        f"Next: planner show {chosen}, and train with planner_runtime(engine, plan={str(chosen)!r})"
+    )

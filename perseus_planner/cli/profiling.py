@@ -26,7 +26,8 @@ _NEED_A_STAGE = ("blocking_power", "resume")
         "planner profile --gpu simulated:a100-sxm --stages 4 -o profile.yaml",
         "torchrun --nproc-per-node 4 -m perseus_planner profile job.yaml",
         "torchrun --nproc-per-node 4 -m perseus_planner profile job.yaml --resume",
-        "planner profile --gpu simulated:a40 --stages 4 --minutes 60 --saving-within 0.5% -o profile.yaml",
+        "planner profile --gpu simulated:a40 --stages 4 --minutes 60 --saving-within 0.5% -o "
+        "profile.yaml",
     )
 )
 @click.argument("job", type=console.PATH, required=False)
@@ -34,64 +35,88 @@ _NEED_A_STAGE = ("blocking_power", "resume")
     "--gpu",
     metavar="GPU",
     shell_complete=console.complete(console.gpu_names),
-    help="GPU to measure on: nvml:N, cuda:N, zeusd:N, command:N, amd:N or simulated:NAME, with or without dry-run: "
+    help="GPU to measure on: nvml:N, cuda:N, zeusd:N, command:N, amd:N or simulated:NAME, with or "
+    "without dry-run: "
     "before it; cuda is the GPU of the rank.  [default: cuda]",
 )
 @click.option(
     "--stage",
     metavar="MODULE:FUNCTION",
-    help="Function that builds a stage: it takes stage, stages, tensor_rank and tensor_parallel, and returns a torch "
+    help="Function that builds a stage: it takes stage, stages, tensor_rank and tensor_parallel, "
+    "and returns a torch "
     "module, a sample input and a loss (None except on the last stage).",
 )
 @click.option("--stages", type=int, metavar="S", help="Number of pipeline stages.")
-@click.option("--tensor-parallel", type=int, metavar="GPUS", help="Number of GPUs per stage.  [default: 1]")
+@click.option(
+    "--tensor-parallel", type=int, metavar="GPUS", help="Number of GPUs per stage.  [default: 1]"
+)
 @click.option(
     "--control",
     type=click.Choice(["clock", "power-limit"]),
-    help="Control to sweep: the SM clock, or the power limit if clocks cannot be locked.  [default: clock]",
+    help="Control to sweep: the SM clock, or the power limit if clocks cannot be locked.  "
+    "[default: clock]",
 )
-@click.option("--observe", is_flag=True, help="Measure at the clock that the GPU runs at, without setting any.")
-@click.option("--full", is_flag=True, help="Measure every clock, instead of only those that plans need.")
+@click.option(
+    "--observe",
+    is_flag=True,
+    help="Measure at the clock that the GPU runs at, without setting any.",
+)
+@click.option(
+    "--full", is_flag=True, help="Measure every clock, instead of only those that plans need."
+)
 @click.option(
     "--saving-within",
     type=console.Quantity("SHARE_WITHIN", "share"),
-    help="Measure clocks, and measure them again, until the share of energy that plans save is known within this, such "
+    help="Measure clocks, and measure them again, until the share of energy that plans save is "
+    "known within this, such "
     "as 0.3%: half of its 90 % interval.",
 )
 @click.option(
     "--minutes",
     type=console.Quantity("MINUTES_LIMIT", "m"),
-    help="Stop measuring after so many minutes, all stages of a GPU together.  [default: no limit; without "
+    help="Stop measuring after so many minutes, all stages of a GPU together.  [default: no limit; "
+    "without "
     "--saving-within at most 12 clocks]",
 )
 @click.option(
-    "--allow-hot", is_flag=True, help="Keep rows for which the GPU was too hot, also when they were measured again."
+    "--allow-hot",
+    is_flag=True,
+    help="Keep rows for which the GPU was too hot, also when they were measured again.",
 )
-@click.option("--split-backward", is_flag=True, help="Also measure the gradients of inputs and of weights separately.")
+@click.option(
+    "--split-backward",
+    is_flag=True,
+    help="Also measure the gradients of inputs and of weights separately.",
+)
 @click.option("--window", type=console.TIME, help="Shortest measuring window.  [default: 5s]")
 @click.option(
     "--blocking-power",
     type=console.BLOCKING_POWER,
-    help="Power of a waiting GPU, instead of measuring it; required for a single stage, which has no neighbour.",
+    help="Power of a waiting GPU, instead of measuring it; required for a single stage, which has "
+    "no neighbour.",
 )
 @click.option(
-    "--resume", is_flag=True, help="Continue from the rows that an interrupted run has left beside the output."
+    "--resume",
+    is_flag=True,
+    help="Continue from the rows that an interrupted run has left beside the output.",
 )
 @click.option(
     "--output",
     "-o",
     type=console.OutputFile(".yaml", ".yml"),
-    help="File to write: the profile, .yaml, with its table of measurements beside it, .csv.  [default: the profile of "
+    help="File to write: the profile, .yaml, with its table of measurements beside it, .csv.  "
+    "[default: the profile of "
     "the job file]",
 )
 @console.as_json
 def profile(job: Path | None, output: Path | None, as_json: bool, **flags: Any) -> None:
-    """Measure the time and energy of every stage's computations over the clocks, and the power of a waiting GPU.
+    """Measure the time and energy of every stage's computations over the clocks, and the power of a
+    waiting GPU.
 
-    JOB is a job file; its keys stage, gpu, stages, tensor_parallel and profile stand for the options of these names.
-    Under torchrun, all stages are measured at once, one on each rank (or group of ranks, if tensor-parallel). Without
-    it, they are measured one after another on one GPU. The clocks are always reset, even after Ctrl-C or SIGKILL; use
-    --resume to continue.
+    JOB is a job file; its keys stage, gpu, stages, tensor_parallel and profile stand for the
+    options of these names. Under torchrun, all stages are measured at once, one on each rank (or
+    group of ranks, if tensor-parallel). Without it, they are measured one after another on one GPU.
+    The clocks are always reset, even after Ctrl-C or SIGKILL; use --resume to continue.
 
     Without a stage, a small GPT is measured in virtual time, on a simulated GPU only.
     """
@@ -140,7 +165,13 @@ def _read_request(job: Path | None, output: Path | None, flags: Mapping[str, Any
     COUNT.check(stages, "stages")
     folder = job.parent if job is not None and flags["stage"] is None else None
     return _Request(
-        target, setting("gpu", "cuda"), stages, setting("stage"), setting("tensor_parallel", 1), power_w, folder
+        target,
+        setting("gpu", "cuda"),
+        stages,
+        setting("stage"),
+        setting("tensor_parallel", 1),
+        power_w,
+        folder,
     )
 
 
@@ -164,7 +195,8 @@ def _measure(request: _Request, flags: Mapping[str, Any], progress: Any) -> Prof
         if name is not None:
             fixed = "--full" if flags["full"] else "--observe"
             raise UsageError(
-                f"{name} chooses what is measured, and {fixed} measures each row once; leave out one of them"
+                f"{name} chooses what is measured, and {fixed} measures each row once; leave out "
+                "one of them"
             )
     window = {"window_s": flags["window"]} if flags["window"] else {}
     settings = SweepSettings(
@@ -194,23 +226,35 @@ def _measure(request: _Request, flags: Mapping[str, Any], progress: Any) -> Prof
     )
 
 
-def _measure_small_gpt(request: _Request, flags: Mapping[str, Any], settings: Any, progress: Any) -> Profile:
+def _measure_small_gpt(
+    request: _Request, flags: Mapping[str, Any], settings: Any, progress: Any
+) -> Profile:
     """Profile a small GPT on a simulated GPU, if no stage is given."""
     from perseus_planner.gpu import check_back_end
 
     check_back_end(request.gpu)
     if not request.gpu.startswith("simulated:"):
         raise UsageError(
-            "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU "
-            "with --gpu simulated:a100-sxm"
+            "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a "
+            "simulated GPU with --gpu simulated:a100-sxm"
         )
-    for name, value in (("tensor_parallel", request.tensor_parallel != 1), *((n, flags[n]) for n in _NEED_A_STAGE)):
+    for name, value in (
+        ("tensor_parallel", request.tensor_parallel != 1),
+        *((n, flags[n]) for n in _NEED_A_STAGE),
+    ):
         if value:
-            raise UsageError(f"--{name.replace('_', '-')} needs a stage that can run; add --stage MODULE:FUNCTION")
+            raise UsageError(
+                f"--{name.replace('_', '-')} needs a stage that can run; add --stage "
+                "MODULE:FUNCTION"
+            )
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
 
     result = profile_simulated(
-        request.gpu, request.stages, progress=progress, split_backward=flags["split_backward"], settings=settings
+        request.gpu,
+        request.stages,
+        progress=progress,
+        split_backward=flags["split_backward"],
+        settings=settings,
     )
     result.save(request.output)
     return result
@@ -222,5 +266,8 @@ def _hint_to_resume(request: _Request) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if request.stage is not None:
-            click.echo("Interrupted; clocks are reset. Finished rows are kept: continue with --resume.", err=True)
+            click.echo(
+                "Interrupted; clocks are reset. Finished rows are kept: continue with --resume.",
+                err=True,
+            )
         raise

@@ -1,4 +1,6 @@
-"""`planner doctor --rehearse`: what a profile needs, tried on all ranks, as one table with one verdict."""
+"""`planner doctor --rehearse`: what a profile needs, tried on all ranks, as one table with one
+verdict.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ if TYPE_CHECKING:
     from perseus_planner.profiler.rehearsal import RankRehearsal, Rehearsal
 
 
-def rehearse_and_report(gpu: str = "cuda", *, locks: bool, stages: int | None, as_json: bool) -> None:
-    """Rehearse on this rank, print the result on rank 0, and exit with 1 on all ranks if one has a problem."""
+def rehearse_and_report(
+    gpu: str = "cuda", *, locks: bool, stages: int | None, as_json: bool
+) -> None:
+    """Rehearse on this rank, print the result on rank 0, and exit with 1 on all ranks if one has
+    a problem.
+    """
     from perseus_planner.profiler.rehearsal import rehearse
 
     if stages is not None:
@@ -37,7 +43,9 @@ def _text(result: Rehearsal) -> str:
     from perseus_planner.views.columns import table
 
     nodes = len({rank.node for rank in result.ranks})
-    sizes = ", ".join(f"{size} x {size}" for size in sorted({rank.size for rank in result.ranks} - {0}))
+    sizes = ", ".join(
+        f"{size} x {size}" for size in sorted({rank.size for rank in result.ranks} - {0})
+    )
     head = f"Rehearsal on {_count(len(result.ranks), 'rank')} of {_count(nodes, 'node')}"
     head += f"; the load is a matrix product of {sizes}" if sizes else ""
     texts = [head, table(_columns(result.ranks))]
@@ -56,7 +64,10 @@ def _columns(ranks: Sequence[RankRehearsal]) -> list[list[str]]:
         "node": [rank.node for rank in ranks],
         "GPU": [rank.name or "-" for rank in ranks],
         "locked -> achieved": [_clocks(rank) for rank in ranks],
-        "power": [", ".join(si(run.power_w, "W", 3) for run in rank.runs if run.precision == "bf16") for rank in ranks],
+        "power": [
+            ", ".join(si(run.power_w, "W", 3) for run in rank.runs if run.precision == "bf16")
+            for rank in ranks
+        ],
         "counter": [_time(rank.counter_step_s) for rank in ranks],
         "fp32": [_time(_run_s(rank, "fp32")) for rank in ranks],
         "bf16": [_time(_run_s(rank, "bf16")) for rank in ranks],
@@ -86,7 +97,9 @@ def _memory(rank: RankRehearsal) -> str:
 
 
 def _messages(rank: RankRehearsal) -> str:
-    return ", ".join(f"{each.sender}: {si(each.size_bytes / each.time_s, 'B/s', 3)}" for each in rank.received)
+    return ", ".join(
+        f"{each.sender}: {si(each.size_bytes / each.time_s, 'B/s', 3)}" for each in rank.received
+    )
 
 
 def _time(time_s: float | None) -> str:
@@ -98,7 +111,10 @@ def _by_ranks(lines: Sequence[tuple[int, str]]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, text in lines:
         ranks.setdefault(text, []).append(rank)
-    return [f"  rank{'s' * (len(having) > 1)} {', '.join(map(str, having))}: {text}" for text, having in ranks.items()]
+    return [
+        f"  rank{'s' * (len(having) > 1)} {', '.join(map(str, having))}: {text}"
+        for text, having in ranks.items()
+    ]
 
 
 def _verdict(result: Rehearsal) -> str:
@@ -108,7 +124,10 @@ def _verdict(result: Rehearsal) -> str:
         return f"Verdict: no profile can be made here yet, for problems on {failed} of {ranks}."
     observed = sum(rank.locks is False for rank in result.ranks)
     if observed:
-        return f"Verdict: a profile can be made with --observe; clocks cannot be set on {observed} of {ranks}."
+        return (
+            f"Verdict: a profile can be made with --observe; clocks cannot be set on {observed} "
+            f"of {ranks}."
+        )
     if any(rank.locks is None for rank in result.ranks):
         return "Verdict: a profile can be made with --observe; setting clocks was not tried."
     return "Verdict: a profile can be made here."

@@ -20,11 +20,19 @@ if TYPE_CHECKING:
 @click.command(
     epilog=console.examples(
         "planner report frontier.npz plan.yaml -o report.html",
-        "planner report frontier.npz plan.yaml run job.yaml profile.yaml --price 0.09 --pue 1.1 -o report.html",
+        "planner report frontier.npz plan.yaml run job.yaml profile.yaml --price 0.09 --pue 1.1 -o "
+        "report.html",
     )
 )
 @click.argument("source", type=console.PATH, nargs=-1, required=True)
-@click.option("--price", type=float, default=0.12, show_default=True, metavar="USD", help="Price of a kWh, US dollars.")
+@click.option(
+    "--price",
+    type=float,
+    default=0.12,
+    show_default=True,
+    metavar="USD",
+    help="Price of a kWh, US dollars.",
+)
 @click.option(
     "--pue",
     type=float,
@@ -45,7 +53,8 @@ if TYPE_CHECKING:
     "--pipelines",
     type=int,
     metavar="N",
-    help="Number of equal data-parallel pipelines, whose savings are added up.  [default: that of the job file, or 1]",
+    help="Number of equal data-parallel pipelines, whose savings are added up.  [default: that of "
+    "the job file, or 1]",
 )
 @click.option(
     "--tokens-per-iteration",
@@ -62,7 +71,10 @@ if TYPE_CHECKING:
     help="Samples per iteration of all these pipelines together.  [default: that of the job file]",
 )
 @click.option(
-    "--iterations", type=int, metavar="N", help="Number of iterations of the planned run, to show what it saves in all."
+    "--iterations",
+    type=int,
+    metavar="N",
+    help="Number of iterations of the planned run, to show what it saves in all.",
 )
 @click.option(
     "--blocking-power",
@@ -83,13 +95,14 @@ def report(
 ) -> None:
     """Write a page that shows where the energy goes, what a plan changes, and what it saves.
 
-    SOURCE is a profile, a frontier, a job file, a plan or a run folder. Give one or more, with at most one profile,
-    frontier and job file; all must be for the same kind of pipeline. The report is about the first plan. Add the
-    frontier to compare with the iteration before and with other planners, and the profile to see standard errors. A
-    plan of `planner inference plan` has a report of its own.
+    SOURCE is a profile, a frontier, a job file, a plan or a run folder. Give one or more, with at
+    most one profile, frontier and job file; all must be for the same kind of pipeline. The report
+    is about the first plan. Add the frontier to compare with the iteration before and with other
+    planners, and the profile to see standard errors. A plan of `planner inference plan` has a
+    report of its own.
 
-    The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give the numbers of the
-    place where your GPUs are.
+    The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give
+    the numbers of the place where your GPUs are.
     """
     from perseus_planner.documents import kind_of
     from perseus_planner.files import write_file
@@ -110,7 +123,9 @@ def report(
     console.report(made, report_text(made), [output], as_json=as_json)
 
 
-def _report_pools(source: tuple[Path, ...], rates: EnergyRates, output: Path, *, as_json: bool) -> None:
+def _report_pools(
+    source: tuple[Path, ...], rates: EnergyRates, output: Path, *, as_json: bool
+) -> None:
     """Write the page of a plan for inference."""
     from perseus_planner.files import write_file
     from perseus_planner.inference.plan import InferencePlan

@@ -29,23 +29,35 @@ class GpuReset:
 
 
 @click.command(
-    epilog=console.examples("planner reset", "planner reset nvml:0 nvml:1", "planner reset --all --power-limit")
+    epilog=console.examples(
+        "planner reset", "planner reset nvml:0 nvml:1", "planner reset --all --power-limit"
+    )
 )
 @click.argument("gpus", nargs=-1, metavar="[GPU]...")
-@click.option("--all", "every", is_flag=True, help="Reset all GPUs that NVML and AMD SMI show on this node.")
-@click.option("--power-limit", is_flag=True, help="Also set the power limit of these GPUs back to its default.")
+@click.option(
+    "--all", "every", is_flag=True, help="Reset all GPUs that NVML and AMD SMI show on this node."
+)
+@click.option(
+    "--power-limit",
+    is_flag=True,
+    help="Also set the power limit of these GPUs back to its default.",
+)
 @click.option("--force", is_flag=True, help="Also reset GPUs that a living process has leased.")
 @console.as_json
-def reset(gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as_json: bool) -> None:
+def reset(
+    gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as_json: bool
+) -> None:
     """Reset locked clocks.
 
-    Without GPU, this resets what dead processes left set. With GPUs, such as nvml:0, or with --all, it resets these,
-    unless a living process has leased them.
+    Without GPU, this resets what dead processes left set. With GPUs, such as nvml:0, or with --all,
+    it resets these, unless a living process has leased them.
     """
     if gpus and every:
         raise UsageError("--all: resets every GPU; do not name GPUs as well")
     if not gpus and not every and (power_limit or force):
-        raise UsageError(f"{'--force' if force else '--power-limit'}: name the GPUs to reset, or give --all")
+        raise UsageError(
+            f"{'--force' if force else '--power-limit'}: name the GPUs to reset, or give --all"
+        )
     if every:
         from perseus_planner.gpu import all_gpus
 
@@ -65,12 +77,15 @@ def reset(gpus: tuple[str, ...], every: bool, power_limit: bool, force: bool, as
 
 
 def _reset_stale() -> tuple[list[GpuReset], list[str]]:
-    """Reset what dead processes left set; return what is wrong with invalid files among the lease records, too."""
+    """Reset what dead processes left set; return what is wrong with invalid files among the
+    lease records, too.
+    """
     from perseus_planner.gpu.lease.lease import recover
     from perseus_planner.gpu.lease.records import read_records
 
     results = [
-        GpuReset(found.record.gpu, found.record.name, str(found.record.owner), found.problem) for found in recover()
+        GpuReset(found.record.gpu, found.record.name, str(found.record.owner), found.problem)
+        for found in recover()
     ]
     return results, read_records()[1]
 
@@ -91,7 +106,8 @@ def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
 
 def _texts(results: Sequence[GpuReset]) -> list[str]:
     return [
-        f"Reset {result.gpu} ({result.name})" + (f", left set by {result.left_by}" if result.left_by else "")
+        f"Reset {result.gpu} ({result.name})"
+        + (f", left set by {result.left_by}" if result.left_by else "")
         for result in results
         if result.problem is None
     ]

@@ -1,4 +1,6 @@
-"""`planner run`: runs a command whose Python processes save energy in training, without a change to the script."""
+"""`planner run`: runs a command whose Python processes save energy in training, without a change
+to the script.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,27 @@ from perseus_planner.errors import UsageError
         "srun planner run -- python train.py",
     ),
 )
-@click.option("--plan", type=console.PATH, help="Plan to train by; without one, training plans itself.")
+@click.option(
+    "--plan", type=console.PATH, help="Plan to train by; without one, training plans itself."
+)
 @click.option(
     "--slowdown",
     type=console.SLOWDOWN,
-    help="Without a plan: how long an iteration may take, as a multiple of that at full clocks.  [default: 1.00]",
+    help="Without a plan: how long an iteration may take, as a multiple of that at full clocks.  "
+    "[default: 1.00]",
 )
 @click.option(
     "--max-slowdown",
     type=console.Quantity("SHARE", "share"),
-    help="Without a plan: how much longer iterations may be on average while it learns.  [default: 0.005]",
+    help="Without a plan: how much longer iterations may be on average while it learns.  [default: "
+    "0.005]",
 )
 @click.option(
     "--max-changes",
     type=click.IntRange(min=0),
     metavar="N",
-    help="The most clock changes of a GPU per iteration, without a plan or in the service's plans.  [default: 8]",
+    help="The most clock changes of a GPU per iteration, without a plan or in the service's plans. "
+    " [default: 8]",
 )
 @click.option(
     "--learn/--no-learn",
@@ -49,7 +56,8 @@ from perseus_planner.errors import UsageError
 @click.option(
     "--state",
     type=console.PATH,
-    help="Without a plan: profile of what was learnt, from which the next start goes on.  [default: autopilot.yaml]",
+    help="Without a plan: profile of what was learnt, from which the next start goes on.  "
+    "[default: autopilot.yaml]",
 )
 @click.option("--gpu", metavar="GPU", help="GPU of each rank, or only a back-end.  [default: cuda]")
 @click.option("--dry-run", is_flag=True, help="Do everything except setting clocks.")
@@ -60,16 +68,21 @@ from perseus_planner.errors import UsageError
     help="Record the run there, for `planner show` and `planner calibrate`.",
 )
 @click.option("--job", metavar="NAME", help="Name of this training in a service.")
-@click.option("--service", metavar="URL", help="Follow this service, or one of the job's own: embedded.")
-@click.option("--frontier", type=console.PATH, help="With a plan: frontier from which the service plans.")
+@click.option(
+    "--service", metavar="URL", help="Follow this service, or one of the job's own: embedded."
+)
+@click.option(
+    "--frontier", type=console.PATH, help="With a plan: frontier from which the service plans."
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:
     """Run COMMAND, and save energy in each of its Python processes that trains.
 
-    Training plans itself, or follows a plan. The script stays as it is: the runtime attaches when a DeepSpeed
-    PipelineEngine, a schedule of torch.distributed.pipelining or Megatron-core first trains, and leaves when the
-    process exits. Where it cannot, it says so once, and training goes on without it. The exit code is that of COMMAND.
+    Training plans itself, or follows a plan. The script stays as it is: the runtime attaches when a
+    DeepSpeed PipelineEngine, a schedule of torch.distributed.pipelining or Megatron-core first
+    trains, and leaves when the process exits. Where it cannot, it says so once, and training goes
+    on without it. The exit code is that of COMMAND.
 
     Each option can be given as an environment variable too, such as PLANNER_PLAN for --plan.
     """
@@ -84,25 +97,45 @@ def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> 
     _check_service(context, options)
     ignoring = _flag_that_ignores(command)
     if ignoring is not None:
-        click.echo(f"planner: {command[0]} {ignoring} ignores PYTHONPATH, so its training has no planner", err=True)
+        click.echo(
+            f"planner: {command[0]} {ignoring} ignores PYTHONPATH, so its training has no planner",
+            err=True,
+        )
     options["dry_run"] = options["dry_run"] or None
-    given = {name: value.absolute() if isinstance(value, Path) else value for name, value in options.items()}
-    environment = {**os.environ, **write_options(given), "PYTHONPATH": _modules(os.environ.get("PYTHONPATH"))}
+    given = {
+        name: value.absolute() if isinstance(value, Path) else value
+        for name, value in options.items()
+    }
+    environment = {
+        **os.environ,
+        **write_options(given),
+        "PYTHONPATH": _modules(os.environ.get("PYTHONPATH")),
+    }
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:
-        raise UsageError(f"{command[0]}: cannot be run: {error.strerror}; write the command after `--`") from error
+        raise UsageError(
+            f"{command[0]}: cannot be run: {error.strerror}; write the command after `--`"
+        ) from error
 
 
 def _check_service(context: click.Context, options: dict[str, Any]) -> None:
-    """Check that the service can be told what trains; PLANNER_SERVICE alone is there for other commands."""
-    is_wanted = options["job"] or context.get_parameter_source("service") is ParameterSource.COMMANDLINE
+    """Check that the service can be told what trains; PLANNER_SERVICE alone is there for other
+    commands.
+    """
+    is_wanted = (
+        options["job"] or context.get_parameter_source("service") is ParameterSource.COMMANDLINE
+    )
     needed = ("job", "frontier") if options["plan"] else ("job",)
     missing = next((name for name in needed if not options[name]), None)
     if options["service"] and is_wanted and options["frontier"] and not options["plan"]:
-        raise UsageError("--frontier: is for --plan; without a plan the frontier is learnt, so leave it out")
+        raise UsageError(
+            "--frontier: is for --plan; without a plan the frontier is learnt, so leave it out"
+        )
     if options["service"] and is_wanted and missing is not None:
-        raise UsageError(f"--service {options['service']}: needs --{missing}; give it, or leave out the service")
+        raise UsageError(
+            f"--service {options['service']}: needs --{missing}; give it, or leave out the service"
+        )
 
 
 def _modules(given: str | None) -> str:
@@ -115,7 +148,9 @@ def _modules(given: str | None) -> str:
 
 
 def _flag_that_ignores(command: Sequence[str]) -> str | None:
-    """Return the option of a Python interpreter by which it does not load `sitecustomize`; None if there is none."""
+    """Return the option of a Python interpreter by which it does not load `sitecustomize`; None
+    if there is none.
+    """
     if re.fullmatch(r"python[\d.]*", Path(command[0]).name):
         for word in command[1:]:
             if not re.fullmatch(r"-[a-zA-Z]+", word) or word[1] in "cm":

@@ -1,4 +1,6 @@
-"""`planner serve`: run the service, which takes reports of stragglers and gives jobs their plans."""
+"""`planner serve`: run the service, which takes reports of stragglers and gives jobs their
+plans.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,15 @@ _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process h
 @click.option(
     "--host",
     metavar="HOST",
-    help="Name or address to listen on; one that other machines can reach needs tokens.  [default: 127.0.0.1]",
+    help="Name or address to listen on; one that other machines can reach needs tokens.  [default: "
+    "127.0.0.1]",
 )
-@click.option("--port", type=int, metavar="PORT", help="Port to listen on; 0 for any free port.  [default: 8400]")
+@click.option(
+    "--port",
+    type=int,
+    metavar="PORT",
+    help="Port to listen on; 0 for any free port.  [default: 8400]",
+)
 @click.option(
     "--unix",
     type=console.PATH,
@@ -42,7 +50,8 @@ _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process h
     "--database",
     envvar="PLANNER_SERVICE_DATABASE",
     metavar="FILE|URL|@FILE",
-    help="SQLite file with everything that must survive, created if needed, or a URL of SQLAlchemy. "
+    help="SQLite file with everything that must survive, created if needed, or a URL of "
+    "SQLAlchemy. "
     "PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL with a password.  "
     "[default: perseus-planner/service.sqlite in $XDG_STATE_HOME or ~/.local/state]",
 )
@@ -67,10 +76,14 @@ _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process h
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
     show_default=True,
-    help="What is logged to stderr, a line each: with info what happens to jobs, with debug also each request.",
+    help="What is logged to stderr, a line each: with info what happens to jobs, with debug also "
+    "each request.",
 )
 @click.option(
-    "--owner", type=click.IntRange(1), metavar="PID", help="End when that process has ended, however it ends."
+    "--owner",
+    type=click.IntRange(1),
+    metavar="PID",
+    help="End when that process has ended, however it ends.",
 )
 def serve(
     host: str | None,
@@ -86,8 +99,9 @@ def serve(
 ) -> None:
     """Serve plans to training jobs, and take reports of stragglers.
 
-    Everyone on this machine may do everything, unless there are tokens. What the service acknowledges survives its
-    death. It runs until it is interrupted or gets SIGTERM; training continues with the plans that it has.
+    Everyone on this machine may do everything, unless there are tokens. What the service
+    acknowledges survives its death. It runs until it is interrupted or gets SIGTERM; training
+    continues with the plans that it has.
     """
     if unix is not None and (host is not None or port is not None):
         raise UsageError("--unix: replaces --host and --port; give one or the other")
@@ -115,7 +129,9 @@ def serve(
 
 
 class LogLine(logging.Formatter):
-    """A line of `key=value` for people and programs (logfmt): the time in UTC, the level, the job if any, and what."""
+    """A line of `key=value` for people and programs (logfmt): the time in UTC, the level, the
+    job if any, and what.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, and the traceback below it if there is one."""
@@ -136,7 +152,9 @@ def _log_to_stderr(level: str) -> None:
 
 
 def _default_database() -> str:
-    """Return the database in the folder for state of this user, by the XDG base directory specification."""
+    """Return the database in the folder for state of this user, by the XDG base directory
+    specification.
+    """
     named = os.environ.get("XDG_STATE_HOME", "")
     base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
     folder = base / "perseus-planner"
@@ -144,7 +162,8 @@ def _default_database() -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"{folder}: cannot be created: {error.strerror}; name the file of the database with --database"
+            f"{folder}: cannot be created: {error.strerror}; name the file of the database with "
+            "--database"
         ) from error
     return str(folder / "service.sqlite")
 
@@ -163,7 +182,9 @@ def _end_with(owner: int) -> None:
 
 
 def _listening(url: str, tokens: int, database: str) -> str:
-    """Return the line that is printed when the service is ready, without a password in the database's URL."""
+    """Return the line that is printed when the service is ready, without a password in the
+    database's URL.
+    """
     from sqlalchemy import make_url
 
     shown = make_url(database).render_as_string() if "://" in database else database

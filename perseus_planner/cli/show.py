@@ -1,4 +1,6 @@
-"""`planner show`: the content of a file or a run folder as text, as a figure, or as a Perfetto trace."""
+"""`planner show`: the content of a file or a run folder as text, as a figure, or as a Perfetto
+trace.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ FIGURES = ("points", "timeline", "timeline-clock", "curves")
 
 
 class _View(NamedTuple):
-    """One file: its summary and text, and functions for its figure and its trace (None if it has no timeline)."""
+    """One file: its summary and text, and functions for its figure and its trace (None if it has
+    no timeline).
+    """
 
     summary: Any
     text: str
@@ -40,35 +44,50 @@ class _View(NamedTuple):
     )
 )
 @click.argument("file", type=console.PATH)
-@click.option("--plot", type=console.OutputFile(), metavar="FIGURE", help="Also write a figure: .png, .svg or .pdf.")
+@click.option(
+    "--plot",
+    type=console.OutputFile(),
+    metavar="FIGURE",
+    help="Also write a figure: .png, .svg or .pdf.",
+)
 @click.option(
     "--figure",
     type=click.Choice(FIGURES),
-    help="Choose a figure of `planner report`: the frontier with plans and other planners, the iteration before and "
-    "after coloured by power or by clock, or energy over time of each computation.  [default: FILE alone]",
+    help="Choose a figure of `planner report`: the frontier with plans and other planners, the "
+    "iteration before and "
+    "after coloured by power or by clock, or energy over time of each computation.  [default: FILE "
+    "alone]",
 )
 @click.option(
     "--beside",
     type=console.PATH,
     multiple=True,
-    help="Add a frontier, plan, run or profile to the --figure; can be repeated. A frontier adds the iteration with "
+    help="Add a frontier, plan, run or profile to the --figure; can be repeated. A frontier adds "
+    "the iteration with "
     "all clocks at maximum to the --perfetto trace of a plan.",
 )
 @click.option(
     "--perfetto",
     type=console.OutputFile(".json"),
     metavar="TRACE",
-    help="Also write the timeline of a plan or run for Perfetto (ui.perfetto.dev) or chrome://tracing: .json.",
+    help="Also write the timeline of a plan or run for Perfetto (ui.perfetto.dev) or "
+    "chrome://tracing: .json.",
 )
 @console.as_json
 def show(
-    file: Path, plot: Path | None, figure: str | None, beside: tuple[Path, ...], perfetto: Path | None, as_json: bool
+    file: Path,
+    plot: Path | None,
+    figure: str | None,
+    beside: tuple[Path, ...],
+    perfetto: Path | None,
+    as_json: bool,
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
-    FILE is a profile, .yaml or .csv, a file that `planner solve`, `planner plan` or `planner inference plan` wrote, or
-    a run folder. The run may still be going on. Its figure shows the last iteration that ran as planned on all ranks;
-    its trace has all iterations whose computations were kept.
+    FILE is a profile, .yaml or .csv, a file that `planner solve`, `planner plan` or
+    `planner inference plan` wrote, or a run folder. The run may still be going on. Its figure shows
+    the last iteration that ran as planned on all ranks; its trace has all iterations whose
+    computations were kept.
     """
     if figure is not None and plot is None:
         raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
@@ -104,10 +123,18 @@ def _view(path: Path) -> _View:
     """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
     from perseus_planner.documents import kind_of
 
-    readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view, "inference": _pools_view}
+    readers = {
+        "run": _run_view,
+        "frontier": _frontier_view,
+        "profile": _profile_view,
+        "inference": _pools_view,
+    }
     kind = kind_of(path)
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
-        raise UsageError(f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run folder")
+        raise UsageError(
+            f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run "
+            "folder"
+        )
     return readers.get(kind or "", _plan_view)(path)
 
 
@@ -117,8 +144,12 @@ def _profile_view(file: Path) -> _View:
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.views.profiles import profile_text, summarize_profile
 
-    beside = next((path for path in map(file.with_suffix, (".yaml", ".yml")) if path.exists()), None)
-    is_table = file.suffix.lower() == ".csv" and beside is None  # which does not hold the power of a waiting GPU
+    beside = next(
+        (path for path in map(file.with_suffix, (".yaml", ".yml")) if path.exists()), None
+    )
+    is_table = (
+        file.suffix.lower() == ".csv" and beside is None
+    )  # which does not hold the power of a waiting GPU
     profile = Profile.load(file, blocking_power_w=0.0) if is_table else Profile.load(beside or file)
     summary = summarize_profile(profile)
     if is_table:
@@ -160,7 +191,9 @@ def _plan_view(file: Path) -> _View:
         from perseus_planner.views.figures import draw_gantt
         from perseus_planner.views.gantt import chart_plan
 
-        chart = chart_plan(str(plan.schedule), plan, f"{si(plan.time_s, 's')}, {si(plan.energy_j, 'J', 5)}")
+        chart = chart_plan(
+            str(plan.schedule), plan, f"{si(plan.time_s, 's')}, {si(plan.energy_j, 'J', 5)}"
+        )
         return draw_gantt([chart], plan.control)
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
@@ -168,7 +201,9 @@ def _plan_view(file: Path) -> _View:
         from perseus_planner.views.report.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
-        trace_plan(plan, path, None if frontier is None else frontier.plan_of(all_maximum(frontier.dag)))
+        trace_plan(
+            plan, path, None if frontier is None else frontier.plan_of(all_maximum(frontier.dag))
+        )
 
     return _View(summary, timeline_text(summary), draw, write_trace)
 
@@ -207,6 +242,9 @@ def _unplanned_view(run: Run, status: AutopilotStatus) -> _View:
     summary = summarize_unplanned(run, status)
 
     def draw() -> Figure:
-        raise UsageError(f"{run.folder}: was trained without a plan, so there is no figure of it; leave --plot out")
+        raise UsageError(
+            f"{run.folder}: was trained without a plan, so there is no figure of it; leave --plot "
+            "out"
+        )
 
     return _View(summary, unplanned_text(summary), draw, None)

@@ -22,16 +22,26 @@ _POLICIES = (_BASELINE, "one-clock", "per-stage", "envpipe", "planner-fixed", "p
 @click.command(
     epilog=console.examples(
         "planner simulate frontier.npz --pipelines 128 --csv gpus.csv",
-        "planner simulate frontier.npz --pipelines 16 --stragglers stragglers.csv --reaction-delay 5s --csv gpus.csv",
+        "planner simulate frontier.npz --pipelines 16 --stragglers stragglers.csv --reaction-delay "
+        "5s --csv gpus.csv",
     )
 )
 @click.argument("frontier", type=console.PATH)
-@click.option("--pipelines", required=True, type=int, metavar="N", help="Number of data-parallel pipelines.")
-@click.option("--iterations", default=1000, show_default=True, metavar="N", help="Number of iterations of the job.")
+@click.option(
+    "--pipelines", required=True, type=int, metavar="N", help="Number of data-parallel pipelines."
+)
+@click.option(
+    "--iterations",
+    default=1000,
+    show_default=True,
+    metavar="N",
+    help="Number of iterations of the job.",
+)
 @click.option(
     "--stragglers",
     type=console.PATH,
-    help="CSV with the columns start and end (s), slowdown, pipeline and stage (empty for the whole pipeline).  "
+    help="CSV with the columns start and end (s), slowdown, pipeline and stage (empty for the "
+    "whole pipeline).  "
     "[default: no stragglers]",
 )
 @click.option(
@@ -46,7 +56,8 @@ _POLICIES = (_BASELINE, "one-clock", "per-stage", "envpipe", "planner-fixed", "p
     default="1.0",
     show_default=True,
     type=console.SLOWDOWN,
-    help="Iteration time to meet without stragglers, as a multiple of that with all clocks at maximum.",
+    help="Iteration time to meet without stragglers, as a multiple of that with all clocks at "
+    "maximum.",
 )
 @click.option(
     "--policy",
@@ -75,8 +86,9 @@ def simulate(
 ) -> None:
     """Replay a job on a cluster, with stragglers, under several policies.
 
-    FRONTIER is a file that `planner solve` wrote; all pipelines are alike and end each iteration together. The policy
-    max, all clocks at maximum, is always included as the baseline of the others.
+    FRONTIER is a file that `planner solve` wrote; all pipelines are alike and end each iteration
+    together. The policy max, all clocks at maximum, is always included as the baseline of the
+    others.
     """
     from perseus_planner.cluster.replay import Cluster
     from perseus_planner.cluster.stragglers import read_stragglers
@@ -94,7 +106,9 @@ def simulate(
     with console.progress("Simulating") as progress:
         names = tuple(dict.fromkeys((_BASELINE, *(policies or _DEFAULT))))
         outcomes = []
-        for done, outcome in enumerate(_outcomes(cluster, names, slowdown, None if policies else left_out)):
+        for done, outcome in enumerate(
+            _outcomes(cluster, names, slowdown, None if policies else left_out)
+        ):
             outcomes.append(outcome)
             if progress is not None:
                 progress(done + 1, len(names))
@@ -104,8 +118,12 @@ def simulate(
     console.report(summary, cluster_text(summary), [table] if table else [], as_json=as_json)
 
 
-def _outcomes(cluster: Cluster, names: Sequence[str], slowdown: float, left_out: list[str] | None) -> Iterator[Outcome]:
-    """Yield the outcome of each policy; append policies that do not apply to `left_out`, or raise if it is None."""
+def _outcomes(
+    cluster: Cluster, names: Sequence[str], slowdown: float, left_out: list[str] | None
+) -> Iterator[Outcome]:
+    """Yield the outcome of each policy; append policies that do not apply to `left_out`, or
+    raise if it is None.
+    """
     from perseus_planner.cluster.replay import simulate as replay
 
     for name in names:

@@ -21,11 +21,19 @@ _LOOK_S = 1.0  #: between two looks of --watch
 _CLEAR = "\033[2J\033[H"  #: clears a terminal
 
 
-@click.command(epilog=console.examples("planner status", "planner status gpt3 --watch", "planner status --totals"))
+@click.command(
+    epilog=console.examples(
+        "planner status", "planner status gpt3 --watch", "planner status --totals"
+    )
+)
 @click.argument("job", required=False, metavar="[JOB]")
-@click.option("--watch", is_flag=True, help="Print again whenever something has changed, until interrupted.")
 @click.option(
-    "--totals", is_flag=True, help="Show what every job ran, used and saved, also of jobs that have ended, and leave."
+    "--watch", is_flag=True, help="Print again whenever something has changed, until interrupted."
+)
+@click.option(
+    "--totals",
+    is_flag=True,
+    help="Show what every job ran, used and saved, also of jobs that have ended, and leave.",
 )
 @asking.service
 @console.as_json
@@ -39,7 +47,13 @@ def status(job: str | None, watch: bool, totals: bool, service: str | None, as_j
             found = client.jobs() if job is None else (client.status(job),)
             if found != before:
                 events = () if job is None or as_json else client.history(job).events[-_EVENTS:]
-                _print(found, events, in_full=job is not None, as_json=as_json, clear=watch and sys.stdout.isatty())
+                _print(
+                    found,
+                    events,
+                    in_full=job is not None,
+                    as_json=as_json,
+                    clear=watch and sys.stdout.isatty(),
+                )
             if not watch:
                 return
             before = found
@@ -57,7 +71,9 @@ def _print_totals(jobs: Sequence[JobTotals], *, as_json: bool) -> None:
         click.echo(console.printable(totals_text(jobs)))
 
 
-def _print(jobs: Sequence[Any], events: Sequence[Event], *, in_full: bool, as_json: bool, clear: bool) -> None:
+def _print(
+    jobs: Sequence[Any], events: Sequence[Event], *, in_full: bool, as_json: bool, clear: bool
+) -> None:
     from perseus_planner.service.answers import Jobs
     from perseus_planner.views.service_text import jobs_text, status_text
 

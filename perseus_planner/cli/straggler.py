@@ -27,7 +27,10 @@ _CAUSES = ("compute", "communication", "data", "unknown")
 )
 @asking.job
 @click.option(
-    "--pipeline", type=click.IntRange(0), metavar="N", help="Number of a data-parallel pipeline that is slow, from 0."
+    "--pipeline",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Number of a data-parallel pipeline that is slow, from 0.",
 )
 @click.option(
     "--stage",
@@ -39,36 +42,64 @@ _CAUSES = ("compute", "communication", "data", "unknown")
 @click.option("--gpu", metavar="UUID", help="UUID of a slow GPU, as nvidia-smi -L prints it.")
 @click.option("--node", metavar="NAME", help="Host name of a slow node.")
 @click.option(
-    "--slowdown", type=console.SLOWDOWN, help="Time over normal time, 1 or more; 1 means that it has recovered."
+    "--slowdown",
+    type=console.SLOWDOWN,
+    help="Time over normal time, 1 or more; 1 means that it has recovered.",
 )
-@click.option("--iteration-time", type=console.TIME, help="Or the expected iteration time of its pipeline.")
-@click.option("--score", type=float, metavar="SHARE", help="Or its performance over normal performance.")
+@click.option(
+    "--iteration-time", type=console.TIME, help="Or the expected iteration time of its pipeline."
+)
+@click.option(
+    "--score", type=float, metavar="SHARE", help="Or its performance over normal performance."
+)
 @click.option("--in", "in_s", type=console.LAG, help="It begins after this time.  [default: now]")
 @click.option(
-    "--at-iteration", type=click.IntRange(0), metavar="N", help="Or it begins with this iteration of the job."
+    "--at-iteration",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Or it begins with this iteration of the job.",
 )
-@click.option("--ttl", "ttl_s", type=console.LAG, help="How long it lasts.  [default: until it is cleared]")
-@click.option("--cause", type=click.Choice(_CAUSES), default="unknown", show_default=True, help="What is slow.")
+@click.option(
+    "--ttl", "ttl_s", type=console.LAG, help="How long it lasts.  [default: until it is cleared]"
+)
+@click.option(
+    "--cause",
+    type=click.Choice(_CAUSES),
+    default="unknown",
+    show_default=True,
+    help="What is slow.",
+)
 @click.option(
     "--source",
     metavar="NAME",
     help="Who reports: a later report of a source replaces its earlier one.  [default: user@host]",
 )
-@click.option("--key", metavar="KEY", help="Identifies the report, so that it counts once however often it is sent.")
+@click.option(
+    "--key",
+    metavar="KEY",
+    help="Identifies the report, so that it counts once however often it is sent.",
+)
 @click.option("--clear", metavar="KEY", help="Withdraw the report with that key.")
 @click.option(
     "--megatron-log",
     is_flag=True,
-    help="Read the log of a Megatron job from standard input, and report the ranks that its StragglerDetector names.",
+    help="Read the log of a Megatron job from standard input, and report the ranks that its "
+    "StragglerDetector names.",
 )
 @asking.service
 @console.as_json
 def straggler(
-    job: str, clear: str | None, megatron_log: bool, service: str | None, as_json: bool, **given: Any
+    job: str,
+    clear: str | None,
+    megatron_log: bool,
+    service: str | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Report that a part of a training job is slow.
 
-    The other pipelines then run no faster than needed, which saves energy. Write times as 30s, 30m or 2h.
+    The other pipelines then run no faster than needed, which saves energy. Write times as 30s, 30m
+    or 2h.
     """
     if clear is not None and megatron_log:
         raise UsageError("--clear: withdraws one report; leave out --megatron-log")
@@ -94,7 +125,11 @@ def straggler(
 
 
 def _refuse(given: dict[str, Any], beside: str) -> None:
-    names = [name for name, value in given.items() if value is not None and (name, value) != ("cause", "unknown")]
+    names = [
+        name
+        for name, value in given.items()
+        if value is not None and (name, value) != ("cause", "unknown")
+    ]
     if names:
         option = {"in_s": "in", "ttl_s": "ttl"}.get(names[0], names[0]).replace("_", "-")
         raise UsageError(f"--{option}: is for a new report; leave it out beside {beside}")
@@ -105,7 +140,9 @@ def _request(given: dict[str, Any]) -> Any:
 
     return ReportRequest(
         source=given["source"] or f"{getpass.getuser()}@{socket.gethostname()}",
-        scope=_scope(**{name: given[name] for name in ("pipeline", "stage", "rank", "gpu", "node")}),
+        scope=_scope(
+            **{name: given[name] for name in ("pipeline", "stage", "rank", "gpu", "node")}
+        ),
         slowdown=given["slowdown"],
         iteration_s=given["iteration_time"],
         score=given["score"],
@@ -124,6 +161,8 @@ def _scope(pipeline: int | None, **others: Any) -> Any:
     if pipeline is not None and not named:
         return Scope("pipeline", str(pipeline))
     if len(named) != 1 or (pipeline is not None and "stage" not in named):
-        raise UsageError("name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node")
+        raise UsageError(
+            "name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"
+        )
     ((kind, value),) = named.items()
     return Scope(kind, str(value), pipeline)

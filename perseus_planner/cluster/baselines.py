@@ -1,9 +1,10 @@
 """How other planners choose clocks for one iteration, for comparison with ours.
 
-Each function returns a mapping such as "3F17" -> MHz over `dag.computations`, of clocks that were measured for that
-computation. They use the iteration's graph and its replay, and nothing of the solver. A deadline applies to the
-replayed iteration. Among the choices that meet it, each function takes the one with the least effective energy: the
-energy minus what the GPUs would draw if they waited instead, since the other pipelines wait until the deadline anyway.
+Each function returns a mapping such as "3F17" -> MHz over `dag.computations`, of clocks that were
+measured for that computation. They use the iteration's graph and its replay, and nothing of the
+solver. A deadline applies to the replayed iteration. Among the choices that meet it, each function
+takes the one with the least effective energy: the energy minus what the GPUs would draw if they
+waited instead, since the other pipelines wait until the deadline anyway.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def all_maximum(dag: PipelineDag) -> dict[str, int]:
 def one_clock(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
     """Run the whole job at one clock, as an operator would set it by hand.
 
-    Takes the clock with the least effective energy among those that were measured for every computation and that meet
-    the deadline. If none meets it, returns `all_maximum`.
+    Takes the clock with the least effective energy among those that were measured for every
+    computation and that meet the deadline. If none meets it, returns `all_maximum`.
 
     Args:
         dag: the iteration.
@@ -45,23 +46,27 @@ def one_clock(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
     tables = [{point.clock_mhz: point for point in points} for points in _measured(dag)]
     shared = _shared_clocks(_measured(dag))
     if not shared:
-        raise UsageError("no clock was measured for every computation; measure one clock for all of them")
+        raise UsageError(
+            "no clock was measured for every computation; measure one clock for all of them"
+        )
     chosen = _cheapest(dag, ([table[clock] for table in tables] for clock in shared), deadline_s)
     return all_maximum(dag) if chosen is None else _clocks(dag, chosen)
 
 
 def one_per_stage(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
-    """Run each stage at one clock, forwards and backwards alike: Zeus (NSDI 2023) applied to a pipeline.
+    """Run each stage at one clock, forwards and backwards alike: Zeus (NSDI 2023) applied to a
+    pipeline.
 
-    This is ZeusPerStage of the Perseus artifact, with clocks instead of power limits. The heaviest stage is the one
-    with the longest forward at the highest clocks. The rule steps through its clocks from the highest down. At each
-    step, every other stage lowers its own clock, starting no higher than the heaviest stage's, for as long as that
-    does not move its forward time away from the heaviest one's (and past clocks at which lower is faster). The steps
-    end when any stage reaches its lowest clock. The result is the step with the least effective energy that meets the
+    This is ZeusPerStage of the Perseus artifact, with clocks instead of power limits. The heaviest
+    stage is the one with the longest forward at the highest clocks. The rule steps through its
+    clocks from the highest down. At each step, every other stage lowers its own clock, starting no
+    higher than the heaviest stage's, for as long as that does not move its forward time away from
+    the heaviest one's (and past clocks at which lower is faster). The steps end when any stage
+    reaches its lowest clock. The result is the step with the least effective energy that meets the
     deadline, or `all_maximum` if none does, which is common for tight deadlines.
 
-    The artifact has no deadline; it weighs energy against time by a factor. Only forwards are balanced, so a stage
-    whose forward alone is light becomes slow in its backward.
+    The artifact has no deadline; it weighs energy against time by a factor. Only forwards are
+    balanced, so a stage whose forward alone is light becomes slow in its backward.
 
     Args:
         dag: the iteration.
@@ -75,16 +80,20 @@ def one_per_stage(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
     tables = [{point.clock_mhz: point for point in points} for points in measured]
     stages = [computation.stage for computation in dag.computations]
     family = _balanced_clocks(dag, measured, stages)
-    choices = ([table[clocks[stage]] for table, stage in zip(tables, stages, strict=True)] for clocks in family)
+    choices = (
+        [table[clocks[stage]] for table, stage in zip(tables, stages, strict=True)]
+        for clocks in family
+    )
     chosen = _cheapest(dag, choices, deadline_s)
     return all_maximum(dag) if chosen is None else _clocks(dag, chosen)
 
 
 def envpipe(dag: PipelineDag) -> dict[str, int]:
-    """Choose clocks by EnvPipe's rule (USENIX ATC 2023) for the 1F1B order; see `perseus_planner.cluster.envpipe`.
+    """Choose clocks by EnvPipe's rule (USENIX ATC 2023) for the 1F1B order; see
+    `perseus_planner.cluster.envpipe`.
 
-    EnvPipe has one operating point: it takes no deadline, and does not use the time that a straggler leaves. Its replay
-    is never slower than that of `all_maximum`.
+    EnvPipe has one operating point: it takes no deadline, and does not use the time that a
+    straggler leaves. Its replay is never slower than that of `all_maximum`.
 
     Args:
         dag: the iteration.
@@ -94,7 +103,9 @@ def envpipe(dag: PipelineDag) -> dict[str, int]:
     """
     schedule = dag.schedule
     if schedule.ranks != one_f_one_b(schedule.stages, schedule.microbatches).ranks:
-        raise UsageError(f"EnvPipe's rule is for 1F1B only, and this schedule is {schedule}; use a 1F1B schedule")
+        raise UsageError(
+            f"EnvPipe's rule is for 1F1B only, and this schedule is {schedule}; use a 1F1B schedule"
+        )
     return _clocks(dag, reconfigure(dag, _measured(dag)))
 
 
@@ -107,8 +118,12 @@ def _clocks(dag: PipelineDag, points: Iterable[Measurement]) -> dict[str, int]:
     return {str(c): point.clock_mhz for c, point in zip(dag.computations, points, strict=True)}
 
 
-def _cheapest(dag: PipelineDag, choices: Iterable[list[Measurement]], deadline_s: float) -> list[Measurement] | None:
-    """Return the choice with the least effective energy that meets the deadline; the first one of equals."""
+def _cheapest(
+    dag: PipelineDag, choices: Iterable[list[Measurement]], deadline_s: float
+) -> list[Measurement] | None:
+    """Return the choice with the least effective energy that meets the deadline; the first one
+    of equals.
+    """
     best, best_j = None, math.inf
     for points in choices:
         time_s, energy_j = time_and_energy(dag, points)
@@ -127,15 +142,22 @@ def _shared_clocks(measured: Iterable[Sequence[Measurement]]) -> list[int]:
 def _balanced_clocks(
     dag: PipelineDag, measured: Sequence[tuple[Measurement, ...]], stages: Sequence[int]
 ) -> list[list[int]]:
-    """Return the steps of ZeusPerStage: the clock of each stage, MHz, for each clock of the heaviest stage."""
+    """Return the steps of ZeusPerStage: the clock of each stage, MHz, for each clock of the
+    heaviest stage.
+    """
     ladders, times_s = [], []
     for stage in range(dag.profile.stages):
-        ladder = _shared_clocks(points for points, other in zip(measured, stages, strict=True) if other == stage)
+        ladder = _shared_clocks(
+            points for points, other in zip(measured, stages, strict=True) if other == stage
+        )
         if not ladder:
             raise UsageError(
-                f"stage {stage}: no clock was measured for all its computations; measure one clock for all of them"
+                f"stage {stage}: no clock was measured for all its computations; measure one clock "
+                "for all of them"
             )
-        forward_s = {point.clock_mhz: point.time_s for point in dag.profile.measurements[stage, "F"]}
+        forward_s = {
+            point.clock_mhz: point.time_s for point in dag.profile.measurements[stage, "F"]
+        }
         ladder = [clock for clock in ladder if clock in forward_s]
         ladders.append(ladder)
         times_s.append([forward_s[clock] for clock in ladder])

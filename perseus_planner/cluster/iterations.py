@@ -1,4 +1,6 @@
-"""Replayed iterations of one pipeline, rank by rank, while the pipeline or some of its stages are slow."""
+"""Replayed iterations of one pipeline, rank by rank, while the pipeline or some of its stages
+are slow.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,17 @@ class ReplayedIteration(NamedTuple):
 class IterationReplays:
     """Replays iterations of one pipeline, each combination of clocks and slow stages once.
 
-    The slowdown of a stage applies to its computations. The slowdown of a pipeline applies to everything: computations,
-    fixed operations, transfers and overhead. The power of a GPU does not change, so energies grow as times do.
+    The slowdown of a stage applies to its computations. The slowdown of a pipeline applies to
+    everything: computations, fixed operations, transfers and overhead. The power of a GPU does not
+    change, so energies grow as times do.
     """
 
     def __init__(self, dag: PipelineDag) -> None:
         self.dag = dag
         keys = dag.iteration.keys
-        self._tables_of = {key: {m.clock_mhz: m for m in dag.profile.measurements[key]} for key in set(keys)}
+        self._tables_of = {
+            key: {m.clock_mhz: m for m in dag.profile.measurements[key]} for key in set(keys)
+        }
         self._tables = [self._tables_of[key] for key in keys]
         self._slow_tables: dict[tuple[tuple[int, float], ...], dict[tuple[int, str], Table]] = {}
         self._rank_of = np.array(dag.iteration.rank_of)
@@ -56,7 +61,8 @@ class IterationReplays:
     def replay(self, clocks: Clocks, condition: Condition) -> ReplayedIteration:
         """Return an iteration at `clocks` of a pipeline in `condition`.
 
-        Complexity: one replay for each new pair of clocks and slow stages, and a look-up after that.
+        Complexity: one replay for each new pair of clocks and slow stages, and a look-up after
+        that.
         """
         key = clocks, condition.stages
         if key not in self._replays:
@@ -65,7 +71,9 @@ class IterationReplays:
         return (
             found
             if slowdown == 1
-            else ReplayedIteration(found.time_s * slowdown, found.busy_s * slowdown, found.busy_j * slowdown)
+            else ReplayedIteration(
+                found.time_s * slowdown, found.busy_s * slowdown, found.busy_j * slowdown
+            )
         )
 
     def _replay(self, clocks: Clocks, slow: Mapping[int, float]) -> ReplayedIteration:
@@ -74,26 +82,40 @@ class IterationReplays:
             return self._replay_with_changes(clocks, slow, self.dag.profile.clock_change)
         points = [table[clock] for table, clock in zip(self._tables, clocks, strict=True)]
         slowdowns = [slow.get(stage, 1.0) for stage, _ in iteration.keys]
-        times_s = [point.time_s * slowdown for point, slowdown in zip(points, slowdowns, strict=True)]
-        energies_j = [point.energy_j * slowdown for point, slowdown in zip(points, slowdowns, strict=True)]
+        times_s = [
+            point.time_s * slowdown for point, slowdown in zip(points, slowdowns, strict=True)
+        ]
+        energies_j = [
+            point.energy_j * slowdown for point, slowdown in zip(points, slowdowns, strict=True)
+        ]
         time_s = max(end_times(self.dag, times_s)) + self.dag.profile.overhead_s
         for each in iteration.operations:
             times_s.append(each.time_s)
-            energies_j.append(waiting_w[each.rank] * each.time_s if each.energy_j is None else each.energy_j)
+            energies_j.append(
+                waiting_w[each.rank] * each.time_s if each.energy_j is None else each.energy_j
+            )
         return ReplayedIteration(time_s, self._per_rank(times_s), self._per_rank(energies_j))
 
-    def _replay_with_changes(self, clocks: Clocks, slow: Mapping[int, float], change: ClockChange) -> ReplayedIteration:
+    def _replay_with_changes(
+        self, clocks: Clocks, slow: Mapping[int, float], change: ClockChange
+    ) -> ReplayedIteration:
         """Replay with the time that clock changes take, which no slowdown applies to."""
         key = tuple(sorted(slow.items()))
         if key not in self._slow_tables:
-            tables = {of: _slow_down(table, slow.get(of[0], 1.0)) for of, table in self._tables_of.items()}
+            tables = {
+                of: _slow_down(table, slow.get(of[0], 1.0)) for of, table in self._tables_of.items()
+            }
             self._slow_tables[key] = tables
         tables = self._slow_tables[key]
-        tasks = [Task(tables[of], mhz) for of, mhz in zip(self.dag.iteration.keys, clocks, strict=True)]
+        tasks = [
+            Task(tables[of], mhz) for of, mhz in zip(self.dag.iteration.keys, clocks, strict=True)
+        ]
         waiting_w, gpus = self.dag.rank_waiting_w, self.dag.profile.gpus_per_stage
         replayed = replay_changes(self.dag.iteration, tasks, change, waiting_w, gpus)
         time_s = max(replayed.ends_s) + self.dag.profile.overhead_s
-        return ReplayedIteration(time_s, self._per_rank(replayed.durations_s), self._per_rank(replayed.energies_j))
+        return ReplayedIteration(
+            time_s, self._per_rank(replayed.durations_s), self._per_rank(replayed.energies_j)
+        )
 
     def _per_rank(self, values: Sequence[float]) -> NDArray[np.float64]:
         ranks, per_node = len(self.dag.schedule.ranks), np.array(values)
@@ -101,4 +123,7 @@ class IterationReplays:
 
 
 def _slow_down(table: Table, slowdown: float) -> Table:
-    return {mhz: Measurement(mhz, m.time_s * slowdown, m.energy_j * slowdown) for mhz, m in table.items()}
+    return {
+        mhz: Measurement(mhz, m.time_s * slowdown, m.energy_j * slowdown)
+        for mhz, m in table.items()
+    }

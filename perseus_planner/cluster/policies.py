@@ -1,21 +1,30 @@
 """Policies: which clocks each pipeline of a cluster runs, given the stragglers that are known.
 
-The target is a slowdown of the iteration time with all clocks at maximum. T' is the iteration time of the slowest
-straggling pipeline, at the clocks that it keeps.
+The target is a slowdown of the iteration time with all clocks at maximum. T' is the iteration time
+of the slowest straggling pipeline, at the clocks that it keeps.
 
-| policy          | clocks for the target     | straggling pipeline     | the others, if T' is above the target |
+| policy          | clocks for the target     | straggling pipeline     | the others, if T' is above
+the target |
 |-----------------|---------------------------|-------------------------|---------------------------------------|
-| `max`           | all at maximum            | keeps them              | keep them                             |
-| `one-clock`     | one for the whole job     | keeps them              | one clock for T'                      |
-| `per-stage`     | one per stage (Zeus)      | keeps them              | one per stage for T'                  |
-| `envpipe`       | EnvPipe's; no target      | keeps them              | keep them: it has one point only      |
-| `planner-fixed` | `Frontier.plan_until`     | keeps them              | keep them                             |
-| `planner`       | `Frontier.plan_for`       | solved again if a stage | `Frontier.plan_beside_straggler(T')`  |
-|                 |                           | is slow, else keeps them|                                       |
+| `max`           | all at maximum            | keeps them              | keep them
+|
+| `one-clock`     | one for the whole job     | keeps them              | one clock for T'
+|
+| `per-stage`     | one per stage (Zeus)      | keeps them              | one per stage for T'
+|
+| `envpipe`       | EnvPipe's; no target      | keeps them              | keep them: it has one
+point only      |
+| `planner-fixed` | `Frontier.plan_until`     | keeps them              | keep them
+|
+| `planner`       | `Frontier.plan_for`       | solved again if a stage |
+`Frontier.plan_beside_straggler(T')`  |
+|                 |                           | is slow, else keeps them|
+|
 
-Reacting to T' was published for Perseus (SOSP'24). Zeus chooses along a curve of time and energy, so it can be asked
-for another time; one clock is treated the same way, so that only the plans differ. A pipeline with a slow stage is
-solved again for the target if it can still meet it, and otherwise for its own time with all clocks at maximum.
+Reacting to T' was published for Perseus (SOSP'24). Zeus chooses along a curve of time and energy,
+so it can be asked for another time; one clock is treated the same way, so that only the plans
+differ. A pipeline with a slow stage is solved again for the target if it can still meet it, and
+otherwise for its own time with all clocks at maximum.
 """
 
 from __future__ import annotations
@@ -71,8 +80,10 @@ class ReactingPolicy:
         name: one of `POLICIES`.
         replays: the replayed iterations of a pipeline.
         target_s: the iteration time to meet without stragglers, seconds.
-        clocks_for: returns the clocks of a pipeline without a straggler for an iteration time, seconds.
-        straggler_clocks: returns the clocks of a straggling pipeline for its slow stages; () if all of it is slow.
+        clocks_for: returns the clocks of a pipeline without a straggler for an iteration time,
+            seconds.
+        straggler_clocks: returns the clocks of a straggling pipeline for its slow stages; () if all
+            of it is slow.
     """
 
     def __init__(
@@ -88,15 +99,21 @@ class ReactingPolicy:
         self._clocks_for, self._straggler_clocks = clocks_for, straggler_clocks
 
     def clocks_in(self, known: frozenset[Condition]) -> Mapping[Condition, Clocks]:
-        """Return clocks for each condition; undisturbed pipelines wait for the slowest of the others."""
+        """Return clocks for each condition; undisturbed pipelines wait for the slowest of the
+        others.
+        """
         clocks = {condition: self._straggler_clocks(condition.stages) for condition in known}
-        slowest_s = max(self._replays.replay(each, condition).time_s for condition, each in clocks.items())
+        slowest_s = max(
+            self._replays.replay(each, condition).time_s for condition, each in clocks.items()
+        )
         if UNDISTURBED in clocks and slowest_s > self._target_s:
             clocks[UNDISTURBED] = self._clocks_for(slowest_s)
         return clocks
 
 
-def make_policy(name: str, frontier: Frontier, slowdown: float, replays: IterationReplays) -> Policy:
+def make_policy(
+    name: str, frontier: Frontier, slowdown: float, replays: IterationReplays
+) -> Policy:
     """Make the policy called `name`.
 
     Args:
@@ -114,7 +131,9 @@ def make_policy(name: str, frontier: Frontier, slowdown: float, replays: Iterati
     target_s = slowdown * frontier.baseline_time_s
     if name == "planner":
         planned = _PlannedClocks(frontier, target_s)
-        return ReactingPolicy(name, replays, target_s, planned.beside_straggler, planned.with_slow_stages)
+        return ReactingPolicy(
+            name, replays, target_s, planned.beside_straggler, planned.with_slow_stages
+        )
     if name == "planner-fixed":
         return FixedPolicy(name, _clocks(frontier, target_s))
     if name == "max":
@@ -140,15 +159,17 @@ class _PlannedClocks:
         if stages not in self._by_slow_stages:
             profile = slowed(self._frontier.profile, dict(stages))
             frontier = solve_dag(PipelineDag(profile, self._frontier.dag.iteration))
-            self._by_slow_stages[stages] = _clocks(frontier, max(frontier.baseline_time_s, self._target_s))
+            self._by_slow_stages[stages] = _clocks(
+                frontier, max(frontier.baseline_time_s, self._target_s)
+            )
         return self._by_slow_stages[stages]
 
 
 class _BaselineClocks:
     """A baseline's clocks for an iteration time, with few calls of its rule.
 
-    A rule takes the cheapest plan that meets a deadline. So its choice for one deadline is also its choice for every
-    tighter deadline down to the time of that plan.
+    A rule takes the cheapest plan that meets a deadline. So its choice for one deadline is also its
+    choice for every tighter deadline down to the time of that plan.
     """
 
     def __init__(self, rule: ClockRule, frontier: Frontier, replays: IterationReplays) -> None:
@@ -166,7 +187,9 @@ class _BaselineClocks:
 
 
 def _clocks(frontier: Frontier, deadline_s: float) -> Clocks:
-    """Return the clocks of the plan for a deadline; all deadlines beyond `max_time_s` share one plan."""
+    """Return the clocks of the plan for a deadline; all deadlines beyond `max_time_s` share one
+    plan.
+    """
     return tuple(frontier.plan_until(min(deadline_s, frontier.max_time_s)).clocks.values())
 
 

@@ -1,12 +1,15 @@
-"""Replays a job on a cluster: data-parallel pipelines that end every iteration together, some slower for a while.
+"""Replays a job on a cluster: data-parallel pipelines that end every iteration together, some
+slower for a while.
 
-All pipelines are alike. An iteration takes as long as its slowest pipeline; the GPUs of the others wait at the blocking
-power. The stragglers of an iteration are those that are active when it begins. A policy learns of them late, by the
-reaction delay, and its decisions take effect at the beginning of an iteration.
+All pipelines are alike. An iteration takes as long as its slowest pipeline; the GPUs of the others
+wait at the blocking power. The stragglers of an iteration are those that are active when it begins.
+A policy learns of them late, by the reaction delay, and its decisions take effect at the beginning
+of an iteration.
 
-Time is simulated, and iterations are replayed from the profile. Between two events (a straggler begins or ends, or the
-policy learns of it) all iterations are equal, so the replay goes from event to event and its cost does not depend on
-the number of iterations. Moments are exact fractions, so that no rounding moves an event to another iteration.
+Time is simulated, and iterations are replayed from the profile. Between two events (a straggler
+begins or ends, or the policy learns of it) all iterations are equal, so the replay goes from event
+to event and its cost does not depend on the number of iterations. Moments are exact fractions, so
+that no rounding moves an event to another iteration.
 """
 
 from __future__ import annotations
@@ -40,11 +43,13 @@ class Cluster:
         frontier: the frontier of each pipeline; all pipelines are alike.
         pipelines: number of data-parallel pipelines.
         iterations: number of iterations that the job runs.
-        stragglers: in any order. The slowdowns of stragglers that hit the same stage at once are multiplied.
+        stragglers: in any order. The slowdowns of stragglers that hit the same stage at once are
+            multiplied.
         delay_s: how late a policy learns of a change, seconds, 0 or more.
 
     Raises:
-        UsageError: If a number is out of range, or a straggler names a pipeline or stage that does not exist.
+        UsageError: If a number is out of range, or a straggler names a pipeline or stage that does
+            not exist.
     """
 
     frontier: Frontier
@@ -67,7 +72,11 @@ class Cluster:
     @property
     def gpus(self) -> int:
         """The number of GPUs in the cluster."""
-        return self.pipelines * len(self.frontier.schedule.ranks) * self.frontier.profile.gpus_per_stage
+        return (
+            self.pipelines
+            * len(self.frontier.schedule.ranks)
+            * self.frontier.profile.gpus_per_stage
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +87,8 @@ class Outcome:
         policy: name of the policy.
         iterations: number of iterations.
         time_s: time of all iterations, seconds.
-        busy_s: (pipelines, ranks) time for which each GPU of a rank works, seconds. It is idle for the rest.
+        busy_s: (pipelines, ranks) time for which each GPU of a rank works, seconds. It is idle for
+            the rest.
         energy_per_gpu_j: (pipelines, ranks) energy of each GPU of a rank, waiting included, joules.
         gpus_per_stage: number of GPUs of a rank.
     """
@@ -131,7 +141,9 @@ def replay_under(cluster: Cluster, policy: Policy) -> Outcome:
         longest_s = max(iteration.time_s for iteration, _ in groups)
         for iteration, members in groups:
             busy_s[members] += count * iteration.busy_s
-            energy_j[members] += count * (iteration.busy_j + waiting_w * (longest_s - iteration.busy_s))
+            energy_j[members] += count * (
+                iteration.busy_j + waiting_w * (longest_s - iteration.busy_s)
+            )
         time_s += count * Fraction(longest_s)
     gpus = cluster.frontier.profile.gpus_per_stage
     return Outcome(policy.name, cluster.iterations, float(time_s), busy_s, energy_j / gpus, gpus)
@@ -140,8 +152,13 @@ def replay_under(cluster: Cluster, policy: Policy) -> Outcome:
 def _equal_iterations(
     cluster: Cluster, policy: Policy
 ) -> Iterator[tuple[int, list[tuple[ReplayedIteration, list[int]]]]]:
-    """Yield a number of equal iterations, with each distinct iteration in them and the pipelines that run it."""
-    actual, known = _DelayedView(cluster.stragglers, 0.0), _DelayedView(cluster.stragglers, cluster.delay_s)
+    """Yield a number of equal iterations, with each distinct iteration in them and the pipelines
+    that run it.
+    """
+    actual, known = (
+        _DelayedView(cluster.stragglers, 0.0),
+        _DelayedView(cluster.stragglers, cluster.delay_s),
+    )
     plans: dict[frozenset[Condition], Mapping[Condition, Clocks]] = {}
     now, left = Fraction(0), cluster.iterations
     while left:
@@ -152,7 +169,8 @@ def _equal_iterations(
         if seen not in plans:
             plans[seen] = policy.clocks_in(seen)
         running = [
-            (cluster.replays.replay(plans[seen][belief], truth), each) for (truth, belief), each in groups.items()
+            (cluster.replays.replay(plans[seen][belief], truth), each)
+            for (truth, belief), each in groups.items()
         ]
         longest_s = Fraction(max(iteration.time_s for iteration, _ in running))
         upcoming = [moment for moment in (actual.upcoming, known.upcoming) if moment is not None]
@@ -167,7 +185,9 @@ def _groups(
     """Group the pipelines by their actual and their known condition."""
     groups: dict[tuple[Condition, Condition], list[int]] = {}
     for number in range(pipelines):
-        groups.setdefault((actual.get(number, UNDISTURBED), known.get(number, UNDISTURBED)), []).append(number)
+        groups.setdefault(
+            (actual.get(number, UNDISTURBED), known.get(number, UNDISTURBED)), []
+        ).append(number)
     return groups
 
 

@@ -1,8 +1,10 @@
-"""Stragglers: which pipeline or stage of a cluster is slower, by how much, from when to when; and their CSV file.
+"""Stragglers: which pipeline or stage of a cluster is slower, by how much, from when to when; and
+their CSV file.
 
-The file has the columns `start,end,slowdown,pipeline,stage`. Start and end are seconds after the start of the first
-iteration; leave the end empty for a straggler that lasts. The slowdown is a factor of all times. Pipeline and stage are
-numbers from 0; leave the stage empty if the whole pipeline is slow.
+The file has the columns `start,end,slowdown,pipeline,stage`. Start and end are seconds after the
+start of the first iteration; leave the end empty for a straggler that lasts. The slowdown is a
+factor of all times. Pipeline and stage are numbers from 0; leave the stage empty if the whole
+pipeline is slow.
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ from perseus_planner.quantities import FACTOR, STAGE, TIME, WAIT, Rule, check_fi
 _COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)
 _START = WAIT._replace(wanted="a start: write finite seconds of 0 or more, such as 120.5")
-_END = TIME._replace(wanted="an end: write finite seconds above 0, such as 180, or nothing for one that stays")
+_END = TIME._replace(
+    wanted="an end: write finite seconds above 0, such as 180, or nothing for one that stays"
+)
 _SLOWDOWN = FACTOR._replace(
     wanted="a slowdown: write how many times as long it takes, 1 or more, such as 1.15", least=1.0
 )
-_PIPELINE = STAGE._replace(wanted="a pipeline: write 0 for the first one, 1 for the next, and so on")
-_STAGE = STAGE._replace(wanted="a stage: write 0 for the first one, or nothing for the whole pipeline")
+_PIPELINE = STAGE._replace(
+    wanted="a pipeline: write 0 for the first one, 1 for the next, and so on"
+)
+_STAGE = STAGE._replace(
+    wanted="a stage: write 0 for the first one, or nothing for the whole pipeline"
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class Straggler:
     Attributes:
         start_s: when it begins, seconds after the start of the first iteration, 0 or more.
         end_s: when it ends, seconds, above `start_s`; infinite if it lasts.
-        slowdown: factor of all times, 1 or more. Power does not change, so energies grow as times do.
+        slowdown: factor of all times, 1 or more. Power does not change, so energies grow as times
+            do.
         pipeline: number of the pipeline.
         stage: number of the slow stage, or None if the whole pipeline is slow.
 
@@ -56,7 +65,8 @@ class Straggler:
         check_fields(self, rules, prefix="straggler, ")
         if self.end_s <= self.start_s:
             raise UsageError(
-                f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; correct one of them"
+                f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; "
+                "correct one of them"
             )
 
     def check(self, pipelines: int, stages: int) -> None:
@@ -65,9 +75,14 @@ class Straggler:
         Raises:
             UsageError: If its pipeline or stage does not exist.
         """
-        for name, value, count in (("pipeline", self.pipeline, pipelines), ("stage", self.stage or 0, stages)):
+        for name, value, count in (
+            ("pipeline", self.pipeline, pipelines),
+            ("stage", self.stage or 0, stages),
+        ):
             if value >= count:
-                raise UsageError(f"straggler, {name}: there is no {value}; {name}s are 0 to {count - 1}")
+                raise UsageError(
+                    f"straggler, {name}: there is no {value}; {name}s are 0 to {count - 1}"
+                )
 
 
 class Condition(NamedTuple):
@@ -75,7 +90,8 @@ class Condition(NamedTuple):
 
     Attributes:
         slowdown: factor of all its times.
-        stages: (stage, further factor of the times of its computations), in the order of the stages.
+        stages: (stage, further factor of the times of its computations), in the order of the
+            stages.
     """
 
     slowdown: float = 1.0
@@ -86,7 +102,9 @@ UNDISTURBED = Condition()  #: the condition of a pipeline without a straggler
 
 
 def condition_of(stragglers: Iterable[Straggler]) -> Condition:
-    """Return the condition of a pipeline with these stragglers; slowdowns of the same stage are multiplied."""
+    """Return the condition of a pipeline with these stragglers; slowdowns of the same stage are
+    multiplied.
+    """
     slowdown = 1.0
     stages: dict[int, float] = {}
     for each in stragglers:
@@ -94,11 +112,14 @@ def condition_of(stragglers: Iterable[Straggler]) -> Condition:
             slowdown *= each.slowdown
         else:
             stages[each.stage] = stages.get(each.stage, 1.0) * each.slowdown
-    return Condition(slowdown, tuple(sorted((stage, slow) for stage, slow in stages.items() if slow != 1.0)))
+    return Condition(
+        slowdown, tuple(sorted((stage, slow) for stage, slow in stages.items() if slow != 1.0))
+    )
 
 
 def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler, ...]:
-    """Read stragglers from the CSV file at `path`, in its order. Columns other than those five are ignored.
+    """Read stragglers from the CSV file at `path`, in its order. Columns other than those five are
+    ignored.
 
     Args:
         path: the file.
@@ -106,12 +127,15 @@ def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler,
         stages: number of stages of each pipeline.
 
     Raises:
-        UsageError: If the file cannot be read or a row is wrong. The text names file, line, column and remedy.
+        UsageError: If the file cannot be read or a row is wrong. The text names file, line, column
+            and remedy.
     """
     rows = csv_rows(path, UsageError)
     where, header = next(rows, ("", []))
     if not header:
-        raise UsageError(f"{path}: is empty; write the header {_HEADER} and a row for each straggler")
+        raise UsageError(
+            f"{path}: is empty; write the header {_HEADER} and a row for each straggler"
+        )
     for column in _COLUMNS:
         if header.count(column) != 1:
             wrong = "there twice" if column in header else "missing"
@@ -123,7 +147,8 @@ def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler,
         for column, count in counts.items():
             if (value := getattr(found[-1], column)) is not None and value >= count:
                 raise UsageError(
-                    f"{place}, column {column!r}: there is no {column} {value}; {column}s are 0 to {count - 1}"
+                    f"{place}, column {column!r}: there is no {column} {value}; {column}s are 0 to "
+                    f"{count - 1}"
                 )
     return tuple(found)
 
@@ -133,7 +158,8 @@ def _straggler(place: str, cells: Mapping[str, str]) -> Straggler:
     end_s = _parsed(place, "end", cells, _END) if cells["end"] else math.inf
     if end_s <= start_s:
         raise UsageError(
-            f"{place}, column 'end': {cells['end']!r} is not after the start {cells['start']!r}; correct one of them"
+            f"{place}, column 'end': {cells['end']!r} is not after the start {cells['start']!r}; "
+            "correct one of them"
         )
     slowdown = _parsed(place, "slowdown", cells, _SLOWDOWN)
     stage = _parsed(place, "stage", cells, _STAGE) if cells["stage"] else None

@@ -1,13 +1,16 @@
-"""Calibration: how much more time and energy a measured stage takes than the model of its GPU predicts.
+"""Calibration: how much more time and energy a measured stage takes than the model of its GPU
+predicts.
 
-The energy of a stage is its FLOPs divided by an efficiency in FLOPs per joule, which the GPU model predicts and a
-measurement corrects, separately for each kind. For sequences of s tokens the correction is
+The energy of a stage is its FLOPs divided by an efficiency in FLOPs per joule, which the GPU model
+predicts and a measurement corrects, separately for each kind. For sequences of s tokens the
+correction is
 
     efficiency(s) = modelled efficiency(s) * c * (s / s0)^k
 
-where c follows from one measured stage, and k is 0 or follows from two measured stages with different s; likewise for
-FLOPs per second. The correction is computed at each measured clock, interpolated linearly in between and constant
-beyond. So a full sweep determines the shape of the estimate over clocks, a single clock only its level.
+where c follows from one measured stage, and k is 0 or follows from two measured stages with
+different s; likewise for FLOPs per second. The correction is computed at each measured clock,
+interpolated linearly in between and constant beyond. So a full sweep determines the shape of the
+estimate over clocks, a single clock only its level.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
 
 Factors = Mapping[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
-"""Ratios of measured to modelled time, and of measured to modelled energy, at each clock of a GPU, by kind."""
+"""Ratios of measured to modelled time, and of measured to modelled energy, at each clock of a
+GPU, by kind.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class StageCalibration:
 
     Attributes:
         loads: Predicted time and power of each kind on one GPU.
-        measurements: Measurements of each kind on one GPU, at one clock or more. B may be given as I and W.
+        measurements: Measurements of each kind on one GPU, at one clock or more. B may be given as
+            I and W.
         sequence: Tokens of a sequence.
         source: What was measured, for messages, such as "stage 3 of profile.yaml".
         blocking_power_w: Power of one GPU while it waits, watts; None if it was not measured.
@@ -59,9 +65,14 @@ class StageCalibration:
     def __post_init__(self) -> None:
         for kind in "FB":
             if not self.rows(kind):
-                raise UsageError(f"{self.source}: the {word_of(kind)} is missing; measure it at one clock or more")
+                raise UsageError(
+                    f"{self.source}: the {word_of(kind)} is missing; measure it at one clock or "
+                    "more"
+                )
             if any(row.energy_j == 0 for row in self.rows(kind)):
-                raise UsageError(f"{self.source}: the energy of a {word_of(kind)} is 0 J; measure it again")
+                raise UsageError(
+                    f"{self.source}: the energy of a {word_of(kind)} is 0 J; measure it again"
+                )
 
     def rows(self, kind: str) -> tuple[Measurement, ...]:
         """Return the measurements of a kind; those of B may be the sums of I and W."""
@@ -71,24 +82,31 @@ class StageCalibration:
             return ()
         parts = [{row.clock_mhz: row for row in self.measurements.get(part, ())} for part in "IW"]
         return tuple(
-            Measurement(clock, one.time_s + parts[1][clock].time_s, one.energy_j + parts[1][clock].energy_j)
+            Measurement(
+                clock, one.time_s + parts[1][clock].time_s, one.energy_j + parts[1][clock].energy_j
+            )
             for clock, one in parts[0].items()
             if clock in parts[1]
         )
 
 
 def stage_calibration(
-    profile: Profile, pipeline: TransformerPipeline, system: System, stage: int | None = None, source: str = "profile"
+    profile: Profile,
+    pipeline: TransformerPipeline,
+    system: System,
+    stage: int | None = None,
+    source: str = "profile",
 ) -> StageCalibration:
     """Return the calibration by one stage of a measured profile.
 
     Args:
-        profile: Profile of one GPU of each stage, or of all `tensor_degree` of them. It may be a profile of `pipeline`,
-            of its stage `stage` alone, or of the same model on another number of stages, which then share the layers
-            evenly.
+        profile: Profile of one GPU of each stage, or of all `tensor_degree` of them. It may be a
+            profile of `pipeline`, of its stage `stage` alone, or of the same model on another
+            number of stages, which then share the layers evenly.
         pipeline: The pipeline that was measured.
         system: GPUs that were measured.
-        stage: Number of the stage; None for one in the middle, which has neither embedding nor head if there are three.
+        stage: Number of the stage; None for one in the middle, which has neither embedding nor head
+            if there are three.
         source: Where the profile is from, for error messages and `Profile.conditions`.
 
     Raises:
@@ -99,7 +117,9 @@ def stage_calibration(
         pipeline = replace(pipeline, split=split_layers(shape.layers, profile.stages))
     number = (len(pipeline.split) - 1) // 2 if stage is None else stage
     if not 0 <= number < len(pipeline.split):
-        raise UsageError(f"{source}: there is no stage {number}; give one from 0 to {len(pipeline.split) - 1}")
+        raise UsageError(
+            f"{source}: there is no stage {number}; give one from 0 to {len(pipeline.split) - 1}"
+        )
     if profile.control == "power-limit":
         raise UsageError(f"{source}: was measured over power limits; give a profile over clocks")
     gpus = profile.gpus_per_stage
@@ -122,15 +142,19 @@ def stage_calibration(
     )
 
 
-def correction_factors(calibrations: Sequence[StageCalibration], clocks_mhz: Sequence[int], sequence: int) -> Factors:
-    """Return the ratios of measured to modelled values for sequences of `sequence` tokens; all 1 without calibrations.
+def correction_factors(
+    calibrations: Sequence[StageCalibration], clocks_mhz: Sequence[int], sequence: int
+) -> Factors:
+    """Return the ratios of measured to modelled values for sequences of `sequence` tokens; all 1
+    without calibrations.
 
     Raises:
         UsageError: If there are more than two calibrations, or two with the same sequence length.
     """
     if len(calibrations) > 2:
         raise UsageError(
-            f"{len(calibrations)} measured stages are too many; give one, or two with different sequence lengths"
+            f"{len(calibrations)} measured stages are too many; give one, or two with different "
+            "sequence lengths"
         )
     if len({calibration.sequence for calibration in calibrations}) < len(calibrations):
         raise UsageError("both measured stages have the same sequence length; give only one")
@@ -139,7 +163,9 @@ def correction_factors(calibrations: Sequence[StageCalibration], clocks_mhz: Seq
         return dict.fromkeys(KINDS, (ones, ones))
     found = {}
     for kind in KINDS:
-        times, energies = zip(*(_stage_factors(one, kind, clocks_mhz) for one in calibrations), strict=True)
+        times, energies = zip(
+            *(_stage_factors(one, kind, clocks_mhz) for one in calibrations), strict=True
+        )
         lengths = [calibration.sequence for calibration in calibrations]
         found[kind] = (_at(sequence, lengths, times), _at(sequence, lengths, energies))
     return found
@@ -148,7 +174,9 @@ def correction_factors(calibrations: Sequence[StageCalibration], clocks_mhz: Seq
 def _stage_factors(
     calibration: StageCalibration, kind: str, clocks_mhz: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the ratios for one measured stage; I and W have those of B if they were not measured."""
+    """Return the ratios for one measured stage; I and W have those of B if they were not
+    measured.
+    """
     kind = kind if calibration.rows(kind) else "B"
     rows = sorted(calibration.rows(kind), key=lambda row: row.clock_mhz)
     load = calibration.loads[kind]
@@ -158,8 +186,12 @@ def _stage_factors(
     return np.interp(clocks_mhz, clocks, times), np.interp(clocks_mhz, clocks, energies)
 
 
-def _at(sequence: int, lengths: Sequence[int], found: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    """Return the factors at a sequence length, by a power law through those at one or two lengths."""
+def _at(
+    sequence: int, lengths: Sequence[int], found: Sequence[npt.NDArray[np.float64]]
+) -> npt.NDArray[np.float64]:
+    """Return the factors at a sequence length, by a power law through those at one or two
+    lengths.
+    """
     if len(found) == 1:
         return found[0]
     position = math.log(sequence / lengths[0]) / math.log(lengths[1] / lengths[0])

@@ -32,10 +32,12 @@ _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 class Choices:
     """What may be chosen; everything else follows from the model, the GPUs and the batch.
 
-    Tensor groups divide norms too, the optimizer is distributed, and gradients are summed during the backward.
+    Tensor groups divide norms too, the optimizer is distributed, and gradients are summed during
+    the backward.
 
     Attributes:
-        gpus: GPUs of the job. Configurations that leave some of them unused count too: see `_parts`.
+        gpus: GPUs of the job. Configurations that leave some of them unused count too: see
+            `_parts`.
         batch: Sequences of an iteration.
         recomputations: Kinds of recomputation.
         schedules: Names of schedules.
@@ -62,15 +64,15 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     """Return all configurations that fit in memory.
 
     Raises:
-        UsageError: If there are none; the text names the nearest number of GPUs or batch that works, the memory that is
-            missing, or the option that allows none.
+        UsageError: If there are none; the text names the nearest number of GPUs or batch that
+            works, the memory that is missing, or the option that allows none.
     """
     if model.precision == "fp8" and system.fp8_speedup <= 1:
         raise UsageError(f"--precision: {system.gpu.name} has no fp8; give bf16 or fp16")
     if model.attention != "plain" and tuple(choices.recomputations) == ("selective",):
         raise UsageError(
-            f"--recompute: {model.attention} attention keeps no scores that selective could recompute; give none or "
-            "full, or --attention plain"
+            f"--recompute: {model.attention} attention keeps no scores that selective could "
+            "recompute; give none or full, or --attention plain"
         )
     found, least, any_full = [], None, False
     for gpus in _parts(choices.gpus):
@@ -86,14 +88,18 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     if not found and least is not None:
         job, needed = least
         raise UsageError(
-            f"--gpus: {choices.gpus} GPUs of {si(system.memory_bytes, 'B', 3)} are too few: {job.name} needs least, "
-            f"{si(needed.total, 'B', 3)} on a GPU ({_memory_text(needed)}); {_enough(model, system, choices)}"
+            f"--gpus: {choices.gpus} GPUs of {si(system.memory_bytes, 'B', 3)} are too few: "
+            f"{job.name} needs least, {si(needed.total, 'B', 3)} on a GPU "
+            f"({_memory_text(needed)}); {_enough(model, system, choices)}"
         )
     return found
 
 
-def split_choices(model: Transformer, stages: int, times: LayerTimes, top_mhz: float) -> list[tuple[int, ...]]:
-    """Return the splits to try: as even as possible, and with fewer layers beside embedding and head.
+def split_choices(
+    model: Transformer, stages: int, times: LayerTimes, top_mhz: float
+) -> list[tuple[int, ...]]:
+    """Return the splits to try: as even as possible, and with fewer layers beside embedding and
+    head.
 
     The second one makes the slowest stage as fast as whole layers allow.
     """
@@ -101,17 +107,25 @@ def split_choices(model: Transformer, stages: int, times: LayerTimes, top_mhz: f
     if stages == 1:
         return [even]
     layer_s, first_s, last_s = (
-        part["F"].time_s(top_mhz) + part["B"].time_s(top_mhz) for part in (times.layer, times.embedding, times.head)
+        part["F"].time_s(top_mhz) + part["B"].time_s(top_mhz)
+        for part in (times.layer, times.embedding, times.head)
     )
     balanced = _balanced(model.layers, stages, layer_s, first_s, last_s)
     return [even] if balanced == even else [even, balanced]
 
 
 @lru_cache(maxsize=4096)
-def _balanced(layers: int, stages: int, layer_s: float, first_s: float, last_s: float) -> tuple[int, ...]:
-    """Return the split whose slowest stage is fastest, with so many seconds of a layer and beside the layers."""
+def _balanced(
+    layers: int, stages: int, layer_s: float, first_s: float, last_s: float
+) -> tuple[int, ...]:
+    """Return the split whose slowest stage is fastest, with so many seconds of a layer and
+    beside the layers.
+    """
     # Of equally fast stages the last one gets the next layer: it keeps fewer microbatches.
-    free = [(layer_s + beside_s, -stage) for stage, beside_s in enumerate([first_s, *[0.0] * (stages - 2), last_s])]
+    free = [
+        (layer_s + beside_s, -stage)
+        for stage, beside_s in enumerate([first_s, *[0.0] * (stages - 2), last_s])
+    ]
     heapq.heapify(free)
     split = [1] * stages
     for _ in range(layers - stages):
@@ -121,7 +135,9 @@ def _balanced(layers: int, stages: int, layer_s: float, first_s: float, last_s: 
     return tuple(split)
 
 
-def _configurations(model: Transformer, system: System, choices: Choices) -> Iterator[tuple[Configuration, LayerTimes]]:
+def _configurations(
+    model: Transformer, system: System, choices: Choices
+) -> Iterator[tuple[Configuration, LayerTimes]]:
     """Yield the configurations that use all of the GPUs, and the times of their layers."""
     for tensor in _divisors(min(choices.gpus, system.gpus_per_node)):
         if choices.gpus % tensor or not _shares(model, tensor):
@@ -145,7 +161,9 @@ def _configurations(model: Transformer, system: System, choices: Choices) -> Ite
                 yield from ((job, times) for job in _pipelines(shape, system, times, choices))
 
 
-def _pipelines(shape: Transformer, system: System, times: LayerTimes, choices: Choices) -> Iterator[Configuration]:
+def _pipelines(
+    shape: Transformer, system: System, times: LayerTimes, choices: Choices
+) -> Iterator[Configuration]:
     for ranks in _divisors(choices.gpus // shape.tensor_degree):
         data = choices.gpus // shape.tensor_degree // ranks
         if ranks > min(shape.layers, _MAX_RANKS) or choices.batch % (data * shape.microbatch):
@@ -162,7 +180,10 @@ def _pipelines(shape: Transformer, system: System, times: LayerTimes, choices: C
                     if each * ranks <= min(shape.layers, _MAX_STAGES)
                 ]
         for schedule, virtual in kinds:
-            splits = [(split, False) for split in split_choices(shape, ranks * virtual, times, system.top_mhz)]
+            splits = [
+                (split, False)
+                for split in split_choices(shape, ranks * virtual, times, system.top_mhz)
+            ]
             if choices.split_head and schedule == "1f1b" and ranks > 1:
                 splits.append((split_layers(shape.layers, ranks), True))
             for split, split_head in splits:
@@ -192,10 +213,16 @@ def _divisors(number: int) -> list[int]:
 def _parts(gpus: int) -> list[int]:
     """Return the numbers of GPUs to use, so that few more GPUs make nothing worse.
 
-    All up to 24; beyond, the number itself, its half and so on while whole, powers of 2, and 3 times those.
+    All up to 24; beyond, the number itself, its half and so on while whole, powers of 2, and 3
+    times those.
     """
     halves = [gpus >> step for step in range(gpus.bit_length()) if gpus % (1 << step) == 0]
-    rounds = [times << step for times in (1, 3) for step in range(gpus.bit_length()) if times << step < gpus]
+    rounds = [
+        times << step
+        for times in (1, 3)
+        for step in range(gpus.bit_length())
+        if times << step < gpus
+    ]
     return sorted({*range(1, min(gpus, _ALL_PARTS) + 1), *halves, *rounds}, reverse=True)
 
 
@@ -209,15 +236,23 @@ def _possible(model: Transformer, gpus: int, batch: int) -> bool:
 
 
 def _nearest(model: Transformer, choices: Choices) -> str:
-    """Return why no configuration uses all GPUs, with the nearest number of GPUs or batch that works."""
+    """Return why no configuration uses all GPUs, with the nearest number of GPUs or batch that
+    works.
+    """
     gpus, batch = choices.gpus, choices.batch
-    fewer = next(each for each in range(gpus - 1, 0, -1) if _possible(model, each, batch)) if gpus > 1 else 1
-    near = (each for step in range(1, gpus + 1) for each in (batch + step, batch - step) if each > 0)
+    fewer = (
+        next(each for each in range(gpus - 1, 0, -1) if _possible(model, each, batch))
+        if gpus > 1
+        else 1
+    )
+    near = (
+        each for step in range(1, gpus + 1) for each in (batch + step, batch - step) if each > 0
+    )
     other = next((each for each in near if _possible(model, gpus, each)), None)
     more = "" if other is None else f", or --batch {other}"
     return (
-        f"--gpus: {gpus} GPUs cannot share {model.heads} heads, {model.layers} layers and a batch of {batch} "
-        f"sequences; give --gpus {fewer}{more}"
+        f"--gpus: {gpus} GPUs cannot share {model.heads} heads, {model.layers} layers and a batch "
+        f"of {batch} sequences; give --gpus {fewer}{more}"
     )
 
 
@@ -225,7 +260,10 @@ def _enough(model: Transformer, system: System, choices: Choices) -> str:
     """Return the first doubling of the GPUs that has enough memory, as advice."""
     for times in range(1, _DOUBLINGS + 1):
         gpus = choices.gpus << times
-        if any(memory(job, system).fits for job, _ in _configurations(model, system, replace(choices, gpus=gpus))):
+        if any(
+            memory(job, system).fits
+            for job, _ in _configurations(model, system, replace(choices, gpus=gpus))
+        ):
             return f"give --gpus {gpus}"
     return "give more GPUs and a larger batch"
 

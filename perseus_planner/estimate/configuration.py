@@ -1,7 +1,7 @@
 """How a training job shares a model among GPUs, and the time of its iterations.
 
-An iteration is replayed over the graph of its own schedule: computations, transfers between stages, then the sum of
-gradients over the data-parallel GPUs and the optimizer's step.
+An iteration is replayed over the graph of its own schedule: computations, transfers between stages,
+then the sum of gradients over the data-parallel GPUs and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 SPLIT_BACKWARD = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
 """Schedules whose computations are F, I and W instead of F and B."""
-_SETTLED = 12  # multiples of the ranks after which further microbatches take the same time, within 0.1 %
+_SETTLED = (
+    12  # multiples of the ranks after which further microbatches take the same time, within 0.1 %
+)
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,15 @@ class Configuration:
         microbatches: Microbatches of a pipeline in an iteration.
         schedule: Name of the schedule.
         virtual_stages: Stages that each rank holds.
-        distributed_optimizer: Whether the data-parallel GPUs share gradients' sums and the optimizer's state.
+        distributed_optimizer: Whether the data-parallel GPUs share gradients' sums and the
+            optimizer's state.
         overlap_reduction: Whether gradients are summed during the backward of the last microbatch.
-        split_head: Whether all stages of 1F1B share embedding and head by words (Yeung et al., "Balancing pipeline
-            parallelism with vocabulary parallelism", 2024).
+        split_head: Whether all stages of 1F1B share embedding and head by words (Yeung et al.,
+            "Balancing pipeline parallelism with vocabulary parallelism", 2024).
 
     Raises:
-        UsageError: If the stages do not add up to the layers of the model, or cannot share the head.
+        UsageError: If the stages do not add up to the layers of the model, or cannot share the
+            head.
     """
 
     shape: Transformer
@@ -64,7 +68,8 @@ class Configuration:
         check_split(self.shape, self.split)
         if len(self.split) % self.virtual_stages:
             raise UsageError(
-                f"virtual_stages: {self.virtual_stages} does not divide the {len(self.split)} stages; choose a divisor"
+                f"virtual_stages: {self.virtual_stages} does not divide the {len(self.split)} "
+                "stages; choose a divisor"
             )
         if self.split_head and (self.schedule != "1f1b" or self.ranks == 1):
             raise UsageError("split_head: needs 1f1b on 2 ranks or more; leave it out")
@@ -115,14 +120,19 @@ class Configuration:
     def name(self) -> str:
         """What tells it from others of the same model, in one word."""
         shape, virtual = self.shape, f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
-        runs = [f"{layers}" if count == 1 else f"{count}*{layers}" for layers, count in _runs(self.split)]
+        runs = [
+            f"{layers}" if count == 1 else f"{count}*{layers}"
+            for layers, count in _runs(self.split)
+        ]
         even = f"({','.join(runs)})" if len(runs) > 1 else ""
         return (
             f"t{shape.tensor_degree}-p{self.ranks}{virtual}{even}-d{self.data_degree}-mb{shape.microbatch}-"
             f"{self.schedule}-{shape.recomputation}{'-split-head' if self.split_head else ''}"
         )
 
-    def stage_phases(self, system: System, times: LayerTimes | None = None) -> list[dict[str, Phases]]:
+    def stage_phases(
+        self, system: System, times: LayerTimes | None = None
+    ) -> list[dict[str, Phases]]:
         """Return the phases of each kind of each stage, on one GPU."""
         parts = times or layer_times(self.shape, system)
         if self.split_head:
@@ -130,7 +140,9 @@ class Configuration:
         return parts.stages(self.split, split_head=self.split_head)
 
     def transfer_s(self, system: System) -> float:
-        """Return the seconds of an activation from one rank to the next; between nodes the tensor group shares it."""
+        """Return the seconds of an activation from one rank to the next; between nodes the
+        tensor group shares it.
+        """
         if self.ranks == 1:
             return 0.0
         size = self.shape.tokens * self.shape.hidden * self.shape.element_bytes
@@ -145,10 +157,16 @@ class Configuration:
         In a node two GPUs were measured to take as long as eight.
         """
         # With a distributed optimizer gradients are scattered and parameters gathered in bf16.
-        sent = system.reduction_bytes / 2 + 2 if self.distributed_optimizer else system.reduction_bytes
+        sent = (
+            system.reduction_bytes / 2 + 2 if self.distributed_optimizer else system.reduction_bytes
+        )
         if self.gpus > system.gpus_per_node:
             share = (self.data_degree - 1) / self.data_degree
-            per_byte_s = share * min(self.shape.tensor_degree, system.gpus_per_node) / system.node_bytes_per_s
+            per_byte_s = (
+                share
+                * min(self.shape.tensor_degree, system.gpus_per_node)
+                / system.node_bytes_per_s
+            )
         else:
             per_byte_s = (self.data_degree > 1) / system.link_bytes_per_s
         return [sent * held * per_byte_s for held in self.rank_parameters]
@@ -157,34 +175,46 @@ class Configuration:
         """Return the seconds of the optimizer's step on each rank."""
         pieces = self.data_degree if self.distributed_optimizer else 1
         per_byte_s = 1 / (system.memory_share * system.gpu.bytes_per_s)
-        return [system.optimizer_bytes * held / pieces * per_byte_s for held in self.rank_parameters]
+        return [
+            system.optimizer_bytes * held / pieces * per_byte_s for held in self.rank_parameters
+        ]
 
     def end_s(self, system: System, backward_s: Sequence[float]) -> list[float]:
         """Return the seconds of each rank after its last computation.
 
         Args:
             system: The GPUs.
-            backward_s: Seconds of a microbatch's backward on each rank, which hide the reduction where they overlap.
+            backward_s: Seconds of a microbatch's backward on each rank, which hide the reduction
+                where they overlap.
         """
         steps_s = self.optimizer_s(system)
         sums_s = self.reduction_s(system)
         if self.overlap_reduction:
             layers = max(1, min(self.split))
-            sums_s = [max(one / layers, one - hidden) for one, hidden in zip(sums_s, backward_s, strict=True)]
+            sums_s = [
+                max(one / layers, one - hidden)
+                for one, hidden in zip(sums_s, backward_s, strict=True)
+            ]
         return [one + step for one, step in zip(sums_s, steps_s, strict=True)]
 
-    def iteration(self, system: System, backward_s: Sequence[float], microbatches: int | None = None) -> Iteration:
+    def iteration(
+        self, system: System, backward_s: Sequence[float], microbatches: int | None = None
+    ) -> Iteration:
         """Return the graph of an iteration."""
         hop_s = self.transfer_s(system)
         ends = [
             FixedOperation("step", "end", end_s, where=(rank,))
             for rank, end_s in enumerate(self.end_s(system, backward_s))
         ]
-        schedule = schedule_of(self.schedule, len(self.split), microbatches or self.microbatches, self.virtual_stages)
+        schedule = schedule_of(
+            self.schedule, len(self.split), microbatches or self.microbatches, self.virtual_stages
+        )
         return pipeline_iteration(schedule, transfer=Transfer(hop_s, hop_s), operations=ends)
 
     def time_s(self, system: System, times: LayerTimes | None = None) -> float:
-        """Return the seconds of an iteration at the top clocks, as far as the power limit allows them."""
+        """Return the seconds of an iteration at the top clocks, as far as the power limit allows
+        them.
+        """
         top_mhz = system.top_mhz
         stages = [
             {kind: phases.load(system).time_s(top_mhz) for kind, phases in kinds.items()}
@@ -193,7 +223,9 @@ class Configuration:
         return self.replay_s(system, stages)
 
     def replay_s(self, system: System, stages: Sequence[dict[str, float]]) -> float:
-        """Return the seconds of an iteration whose computations take so many seconds, by stage and kind."""
+        """Return the seconds of an iteration whose computations take so many seconds, by stage
+        and kind.
+        """
         ranks = stage_ranks(self.schedule, self.ranks, self.virtual_stages)
         backward_s = [0.0] * self.ranks
         for stage, rank in enumerate(ranks):
@@ -207,11 +239,17 @@ class Configuration:
             count += settled
         first_s = self._replayed_s(count, stages, hop_s, ends_s)
         if more:
-            first_s += more * (self._replayed_s(count + self.ranks, stages, hop_s, ends_s) - first_s)
+            first_s += more * (
+                self._replayed_s(count + self.ranks, stages, hop_s, ends_s) - first_s
+            )
         return first_s
 
     def _replayed_s(
-        self, microbatches: int, stages: Sequence[dict[str, float]], hop_s: float, ends_s: Sequence[float]
+        self,
+        microbatches: int,
+        stages: Sequence[dict[str, float]],
+        hop_s: float,
+        ends_s: Sequence[float],
     ) -> float:
         nodes, last = _nodes(self.schedule, len(self.split), microbatches, self.virtual_stages)
         ends: list[float] = [0.0] * len(nodes)
@@ -242,7 +280,11 @@ def schedule_of(name: str, stages: int, microbatches: int, virtual_stages: int) 
     """Return the schedule of a pipeline."""
     virtual = virtual_stages if virtual_stages > 1 else None
     return generate_for_stages(
-        name, stages, microbatches=microbatches, ranks=stages // virtual_stages, virtual_stages=virtual
+        name,
+        stages,
+        microbatches=microbatches,
+        ranks=stages // virtual_stages,
+        virtual_stages=virtual,
     )
 
 
@@ -252,8 +294,8 @@ def _nodes(
 ) -> tuple[tuple[tuple[int, int, str, int, tuple[int, bool] | None], ...], tuple[int, ...]]:
     """Return the computations in an order in which they can be replayed, and the last of each rank.
 
-    A computation is its place, stage and kind, the place before it on its rank (or -1), and the place whose result it
-    takes, with whether that is on another rank.
+    A computation is its place, stage and kind, the place before it on its rank (or -1), and the
+    place whose result it takes, with whether that is on another rank.
     """
     iteration = pipeline_iteration(schedule_of(name, stages, microbatches, virtual_stages))
     previous: dict[int, int] = {}
@@ -262,7 +304,11 @@ def _nodes(
     nodes = []
     for place in iteration.order:
         others = [other for other in iteration.predecessors[place] if other != previous[place]]
-        sent = (others[0], iteration.rank_of[others[0]] != iteration.rank_of[place]) if others else None
+        sent = (
+            (others[0], iteration.rank_of[others[0]] != iteration.rank_of[place])
+            if others
+            else None
+        )
         computation = iteration.computations[place]
         nodes.append((place, computation.stage, computation.kind, previous[place], sent))
     return tuple(nodes), tuple(program[-1] for program in iteration.programs)

@@ -1,12 +1,13 @@
 """Time-energy curves of configurations: lower bounds in microseconds, and the exact ones.
 
-The bound: a rank runs M forwards and backwards in whatever time the pipeline leaves it. Before its first forward the
-ranks before it run one each, and after its last backward those run one backward each. Under 1F1B a rank with w ranks
-after it also waits, after its first and after its last forward, for a forward and a backward of each of them, while it
-runs w computations itself. What remains for the other M - w forwards and backwards bounds their energy from below.
+The bound: a rank runs M forwards and backwards in whatever time the pipeline leaves it. Before its
+first forward the ranks before it run one each, and after its last backward those run one backward
+each. Under 1F1B a rank with w ranks after it also waits, after its first and after its last
+forward, for a forward and a backward of each of them, while it runs w computations itself. What
+remains for the other M - w forwards and backwards bounds their energy from below.
 
-The exact curve of a configuration is that of `solver.solve`. In many microbatches every further one adds the same, at
-every price of time, so the curves of few microbatches give those of many.
+The exact curve of a configuration is that of `solver.solve`. In many microbatches every further one
+adds the same, at every price of time, so the curves of few microbatches give those of many.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ class Curve:
 def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Measurement, ...]:
     """Return the operating points of a computation on one GPU, highest clock first.
 
-    A clock that the power limit does not allow is none: the lowest clock above what the limit allows stands for all of
-    them, with the time and energy of what is achieved.
+    A clock that the power limit does not allow is none: the lowest clock above what the limit
+    allows stands for all of them, with the time and energy of what is achieved.
 
     Args:
         phases: The computation.
         system: The GPU.
-        count: Number of points to keep, evenly spaced down to the one of least effective energy; 0 for all.
+        count: Number of points to keep, evenly spaced down to the one of least effective energy; 0
+            for all.
     """
     load, gpu = phases.load(system), system.gpu
     clocks = np.array(gpu.clocks_mhz, dtype=float)
@@ -75,7 +77,9 @@ def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Mea
     set_mhz, achieved = clocks[first:], np.minimum(clocks[first:], top_mhz)
     arithmetic_s = load.megacycles / achieved
     times_s = arithmetic_s + load.memory_s
-    w_per_mhz = (load.arithmetic_w_per_mhz * arithmetic_s + load.memory_w_per_mhz * load.memory_s) / times_s
+    w_per_mhz = (
+        load.arithmetic_w_per_mhz * arithmetic_s + load.memory_w_per_mhz * load.memory_s
+    ) / times_s
     voltage = 1 + load.voltage_slope_per_mhz * np.maximum(0.0, achieved - load.ridge_mhz)
     energies_j = (load.static_w + w_per_mhz * achieved * voltage**2) * times_s
     places = np.arange(len(set_mhz))
@@ -83,12 +87,15 @@ def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Mea
         least = int(np.argmin(energies_j - gpu.blocking_power_w * times_s))
         places = np.unique(np.linspace(0, least, count).round().astype(int))
     rows = zip(set_mhz[places], times_s[places], energies_j[places], strict=True)
-    return tuple(Measurement(int(clock), float(time_s), float(energy_j)) for clock, time_s, energy_j in rows)
+    return tuple(
+        Measurement(int(clock), float(time_s), float(energy_j)) for clock, time_s, energy_j in rows
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Hull:
-    """Least effective energy over time of one or more computations: the vertices of its lower convex hull.
+    """Least effective energy over time of one or more computations: the vertices of its lower
+    convex hull.
 
     Attributes:
         times_s: Seconds, rising.
@@ -116,7 +123,9 @@ def hull_of(rows: tuple[Measurement, ...], blocking_power_w: float) -> Hull:
 
 
 def _slopes(curve: Curve) -> NDArray[np.float64]:
-    """Return the slopes of a curve, J/s; breakpoints that are one time in floats have none between them."""
+    """Return the slopes of a curve, J/s; breakpoints that are one time in floats have none
+    between them.
+    """
     apart = np.flatnonzero(np.diff(curve.times_s))
     if len(apart) == 0:
         return np.zeros(1)
@@ -127,14 +136,19 @@ class CurveMaker:
     """Makes the curves of many configurations on one system; what they share is computed once."""
 
     def __init__(self, system: System, points: int = 0) -> None:
-        """Make curves on `system` with so many operating points of a computation; 0 for all, or 16 in large jobs."""
+        """Make curves on `system` with so many operating points of a computation; 0 for all, or
+        16 in large jobs.
+        """
         self.system, self.points = system, points
         self._rows: dict[tuple[Phases, int], tuple[Measurement, ...]] = {}
         self._hulls: dict[tuple[Phases, ...], Hull] = {}
         self._frontiers: dict[Configuration, Frontier] = {}
 
-    def bound(self, candidate: Candidate, times_s: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        """Return a lower bound on the time of an iteration, and on the energy of the whole job at each of `times_s`.
+    def bound(
+        self, candidate: Candidate, times_s: NDArray[np.float64]
+    ) -> tuple[float, NDArray[np.float64]]:
+        """Return a lower bound on the time of an iteration, and on the energy of the whole job at
+        each of `times_s`.
 
         The energy is infinite where the time is too short.
         """
@@ -143,14 +157,26 @@ class CurveMaker:
         of_rank: list[list[int]] = [[] for _ in range(job.ranks)]
         for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
             of_rank[rank].append(stage)
-        hulls = [self._hull(tuple(stages[s][kind] for s in own for kind in job.kinds)) for own in of_rank]
+        hulls = [
+            self._hull(tuple(stages[s][kind] for s in own for kind in job.kinds)) for own in of_rank
+        ]
         # Where the backward is split, gradients of weights may wait while those of inputs pass on.
         passed = job.kinds if job.kinds == "FB" else "F"
-        both = [self._hull(tuple(stages[own[0]][kind] for kind in passed)).times_s[0] for own in of_rank]
-        ends_s = job.end_s(self.system, [self._hull((stages[own[0]]["B"],)).times_s[0] * len(own) for own in of_rank])
+        both = [
+            self._hull(tuple(stages[own[0]][kind] for kind in passed)).times_s[0] for own in of_rank
+        ]
+        ends_s = job.end_s(
+            self.system,
+            [self._hull((stages[own[0]]["B"],)).times_s[0] * len(own) for own in of_rank],
+        )
         hop_s, before_s = job.transfer_s(self.system), 0.0
-        trips = [self._hull(tuple(stages[own[-1]][kind] for kind in job.kinds[:2])).times_s[0] for own in of_rank]
-        after_s = [sum(trips[rank + 1 :]) + 2 * hop_s * (job.ranks - 1 - rank) for rank in range(job.ranks)]
+        trips = [
+            self._hull(tuple(stages[own[-1]][kind] for kind in job.kinds[:2])).times_s[0]
+            for own in of_rank
+        ]
+        after_s = [
+            sum(trips[rank + 1 :]) + 2 * hop_s * (job.ranks - 1 - rank) for rank in range(job.ranks)
+        ]
         least_s, total_j = 0.0, np.zeros(len(times_s))
         for rank, hull in enumerate(hulls):
             fixed_s, count = before_s + ends_s[rank], job.microbatches
@@ -166,7 +192,9 @@ class CurveMaker:
                 total_j += steady * np.interp(spare_s, hull.times_s, hull.effective_j)
                 total_j += waits * hull.effective_j[-1]
             else:
-                total_j += count * np.interp((times_s - fixed_s) / count, hull.times_s, hull.effective_j)
+                total_j += count * np.interp(
+                    (times_s - fixed_s) / count, hull.times_s, hull.effective_j
+                )
             before_s += both[rank] + len(passed) * hop_s
         gpus = job.gpus
         energy_j = gpus / job.ranks * total_j + gpus * gpu.blocking_power_w * times_s
@@ -183,9 +211,15 @@ class CurveMaker:
         if len(few) == 1:
             return self._solved(candidate, job.microbatches)
         one, two = (self._solved(candidate, count) for count in few)
-        # In many microbatches the least of energy - slope * time is linear in their number, at every slope.
-        slopes = np.quantile(np.concatenate([_slopes(one), _slopes(two)]), np.linspace(0, 1, _SLOPES))
-        values = [np.min(each.energies_j - slopes[:, np.newaxis] * each.times_s, axis=1) for each in (one, two)]
+        # In many microbatches the least of energy - slope * time is linear in their number, at
+        # every slope.
+        slopes = np.quantile(
+            np.concatenate([_slopes(one), _slopes(two)]), np.linspace(0, 1, _SLOPES)
+        )
+        values = [
+            np.min(each.energies_j - slopes[:, np.newaxis] * each.times_s, axis=1)
+            for each in (one, two)
+        ]
         more = (job.microbatches - few[0]) / (few[1] - few[0])
         value = values[0] + more * (values[1] - values[0])
         ends_s = one.times_s[[0, -1]] + more * (two.times_s[[0, -1]] - one.times_s[[0, -1]])
@@ -195,13 +229,16 @@ class CurveMaker:
         return Curve(times_s, np.max(value + slopes * times_s[:, np.newaxis], axis=1))
 
     def _solved_counts(self, job: Configuration) -> list[int]:
-        """Return the microbatches of the iterations that are solved: the job's, or two smaller numbers."""
+        """Return the microbatches of the iterations that are solved: the job's, or two smaller
+        numbers.
+        """
         few = [multiple * job.ranks for multiple in (_FEWER if len(job.split) >= _LONG else _FEW)]
         whole = len(job.kinds) * len(job.split) * job.microbatches <= _SOLVED_WHOLE
         return [job.microbatches] if whole or job.microbatches <= few[1] else few
 
     def clocks_mhz(self, candidate: Candidate, slowdown: float) -> tuple[int, int]:
-        """Return the lowest and the highest clock of a plan that takes `slowdown` times the least time.
+        """Return the lowest and the highest clock of a plan that takes `slowdown` times the least
+        time.
 
         The plan is that of the microbatches that were solved, at most.
         """
@@ -210,24 +247,37 @@ class CurveMaker:
         return min(plan.clocks.values()), max(plan.clocks.values())
 
     def saved_share(self, candidate: Candidate, slowdown: float) -> float:
-        """Return the share of energy saved at `slowdown` times the least time, against all clocks at maximum.
+        """Return the share of energy saved at `slowdown` times the least time, against all clocks
+        at maximum.
 
         It is that of the microbatches that were solved, at most.
         """
         frontier = self._frontiers[candidate.job]
-        return 1 - frontier.bound_j(frontier.min_time_s * max(1.0, slowdown)) / frontier.baseline_energy_j
+        return (
+            1
+            - frontier.bound_j(frontier.min_time_s * max(1.0, slowdown))
+            / frontier.baseline_energy_j
+        )
 
-    def profile(self, job: Configuration, stages: list[dict[str, Phases]], points: int = 0) -> Profile:
-        """Return the profile of one pipeline, with so many points of a computation, or all; energies are of a group."""
+    def profile(
+        self, job: Configuration, stages: list[dict[str, Phases]], points: int = 0
+    ) -> Profile:
+        """Return the profile of one pipeline, with so many points of a computation, or all;
+        energies are of a group.
+        """
         rows = {
-            (stage, kind): self._points(kinds[kind], points) for stage, kinds in enumerate(stages) for kind in job.kinds
+            (stage, kind): self._points(kinds[kind], points)
+            for stage, kinds in enumerate(stages)
+            for kind in job.kinds
         }
         one_gpu = Profile(
             rows,
             blocking_power_w=self.system.gpu.blocking_power_w,
             gpu=f"simulated {self.system.gpu.name}",
             origin="simulated",
-            conditions={"estimate": f"{job.name}, operations in closed form on a model of the system"},
+            conditions={
+                "estimate": f"{job.name}, operations in closed form on a model of the system"
+            },
         )
         return on_each_gpu(one_gpu, job.shape.tensor_degree)
 
@@ -237,12 +287,16 @@ class CurveMaker:
         stages = job.stage_phases(self.system, candidate.times)
         backward_s = self._backward_s(job, stages)
         points = self.points or (_MANY if self.size(job) > _LARGE else 0)
-        return PipelineDag(self.profile(job, stages, points), job.iteration(self.system, backward_s, microbatches))
+        return PipelineDag(
+            self.profile(job, stages, points), job.iteration(self.system, backward_s, microbatches)
+        )
 
     def ends_s(self, candidate: Candidate) -> list[float]:
         """Return the seconds of each rank after its last computation."""
         job = candidate.job
-        return job.end_s(self.system, self._backward_s(job, job.stage_phases(self.system, candidate.times)))
+        return job.end_s(
+            self.system, self._backward_s(job, job.stage_phases(self.system, candidate.times))
+        )
 
     def _backward_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> list[float]:
         """Return the seconds of a microbatch's backward on each rank, at the top clock."""
@@ -254,7 +308,9 @@ class CurveMaker:
     def _solved(self, candidate: Candidate, microbatches: int) -> Curve:
         frontier = solve_dag(self.dag(candidate, microbatches))
         self._frontiers.setdefault(candidate.job, frontier)
-        return Curve(frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1])
+        return Curve(
+            frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1]
+        )
 
     def _points(self, phases: Phases, points: int) -> tuple[Measurement, ...]:
         key = phases, points

@@ -1,9 +1,10 @@
 """Compare all configurations of a training job by time and energy, and keep those that can win.
 
-Every configuration has a lower bound on its time-energy curve, which costs microseconds. The exact curve is computed in
-the order of the bounds, until no bound is below what has been found: neither for the objective, nor anywhere on the
-frontier of all of them. Iterations of up to six times the least time are compared. Up to there each computation has ten
-operating points; the configurations that remain are solved again with all clocks, or 16 of them in large jobs.
+Every configuration has a lower bound on its time-energy curve, which costs microseconds. The exact
+curve is computed in the order of the bounds, until no bound is below what has been found: neither
+for the objective, nor anywhere on the frontier of all of them. Iterations of up to six times the
+least time are compared. Up to there each computation has ten operating points; the configurations
+that remain are solved again with all clocks, or 16 of them in large jobs.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Objective:
         if self.deadline_s is not None:
             if times_s[0] > self.deadline_s:
                 return None
-            until = np.append(times_s[times_s <= self.deadline_s], min(self.deadline_s, times_s[-1]))
+            until = np.append(
+                times_s[times_s <= self.deadline_s], min(self.deadline_s, times_s[-1])
+            )
             values = np.interp(until, times_s, energies_j)
             place = int(np.argmin(values))
             return float(until[place]), float(values[place])
@@ -71,7 +74,8 @@ class Objective:
     def value(self, curve: Curve) -> tuple[float, float]:
         """Return what is to be small: energy before time, or time before energy.
 
-        If no point of the curve is allowed, the first is infinite, and the second the least deadline or power that is.
+        If no point of the curve is allowed, the first is infinite, and the second the least
+        deadline or power that is.
         """
         point = self.point(curve)
         if point is not None:
@@ -121,9 +125,10 @@ class Exploration:
         maker: What made the curves, and makes profiles.
         configurations: Number of configurations that fit in memory.
         solved: Number of exact curves.
-        gap: Share by which the bound of a configuration without an exact curve is below the first of `first`, if it is;
-            0 if it is certain that this is the best by the estimate.
-        first: The best configuration by the objective, and the best of other tensor degrees; at most `FIRST`.
+        gap: Share by which the bound of a configuration without an exact curve is below the first
+            of `first`, if it is; 0 if it is certain that this is the best by the estimate.
+        first: The best configuration by the objective, and the best of other tensor degrees; at
+            most `FIRST`.
         frontier: The frontier of all configurations, fastest first.
     """
 
@@ -151,7 +156,8 @@ def explore(
         objective: What is best; the fastest if None.
 
     Raises:
-        UsageError: If no configuration uses the GPUs, fits in memory, or meets the objective; names what would.
+        UsageError: If no configuration uses the GPUs, fits in memory, or meets the objective; names
+            what would.
     """
     objective, maker = objective or Objective(), CurveMaker(system, _POINTS)
     found = candidates(model, system, choices)
@@ -165,7 +171,9 @@ def explore(
         raise UsageError(_out_of_reach(objective, search))
     solved, gap = len(search.curves), search.gap()
     search.solve_again(CurveMaker(system))
-    return Exploration(system, search.maker, len(found), solved, gap, search.rows(), search.frontier())
+    return Exploration(
+        system, search.maker, len(found), solved, gap, search.rows(), search.frontier()
+    )
 
 
 class _Search:
@@ -200,11 +208,14 @@ class _Search:
             computed += self.maker.size(self.found[place].job)
             curve = self._solve(place)
             at_grid_j = np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf)
-            # Slower than its least energy a job waits, or runs at its least energy: it does the latter.
+            # Slower than its least energy a job waits, or runs at its least energy: it does the
+            # latter.
             self.envelope_j = np.minimum(self.envelope_j, np.minimum.accumulate(at_grid_j))
 
     def solve_again(self, maker: CurveMaker) -> None:
-        """Compute the curves of the first and of the frontier once more by `maker`, and forget the others."""
+        """Compute the curves of the first and of the frontier once more by `maker`, and forget
+        the others.
+        """
         kept = dict.fromkeys([*self.first(), *(place for _, _, place in self._frontier())])
         self.maker, self.curves, self.exact_values = maker, {}, {}
         for place in kept:
@@ -216,7 +227,9 @@ class _Search:
         return curve
 
     def _next(self) -> int | None:
-        """Return the configuration whose bound is best, if it can still be among the first, or on the frontier."""
+        """Return the configuration whose bound is best, if it can still be among the first, or
+        on the frontier.
+        """
         open_places = [place for place in range(len(self.found)) if place not in self.curves]
         if not open_places:
             return None
@@ -226,22 +239,32 @@ class _Search:
         if not exact or self.values[nearest] < exact[0][0]:
             return nearest
         for degree in sorted({self._degree(place) for place in open_places}):
-            near = min((p for p in open_places if self._degree(p) == degree), key=lambda each: self.values[each])
+            near = min(
+                (p for p in open_places if self._degree(p) == degree),
+                key=lambda each: self.values[each],
+            )
             value = self.values[near]
-            if value < best.get(degree, (math.inf, math.inf)) and value[0] <= _WORTH * exact[0][0][0]:
+            if (
+                value < best.get(degree, (math.inf, math.inf))
+                and value[0] <= _WORTH * exact[0][0][0]
+            ):
                 return near
         if len(self.first()) < FIRST and math.isfinite(self.values[nearest][0]):
             return nearest
         with np.errstate(invalid="ignore"):
             bounds_j = np.minimum.accumulate(self.bounds_j[open_places], axis=1)
-            gains = np.where(np.isfinite(bounds_j), 1 - bounds_j / self.envelope_j, -np.inf).max(axis=1)
+            gains = np.where(np.isfinite(bounds_j), 1 - bounds_j / self.envelope_j, -np.inf).max(
+                axis=1
+            )
         most = int(np.argmax(gains))
         return open_places[most] if gains[most] > _GAIN else None
 
     def first(self) -> list[int]:
-        """Return the best configuration, and the best of other tensor degrees; further ones if these are too few.
+        """Return the best configuration, and the best of other tensor degrees; further ones if
+        these are too few.
 
-        What an estimate knows least are the kernels of each tensor degree, so those are to be measured.
+        What an estimate knows least are the kernels of each tensor degree, so those are to be
+        measured.
         """
         allowed = [place for place, value in self.exact_values.items() if math.isfinite(value[0])]
         ranked = sorted(allowed, key=self.exact_values.__getitem__)
@@ -256,21 +279,30 @@ class _Search:
     def rows(self) -> tuple[Row, ...]:
         """Return `first` at the best points of their curves."""
         points = [(place, self.objective.point(self.curves[place])) for place in self.first()]
-        return tuple(Row(self.found[place], self.curves[place], *point) for place, point in points if point is not None)
+        return tuple(
+            Row(self.found[place], self.curves[place], *point)
+            for place, point in points
+            if point is not None
+        )
 
     def _degree(self, place: int) -> int:
         return self.found[place].job.shape.tensor_degree
 
     def gap(self) -> float:
-        """Return by how much a configuration without an exact curve may be better than the best one."""
+        """Return by how much a configuration without an exact curve may be better than the best
+        one.
+        """
         best = min(self.exact_values.values())[0]
         others = [value[0] for place, value in enumerate(self.values) if place not in self.curves]
         return max(0.0, 1 - min(others, default=best) / best)
 
     def frontier(self) -> tuple[Row, ...]:
-        """Return the points of all curves that no other point beats in both time and energy, fastest first."""
+        """Return the points of all curves that no other point beats in both time and energy,
+        fastest first.
+        """
         return tuple(
-            Row(self.found[place], self.curves[place], time_s, energy_j) for time_s, energy_j, place in self._frontier()
+            Row(self.found[place], self.curves[place], time_s, energy_j)
+            for time_s, energy_j, place in self._frontier()
         )
 
     def _frontier(self) -> list[tuple[float, float, int]]:
@@ -281,7 +313,10 @@ class _Search:
             for place, curve in self.curves.items()
             for time_s, energy_j in zip(
                 np.append(self.grid_s, curve.times_s[0]),
-                np.append(np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf), curve.energies_j[0]),
+                np.append(
+                    np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf),
+                    curve.energies_j[0],
+                ),
                 strict=True,
             )
             if math.isfinite(energy_j)
@@ -291,8 +326,12 @@ class _Search:
         return kept
 
 
-def _bound_curve(least_s: float, grid_s: NDArray[np.float64], bounds_j: NDArray[np.float64]) -> Curve:
-    """Return the bound as a curve; between its least time and the next time of the grid it may be as low as there."""
+def _bound_curve(
+    least_s: float, grid_s: NDArray[np.float64], bounds_j: NDArray[np.float64]
+) -> Curve:
+    """Return the bound as a curve; between its least time and the next time of the grid it may
+    be as low as there.
+    """
     finite = np.isfinite(bounds_j)
     times_s, energies_j = grid_s[finite], bounds_j[finite]
     if len(times_s) == 0 or least_s >= times_s[0]:
@@ -311,7 +350,10 @@ def _within_power(
     place = int(within[0])
     if place == 0:
         return float(times_s[0]), float(energies_j[0])
-    (low_s, high_s), (low_j, high_j) = times_s[place - 1 : place + 1], energies_j[place - 1 : place + 1]
+    (low_s, high_s), (low_j, high_j) = (
+        times_s[place - 1 : place + 1],
+        energies_j[place - 1 : place + 1],
+    )
     slope_w = (high_j - low_j) / (high_s - low_s)
     time_s = float((low_j - slope_w * low_s) / (power_w - slope_w))
     return time_s, power_w * time_s
@@ -320,5 +362,11 @@ def _within_power(
 def _out_of_reach(objective: Objective, search: _Search) -> str:
     least = min(search.exact_values.values())[1] * 1.0005  # four digits of it are no less
     if objective.deadline_s is not None:
-        return f"--deadline: no configuration is that fast; give {si(least, 's').replace(' ', '')} or more"
-    return f"--power-budget: no configuration draws that little; give {si(least, 'W').replace(' ', '')} or more"
+        return (
+            f"--deadline: no configuration is that fast; give {si(least, 's').replace(' ', '')} "
+            "or more"
+        )
+    return (
+        "--power-budget: no configuration draws that little; give "
+        f"{si(least, 'W').replace(' ', '')} or more"
+    )

@@ -53,7 +53,9 @@ class Forecast:
 
 
 def node_overhead_w(gpus: int, system: System) -> float:
-    """Return the power of the nodes of so many GPUs beside the GPUs, watts; parts of a node count as such."""
+    """Return the power of the nodes of so many GPUs beside the GPUs, watts; parts of a node
+    count as such.
+    """
     return system.node_overhead_w * gpus / system.gpus_per_node
 
 

@@ -1,9 +1,9 @@
 """Times of a layer, the embedding and the head on a system, by phases.
 
-A matrix product takes the longer of its arithmetic and of loading its factors; elementwise operations take their bytes
-at the bandwidth of the memory; a ring of t GPUs sends 2 (t - 1) / t of a tensor to sum it. Where GPUs of several nodes
-share a layer, they sum in each node first and then between nodes. A layer takes the longer of its kernels and of the
-host that launches them.
+A matrix product takes the longer of its arithmetic and of loading its factors; elementwise
+operations take their bytes at the bandwidth of the memory; a ring of t GPUs sends 2 (t - 1) / t of
+a tensor to sum it. Where GPUs of several nodes share a layer, they sum in each node first and then
+between nodes. A layer takes the longer of its kernels and of the host that launches them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,12 @@ class Phases:
 
     def __mul__(self, times: float) -> Phases:
         """Return `times` such computations."""
-        return Phases(self.megacycles * times, self.memory_s * times, self.exchange_s * times, self.idle_s * times)
+        return Phases(
+            self.megacycles * times,
+            self.memory_s * times,
+            self.exchange_s * times,
+            self.idle_s * times,
+        )
 
     def time_s(self, clock_mhz: float) -> float:
         """Return the seconds at a clock that no power limit lowers."""
@@ -81,25 +86,36 @@ class LayerTimes:
     def split_head(self, ranks: int, sent_s: float) -> LayerTimes:
         """Return the times where `ranks` GPUs share the columns of the head.
 
-        Each gets the head's input, and adds up the softmax's sums and the gradient of that input with the others, in
-        `sent_s` seconds each (Yeung et al., "Balancing pipeline parallelism with vocabulary parallelism", 2024). Its
-        passes run in the gaps of the neighbours' in time, so they count where they are.
+        Each gets the head's input, and adds up the softmax's sums and the gradient of that input
+        with the others, in `sent_s` seconds each (Yeung et al., "Balancing pipeline parallelism
+        with vocabulary parallelism", 2024). Its passes run in the gaps of the neighbours' in time,
+        so they count where they are.
         """
         sent = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
-        head = {kind: each * (1 / ranks) + Phases(exchange_s=sent[kind] * sent_s) for kind, each in self.head.items()}
+        head = {
+            kind: each * (1 / ranks) + Phases(exchange_s=sent[kind] * sent_s)
+            for kind, each in self.head.items()
+        }
         return replace(self, head=head)
 
     def stages(self, split: Sequence[int], *, split_head: bool = False) -> list[dict[str, Phases]]:
-        """Return the phases of stages with so many layers, with the head on the last one or on all."""
+        """Return the phases of stages with so many layers, with the head on the last one or on
+        all.
+        """
         found = [{kind: layer * layers for kind, layer in self.layer.items()} for layers in split]
-        for stages, more in ((found[:1], self.embedding), (found if split_head else found[-1:], self.head)):
+        for stages, more in (
+            (found[:1], self.embedding),
+            (found if split_head else found[-1:], self.head),
+        ):
             for stage in stages:
                 stage.update({kind: phases + more[kind] for kind, phases in stage.items()})
         return found
 
 
 def layer_times(shape: Transformer, system: System) -> LayerTimes:
-    """Return the times of the parts of a model for one microbatch; measured ones where `system` has them."""
+    """Return the times of the parts of a model for one microbatch; measured ones where `system`
+    has them.
+    """
     parts: dict[str, dict[str, Phases]] = {}
     for name, operations in (
         ("layer", layer_operations(shape)),
@@ -110,13 +126,17 @@ def layer_times(shape: Transformer, system: System) -> LayerTimes:
         on = replace(system, passes=1.0) if name == "embedding" else system
         parts[name] = {kind: phases_of(some, shape, on) for kind, some in operations.items()}
         if name == "layer" and shape.overlap_traffic:
-            parts[name] = {kind: _overlapped(some, shape, system) for kind, some in parts[name].items()}
+            parts[name] = {
+                kind: _overlapped(some, shape, system) for kind, some in parts[name].items()
+            }
         parts[name]["B"] = parts[name]["I"] + parts[name]["W"]
     forward_s, backward_s = system.host_forward_s, system.host_backward_s
     if shape.recomputation == "full":
         backward_s += forward_s
     hosts_s = {"F": forward_s, "B": backward_s, "I": backward_s / 2, "W": backward_s / 2}
-    layer = {kind: _with_host(parts["layer"][kind], host_s, system) for kind, host_s in hosts_s.items()}
+    layer = {
+        kind: _with_host(parts["layer"][kind], host_s, system) for kind, host_s in hosts_s.items()
+    }
     times = LayerTimes(layer, parts["embedding"], parts["head"])
     return _measured(times, shape, system)
 
@@ -130,7 +150,11 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
             low = each.weights and shape.precision == "fp8"
             cycles = product_megacycles(each, system, fp8=low)
             loaded = 1 if low else shape.element_bytes
-            size = 0.0 if each.fused else loaded * (each.m + each.n) * each.k + shape.element_bytes * each.m * each.n
+            size = (
+                0.0
+                if each.fused
+                else loaded * (each.m + each.n) * each.k + shape.element_bytes * each.m * each.n
+            )
             load_s = each.number * size / bytes_per_s
             if load_s * system.top_mhz > cycles:
                 memory_s += load_s
@@ -161,16 +185,21 @@ def sum_s(size: float, gpus: int, system: System) -> float:
     inside_s = system.exchange_s + 2 * (near - 1) / near * size / system.link_bytes_per_s
     if nodes <= 1:
         return inside_s if gpus > 1 else 0.0
-    return inside_s + system.network_s / 2 + 2 * (nodes - 1) / nodes * size / system.node_bytes_per_s
+    return (
+        inside_s + system.network_s / 2 + 2 * (nodes - 1) / nodes * size / system.node_bytes_per_s
+    )
 
 
 def _overlapped(phases: Phases, shape: Transformer, system: System) -> Phases:
     """Return the phases with traffic behind the products.
 
-    Factors and results are sent in as many pieces as there are GPUs, of which one waits for nothing to hide it
-    (Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023).
+    Factors and results are sent in as many pieces as there are GPUs, of which one waits for nothing
+    to hide it (Wang et al., "Overlap communication with dependent computation via decomposition",
+    ASPLOS 2023).
     """
-    hidden_s = min(phases.megacycles / system.top_mhz, phases.exchange_s * (1 - 1 / shape.tensor_degree))
+    hidden_s = min(
+        phases.megacycles / system.top_mhz, phases.exchange_s * (1 - 1 / shape.tensor_degree)
+    )
     return replace(phases, exchange_s=phases.exchange_s - hidden_s)
 
 
@@ -181,16 +210,26 @@ def _with_host(phases: Phases, host_s: float, system: System) -> Phases:
 
 def _measured(times: LayerTimes, shape: Transformer, system: System) -> LayerTimes:
     """Scale the phases to the measured times, if there are any for this shape."""
-    key = KernelKey(shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation)
+    key = KernelKey(
+        shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
+    )
     found = system.kernels.get(key)
     if found is None:
         return times
     wanted_s = {"F": found.layer_forward_s, "B": found.layer_backward_s}
-    ratios = {kind: seconds / _top_s(times.layer[kind], system) for kind, seconds in wanted_s.items()}
-    layer = {kind: phases * ratios["F" if kind == "F" else "B"] for kind, phases in times.layer.items()}
-    ends_s = sum(_top_s(part[kind], system) for part in (times.embedding, times.head) for kind in "FB")
+    ratios = {
+        kind: seconds / _top_s(times.layer[kind], system) for kind, seconds in wanted_s.items()
+    }
+    layer = {
+        kind: phases * ratios["F" if kind == "F" else "B"] for kind, phases in times.layer.items()
+    }
+    ends_s = sum(
+        _top_s(part[kind], system) for part in (times.embedding, times.head) for kind in "FB"
+    )
     ratio = found.head_s / ends_s
-    embedding, head = ({k: p * ratio for k, p in part.items()} for part in (times.embedding, times.head))
+    embedding, head = (
+        {k: p * ratio for k, p in part.items()} for part in (times.embedding, times.head)
+    )
     return LayerTimes(layer, embedding, head)
 
 

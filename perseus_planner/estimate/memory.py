@@ -1,10 +1,10 @@
 """Device memory of a training job: parameters, gradients, optimizer, activations, and a reserve.
 
-Activations of a layer are those of Korthikanti et al. ("Reducing activation recomputation in large transformer
-models", 2022, section 4), written for any widths: for each token 10 h bytes of norms, residuals and dropout masks,
-which sequence parallelism divides; 2 bytes for each input of a product and of the activation in the tensor group's
-share; 5 bytes for each score of plain attention. Each rank keeps as many microbatches as its own schedule has in
-flight.
+Activations of a layer are those of Korthikanti et al. ("Reducing activation recomputation in large
+transformer models", 2022, section 4), written for any widths: for each token 10 h bytes of norms,
+residuals and dropout masks, which sequence parallelism divides; 2 bytes for each input of a product
+and of the activation in the tensor group's share; 5 bytes for each score of plain attention. Each
+rank keeps as many microbatches as its own schedule has in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from perseus_planner.estimate.system import System
     from perseus_planner.estimate.transformer import Transformer
 
-_WEIGHT, _GRADIENT, _STATE = 2, 4, 12  # bytes: bf16, float32, and the float32 weight and two moments of Adam
+_WEIGHT, _GRADIENT, _STATE = (
+    2,
+    4,
+    12,
+)  # bytes: bf16, float32, and the float32 weight and two moments of Adam
 _RESERVE_BYTES = 2e9  # CUDA context, NCCL buffers, workspaces; assumed
 _RESERVE_SHARE = 0.02  # fragmentation; assumed
 
@@ -63,10 +67,18 @@ def memory(job: Configuration, system: System) -> Memory:
     shape, held = job.shape, job.rank_parameters
     pieces = job.data_degree if job.distributed_optimizer else 1
     # Where forwards and backwards alternate, further microbatches keep no more.
-    count = job.microbatches if job.schedule in ("gpipe", "looped-bfs") else min(job.microbatches, 2 * job.ranks)
+    count = (
+        job.microbatches
+        if job.schedule in ("gpipe", "looped-bfs")
+        else min(job.microbatches, 2 * job.ranks)
+    )
     counts = _in_flight(job.schedule, len(job.split), count, job.virtual_stages)
     kept = kept_layer_bytes(shape)
-    again = _all_layer_bytes(shape, scores=shape.attention == "plain") if shape.recomputation == "full" else 0.0
+    again = (
+        _all_layer_bytes(shape, scores=shape.attention == "plain")
+        if shape.recomputation == "full"
+        else 0.0
+    )
     activations = [again] * job.ranks
     logits = 6 * shape.tokens * shape.vocabulary_per_gpu  # in bf16 and float32
     ranks = stage_ranks(job.schedule, job.ranks, job.virtual_stages)
@@ -93,7 +105,9 @@ def kept_layer_bytes(shape: Transformer) -> float:
     """Return the bytes that one layer keeps of a microbatch until its backward."""
     if shape.recomputation == "full":
         return 2 * shape.tokens * shape.hidden / _divided(shape)
-    return _all_layer_bytes(shape, scores=shape.attention == "plain" and shape.recomputation == "none")
+    return _all_layer_bytes(
+        shape, scores=shape.attention == "plain" and shape.recomputation == "none"
+    )
 
 
 def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
@@ -110,7 +124,9 @@ def _divided(shape: Transformer) -> int:
 
 
 @lru_cache(maxsize=512)
-def _in_flight(schedule: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+def _in_flight(
+    schedule: str, stages: int, microbatches: int, virtual_stages: int
+) -> tuple[int, ...]:
     """Return the microbatches of each stage whose activations its rank keeps when it keeps most."""
     found = [0] * stages
     for program in schedule_of(schedule, stages, microbatches, virtual_stages).ranks:

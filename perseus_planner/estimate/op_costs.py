@@ -1,17 +1,19 @@
 """FLOPs and bytes of each stage of a transformer on one GPU, in closed form.
 
-FLOPs are those of matrix products, two for each multiply-add, as torch's `FlopCounterMode` and Narayanan et al. (SC'21,
-appendix) count them, without norms, softmax, activations and loss. The counter also counts the pairs of tokens that a
-causal mask hides, which "flash-causal" attention does not compute.
+FLOPs are those of matrix products, two for each multiply-add, as torch's `FlopCounterMode` and
+Narayanan et al. (SC'21, appendix) count them, without norms, softmax, activations and loss. The
+counter also counts the pairs of tokens that a causal mask hides, which "flash-causal" attention
+does not compute.
 
-Kinds are those of a `Profile`: F; I and W, the gradients of inputs and of weights; B = I + W. A product of the forward
-with a weight has one product of its size in I and one in W; a product without weights (attention) has two in I.
-Recomputation is counted in I, which comes first.
+Kinds are those of a `Profile`: F; I and W, the gradients of inputs and of weights; B = I + W. A
+product of the forward with a weight has one product of its size in I and one in W; a product
+without weights (attention) has two in I. Recomputation is counted in I, which comes first.
 
-Bytes are those that no arithmetic hides: of norms, activations, residual sums, rotary positions, embedding and loss,
-and of attention scores if those are written to memory. Each of these operations reads its inputs and writes its outputs
-once, in `element_bytes`; only the loss computes in float32. The factors of matrix products are loaded during their
-arithmetic and are not counted, which is true for microbatches of some hundred tokens and more.
+Bytes are those that no arithmetic hides: of norms, activations, residual sums, rotary positions,
+embedding and loss, and of attention scores if those are written to memory. Each of these operations
+reads its inputs and writes its outputs once, in `element_bytes`; only the loss computes in float32.
+The factors of matrix products are loaded during their arithmetic and are not counted, which is true
+for microbatches of some hundred tokens and more.
 """
 
 from __future__ import annotations
@@ -55,11 +57,12 @@ class TransformerPipeline:
         name: Name for tables.
         transformer: The model.
         split: Layers of each stage, as from `split_layers`.
-        link_bytes_per_s: Bandwidth of a GPU to its tensor group, if it is not that of the system; infinite if traffic
-            takes no time.
+        link_bytes_per_s: Bandwidth of a GPU to its tensor group, if it is not that of the system;
+            infinite if traffic takes no time.
 
     Raises:
-        UsageError: If the stages do not add up to the layers of the transformer, or the bandwidth is not above 0.
+        UsageError: If the stages do not add up to the layers of the transformer, or the bandwidth
+            is not above 0.
     """
 
     name: str
@@ -69,8 +72,13 @@ class TransformerPipeline:
 
     def __post_init__(self) -> None:
         check_split(self.transformer, self.split)
-        if self.link_bytes_per_s not in (None, math.inf) and TIME.accept(self.link_bytes_per_s) is None:
-            raise UsageError(f"link: {shown(self.link_bytes_per_s)} is not a bandwidth; give one above 0")
+        if (
+            self.link_bytes_per_s not in (None, math.inf)
+            and TIME.accept(self.link_bytes_per_s) is None
+        ):
+            raise UsageError(
+                f"link: {shown(self.link_bytes_per_s)} is not a bandwidth; give one above 0"
+            )
 
     def on(self, system: System) -> System:
         """Return `system` with the bandwidth of the links, if one was given."""
@@ -81,16 +89,21 @@ class TransformerPipeline:
         return replace(system, link_bytes_per_s=self.link_bytes_per_s)
 
     def loads(self, system: System) -> list[dict[str, Load]]:
-        """Return time and power over clocks of each kind for one microbatch on one GPU of each stage."""
+        """Return time and power over clocks of each kind for one microbatch on one GPU of each
+        stage.
+        """
         system = self.on(system)
         stages = layer_times(self.transformer, system).stages(self.split)
         return [{kind: phases.load(system) for kind, phases in stage.items()} for stage in stages]
 
 
-def stage_op_costs(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, OpCost]]:
+def stage_op_costs(
+    transformer: Transformer, stages: int | Sequence[int]
+) -> list[dict[str, OpCost]]:
     """Return the cost of each kind for one microbatch on one GPU of each stage.
 
-    The first stage also has the embedding; the last has the final norm, the language-model head and the loss.
+    The first stage also has the embedding; the last has the final norm, the language-model head and
+    the loss.
 
     Args:
         transformer: The model.
@@ -103,11 +116,13 @@ def stage_op_costs(transformer: Transformer, stages: int | Sequence[int]) -> lis
 
 
 def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, float]]:
-    """Return the bytes that one GPU of each stage sends to its tensor group for one microbatch, for each kind.
+    """Return the bytes that one GPU of each stage sends to its tensor group for one microbatch, for
+    each kind.
 
-    A layer of Megatron sums its output over the group twice in the forward, and the gradient of its input twice in the
-    backward (Narayanan et al., section 2.3); embedding and head do so once. A ring sends 2 (t - 1) / t of the summed
-    tensor. Sequence parallelism gathers once more in the backward (Korthikanti et al., section 4.2.2).
+    A layer of Megatron sums its output over the group twice in the forward, and the gradient of its
+    input twice in the backward (Narayanan et al., section 2.3); embedding and head do so once. A
+    ring sends 2 (t - 1) / t of the summed tensor. Sequence parallelism gathers once more in the
+    backward (Korthikanti et al., section 4.2.2).
 
     Raises:
         UsageError: If the layers cannot be split in this way.
@@ -115,13 +130,19 @@ def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list
     degree = transformer.tensor_degree
 
     def sent(operations: Iterable[Operation]) -> float:
-        return sum(2 * (degree - 1) / degree * one.bytes * one.sums for one in operations if isinstance(one, Exchange))
+        return sum(
+            2 * (degree - 1) / degree * one.bytes * one.sums
+            for one in operations
+            if isinstance(one, Exchange)
+        )
 
     return _by_stage(transformer, stages, sent)
 
 
 def _by_stage(
-    transformer: Transformer, stages: int | Sequence[int], measure: Callable[[Iterable[Operation]], _Sum]
+    transformer: Transformer,
+    stages: int | Sequence[int],
+    measure: Callable[[Iterable[Operation]], _Sum],
 ) -> list[dict[str, _Sum]]:
     """Return the sum over the operations of each kind on each stage."""
     split = check_split(transformer, stages)

@@ -1,11 +1,12 @@
-"""What one GPU of a tensor group runs for one microbatch: matrix products, passes over memory, traffic.
+"""What one GPU of a tensor group runs for one microbatch: matrix products, passes over memory,
+traffic.
 
-One list of operations serves all estimates: their FLOPs and bytes add up to the op costs (`op_costs.py`), and their
-times on a GPU to those of the computations (`kernel_times.py`).
+One list of operations serves all estimates: their FLOPs and bytes add up to the op costs
+(`op_costs.py`), and their times on a GPU to those of the computations (`kernel_times.py`).
 
-Kinds are F, the forward; I and W, the gradients of inputs and of weights. A product of the forward with a weight has
-one product of its size in I and one in W; a product without weights (attention) has two in I. Recomputation is in I,
-which comes first.
+Kinds are F, the forward; I and W, the gradients of inputs and of weights. A product of the forward
+with a weight has one product of its size in I and one in W; a product without weights (attention)
+has two in I. Recomputation is in I, which comes first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 _FLOAT32 = 4
 ACCUMULATED = 10.0
-"""Bytes that adding the gradient of a weight in bf16 to its sum in float32 moves: 2 and 4 read, 4 written."""
+"""Bytes that adding the gradient of a weight in bf16 to its sum in float32 moves: 2 and 4 read,
+4 written.
+"""
 
 
 class Product(NamedTuple):
@@ -29,7 +32,8 @@ class Product(NamedTuple):
         n: Columns of the result.
         k: Length of the sums.
         number: Number of such products that run as one.
-        weights: Whether one factor is a weight, or the result its gradient; such products may run in FP8.
+        weights: Whether one factor is a weight, or the result its gradient; such products may run
+            in FP8.
         fused: Whether neither factors nor result are in memory, as in flash attention.
     """
 
@@ -47,7 +51,9 @@ class Product(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether all rows of the matrices begin at multiples of 16 bytes, as tensor cores load them best."""
+        """Whether all rows of the matrices begin at multiples of 16 bytes, as tensor cores load
+        them best.
+        """
         return self.fused or (self.n % 8, self.k % 8) == (0, 0)
 
 
@@ -72,7 +78,8 @@ class Exchange(NamedTuple):
 
     Attributes:
         bytes: Size of the tensor that is summed or gathered.
-        sums: Number of all-reduces, or of pairs of reduce-scatter and all-gather; a half is one of the two.
+        sums: Number of all-reduces, or of pairs of reduce-scatter and all-gather; a half is one of
+            the two.
     """
 
     bytes: float
@@ -89,9 +96,15 @@ def layer_operations(shape: Transformer) -> Operations:
     linear, core = _linear(shape), _attention(shape)
     activation = shape.tokens * shape.hidden * shape.element_bytes
     traffic = (Exchange(activation, 2.0),) if shape.tensor_degree > 1 else ()
-    # The gather before the products is repeated for the gradients of weights (Korthikanti et al., section 4.2.2).
+    # The gather before the products is repeated for the gradients of weights (Korthikanti et al.,
+    # section 4.2.2).
     gathered = (Exchange(activation, 1.0),) if traffic and shape.sequence_parallel else ()
-    forward: tuple[Operation, ...] = (*linear, *core, _passes(shape, residual=10, gated=3, plain=2, rotary=2), *traffic)
+    forward: tuple[Operation, ...] = (
+        *linear,
+        *core,
+        _passes(shape, residual=10, gated=3, plain=2, rotary=2),
+        *traffic,
+    )
     # Flash attention does not store the scores, so it computes them once more than plain attention.
     products = tuple(one for each in core if isinstance(each, Product) for one in (each, each))
     if shape.attention != "plain":
@@ -120,31 +133,45 @@ def embedding_operations(shape: Transformer) -> Operations:
     return {
         "F": (Pass(element * (2 + learned + 2 * norm)), *traffic),
         "I": (Pass(element * 3 * norm),),
-        "W": (Pass(element * (3 + learned)),),  # gradients read, the rows of the table read and written
+        "W": (
+            Pass(element * (3 + learned)),
+        ),  # gradients read, the rows of the table read and written
     }
 
 
 def head_operations(shape: Transformer) -> Operations:
-    """Return the operations of the final norm, the language-model head and the loss, on the last stage."""
-    element, logits = shape.tokens * shape.hidden * shape.element_bytes, shape.tokens * shape.vocabulary_per_gpu
+    """Return the operations of the final norm, the language-model head and the loss, on the last
+    stage.
+    """
+    element, logits = (
+        shape.tokens * shape.hidden * shape.element_bytes,
+        shape.tokens * shape.vocabulary_per_gpu,
+    )
     tokens, hidden, words = shape.tokens, shape.hidden, shape.vocabulary_per_gpu
     # Logits are read and written in float32, and once more by the logarithm of the softmax.
     forward = shape.element_bytes + 3 * _FLOAT32
-    # The gradient of the losses is written; with the logarithms it is read and the gradient of the logits written,
-    # which is then rounded.
+    # The gradient of the losses is written; with the logarithms it is read and the gradient of the
+    # logits written, which is then rounded.
     backward = 5 * _FLOAT32 + shape.element_bytes
     traffic = (Exchange(element, 1.0),) if shape.tensor_degree > 1 else ()
     # The head stays in bf16 where layers run in FP8.
     return {
         "F": (Product(tokens, words, hidden, weights=False), Pass(2 * element + forward * logits)),
-        "I": (Product(tokens, hidden, words, weights=False), Pass(3 * element + backward * logits), *traffic),
+        "I": (
+            Product(tokens, hidden, words, weights=False),
+            Pass(3 * element + backward * logits),
+            *traffic,
+        ),
         "W": (Product(hidden, words, tokens, weights=False), Accumulation(hidden * words)),
     }
 
 
 def _linear(shape: Transformer) -> tuple[Product, ...]:
     """Return the forward's products with weights."""
-    inner, keys_values = shape.heads_per_gpu * shape.head_size, 2 * shape.kv_heads_per_gpu * shape.head_size
+    inner, keys_values = (
+        shape.heads_per_gpu * shape.head_size,
+        2 * shape.kv_heads_per_gpu * shape.head_size,
+    )
     return (
         Product(shape.tokens, inner + keys_values, shape.hidden),
         Product(shape.tokens, shape.hidden, inner),
@@ -158,7 +185,9 @@ def _weights(shape: Transformer) -> float:
 
 
 def _attention(shape: Transformer) -> tuple[Operation, ...]:
-    """Return the products of queries with keys and of scores with values, and the passes over the scores."""
+    """Return the products of queries with keys and of scores with values, and the passes over
+    the scores.
+    """
     count, length = shape.microbatch * shape.heads_per_gpu, shape.sequence
     fused = shape.attention != "plain"
     pairs = (length + 1) / 2 if shape.attention == "flash-causal" else length
@@ -176,12 +205,17 @@ def _score_bytes(shape: Transformer) -> int:
 
 
 def _passes(shape: Transformer, residual: int, gated: int, plain: int, rotary: int) -> Pass:
-    """Return passes over the residual stream, the inside of the feed-forward block, queries and keys.
+    """Return passes over the residual stream, the inside of the feed-forward block, queries and
+    keys.
 
-    Forward: two norms (2 each) and two residual sums (3 each); the activation reads one or two tensors and writes one.
-    Backward: norms and activation also read their inputs.
+    Forward: two norms (2 each) and two residual sums (3 each); the activation reads one or two
+    tensors and writes one. Backward: norms and activation also read their inputs.
     """
     inside = shape.ffn_per_gpu * (gated if shape.gated else plain)
-    rotated = (shape.heads_per_gpu + shape.kv_heads_per_gpu) * shape.head_size if shape.positions == "rotary" else 0
+    rotated = (
+        (shape.heads_per_gpu + shape.kv_heads_per_gpu) * shape.head_size
+        if shape.positions == "rotary"
+        else 0
+    )
     stream = residual * shape.hidden / (shape.tensor_degree if shape.sequence_parallel else 1)
     return Pass(shape.tokens * shape.element_bytes * (stream + inside + rotary * rotated))

@@ -1,4 +1,5 @@
-"""Transformers by name: published models, dimensions in a YAML file, and a `config.json` of Hugging Face.
+"""Transformers by name: published models, dimensions in a YAML file, and a `config.json` of Hugging
+Face.
 
     format: perseus-planner/transformer
     version: 1
@@ -8,8 +9,9 @@
     vocabulary: 50304
     sequence: 2048
 
-A file may contain the other attributes of `Transformer` as well. By default there are as many key and value heads as
-heads, heads divide the hidden width, and the feed-forward block is four times as wide as the hidden width.
+A file may contain the other attributes of `Transformer` as well. By default there are as many key
+and value heads as heads, heads divide the hidden width, and the feed-forward block is four times as
+wide as the hidden width.
 """
 
 from __future__ import annotations
@@ -45,20 +47,29 @@ _MAX_CONFIG_SEQUENCE = 8192  # models with longer contexts are mostly trained on
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Transformer:
-    """Brown et al., "Language models are few-shot learners" (2020), table 2.1: layers, width, heads, 2048 tokens.
+    """Brown et al., "Language models are few-shot learners" (2020), table 2.1: layers, width,
+    heads, 2048 tokens.
 
     The feed-forward block is four times as wide (section 2.1); the vocabulary is GPT-2's.
     """
     return Transformer(
-        layers, hidden, heads, heads, head_size=hidden // heads, ffn=4 * hidden, vocabulary=50257, sequence=2048
+        layers,
+        hidden,
+        heads,
+        heads,
+        head_size=hidden // heads,
+        ffn=4 * hidden,
+        vocabulary=50257,
+        sequence=2048,
     )
 
 
 def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
-    """Llama team, "The Llama 3 herd of models" (2024), table 3: layers, width, FFN width, heads, 8 key/value heads.
+    """Llama team, "The Llama 3 herd of models" (2024), table 3: layers, width, FFN width, heads, 8
+    key/value heads.
 
-    The vocabulary is that of the released checkpoints, 128256 (config.json); most of the training uses sequences of
-    8192 tokens (section 3.4.1).
+    The vocabulary is that of the released checkpoints, 128256 (config.json); most of the training
+    uses sequences of 8192 tokens (section 3.4.1).
     """
     return Transformer(
         layers,
@@ -78,7 +89,8 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
 
 PRESETS: Mapping[str, Transformer] = MappingProxyType(
     {
-        # The table's 24 heads of 128 are wider than its 2048; 16 heads of 128 give the 1.3 billion parameters.
+        # The table's 24 heads of 128 are wider than its 2048; 16 heads of 128 give the 1.3 billion
+        # parameters.
         "gpt3-1.3b": _gpt3(24, 2048, 16),
         "gpt3-2.7b": _gpt3(32, 2560, 32),
         "gpt3-6.7b": _gpt3(32, 4096, 32),
@@ -88,8 +100,9 @@ PRESETS: Mapping[str, Transformer] = MappingProxyType(
         "llama3-8b": _llama3(32, 4096, 32, 14336),
         "llama3-70b": _llama3(80, 8192, 64, 28672),
         "llama3-405b": _llama3(126, 16384, 128, 53248),
-        # BigScience, "BLOOM: A 176B-parameter open-access multilingual language model" (2022), table 3 and section 3.2:
-        # ALiBi, a norm after the embedding, a vocabulary of 250680 padded to 250880.
+        # BigScience, "BLOOM: A 176B-parameter open-access multilingual language model" (2022),
+        # table 3 and section 3.2: ALiBi, a norm after the embedding, a vocabulary of 250680 padded
+        # to 250880.
         "bloom-176b": Transformer(
             layers=70,
             hidden=14336,
@@ -122,14 +135,20 @@ def named_transformer(text: str) -> Transformer:
         return read_config(path / "config.json")
     if path.suffix.lower() == ".json":
         return read_config(path)
-    advice = f"give its config.json, a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
+    advice = (
+        f"give its config.json, a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
+    )
     if text and path.is_dir():
         raise UsageError(f"model {text!r}: is a folder without a config.json; {advice}")
-    raise UsageError(f"model {text!r}: there is no such model; {did_you_mean(path.name, PRESETS) or advice}")
+    raise UsageError(
+        f"model {text!r}: there is no such model; {did_you_mean(path.name, PRESETS) or advice}"
+    )
 
 
 def name_of(text: str) -> str:
-    """Return the name of that model: the published one, or the file's without its ending, or its folder's."""
+    """Return the name of that model: the published one, or the file's without its ending, or its
+    folder's.
+    """
     path = Path(text).resolve()
     if text in PRESETS or path.is_dir():
         return path.name
@@ -144,14 +163,23 @@ def read_transformer(path: Path) -> Transformer:
     """
     optional = [field.name for field in fields(Transformer) if field.name not in _REQUIRED]
     document = read_document(path, _FORMAT, _VERSION, _REQUIRED, optional, UsageError)
-    values = {key: value for key, value in document.values.items() if key not in ("format", "version")}
+    values = {
+        key: value for key, value in document.values.items() if key not in ("format", "version")
+    }
     hidden, heads = values["hidden"], values["heads"]
     if COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None:
         if "head_size" not in values and hidden % heads:
-            raise document.refusal("heads", f"{heads} does not divide hidden of {hidden}; give head_size too")
+            raise document.refusal(
+                "heads", f"{heads} does not divide hidden of {hidden}; give head_size too"
+            )
         values = {"kv_heads": heads, "head_size": hidden // heads, "ffn": 4 * hidden, **values}
     else:
-        values = {"kv_heads": 1, "head_size": 1, "ffn": 1, **values}  # Transformer reports which of the two is wrong
+        values = {
+            "kv_heads": 1,
+            "head_size": 1,
+            "ffn": 1,
+            **values,
+        }  # Transformer reports which of the two is wrong
     try:
         return Transformer(**values)
     except UsageError as error:
@@ -161,7 +189,8 @@ def read_transformer(path: Path) -> Transformer:
 
 
 def read_config(path: Path) -> Transformer:
-    """Read the dimensions of a dense model like Llama from its `config.json`, with sequences of at most 8,192 tokens.
+    """Read the dimensions of a dense model like Llama from its `config.json`, with sequences of at
+    most 8,192 tokens.
 
     Raises:
         UsageError: If the file cannot be read, is not valid, or is of another kind of model.
@@ -174,8 +203,8 @@ def read_config(path: Path) -> Transformer:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in _CONFIG_TYPES:
         raise UsageError(
-            f"{path}: a model_type of {shown(kind)} is not known; give one of {', '.join(_CONFIG_TYPES)}, or a .yaml "
-            "file with the dimensions"
+            f"{path}: a model_type of {shown(kind)} is not known; give one of "
+            f"{', '.join(_CONFIG_TYPES)}, or a .yaml file with the dimensions"
         )
     for key, value in config.items():
         if key in _CONFIG_KEYS and value is not None and COUNT.accept(value) is None:
@@ -189,7 +218,11 @@ def read_config(path: Path) -> Transformer:
     found["sequence"] = min(found["sequence"], _MAX_CONFIG_SEQUENCE)
     try:
         return Transformer(
-            **found, gated=True, biases=False, tied=config.get("tie_word_embeddings") is True, positions="rotary"
+            **found,
+            gated=True,
+            biases=False,
+            tied=config.get("tie_word_embeddings") is True,
+            positions="rotary",
         )
     except UsageError as error:
         raise UsageError(f"{path}, {error}") from None

@@ -1,8 +1,8 @@
 """Systems: GPUs, the links between them, and how fast the kernels of training run there.
 
-Constants of the A100 are fitted to measured iteration times of GPT models on 2 to 512 A100s (vTrain, MICRO 2024) by
-`benchmarks/time_fit.py`; they hold for its unfused kernels. Other GPUs have the same shares of their own peaks, which
-is an assumption unless an entry says otherwise.
+Constants of the A100 are fitted to measured iteration times of GPT models on 2 to 512 A100s
+(vTrain, MICRO 2024) by `benchmarks/time_fit.py`; they hold for its unfused kernels. Other GPUs have
+the same shares of their own peaks, which is an assumption unless an entry says otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class KernelKey(NamedTuple):
 
 
 class KernelTimes(NamedTuple):
-    """Measured seconds at the top clock on each GPU of a tensor group, traffic in the group included.
+    """Measured seconds at the top clock on each GPU of a tensor group, traffic in the group
+    included.
 
     The backward of a layer includes its recomputation; the head includes embedding and loss.
     """
@@ -50,9 +51,11 @@ class System:
         product_flops_per_cycle: bf16 FLOPs of long matrix products, over all SMs.
         fp8_speedup: How many times as fast products in FP8 are.
         fused_share: Speed of flash attention, as a share of that of products.
-        unaligned_share: Speed of products with a size that is no multiple of 8, as a share of that of others.
+        unaligned_share: Speed of products with a size that is no multiple of 8, as a share of that
+            of others.
         memory_share: Share of the memory's bandwidth that kernels reach.
-        passes: How often elementwise kernels of layers and head pass over their tensors, as a multiple of the fewest.
+        passes: How often elementwise kernels of layers and head pass over their tensors, as a
+            multiple of the fewest.
         launch_s: Fixed time of a kernel.
         host_forward_s: Time in which the host launches the forward of a layer.
         host_backward_s: Time in which the host launches the backward of a layer.
@@ -62,8 +65,8 @@ class System:
         gpus_per_node: GPUs of a node.
         node_bytes_per_s: Bandwidth of a node's network, each way.
         network_s: Fixed time of a message between nodes.
-        reduction_bytes: Bytes of a parameter that data-parallel GPUs send, between nodes times (d - 1) / d; 8 for sums
-            in float32.
+        reduction_bytes: Bytes of a parameter that data-parallel GPUs send, between nodes times (d -
+            1) / d; 8 for sums in float32.
         optimizer_bytes: Bytes that the optimizer's step reads and writes for a parameter.
         node_overhead_w: Power of a node beside its GPUs, watts.
         kernels: Measured times, which replace those of the model.
@@ -107,8 +110,8 @@ class System:
         least_w, most_w = self.gpu.power_limits_w
         if not least_w <= power_limit_w <= most_w:
             raise GpuError(
-                f"{self.gpu.name}: a power limit of {power_limit_w:g} W is out of range; give one from {least_w:g} to "
-                f"{most_w:g} W"
+                f"{self.gpu.name}: a power limit of {power_limit_w:g} W is out of range; give one "
+                f"from {least_w:g} to {most_w:g} W"
             )
         return replace(self, gpu=replace(self.gpu, power_limit_w=power_limit_w))
 
@@ -163,14 +166,15 @@ def _system(
         node_bytes_per_s=node_gb_per_s * 1e9,
         network_s=15e-6,
         reduction_bytes=reduction_bytes,
-        optimizer_bytes=30.0,  # Adam: four in float32 read, three written, the parameter written in bf16
+        # Adam: four in float32 read, three written, the parameter written in bf16
+        optimizer_bytes=30.0,
         node_overhead_w=node_overhead_w,
     )
 
 
 _SYSTEMS = (
-    # Datasheet of 80 GB: 312 TFLOPS; NVLink 300 GB/s each way, network 4 x 200 Gb/s a node, of which 83 %
-    # and gradients summed in fp16 fit best. Efficiency fitted.
+    # Datasheet of 80 GB: 312 TFLOPS; NVLink 300 GB/s each way, network 4 x 200 Gb/s a node, of
+    # which 83 % and gradients summed in fp16 fit best. Efficiency fitted.
     _system(
         "a100-sxm",
         81920,
@@ -182,19 +186,35 @@ _SYSTEMS = (
         efficiency=0.87,
         reduction_bytes=4.0,
     ),
-    # Datasheet: 989.4 TFLOPS dense, NVLink 450 GB/s each way (half as fast again as the A100's), 8 x 400 Gb/s a node.
-    # Clocks and cap as in the catalogue. FP8: see B200. The overhead of a node: 10.2 kW at most (DGX H100) less 5.6 kW
-    # of GPUs are 4.6 kW with fans at full speed; 1.7 kW assumed in the mean.
+    # Datasheet: 989.4 TFLOPS dense, NVLink 450 GB/s each way (half as fast again as the A100's), 8
+    # x 400 Gb/s a node. Clocks and cap as in the catalogue. FP8: see B200. The overhead of a node:
+    # 10.2 kW at most (DGX H100) less 5.6 kW of GPUs are 4.6 kW with fans at full speed; 1.7 kW
+    # assumed in the mean.
     _system(
-        "h100-sxm", 81559, 989.4e12, 1830, link_gb_per_s=450, node_gb_per_s=288, node_overhead_w=1700, fp8_speedup=1.5
+        "h100-sxm",
+        81559,
+        989.4e12,
+        1830,
+        link_gb_per_s=450,
+        node_gb_per_s=288,
+        node_overhead_w=1700,
+        fp8_speedup=1.5,
     ),
-    # As the H100. Long bf16 products reach 691 TFLOPS (median of those at the power limit, NVIDIA aiconfigurator),
-    # which is 80 % of the peak at 1590 MHz.
+    # As the H100. Long bf16 products reach 691 TFLOPS (median of those at the power limit, NVIDIA
+    # aiconfigurator), which is 80 % of the peak at 1590 MHz.
     _system(
-        "h200", 143771, 989.4e12, 1830, link_gb_per_s=450, node_gb_per_s=288, node_overhead_w=1700, fp8_speedup=1.5
+        "h200",
+        143771,
+        989.4e12,
+        1830,
+        link_gb_per_s=450,
+        node_gb_per_s=288,
+        node_overhead_w=1700,
+        fp8_speedup=1.5,
     ),
-    # Datasheet of the HGX: 2250 TFLOPS dense; NVLink 900 GB/s each way. Long bf16 products reach 1399 TFLOPS at the
-    # power limit and block-scaled FP8 2116 (medians, NVIDIA aiconfigurator): 1.5 times as fast.
+    # Datasheet of the HGX: 2250 TFLOPS dense; NVLink 900 GB/s each way. Long bf16 products reach
+    # 1399 TFLOPS at the power limit and block-scaled FP8 2116 (medians, NVIDIA aiconfigurator): 1.5
+    # times as fast.
     _system(
         "b200",
         183359,
@@ -206,10 +226,22 @@ _SYSTEMS = (
         efficiency=0.73,
         fp8_speedup=1.5,
     ),
-    # Datasheets; links are PCIe 4.0 x16 at 80 % (NVLink on V100), networks 100 Gb/s a node. No FP8 but on the L40S.
-    _system("a100-pcie", 81920, 312e12, 1410, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000),
+    # Datasheets; links are PCIe 4.0 x16 at 80 % (NVLink on V100), networks 100 Gb/s a node. No FP8
+    # but on the L40S.
+    _system(
+        "a100-pcie", 81920, 312e12, 1410, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000
+    ),
     _system("a40", 46068, 149.7e12, 1740, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000),
-    _system("l40s", 46068, 362e12, 2520, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000, fp8_speedup=1.5),
+    _system(
+        "l40s",
+        46068,
+        362e12,
+        2520,
+        link_gb_per_s=25,
+        node_gb_per_s=9,
+        node_overhead_w=1000,
+        fp8_speedup=1.5,
+    ),
     _system("v100", 32768, 125e12, 1530, link_gb_per_s=120, node_gb_per_s=9, node_overhead_w=1000),
 )
 

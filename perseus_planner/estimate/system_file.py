@@ -45,7 +45,9 @@ def save_system(system: System, path: Path, measured: tuple[str, ...] = ()) -> N
 
 
 def system_view(system: System, measured: tuple[str, ...]) -> dict[str, Any]:
-    """Return the numbers that were measured of a system, and its kernels with their times, for JSON."""
+    """Return the numbers that were measured of a system, and its kernels with their times, for
+    JSON.
+    """
     return {
         "gpu": system.gpu.name,
         "measured": {name: getattr(system, name) for name in measured},
@@ -72,8 +74,12 @@ def load_system(path: Path) -> System:
         for entry in document.sections("kernels", (*_COUNTS, "recomputation", *_TIMES), ()):
             what = entry.text("recomputation")
             if what not in CHOICES["recomputation"]:
-                raise entry.refusal("recomputation", f"give {' or '.join(CHOICES['recomputation'])}")
+                raise entry.refusal(
+                    "recomputation", f"give {' or '.join(CHOICES['recomputation'])}"
+                )
             hidden, sequence, tensor, microbatch = (entry.number(name, COUNT) for name in _COUNTS)
             forward_s, backward_s, head_s = (entry.number(name, TIME) for name in _TIMES)
-            kernels[KernelKey(hidden, sequence, tensor, microbatch, what)] = KernelTimes(forward_s, backward_s, head_s)
+            kernels[KernelKey(hidden, sequence, tensor, microbatch, what)] = KernelTimes(
+                forward_s, backward_s, head_s
+            )
     return replace(system, **changes, kernels=kernels)

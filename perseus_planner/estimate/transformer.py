@@ -1,4 +1,6 @@
-"""The dimensions of a decoder-only transformer, from which `op_costs.py` computes FLOPs and bytes."""
+"""The dimensions of a decoder-only transformer, from which `op_costs.py` computes FLOPs and
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Transformer:
         kv_heads: Heads of keys and values; fewer than `heads` with grouped queries.
         head_size: Width of a head.
         ffn: Inner width of the feed-forward block.
-        vocabulary: Size of the vocabulary; give the padded size if the training framework pads. The GPUs of a tensor
-            group share it, rounded up.
+        vocabulary: Size of the vocabulary; give the padded size if the training framework pads. The
+            GPUs of a tensor group share it, rounded up.
         sequence: Tokens of a sequence; with learned positions also the number of positions.
         microbatch: Sequences of a microbatch.
         gated: Whether the feed-forward block has three matrices (SwiGLU) instead of two.
@@ -37,15 +39,18 @@ class Transformer:
         tied: Whether the language-model head uses the matrix of the embedding.
         embedding_norm: Whether a norm follows the embedding.
         positions: "learned", "rotary" or "alibi".
-        tensor_degree: Number of GPUs that share each layer as in Megatron: heads, feed-forward block and vocabulary are
-            divided.
-        sequence_parallel: Whether these GPUs divide norms and residuals too, by tokens (Korthikanti et al., 2022).
-        overlap_traffic: Whether what these GPUs send is sent in pieces during the layers' matrix products.
-        recomputation: What the backward recomputes (Korthikanti et al., "Reducing activation recomputation in large
-            transformer models", 2022): "none", "selective" (the products of scores and values) or "full" (the layers).
-        attention: "plain" writes the scores of all pairs of tokens to memory; "flash" keeps them on the chip, and
-            recomputes them in the backward (Dao et al., "FlashAttention", 2022); "flash-causal" also skips the pairs
-            that a causal mask hides.
+        tensor_degree: Number of GPUs that share each layer as in Megatron: heads, feed-forward
+            block and vocabulary are divided.
+        sequence_parallel: Whether these GPUs divide norms and residuals too, by tokens (Korthikanti
+            et al., 2022).
+        overlap_traffic: Whether what these GPUs send is sent in pieces during the layers' matrix
+            products.
+        recomputation: What the backward recomputes (Korthikanti et al., "Reducing activation
+            recomputation in large transformer models", 2022): "none", "selective" (the products of
+            scores and values) or "full" (the layers).
+        attention: "plain" writes the scores of all pairs of tokens to memory; "flash" keeps them on
+            the chip, and recomputes them in the backward (Dao et al., "FlashAttention", 2022);
+            "flash-causal" also skips the pairs that a causal mask hides.
         element_bytes: Bytes of an activation, 2 in bf16.
         precision: Of the layers' products with weights; "fp8" leaves attention and head in bf16.
 
@@ -92,7 +97,9 @@ class Transformer:
 
     @property
     def kv_heads_per_gpu(self) -> int:
-        """Heads of keys and values of one GPU; if there are fewer heads than GPUs, each GPU has a copy of one."""
+        """Heads of keys and values of one GPU; if there are fewer heads than GPUs, each GPU has
+        a copy of one.
+        """
         return max(1, self.kv_heads // self.tensor_degree)
 
     @property
@@ -111,7 +118,11 @@ class Transformer:
         embedding = self.vocabulary * self.hidden * (1 if self.tied else 2)
         embedding += self.sequence * self.hidden if self.positions == "learned" else 0
         norm = self.hidden * (2 if self.biases else 1)
-        return self.layers * self._layer_parameters + embedding + norm * (2 if self.embedding_norm else 1)
+        return (
+            self.layers * self._layer_parameters
+            + embedding
+            + norm * (2 if self.embedding_norm else 1)
+        )
 
     @property
     def _layer_parameters(self) -> int:
@@ -126,26 +137,33 @@ class Transformer:
         for name in ("heads", "ffn"):
             if getattr(self, name) % self.tensor_degree:
                 raise UsageError(
-                    f"tensor_degree: {self.tensor_degree} GPUs cannot share {name} of {getattr(self, name)}; "
-                    "choose a degree that divides it"
+                    f"tensor_degree: {self.tensor_degree} GPUs cannot share {name} of "
+                    f"{getattr(self, name)}; choose a degree that divides it"
                 )
         if self.heads % self.kv_heads:
-            raise UsageError(f"kv_heads: {self.kv_heads} does not divide heads of {self.heads}; choose one that does")
+            raise UsageError(
+                f"kv_heads: {self.kv_heads} does not divide heads of {self.heads}; choose one that "
+                "does"
+            )
         if self.kv_heads % self.tensor_degree and self.tensor_degree % self.kv_heads:
             raise UsageError(
-                f"tensor_degree: {self.tensor_degree} GPUs cannot share kv_heads of {self.kv_heads}; choose a degree "
-                "that divides it, or a multiple of it"
+                f"tensor_degree: {self.tensor_degree} GPUs cannot share kv_heads of "
+                f"{self.kv_heads}; choose a degree that divides it, or a multiple of it"
             )
 
 
 def split_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, as even as possible; the first stages have one more if needed.
+    """Return the number of layers of each stage, as even as possible; the first stages have one
+    more if needed.
 
     Raises:
         UsageError: If `stages` is not a whole number from 1 to `layers`.
     """
     if COUNT.accept(stages) is None or stages > layers:
-        raise UsageError(f"stages is {shown(stages)}; give a whole number from 1 to the {layers} layers of the model")
+        raise UsageError(
+            f"stages is {shown(stages)}; give a whole number from 1 to the {layers} layers of the "
+            "model"
+        )
     each, more = divmod(layers, stages)
     return tuple(each + (stage < more) for stage in range(stages))
 
@@ -164,11 +182,13 @@ def check_split(transformer: Transformer, stages: int | Sequence[int]) -> tuple[
         return split_layers(transformer.layers, stages)
     for layers in stages:
         if COUNT.accept(layers) is None:
-            raise UsageError(f"layers: {shown(layers)} is not a number of layers; give a whole number from 1")
+            raise UsageError(
+                f"layers: {shown(layers)} is not a number of layers; give a whole number from 1"
+            )
     if sum(stages) != transformer.layers:
         raise UsageError(
-            f"layers: the stages have {sum(stages)} in total, but the model has {transformer.layers}; change the "
-            "stages so that the sums agree"
+            f"layers: the stages have {sum(stages)} in total, but the model has "
+            f"{transformer.layers}; change the stages so that the sums agree"
         )
     return tuple(stages)
 

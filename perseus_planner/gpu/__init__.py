@@ -5,13 +5,16 @@ A text such as `nvml:0` names a GPU and the back-end that reads and sets it:
 nvml:0, nvml:GPU-8f6b…    NVML index or UUID; reading and setting through NVML, setting needs root
 cuda:0                    CUDA device 0 of this process, through NVML
 zeusd:0                   read through NVML, set by the zeusd daemon; needs no privilege
-command:0                 read through NVML, set by commands such as `sudo nvidia-smi`; see gpu/command.py
-amd:0                     AMD SMI index, UUID or PCI bus id; reading and setting through AMD SMI, as root
-dry-run:nvml:0            reads the GPU named after `dry-run:` and only records settings
-simulated:a100-sxm        a simulated GPU in virtual time; see gpu/simulated/options.py for its options
-emulated:a100-sxm/0       the same in real time, shared by this user's processes; see gpu/simulated/emulated.py
+command:0                 read through NVML, set by commands such as `sudo nvidia-smi`; see
+gpu/command.py amd:0                     AMD SMI index, UUID or PCI bus id; reading and setting
+through AMD SMI, as root dry-run:nvml:0            reads the GPU named after `dry-run:` and only
+records settings
+simulated:a100-sxm        a simulated GPU in virtual time; see gpu/simulated/options.py for its
+options emulated:a100-sxm/0       the same in real time, shared by this user's processes; see
+gpu/simulated/emulated.py
 
-`gpu.lease` makes sure that one process at a time sets a GPU and that its settings are undone when that process dies.
+`gpu.lease` makes sure that one process at a time sets a GPU and that its settings are undone when
+that process dies.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ def check_back_end(text: str) -> None:
     if back_end not in _OPENERS:
         from perseus_planner.gpu.simulated.catalog import CATALOG
 
-        advice = did_you_mean(back_end, BACK_ENDS) or did_you_mean(back_end, CATALOG, "simulated:{}".format)
+        advice = did_you_mean(back_end, BACK_ENDS) or did_you_mean(
+            back_end, CATALOG, "simulated:{}".format
+        )
         advice = advice or f"choose one of: {', '.join(BACK_ENDS)}"
         raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; {advice}")
 
@@ -62,7 +67,8 @@ def open_gpu(text: str) -> Gpu:
     """Open the GPU that `text` names, such as "nvml:0"; use it in a `with` statement, or close it.
 
     Raises:
-        GpuError: If there is no such back-end or GPU, or the back-end needs something that is not installed.
+        GpuError: If there is no such back-end or GPU, or the back-end needs something that is not
+            installed.
     """
     check_back_end(text)
     back_end, _, which = text.partition(":")
@@ -73,7 +79,8 @@ def open_gpu(text: str) -> Gpu:
 
 
 def all_gpus() -> tuple[VisibleGpu, ...]:
-    """Return all GPUs that NVML and AMD SMI show on this node, including those that cannot be opened.
+    """Return all GPUs that NVML and AMD SMI show on this node, including those that cannot be
+    opened.
 
     Raises:
         GpuError: If NVML cannot be used here, and there is no AMD GPU; the text says what to do.

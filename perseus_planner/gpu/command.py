@@ -6,8 +6,9 @@ PLANNER_SET_CLOCK      sudo -n nvidia-smi -i {uuid} -lgc {min},{max}
 PLANNER_RESET_CLOCK    sudo -n nvidia-smi -i {uuid} -rgc
 PLANNER_SET_POWER      sudo -n nvidia-smi -i {uuid} -pl {watts}
 
-Each may also contain {gpu}, the NVML index. Commands run without a shell; their exit status is read as nvidia-smi's. A
-setting that the GPU does not support makes nvidia-smi print a warning and exit with 0; that text is an error as well.
+Each may also contain {gpu}, the NVML index. Commands run without a shell; their exit status is read
+as nvidia-smi's. A setting that the GPU does not support makes nvidia-smi print a warning and exit
+with 0; that text is an error as well.
 """
 
 from __future__ import annotations
@@ -32,8 +33,15 @@ if TYPE_CHECKING:
 TIMEOUT_S = 10.0
 """How long a command may run."""
 
-_ERRORS: dict[int, type[GpuError]] = {3: GpuNotSupported, 4: GpuNotPermitted, 13: GpuNotSupported, 15: GpuLost}
-"""Kind of error by exit status of nvidia-smi, which are the return codes of NVML (see its manual page)."""
+_ERRORS: dict[int, type[GpuError]] = {
+    3: GpuNotSupported,
+    4: GpuNotPermitted,
+    13: GpuNotSupported,
+    15: GpuLost,
+}
+"""Kind of error by exit status of nvidia-smi, which are the return codes of NVML (see its manual
+page).
+"""
 
 _WARNED_ONLY = "Treating as warning and moving on"
 """What nvidia-smi prints about a setting that is not supported, before it exits with status 0."""
@@ -60,7 +68,10 @@ class CommandGpu(NvmlReader):
     ) -> None:
         super().__init__(device, f"command:{device.uuid}")
         self._set_clock, self._reset_clock, self._set_power = set_clock, reset_clock, set_power
-        self._fields = {"gpu": str(device.call("nvmlDeviceGetIndex", what="read its index")), "uuid": self.uuid}
+        self._fields = {
+            "gpu": str(device.call("nvmlDeviceGetIndex", what="read its index")),
+            "uuid": self.uuid,
+        }
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
         """Lock the SM clock."""
@@ -76,13 +87,16 @@ class CommandGpu(NvmlReader):
 
 
 def open_command(which: str) -> CommandGpu:
-    """Open the GPU that NVML finds by `which`, such as an index or UUID, with the commands of the environment.
+    """Open the GPU that NVML finds by `which`, such as an index or UUID, with the commands of the
+    environment.
 
     Raises:
         GpuError: If a command is malformed, or NVML cannot open the GPU.
     """
     commands = (
-        read_template("PLANNER_SET_CLOCK", "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", ("min", "max")),
+        read_template(
+            "PLANNER_SET_CLOCK", "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", ("min", "max")
+        ),
         read_template("PLANNER_RESET_CLOCK", "sudo -n nvidia-smi -i {uuid} -rgc", ()),
         read_template("PLANNER_SET_POWER", "sudo -n nvidia-smi -i {uuid} -pl {watts}", ("watts",)),
     )
@@ -105,12 +119,15 @@ class CommandTemplate:
         """Run the command with `values` in place of its fields, and wait for it.
 
         Raises:
-            GpuError: If the command cannot be run, does not end within `TIMEOUT_S` seconds, or fails: `GpuNotPermitted`
-                for status 4 or if sudo refuses, `GpuNotSupported` for 3 and 13 and if nvidia-smi only warns, `GpuLost`
-                for 15. The text quotes the end of its output.
+            GpuError: If the command cannot be run, does not end within `TIMEOUT_S` seconds, or
+                fails: `GpuNotPermitted` for status 4 or if sudo refuses, `GpuNotSupported` for 3
+                and 13 and if nvidia-smi only warns, `GpuLost` for 15. The text quotes the end of
+                its output.
         """
         words = [word.format(**values) for word in self.words]
-        with tempfile.TemporaryFile() as output:  # not a pipe: a child of the command could keep that open for ever
+        with (
+            tempfile.TemporaryFile() as output
+        ):  # not a pipe: a child of the command could keep that open for ever
             status = self._wait_for(words, output.fileno())
             output.seek(0)
             printed = output.read().decode(errors="replace")
@@ -118,30 +135,41 @@ class CommandTemplate:
             raise self._failure(words, status, printed)
 
     def _wait_for(self, words: list[str], output: int) -> int:
-        """Run the command with its output in the file descriptor `output`; return its exit status."""
+        """Run the command with its output in the file descriptor `output`; return its exit
+        status.
+        """
         english = {**os.environ, "LC_ALL": "C"}  # for _SUDO_REFUSED
         try:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=english)
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=english
+            )
         except OSError as error:
             raise GpuError(
-                f"{words[0]!r} cannot be run ({error.strerror}); install it, or set {self.variable} to another command"
+                f"{words[0]!r} cannot be run ({error.strerror}); install it, or set "
+                f"{self.variable} to another command"
             ) from error
         try:
             return process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise GpuError(
-                f"`{shlex.join(words)}` did not end within {TIMEOUT_S:g} s, and may or may not have taken effect; run "
-                f"it by hand to see why, or set {self.variable} to another command"
+                f"`{shlex.join(words)}` did not end within {TIMEOUT_S:g} s, and may or may not "
+                f"have taken effect; run it by hand to see why, or set {self.variable} to another "
+                "command"
             ) from error
         finally:
             _kill(process)
 
     def _failure(self, words: list[str], status: int, printed: str) -> GpuError:
-        start = f"`{shlex.join(words)}` failed with status {status} and printed {one_line(printed)!r}; "
+        start = (
+            f"`{shlex.join(words)}` failed with status {status} and printed {one_line(printed)!r}; "
+        )
         kind = GpuNotPermitted if _SUDO_REFUSED.search(printed) else _ERRORS.get(status, GpuError)
         kind = GpuNotSupported if _WARNED_ONLY in printed else kind
         if kind is GpuNotPermitted:
-            return kind(f"{start}allow this user to run it without a password (NOPASSWD in sudoers), or run as root")
+            return kind(
+                f"{start}allow this user to run it without a password (NOPASSWD in sudoers), or "
+                "run as root"
+            )
         if kind is GpuNotSupported:
             return kind(f"{start}use the other control (SM clock or power limit), or observe mode")
         if kind is GpuLost:
@@ -155,7 +183,8 @@ def read_template(variable: str, default: str, fields: tuple[str, ...]) -> Comma
     Args:
         variable: Name of the variable.
         default: Command to use if it is not set.
-        fields: Fields that the command may contain besides {gpu} and {uuid}; it must contain one of them.
+        fields: Fields that the command may contain besides {gpu} and {uuid}; it must contain one of
+            them.
 
     Raises:
         GpuError: If the command is empty, cannot be split into words, or has the wrong fields.
@@ -165,22 +194,30 @@ def read_template(variable: str, default: str, fields: tuple[str, ...]) -> Comma
         words = tuple(shlex.split(text))
         found = [field for word in words for field in _fields_of(word)]
     except ValueError as error:
-        raise GpuError(f"{variable} is {text!r}, which is not a command: {error}; quote it as for a shell") from error
+        raise GpuError(
+            f"{variable} is {text!r}, which is not a command: {error}; quote it as for a shell"
+        ) from error
     if not words:
         raise GpuError(f"{variable} is empty; unset it to use `{default}`")
     known = ("gpu", "uuid", *fields)
     unknown = [field for field in found if field not in known]
     if unknown:
         listed = ", ".join(f"{{{field}}}" for field in known)
-        raise GpuError(f"{variable} is {text!r} with the unknown field {{{unknown[0]}}}; choose from {listed}")
+        raise GpuError(
+            f"{variable} is {text!r} with the unknown field {{{unknown[0]}}}; choose from {listed}"
+        )
     if fields and not set(fields) & set(found):
         listed = " or ".join(f"{{{field}}}" for field in fields)
-        raise GpuError(f"{variable} is {text!r}, which does not contain the value to set; put {listed} into it")
+        raise GpuError(
+            f"{variable} is {text!r}, which does not contain the value to set; put {listed} into it"
+        )
     return CommandTemplate(variable, words)
 
 
 def _fields_of(word: str) -> list[str]:
-    """Return the text of each pair of braces: for "{max:d}" it is "max:d", which is not a known field."""
+    """Return the text of each pair of braces: for "{max:d}" it is "max:d", which is not a known
+    field.
+    """
     parts = Formatter().parse(word)
     return [
         f"{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}"
@@ -190,7 +227,9 @@ def _fields_of(word: str) -> list[str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill `process` if it still runs. Processes started by sudo belong to root and cannot be killed."""
+    """Kill `process` if it still runs. Processes started by sudo belong to root and cannot be
+    killed.
+    """
     with suppress(PermissionError, subprocess.TimeoutExpired):
         process.kill()
         process.wait(1.0)  # a process that hangs in the driver does not end even then

@@ -1,10 +1,11 @@
 """Read a GPU's energy counter without the error of its update interval.
 
-The energy counters of data-centre GPUs update about every 100 ms, so the difference of two readings taken at arbitrary
-times is wrong by up to the energy of one interval. A reading taken right after an update is not. Every window therefore
-begins and ends at an update, with the GPU at rest, and the energy that the GPU drew at rest between these updates and
-its work is subtracted. The remaining error is the time between two polls at the power of a resting GPU: about 0.1 J of
-the 1500 J of a window of 5 s.
+The energy counters of data-centre GPUs update about every 100 ms, so the difference of two readings
+taken at arbitrary times is wrong by up to the energy of one interval. A reading taken right after
+an update is not. Every window therefore begins and ends at an update, with the GPU at rest, and the
+energy that the GPU drew at rest between these updates and its work is subtracted. The remaining
+error is the time between two polls at the power of a resting GPU: about 0.1 J of the 1500 J of a
+window of 5 s.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ class EnergyCounter:
         self.interval_s = median(after - before for before, after in pairwise(times_s))
 
     def wait_for_rest(self) -> RestingReading:
-        """Wait until the counter counts nothing but the power of the resting GPU. Nothing may be running.
+        """Wait until the counter counts nothing but the power of the resting GPU. Nothing may be
+        running.
 
-        A counter that is fed from averaged power still counts finished work for some intervals. So this waits until two
-        intervals in a row have the same power.
+        A counter that is fed from averaged power still counts finished work for some intervals. So
+        this waits until two intervals in a row have the same power.
 
         Raises:
             GpuError: If the counter does not move for seconds, or runs backwards.
@@ -87,13 +89,15 @@ class EnergyCounter:
         while (energy_j := gpu.energy_j()) == before_j:
             if gpu.now_s() >= give_up_s:
                 raise GpuError(
-                    f"{gpu.name}: its energy counter has stood at {si(energy_j, 'J', 9)} for {_STUCK_S:g} s, so energy "
-                    "cannot be measured; run `planner doctor` to check the counter, and reload the driver"
+                    f"{gpu.name}: its energy counter has stood at {si(energy_j, 'J', 9)} for "
+                    f"{_STUCK_S:g} s, so energy cannot be measured; run `planner doctor` to check "
+                    "the counter, and reload the driver"
                 )
             gpu.wait(POLL_S)
         if energy_j < before_j:
             raise GpuError(
-                f"{gpu.name}: its energy counter went back from {si(before_j, 'J', 9)} to {si(energy_j, 'J', 9)}, as "
-                "after a reload of the driver; turn persistence mode on and measure again"
+                f"{gpu.name}: its energy counter went back from {si(before_j, 'J', 9)} to "
+                f"{si(energy_j, 'J', 9)}, as after a reload of the driver; turn persistence mode "
+                "on and measure again"
             )
         return gpu.now_s(), energy_j

@@ -1,4 +1,6 @@
-"""A GPU that is read as it is while its settings are only recorded: `dry-run:` before the text of any other GPU."""
+"""A GPU that is read as it is while its settings are only recorded: `dry-run:` before the text
+of any other GPU.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class RecordedSetting:
 
 
 class DryRunGpu(ClosedOnExit):
-    """Records settings of `gpu` without making them, and rejects the values that `gpu` would reject.
+    """Records settings of `gpu` without making them, and rejects the values that `gpu` would
+    reject.
 
     Args:
         gpu: The GPU to read; all members that are not defined here are its own.
@@ -56,7 +59,10 @@ class DryRunGpu(ClosedOnExit):
 
     def warnings(self) -> tuple[str, ...]:
         """The warnings of the GPU, and that nothing is set."""
-        text = "nothing is set in a dry run: the GPU keeps the clock it has; do not plan with this profile"
+        text = (
+            "nothing is set in a dry run: the GPU keeps the clock it has; do not plan with this "
+            "profile"
+        )
         return (*self._gpu.warnings(), text)
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
@@ -91,4 +97,6 @@ def open_dry_run(which: str) -> Gpu:
     Raises:
         GpuError: If `which` names no GPU that can be opened.
     """
-    return cast("Gpu", DryRunGpu(open_gpu(which)))  # it reads through __getattr__, which type checkers do not see
+    return cast(
+        "Gpu", DryRunGpu(open_gpu(which))
+    )  # it reads through __getattr__, which type checkers do not see

@@ -1,4 +1,6 @@
-"""Inspects what can be read and set on a GPU, and how its energy counter behaves, without setting anything."""
+"""Inspects what can be read and set on a GPU, and how its energy counter behaves, without
+setting anything.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def inspect(gpu: Gpu) -> Inspection:
         driver=gpu.driver,
         origin=gpu.origin,
         readings=_check_readings(gpu),
-        settings=tuple(SettingCheck(name, NOT_TRIED, _hint(gpu.text)) for name in ("clock", "power limit")),
+        settings=tuple(
+            SettingCheck(name, NOT_TRIED, _hint(gpu.text)) for name in ("clock", "power limit")
+        ),
         energy=watch_energy(gpu),
         leased_by=in_use_text(living[0]) if living else None,
         stale_leases=tuple(_stale_text(record) for record in records if record not in living),
@@ -147,7 +151,11 @@ def inspect(gpu: Gpu) -> Inspection:
 def failed_check(name: str, error: GpuError) -> SettingCheck:
     """Return the result of a setting that raised `error`."""
     results = ((GpuNotPermitted, "not permitted"), (GpuNotSupported, "not supported"))
-    return SettingCheck(name, next((text for kind, text in results if isinstance(error, kind)), "failed"), str(error))
+    return SettingCheck(
+        name,
+        next((text for kind, text in results if isinstance(error, kind)), "failed"),
+        str(error),
+    )
 
 
 def watch_energy(gpu: GpuReader) -> EnergyWatch:
@@ -169,18 +177,22 @@ def watch_energy(gpu: GpuReader) -> EnergyWatch:
     watched_s = gpu.now_s() - start_s
     if len(moves) < 2:
         problem = (
-            f"it did not move in {watched_s:.1f} s: the counter is stuck; load the driver again or reboot the node, as "
-            "nothing can be measured without it"
+            f"it did not move in {watched_s:.1f} s: the counter is stuck; load the driver again "
+            "or reboot the node, as nothing can be measured without it"
         )
         return EnergyWatch(watched_s, problem=problem)
     return _evaluate(watched_s, moves, powers)
 
 
 def _evaluate(
-    watched_s: float, moves: Sequence[tuple[float, float]], powers: Sequence[tuple[float, float | None]]
+    watched_s: float,
+    moves: Sequence[tuple[float, float]],
+    powers: Sequence[tuple[float, float | None]],
 ) -> EnergyWatch:
     (first_s, first_j), (last_s, last_j) = moves[0], moves[-1]
-    between_w = [power_w for at_s, power_w in powers if first_s <= at_s <= last_s and power_w is not None]
+    between_w = [
+        power_w for at_s, power_w in powers if first_s <= at_s <= last_s and power_w is not None
+    ]
     went_back = any(after_j < before_j for (_, before_j), (_, after_j) in pairwise(moves))
     return EnergyWatch(
         watched_s,
@@ -188,7 +200,9 @@ def _evaluate(
         step_j=median(after_j - before_j for (_, before_j), (_, after_j) in pairwise(moves)),
         counter_w=(last_j - first_j) / (last_s - first_s),
         sensor_w=fmean(between_w) if between_w else None,
-        problem="it went back, as when the driver is loaded again; turn persistence mode on" if went_back else None,
+        problem="it went back, as when the driver is loaded again; turn persistence mode on"
+        if went_back
+        else None,
     )
 
 
@@ -208,7 +222,10 @@ def _check_readings(gpu: GpuReader) -> tuple[ReadingCheck, ...]:
         (CLOCKS, lambda: _clocks(gpu.supported_clocks_mhz)),
         ("clock", lambda: f"{gpu.clock_mhz()} MHz"),
         ("power limits", lambda: "{:g} to {:g} W".format(*gpu.power_limits_w)),
-        ("power limit", lambda: f"{gpu.power_limit_w():g} W, by default {gpu.default_power_limit_w():g} W"),
+        (
+            "power limit",
+            lambda: f"{gpu.power_limit_w():g} W, by default {gpu.default_power_limit_w():g} W",
+        ),
         ("power", lambda: si(gpu.power_w(), "W")),
         ("energy counter", lambda: si(gpu.energy_j(), "J", 6)),
         ("temperature", lambda: f"{gpu.temperature_c():g} degrees Celsius"),
@@ -231,7 +248,10 @@ def _clocks(clocks_mhz: Sequence[int]) -> str:
 
 def _throttled(gpu: GpuReader) -> str:
     counted = gpu.throttled_s()
-    return ", ".join(f"{reason} {si(counted[reason], 's')}" for reason in sorted(counted)) or "not counted"
+    return (
+        ", ".join(f"{reason} {si(counted[reason], 's')}" for reason in sorted(counted))
+        or "not counted"
+    )
 
 
 def _hint(text: str) -> str:
@@ -248,7 +268,10 @@ def _privilege(text: str) -> str:
     if _has_sys_admin():
         return "this process has CAP_SYS_ADMIN, which setting needs"
     if os.geteuid() == 0:
-        return "root without CAP_SYS_ADMIN, which setting needs: start the container with --cap-add SYS_ADMIN"
+        return (
+            "root without CAP_SYS_ADMIN, which setting needs: start the container with "
+            "--cap-add SYS_ADMIN"
+        )
     other = ", or choose the back-end zeusd: or command:" if back_end == "nvml" else ""
     return f"setting needs root: run as root{other}"
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 _CLOCKS = 5  #: clocks to set, spread over the supported ones
 _ROUNDS = 4  #: times up and down
-_SETTLE_S = 0.5  #: longest wait for a clock that was set; the slowest transitions reported take as long
+_SETTLE_S = (
+    0.5  #: longest wait for a clock that was set; the slowest transitions reported take as long
+)
 _MAX_UNREACHED = 3  #: clocks in a row that were not reached, after which the waiting stops
 _POLL_S = 0.0005
 _ABOVE = 1.02  #: times the clock that was set; a GPU that runs faster does not obey
@@ -31,8 +33,8 @@ class Latency:
     Attributes:
         calls: Number of calls.
         call_p50_s, call_p99_s, call_max_s: Duration of the calls: median, 99th percentile, longest.
-        settle_p50_s: Median time from the return of a call until the clock is reached; None if no clock was, as on a
-            GPU that idles or is throttled.
+        settle_p50_s: Median time from the return of a call until the clock is reached; None if no
+            clock was, as on a GPU that idles or is throttled.
         settled: Number of clocks that were reached.
         waited: Number of clocks that were waited for.
         timeout_s: Longest wait for one clock.
@@ -69,8 +71,9 @@ def measure_latency(gpu: Gpu) -> Latency:
     """Set clocks of a leased GPU up and down; the last one is its highest.
 
     Raises:
-        GpuError: If the GPU cannot be set, its clock cannot be read, or it keeps running above the clock that was set.
-            Below it, it may idle or be throttled, so that only a GPU that works shows whether locks have an effect.
+        GpuError: If the GPU cannot be set, its clock cannot be read, or it keeps running above the
+            clock that was set. Below it, it may idle or be throttled, so that only a GPU that works
+            shows whether locks have an effect.
     """
     gpu.reset_clocks()  # a clock that cannot be unlocked again must not be locked
     calls_s, settles_s, unreached, waited = [], [], 0, 0
@@ -111,10 +114,15 @@ def measure_parallel_latency(gpus: Sequence[Gpu], alone_s: float) -> ParallelLat
         for number in range(_ROUNDS * (2 * _CLOCKS - 2)):
             barrier = Barrier(len(gpus))
             next_mhz = [clocks[number % len(clocks)] for clocks in clocks_mhz]
-            slowest_s.append(max(pool.map(_call_at_barrier_s, gpus, next_mhz, [barrier] * len(gpus))))
+            slowest_s.append(
+                max(pool.map(_call_at_barrier_s, gpus, next_mhz, [barrier] * len(gpus)))
+            )
     slowest = median(slowest_s)
-    # In a queue, the last of n calls waits for n - 1 others; the threshold is half-way between that and no waiting.
-    return ParallelLatency(len(gpus), alone_s, slowest, queue=slowest > alone_s * (1 + len(gpus)) / 2)
+    # In a queue, the last of n calls waits for n - 1 others; the threshold is half-way between that
+    # and no waiting.
+    return ParallelLatency(
+        len(gpus), alone_s, slowest, queue=slowest > alone_s * (1 + len(gpus)) / 2
+    )
 
 
 def check_power_limit_setting(gpu: Gpu) -> SettingCheck:
@@ -129,7 +137,9 @@ def check_power_limit_setting(gpu: Gpu) -> SettingCheck:
 def _clocks_to_set(clocks_mhz: Sequence[int]) -> list[int]:
     """Return clocks to set in turn, each different from the one before; the last is the highest."""
     count = min(_CLOCKS, len(clocks_mhz))
-    spread = [clocks_mhz[index * (len(clocks_mhz) - 1) // max(1, count - 1)] for index in range(count)]
+    spread = [
+        clocks_mhz[index * (len(clocks_mhz) - 1) // max(1, count - 1)] for index in range(count)
+    ]
     return (spread[1:] + spread[-2::-1]) * _ROUNDS or list(clocks_mhz)
 
 
@@ -159,6 +169,6 @@ def _check_not_above(gpu: Gpu, clock_mhz: int) -> None:
     runs_mhz = gpu.clock_mhz()
     if runs_mhz > _ABOVE * clock_mhz:
         raise GpuError(
-            f"{gpu.text}: its SM clock was locked at {clock_mhz} MHz, and runs at {runs_mhz} MHz {_SETTLE_S:g} s "
-            f"later, {LOCK_WITHOUT_EFFECT}"
+            f"{gpu.text}: its SM clock was locked at {clock_mhz} MHz, and runs at {runs_mhz} MHz "
+            f"{_SETTLE_S:g} s later, {LOCK_WITHOUT_EFFECT}"
         )

@@ -1,4 +1,6 @@
-"""A management library of GPUs in this process: initialised while it is in use, and again in a forked child."""
+"""A management library of GPUs in this process: initialised while it is in use, and again in a
+forked child.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Library(ABC):
         """Initialise it unless it is already; call `release` afterwards.
 
         Raises:
-            GpuError: If its binding, the library or the driver is missing, or they do not fit each other.
+            GpuError: If its binding, the library or the driver is missing, or they do not fit each
+                other.
         """
         with self._lock:
             self._initialise()

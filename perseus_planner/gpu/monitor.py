@@ -1,14 +1,15 @@
-"""Measure the time and energy of any code: a `Monitor` watches GPUs, and its windows say what they used.
+"""Measure the time and energy of any code: a `Monitor` watches GPUs, and its windows say what they
+used.
 
     with Monitor(["nvml:0", "nvml:1"]) as monitor:
         with monitor.window("epoch") as epoch:
             train()
         print(epoch.time_s, epoch.energy_j, epoch.error_j, epoch.average_w)
 
-A window takes the difference of each GPU's energy counter. Counters of data-centre GPUs are updated about every
-100 ms, so each edge of a window may miss the energy of one update: `error_j` says how much that is at most. A GPU
-without a counter, such as some AMD GPUs, is sampled in the background, and its power is integrated by the trapezoid
-rule.
+A window takes the difference of each GPU's energy counter. Counters of data-centre GPUs are updated
+about every 100 ms, so each edge of a window may miss the energy of one update: `error_j` says how
+much that is at most. A GPU without a counter, such as some AMD GPUs, is sampled in the background,
+and its power is integrated by the trapezoid rule.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu
 
 SAMPLE_S = 0.1
-"""Time between two samples of the power, seconds, unless another is asked for: sensors are updated about that often."""
+"""Time between two samples of the power, seconds, unless another is asked for: sensors are
+updated about that often.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ class GpuEnergy:
         source: "counter", or "samples" of the power.
         time_s: Length of the window on the GPU's clock, seconds.
         energy_j: Energy, joules.
-        error_j: The energy is wrong by at most this, joules, if the GPU counts right: what the counter may not have
-            shown yet at the edges, or how much the power changed between samples.
+        error_j: The energy is wrong by at most this, joules, if the GPU counts right: what the
+            counter may not have shown yet at the edges, or how much the power changed between
+            samples.
         peak_w: Highest power that was sampled, watts; None if the power was not sampled.
     """
 
@@ -84,15 +88,17 @@ class PowerSample(NamedTuple):
 class Monitor(ClosedOnExit):
     """Measures the energy of GPUs in windows, which may nest and overlap.
 
-    Opening it takes about a second on real GPUs, in which it times the updates of their energy counters.
+    Opening it takes about a second on real GPUs, in which it times the updates of their energy
+    counters.
 
     Args:
-        gpus: The GPUs, as texts for `open_gpu` or opened already; None for all that NVML and AMD SMI show. GPUs that
-            are opened here are closed with the monitor.
-        synchronize: Called at both edges of each window, for example `torch.cuda.synchronize`, so that a window ends
-            after the work that was launched in it. By default nothing waits for the device.
-        sample_s: Sample the power every so many seconds, for `peak_w` and `on_sample`. None samples only GPUs without
-            an energy counter, every `SAMPLE_S` seconds.
+        gpus: The GPUs, as texts for `open_gpu` or opened already; None for all that NVML and AMD
+            SMI show. GPUs that are opened here are closed with the monitor.
+        synchronize: Called at both edges of each window, for example `torch.cuda.synchronize`, so
+            that a window ends after the work that was launched in it. By default nothing waits for
+            the device.
+        sample_s: Sample the power every so many seconds, for `peak_w` and `on_sample`. None samples
+            only GPUs without an energy counter, every `SAMPLE_S` seconds.
         on_sample: Called with each sample, in the thread that samples.
 
     Raises:
@@ -115,14 +121,22 @@ class Monitor(ClosedOnExit):
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         with ExitStack() as stack:
-            opened = [stack.enter_context(open_gpu(each)) if isinstance(each, str) else each for each in _listed(gpus)]
+            opened = [
+                stack.enter_context(open_gpu(each)) if isinstance(each, str) else each
+                for each in _listed(gpus)
+            ]
             self._meters = _meters(opened)
             is_sampled = sample_s is not None or on_sample is not None
-            self._sampled = [meter for meter in self._meters if is_sampled or isinstance(meter, _SampledMeter)]
+            self._sampled = [
+                meter for meter in self._meters if is_sampled or isinstance(meter, _SampledMeter)
+            ]
             if self._sampled:
                 self._sample()
                 self._thread = threading.Thread(
-                    target=self._keep_sampling, args=(sample_s or SAMPLE_S,), name="energy samples", daemon=True
+                    target=self._keep_sampling,
+                    args=(sample_s or SAMPLE_S,),
+                    name="energy samples",
+                    daemon=True,
                 )
                 self._thread.start()
             self._stack = stack.pop_all()
@@ -133,7 +147,9 @@ class Monitor(ClosedOnExit):
         return tuple(meter.gpu.text for meter in self._meters)
 
     def window(self, name: str = "window") -> Window:
-        """Return a window to measure: use it in a `with` statement, or call its `begin` and `end`."""
+        """Return a window to measure: use it in a `with` statement, or call its `begin` and
+        `end`.
+        """
         return Window(self, name)
 
     def close(self) -> None:
@@ -174,7 +190,9 @@ class Monitor(ClosedOnExit):
             with self._lock:
                 sample = PowerSample(meter.gpu.text, meter.gpu.now_s(), meter.sample())
                 for window in self._open:
-                    window.peaks_w[sample.gpu] = max(sample.power_w, window.peaks_w.get(sample.gpu, 0.0))
+                    window.peaks_w[sample.gpu] = max(
+                        sample.power_w, window.peaks_w.get(sample.gpu, 0.0)
+                    )
             if self._on_sample is not None:
                 self._on_sample(sample)
 
@@ -189,11 +207,13 @@ class Monitor(ClosedOnExit):
 
 
 class Window:
-    """A window of time, in which the energy of a monitor's GPUs is measured. `Monitor.window` makes it.
+    """A window of time, in which the energy of a monitor's GPUs is measured. `Monitor.window` makes
+    it.
 
     Attributes:
         name: Its name.
-        peaks_w: Highest power of each GPU that was sampled in it, watts, by the text that opens the GPU.
+        peaks_w: Highest power of each GPU that was sampled in it, watts, by the text that opens the
+            GPU.
     """
 
     def __init__(self, monitor: Monitor, name: str) -> None:
@@ -211,7 +231,10 @@ class Window:
             GpuError: If a GPU cannot be read.
         """
         if self._begun is not None:
-            raise UsageError(f"window {self.name!r}: has begun already; make a new one with `monitor.window(name)`")
+            raise UsageError(
+                f"window {self.name!r}: has begun already; make a new one with "
+                "`monitor.window(name)`"
+            )
         self._begun = self._monitor._begin(self)
         return self
 
@@ -274,7 +297,8 @@ class _Edge(NamedTuple):
     Attributes:
         time_s: When it was read.
         energy_j: The energy until then.
-        error_j: For a counter, what it may not show yet. For samples, the error of the energy so far.
+        error_j: For a counter, what it may not show yet. For samples, the error of the energy so
+            far.
     """
 
     time_s: float
@@ -308,12 +332,13 @@ class _CountedMeter:
         time_s, energy_j = last.time_s - first.time_s, last.energy_j - first.energy_j
         if energy_j < 0:
             raise GpuError(
-                f"{self.gpu.text}: its energy counter went back from {si(first.energy_j, 'J', 9)} to "
-                f"{si(last.energy_j, 'J', 9)}, as after a reload of the driver; turn persistence mode on and measure "
-                "again"
+                f"{self.gpu.text}: its energy counter went back from {si(first.energy_j, 'J', 9)} "
+                f"to {si(last.energy_j, 'J', 9)}, as after a reload of the driver; turn "
+                "persistence mode on and measure again"
             )
         average_j = self._interval_s * energy_j / time_s if time_s > 0 else 0.0
-        # The first edge hides energy from before the window, and the last energy of the window: only one can prevail.
+        # The first edge hides energy from before the window, and the last energy of the window:
+        # only one can prevail.
         return _used(self, time_s, energy_j, max(average_j, first.error_j, last.error_j), peak_w)
 
 
@@ -347,14 +372,22 @@ class _SampledMeter:
 
 
 def _used(
-    meter: _CountedMeter | _SampledMeter, time_s: float, energy_j: float, error_j: float, peak_w: float | None
+    meter: _CountedMeter | _SampledMeter,
+    time_s: float,
+    energy_j: float,
+    error_j: float,
+    peak_w: float | None,
 ) -> GpuEnergy:
     gpu = meter.gpu
-    return GpuEnergy(gpu.text, gpu.name, gpu.origin, meter.source, time_s, energy_j, error_j, peak_w)
+    return GpuEnergy(
+        gpu.text, gpu.name, gpu.origin, meter.source, time_s, energy_j, error_j, peak_w
+    )
 
 
 def _meters(gpus: Sequence[Gpu]) -> list[_CountedMeter | _SampledMeter]:
-    """Return a meter for each GPU; real ones are watched all at once, simulated ones may share a clock."""
+    """Return a meter for each GPU; real ones are watched all at once, simulated ones may share a
+    clock.
+    """
     if not all(gpu.keeps_settings for gpu in gpus):
         return [_meter(gpu) for gpu in gpus]
     with ThreadPoolExecutor(len(gpus)) as pool:
@@ -377,5 +410,7 @@ def _listed(gpus: str | Gpu | Sequence[str | Gpu] | None) -> Sequence[str | Gpu]
         gpus = [gpu.text for gpu in all_gpus() if not gpu.problem]
     listed: Sequence[str | Gpu] = gpus if isinstance(gpus, (list, tuple)) else [gpus]  # type: ignore[list-item]
     if not listed:
-        raise UsageError("there is no GPU to measure; name one, such as nvml:0 or emulated:a100-sxm")
+        raise UsageError(
+            "there is no GPU to measure; name one, such as nvml:0 or emulated:a100-sxm"
+        )
     return listed

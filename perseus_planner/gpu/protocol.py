@@ -1,4 +1,6 @@
-"""What a GPU can do: `GpuReader` reads it, `GpuSetter` sets its clock and power limit, and a `Gpu` does both."""
+"""What a GPU can do: `GpuReader` reads it, `GpuSetter` sets its clock and power limit, and a
+`Gpu` does both.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,21 @@ from perseus_planner.errors import GpuError, GpuNotSupported
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-THROTTLE_REASONS = ("sw-power-cap", "sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake", "sync-boost")
-"""Why a GPU may run below its locked clock: the NVML clocks event reasons that slow down a busy GPU."""
+THROTTLE_REASONS = (
+    "sw-power-cap",
+    "sw-thermal",
+    "hw-thermal",
+    "hw-slowdown",
+    "hw-power-brake",
+    "sync-boost",
+)
+"""Why a GPU may run below its locked clock: the NVML clocks event reasons that slow down a busy
+GPU.
+"""
 
 LOCK_WITHOUT_EFFECT = (
-    "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock, or try another back-end "
-    "(nvml:, zeusd: or command:)"
+    "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock, or "
+    "try another back-end (nvml:, zeusd: or command:)"
 )
 """End of an error about a GPU whose clock does not follow its lock."""
 
@@ -24,14 +35,17 @@ LOCK_WITHOUT_EFFECT = (
 class GpuReader(Protocol):
     """Reads one physical GPU.
 
-    Every member raises `GpuNotSupported` if this GPU, driver or back-end cannot tell, `GpuNotPermitted` if this process
-    may not ask, `GpuLost` if the GPU has fallen off the bus, and `GpuError` otherwise. Each error text says what to do.
-    A missing value is always an error, never 0.
+    Every member raises `GpuNotSupported` if this GPU, driver or back-end cannot tell,
+    `GpuNotPermitted` if this process may not ask, `GpuLost` if the GPU has fallen off the bus, and
+    `GpuError` otherwise. Each error text says what to do. A missing value is always an error, never
+    0.
     """
 
     @property
     def text(self) -> str:
-        """Text that makes `open_gpu` open this GPU in any process of the node, e.g. "nvml:GPU-8f6b…"."""
+        """Text that makes `open_gpu` open this GPU in any process of the node, e.g.
+        "nvml:GPU-8f6b…".
+        """
 
     @property
     def uuid(self) -> str:
@@ -50,7 +64,9 @@ class GpuReader(Protocol):
         """Version of the driver, or of the simulator."""
 
     def warnings(self) -> tuple[str, ...]:
-        """What can spoil a profile of this GPU, such as MIG or power smoothing; each text also says what to do."""
+        """What can spoil a profile of this GPU, such as MIG or power smoothing; each text also
+        says what to do.
+        """
 
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
@@ -67,7 +83,9 @@ class GpuReader(Protocol):
         """Power limit that is in force unless somebody sets another, watts."""
 
     def energy_j(self) -> float:
-        """Cumulative energy counter, joules. Only differences are meaningful; it may move in steps."""
+        """Cumulative energy counter, joules. Only differences are meaningful; it may move in
+        steps.
+        """
 
     def power_w(self) -> float:
         """Power reported by the sensor, watts."""
@@ -82,24 +100,31 @@ class GpuReader(Protocol):
         """The members of `THROTTLE_REASONS` that slow the GPU down now."""
 
     def throttled_s(self) -> Mapping[str, float]:
-        """Seconds of throttling since the driver was loaded, by reason; only differences are meaningful.
+        """Seconds of throttling since the driver was loaded, by reason; only differences are
+        meaningful.
 
         Contains the reasons that this GPU counts, possibly none.
         """
 
     def now_s(self) -> float:
-        """Time on the GPU's clock, seconds; virtual for a simulated GPU. Only differences are meaningful."""
+        """Time on the GPU's clock, seconds; virtual for a simulated GPU. Only differences are
+        meaningful.
+        """
 
     def wait(self, duration_s: float) -> None:
         """Stay idle for `duration_s` seconds of that clock."""
 
 
 class GpuSetter(Protocol):
-    """Sets the clock and the power limit of one physical GPU; raises the same errors as `GpuReader`."""
+    """Sets the clock and the power limit of one physical GPU; raises the same errors as
+    `GpuReader`.
+    """
 
     @property
     def keeps_settings(self) -> bool:
-        """Whether settings outlive this process, so that a lease must be recorded before anything is set."""
+        """Whether settings outlive this process, so that a lease must be recorded before
+        anything is set.
+        """
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
         """Lock the SM clock. A power limit may still keep the actual clock below it."""
@@ -143,7 +168,9 @@ class ClosedOnExit:
 
 
 class RealGpu(ClosedOnExit):
-    """Base class of GPUs that are there: their time is that of the system, and their settings outlive the process."""
+    """Base class of GPUs that are there: their time is that of the system, and their settings
+    outlive the process.
+    """
 
     origin = "measured"
     keeps_settings = True
@@ -170,8 +197,8 @@ def check_clock(gpu: GpuReader, clock_mhz: int) -> None:
     if clock_mhz not in clocks:
         nearest = min(clocks, key=lambda supported: abs(supported - clock_mhz))
         raise GpuError(
-            f"{gpu.text}: cannot lock its SM clock at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz, "
-            f"and all are from {clocks[-1]} to {clocks[0]} MHz"
+            f"{gpu.text}: cannot lock its SM clock at {clock_mhz} MHz; the nearest supported "
+            f"clock is {nearest} MHz, and all are from {clocks[-1]} to {clocks[0]} MHz"
         )
 
 
@@ -184,5 +211,6 @@ def check_power_limit(gpu: GpuReader, limit_w: float) -> None:
     smallest_w, largest_w = gpu.power_limits_w
     if not smallest_w <= limit_w <= largest_w:  # also rejects NaN
         raise GpuError(
-            f"{gpu.text}: cannot set its power limit to {limit_w:g} W; choose {smallest_w:g} to {largest_w:g} W"
+            f"{gpu.text}: cannot set its power limit to {limit_w:g} W; choose {smallest_w:g} to "
+            f"{largest_w:g} W"
         )

@@ -12,16 +12,20 @@ if TYPE_CHECKING:
 
 
 def gpu_text(text: str, device: torch.device) -> str:
-    """Return the text that opens the GPU of a torch device: `text`, completed if it names only a back-end.
+    """Return the text that opens the GPU of a torch device: `text`, completed if it names only a
+    back-end.
 
-    An emulated GPU without a number, such as "emulated:a100-sxm?slower=2000", gets the local rank of this process.
+    An emulated GPU without a number, such as "emulated:a100-sxm?slower=2000", gets the local rank
+    of this process.
 
     Args:
-        text: As for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd", "command", "dry-run:cuda" and so on.
+        text: As for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd", "command",
+            "dry-run:cuda" and so on.
         device: The device that this process computes on.
 
     Raises:
-        UsageError: If torch computes on another device than the GPU, or the local rank is needed and unknown.
+        UsageError: If torch computes on another device than the GPU, or the local rank is needed
+            and unknown.
     """
     which = text.removeprefix("dry-run:")
     if which.startswith("simulated:"):
@@ -32,8 +36,9 @@ def gpu_text(text: str, device: torch.device) -> str:
         if text.startswith("dry-run:") and ":" in which:
             return text
         raise UsageError(
-            f"GPU {text!r}: torch computes on {device.type} here, so that nothing of the stage would run on that GPU; "
-            "install a torch with CUDA, or name a simulated GPU such as simulated:a100-sxm"
+            f"GPU {text!r}: torch computes on {device.type} here, so that nothing of the stage "
+            "would run on that GPU; install a torch with CUDA, or name a simulated GPU such as "
+            "simulated:a100-sxm"
         )
     if ":" in which:
         return text
@@ -42,7 +47,9 @@ def gpu_text(text: str, device: torch.device) -> str:
     index = device.index if device.index is not None else torch.cuda.current_device()
     if which == "amd":  # whose UUIDs differ from torch's
         found = torch.cuda.get_device_properties(index)
-        return f"{text}:{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return (
+            f"{text}:{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        )
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return f"{text}:{index}" if which == "cuda" or uuid is None else f"{text}:GPU-{uuid}"
 
@@ -54,7 +61,7 @@ def _with_number(text: str) -> str:
     number = os.environ.get("LOCAL_RANK")
     if number is None:
         raise UsageError(
-            f"GPU {text!r}: the number of the GPU is missing, and LOCAL_RANK is not set; start this with torchrun, or "
-            f"write a number, such as {path}/0"
+            f"GPU {text!r}: the number of the GPU is missing, and LOCAL_RANK is not set; start "
+            f"this with torchrun, or write a number, such as {path}/0"
         )
     return f"{path}/{number}{mark}{options}"

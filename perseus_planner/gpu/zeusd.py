@@ -1,11 +1,12 @@
 """A GPU that NVML reads and the zeusd daemon sets, for jobs without privilege.
 
-The daemon may see more GPUs than this container does, so the GPU is looked up by its PCI address, never by its index.
-ZEUSD_SOCK_PATH names the daemon's UNIX socket, ZEUSD_HOST_PORT its address if it listens on TCP, and ZEUSD_TOKEN the
-token that it asks for, if any.
+The daemon may see more GPUs than this container does, so the GPU is looked up by its PCI address,
+never by its index. ZEUSD_SOCK_PATH names the daemon's UNIX socket, ZEUSD_HOST_PORT its address if
+it listens on TCP, and ZEUSD_TOKEN the token that it asks for, if any.
 
-Requests and answers are those of zeusd 0.5.0 (docs/zeusd/api.md, src/auth.rs and src/error.rs of Zeus): parameters are
-query parameters, bodies are empty, and status 200 to a blocking request means that NVML has done it.
+Requests and answers are those of zeusd 0.5.0 (docs/zeusd/api.md, src/auth.rs and src/error.rs of
+Zeus): parameters are query parameters, bodies are empty, and status 200 to a blocking request means
+that NVML has done it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install, one_line
+from perseus_planner.errors import (
+    GpuError,
+    GpuLost,
+    GpuNotPermitted,
+    GpuNotSupported,
+    how_to_install,
+    one_line,
+)
 from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
 from perseus_planner.gpu.nvml.library import LIBRARY_NOT_FOUND
 from perseus_planner.gpu.protocol import check_clock
@@ -32,7 +40,9 @@ SOCKET_PATH = "/run/zeusd/zeusd.sock"
 TIMEOUT_S = 10.0
 """How long to wait for an answer."""
 
-_KEEPS = "zeusd does not undo settings when the process that asked for them ends; `planner reset` does"
+_KEEPS = (
+    "zeusd does not undo settings when the process that asked for them ends; `planner reset` does"
+)
 
 
 class ZeusdGpu(NvmlReader):
@@ -57,8 +67,8 @@ class ZeusdGpu(NvmlReader):
         if not self._daemon.is_remote:
             return (*super().warnings(), _KEEPS)
         remote = (
-            f"zeusd is reached over the network, at {self._daemon.address}: make sure that it runs on this node, "
-            "because the GPUs of another node may have the same PCI addresses"
+            f"zeusd is reached over the network, at {self._daemon.address}: make sure that it "
+            "runs on this node, because the GPUs of another node may have the same PCI addresses"
         )
         return (*super().warnings(), remote, _KEEPS)
 
@@ -97,8 +107,8 @@ def open_zeusd(which: str) -> ZeusdGpu:
         if getattr(error.__cause__, "value", None) != LIBRARY_NOT_FOUND:
             raise
         raise GpuError(
-            f"zeusd:{which}: zeusd only sets GPUs, NVML reads them, and libnvidia-ml.so.1 is not here; in a container, "
-            "mount it by setting NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            f"zeusd:{which}: zeusd only sets GPUs, NVML reads them, and libnvidia-ml.so.1 is not "
+            "here; in a container, mount it by setting NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         ) from error
 
 
@@ -128,10 +138,12 @@ class Daemon:
             self._reject_answer(response)
         wanted = pci_address(bus_id)
         if wanted not in indices:
-            listed = ", ".join(f"{index} at {address}" for address, index in indices.items()) or "none"
+            listed = (
+                ", ".join(f"{index} at {address}" for address, index in indices.items()) or "none"
+            )
             raise GpuError(
-                f"zeusd at {self.address} has no GPU {wanted!r}; it has {listed}: check that it is the zeusd of this "
-                "node, started with --enable gpu-control"
+                f"zeusd at {self.address} has no GPU {wanted!r}; it has {listed}: check that it "
+                "is the zeusd of this node, started with --enable gpu-control"
             )
         return int(indices[wanted])
 
@@ -141,7 +153,9 @@ class Daemon:
         Raises:
             GpuError: If the daemon cannot be reached, or refuses.
         """
-        self._request("POST", path, {name: str(value) for name, value in values.items()} | {"block": "true"})
+        self._request(
+            "POST", path, {name: str(value) for name, value in values.items()} | {"block": "true"}
+        )
 
     def close(self) -> None:
         """Close the connection."""
@@ -149,8 +163,8 @@ class Daemon:
 
     def _reject_answer(self, response: httpx.Response) -> NoReturn:
         raise GpuError(
-            f"zeusd at {self.address} answered /discover with {one_line(response.text, 80)!r}, which zeusd 0.5 does "
-            "not; check what listens there, and its version"
+            f"zeusd at {self.address} answered /discover with {one_line(response.text, 80)!r}, "
+            "which zeusd 0.5 does not; check what listens there, and its version"
         )
 
     def _request(self, method: str, path: str, parameters: dict[str, str]) -> httpx.Response:
@@ -162,12 +176,16 @@ class Daemon:
         try:
             response = self._client.request(method, path, params=parameters)
         except httpx.TimeoutException as error:
-            raise GpuLost(f"zeusd at {self.address} did not answer {path} within {TIMEOUT_S:g} s; {advice}") from error
+            raise GpuLost(
+                f"zeusd at {self.address} did not answer {path} within {TIMEOUT_S:g} s; {advice}"
+            ) from error
         except httpx.ConnectError as error:
             raise self._unreachable(error) from error
         except httpx.RequestError as error:
             reason = one_line(str(error), 80)
-            raise GpuLost(f"zeusd at {self.address} broke off at {path} ({reason}); {advice}") from error
+            raise GpuLost(
+                f"zeusd at {self.address} broke off at {path} ({reason}); {advice}"
+            ) from error
         if response.status_code != httpx.codes.OK:
             raise self._refusal(path, response)
         return response
@@ -176,13 +194,13 @@ class Daemon:
         number = _errno(error)
         if number == errno.EACCES:
             return GpuNotPermitted(
-                f"this user may not write to the socket of zeusd at {self.address}; start zeusd with "
-                "--socket-permissions 666, or with --socket-gid and a group of this user"
+                f"this user may not write to the socket of zeusd at {self.address}; start zeusd "
+                "with --socket-permissions 666, or with --socket-gid and a group of this user"
             )
         reason = os.strerror(number) if number else one_line(str(error), 80)
         return GpuLost(
-            f"there is no zeusd at {self.address} ({reason}); start it with `sudo zeusd serve`, or set ZEUSD_SOCK_PATH "
-            "to its socket or ZEUSD_HOST_PORT to its host:port"
+            f"there is no zeusd at {self.address} ({reason}); start it with `sudo zeusd serve`, "
+            "or set ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
         )
 
     def _refusal(self, path: str, response: httpx.Response) -> GpuError:
@@ -193,15 +211,21 @@ class Daemon:
         message, is_from_nvml = _message(response)
         start = f"zeusd at {self.address} refused {path}: {message}; "
         if response.status_code == 401:
-            return GpuNotPermitted(f"{start}set ZEUSD_TOKEN to a token from `zeusd token issue --scope gpu-control`")
+            return GpuNotPermitted(
+                f"{start}set ZEUSD_TOKEN to a token from `zeusd token issue --scope gpu-control`"
+            )
         if response.status_code == 403 and is_from_nvml:
-            return GpuNotPermitted(f"{start}run zeusd itself as root, in a container with SYS_ADMIN")
+            return GpuNotPermitted(
+                f"{start}run zeusd itself as root, in a container with SYS_ADMIN"
+            )
         if response.status_code == 403:
             return GpuNotPermitted(f"{start}ask for a token of scope gpu-control")
         if response.status_code == 404:
             return GpuNotSupported(f"{start}start zeusd 0.5 or later with --enable gpu-control")
         if "not available on the target device" in message:
-            return GpuNotSupported(f"{start}use the other control (SM clock or power limit), or observe mode")
+            return GpuNotSupported(
+                f"{start}use the other control (SM clock or power limit), or observe mode"
+            )
         if "fell off the bus" in message:
             return GpuLost(f"{start}reset the GPU, or reboot the node")
         if response.status_code == 400:
@@ -228,12 +252,15 @@ def connect() -> Daemon:
         address, base, is_remote = socket or SOCKET_PATH, "http://localhost", False
         transport = httpx.HTTPTransport(uds=address)
     # trust_env=False: no proxy stands between this process and a daemon of its node.
-    client = httpx.Client(base_url=base, transport=transport, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    client = httpx.Client(
+        base_url=base, transport=transport, headers=headers, timeout=TIMEOUT_S, trust_env=False
+    )
     return Daemon(address, client, is_remote)
 
 
 def pci_address(text: str) -> str | None:
-    """Return a PCI address in the form of `lspci -D`, such as "0000:07:00.0"; None if `text` is not one.
+    """Return a PCI address in the form of `lspci -D`, such as "0000:07:00.0"; None if `text` is not
+    one.
 
     NVML writes the domain with eight digits, and letters in upper case.
     """
@@ -250,7 +277,10 @@ def _address_of(gpu: Any) -> str:
 
 def _authorization(token: str) -> dict[str, str]:
     if not re.fullmatch(r"[!-~]*", token):
-        raise GpuError("ZEUSD_TOKEN contains a space or a character that is not ASCII; set it to a token of zeusd")
+        raise GpuError(
+            "ZEUSD_TOKEN contains a space or a character that is not ASCII; set it to a token of "
+            "zeusd"
+        )
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
@@ -261,7 +291,10 @@ def _tcp_url(host_port: str) -> str:
     with suppress(httpx.InvalidURL):  # the text in brackets may not be an address
         if match and int(match[2]) <= 65535:
             return str(httpx.URL(f"http://{host_port}"))
-    raise GpuError(f"ZEUSD_HOST_PORT is {host_port!r}, which is not host:port; set it to, for example, localhost:4938")
+    raise GpuError(
+        f"ZEUSD_HOST_PORT is {host_port!r}, which is not host:port; set it to, for example, "
+        "localhost:4938"
+    )
 
 
 def _errno(error: BaseException | None) -> int | None:

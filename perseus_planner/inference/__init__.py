@@ -1,1 +1,3 @@
-"""Pools of servers under latency objectives: instances, tensor degrees and clocks for each class of requests."""
+"""Pools of servers under latency objectives: instances, tensor degrees and clocks for each class
+of requests.
+"""

@@ -1,11 +1,14 @@
-"""Inference profiles: joules of a request by its class, tensor degree, clock (or power limit) and load; their CSV.
+"""Inference profiles: joules of a request by its class, tensor degree, clock (or power limit) and
+load; their CSV.
 
-The columns are `input`, `output`, `tensor_degree`, `clock_mhz` or `power_limit_w`, and `energy_j` or `energy_wh`: of
-one request, all GPUs of the instance. Leave the energy empty where the latency objective is violated. Optional columns:
-`tokens_per_s`, the load of the instance, input and output tokens; `ttft_s` and `tbt_s`, time to the first token and
-between tokens; `idle_w`, the power of the instance without requests.
+The columns are `input`, `output`, `tensor_degree`, `clock_mhz` or `power_limit_w`, and `energy_j`
+or `energy_wh`: of one request, all GPUs of the instance. Leave the energy empty where the latency
+objective is violated. Optional columns: `tokens_per_s`, the load of the instance, input and output
+tokens; `ttft_s` and `tbt_s`, time to the first token and between tokens; `idle_w`, the power of the
+instance without requests.
 
-`input` and `output` name the class of a request: short, medium and long, or the most tokens of the class, such as 256.
+`input` and `output` name the class of a request: short, medium and long, or the most tokens of the
+class, such as 256.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _LOAD = Rule(float, False, "a load: write tokens per second above 0, such as 200
 _SETTINGS = {"clock_mhz": ("clock", CLOCK), "power_limit_w": ("power-limit", LIMIT)}
 _ENERGIES = {"energy_j": 1.0, "energy_wh": 3600.0}
 _OPTIONAL = {"tokens_per_s": _LOAD, "ttft_s": TIME, "tbt_s": TIME, "idle_w": POWER}
-_ENERGY = ENERGY._replace(zero=False, wanted="an energy: write a number above 0, or nothing where it is too slow")
+_ENERGY = ENERGY._replace(
+    zero=False, wanted="an energy: write a number above 0, or nothing where it is too slow"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -49,12 +54,16 @@ class RequestClass:
     name: str = field(compare=False)
 
     def covers(self, other: RequestClass) -> bool:
-        """Return whether no request of `other` is longer, in input or output, than those of this class may be."""
+        """Return whether no request of `other` is longer, in input or output, than those of this
+        class may be.
+        """
         return other.input_tokens <= self.input_tokens and other.output_tokens <= self.output_tokens
 
 
 class Configuration(NamedTuple):
-    """How an instance runs: on how many GPUs, and at which clock in MHz (or power limit in watts)."""
+    """How an instance runs: on how many GPUs, and at which clock in MHz (or power limit in
+    watts).
+    """
 
     tensor_degree: int
     setting: int
@@ -65,7 +74,8 @@ class Cell(NamedTuple):
 
     Attributes:
         tokens_per_s: input and output tokens of all requests of the instance in a second.
-        energy_j: joules of one request, all GPUs of the instance; None where the objective is violated.
+        energy_j: joules of one request, all GPUs of the instance; None where the objective is
+            violated.
         ttft_s: time to the first token, seconds; None if unknown.
         tbt_s: time between tokens, seconds; None if unknown.
         idle_w: watts of the instance without requests; 0 if unknown.
@@ -83,8 +93,9 @@ class Objectives:
     """The latency that requests must meet.
 
     Attributes:
-        ttft_s: time to the first token, seconds, for each input class, shortest first; or one number for all. Empty:
-            0.25 s for inputs of up to 256 tokens, 0.4 s up to 1,024, 2 s beyond, as later papers quote DynamoLLM.
+        ttft_s: time to the first token, seconds, for each input class, shortest first; or one
+            number for all. Empty: 0.25 s for inputs of up to 256 tokens, 0.4 s up to 1,024, 2 s
+            beyond, as later papers quote DynamoLLM.
         tbt_s: time between tokens, seconds.
     """
 
@@ -113,7 +124,9 @@ class InferenceProfile:
     def __post_init__(self) -> None:
         given, classes = len(self.objectives.ttft_s), len(self._inputs)
         if given not in (0, 1, classes):
-            raise UsageError(f"--ttft: has {given} times for {classes} input classes; give one each, or one")
+            raise UsageError(
+                f"--ttft: has {given} times for {classes} input classes; give one each, or one"
+            )
 
     @cached_property
     def classes(self) -> list[RequestClass]:
@@ -133,12 +146,16 @@ class InferenceProfile:
         return given[self._inputs.index(of.input_tokens) if len(given) > 1 else 0]
 
     def feasible(self, of: RequestClass, at: Configuration) -> tuple[Cell, ...]:
-        """Return the measurements that meet the objectives, by load; none if the configuration never does."""
+        """Return the measurements that meet the objectives, by load; none if the configuration
+        never does.
+        """
         return self._feasible.get((of, at), ())
 
     def idle_w(self, at: Configuration) -> float:
         """Return the power of an instance without requests, watts; 0 if unknown."""
-        return max(cell.idle_w for (_, each), cells in self.cells.items() if each == at for cell in cells)
+        return max(
+            cell.idle_w for (_, each), cells in self.cells.items() if each == at for cell in cells
+        )
 
     @cached_property
     def _inputs(self) -> list[float]:
@@ -148,11 +165,18 @@ class InferenceProfile:
     def _feasible(self) -> dict[tuple[RequestClass, Configuration], tuple[Cell, ...]]:
         def meets(cell: Cell, ttft_s: float) -> bool:
             latencies = ((cell.ttft_s, ttft_s), (cell.tbt_s, self.objectives.tbt_s))
-            return cell.energy_j is not None and all(took is None or took <= most for took, most in latencies)
+            return cell.energy_j is not None and all(
+                took is None or took <= most for took, most in latencies
+            )
 
         ttft_s = {of: self.ttft_s(of) for of in self.classes}
         return {
-            key: tuple(sorted((cell for cell in cells if meets(cell, ttft_s[key[0]])), key=lambda cell: cell[0]))
+            key: tuple(
+                sorted(
+                    (cell for cell in cells if meets(cell, ttft_s[key[0]])),
+                    key=lambda cell: cell[0],
+                )
+            )
             for key, cells in self.cells.items()
         }
 
@@ -180,35 +204,48 @@ def read_inference_profile(
     lines = csv_rows(path, ProfileError)
     where, header = next(lines, ("", []))
     if not header:
-        raise ProfileError(f"{path}: is empty; write the header {_HEADER} and a row for each measurement")
+        raise ProfileError(
+            f"{path}: is empty; write the header {_HEADER} and a row for each measurement"
+        )
     setting, energy = _checked_header(where, header)
     cells: dict[tuple[RequestClass, Configuration], dict[float, Cell]] = {}
     rows, names = list[str](), dict[RequestClass, str]()
     for where, texts in lines:
         row = by_column(where, header, texts, ProfileError)
-        longest = _bound(where, "input", input_bounds, row), _bound(where, "output", output_bounds, row)
+        longest = (
+            _bound(where, "input", input_bounds, row),
+            _bound(where, "output", output_bounds, row),
+        )
         of = RequestClass(*longest, f"{row['input']}/{row['output']}")
         if (other := names.setdefault(of, of.name)) != of.name:
             raise ProfileError(f"{path}: {other} and {of.name} are one class; write it in one way")
         degree = _number(where, "tensor_degree", COUNT, row)
         at = Configuration(degree, _number(where, setting, _SETTINGS[setting][1], row))
-        extra = {name: _number(where, name, rule, row) for name, rule in _OPTIONAL.items() if row.get(name)}
+        extra = {
+            name: _number(where, name, rule, row)
+            for name, rule in _OPTIONAL.items()
+            if row.get(name)
+        }
         load = extra.pop("tokens_per_s", load_tokens_per_s)
         joules = _number(where, energy, _ENERGY, row) * _ENERGIES[energy] if row[energy] else None
         known = cells.setdefault((of, at), {})
         if load in known:
             unit = "MHz" if setting == "clock_mhz" else "W"
             raise ProfileError(
-                f"{where}: {of.name} at tensor degree {degree}, {at.setting} {unit} and {load:g} tokens/s is there "
-                "twice; keep one of them"
+                f"{where}: {of.name} at tensor degree {degree}, {at.setting} {unit} and {load:g} "
+                "tokens/s is there twice; keep one of them"
             )
         known[load] = Cell(load, joules, **extra)
         rows.append(",".join(texts))
     if not cells:
-        raise ProfileError(f"{path}: has no rows; write one for each class, tensor degree and {setting}")
+        raise ProfileError(
+            f"{path}: has no rows; write one for each class, tensor degree and {setting}"
+        )
     digest = sha256(",".join(header).encode(), *map(str.encode, rows))
     frozen = {key: tuple(by_load.values()) for key, by_load in cells.items()}
-    return InferenceProfile(frozen, _SETTINGS[setting][0], objectives, digest, "tokens_per_s" not in header)
+    return InferenceProfile(
+        frozen, _SETTINGS[setting][0], objectives, digest, "tokens_per_s" not in header
+    )
 
 
 def _checked_header(where: str, header: Sequence[str]) -> tuple[str, str]:
@@ -219,12 +256,14 @@ def _checked_header(where: str, header: Sequence[str]) -> tuple[str, str]:
     choices = [[column for column in known if column in header] for known in (_SETTINGS, _ENERGIES)]
     for known, found in zip((tuple(_SETTINGS), tuple(_ENERGIES)), choices, strict=True):
         if len(found) > 1:
-            raise ProfileError(f"{where}: has the columns {' and '.join(map(repr, found))}; keep one of them")
+            raise ProfileError(
+                f"{where}: has the columns {' and '.join(map(repr, found))}; keep one of them"
+            )
         missing += [] if found else [" or ".join(known)]
     if missing:
         raise ProfileError(
-            f"{where}: no column {', '.join(map(repr, missing))} in the header {shown(','.join(header))}; "
-            f"write {_HEADER}, separated by commas"
+            f"{where}: no column {', '.join(map(repr, missing))} in the header "
+            f"{shown(','.join(header))}; write {_HEADER}, separated by commas"
         )
     return choices[0][0], choices[1][0]
 
@@ -237,8 +276,8 @@ def _bound(where: str, column: str, bounds: Sequence[int], row: Mapping[str, str
     tokens = COUNT.parse(label)
     if tokens is None:
         raise ProfileError(
-            f"{where}, column {column!r}: {shown(label)} is not a class of requests; write short, medium or long, or "
-            "the most tokens of the class, such as 256"
+            f"{where}, column {column!r}: {shown(label)} is not a class of requests; write short, "
+            "medium or long, or the most tokens of the class, such as 256"
         )
     return float(tokens)
 

@@ -110,7 +110,11 @@ class InferencePlan:
         """
         content = self._content()
         document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(content), **content}
-        write_file(path, yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None), PlanError)
+        write_file(
+            path,
+            yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None),
+            PlanError,
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> InferencePlan:
@@ -128,9 +132,13 @@ class InferencePlan:
             "profile": self.profile_digest,
             "control": self.control,
             "gpus": self.gpus,
-            "classes": {of.name: [_finite(of.input_tokens), _finite(of.output_tokens)] for of in sorted(classes)},
+            "classes": {
+                of.name: [_finite(of.input_tokens), _finite(of.output_tokens)]
+                for of in sorted(classes)
+            },
             "policies": {
-                name: {"energy_j": total.energy_j, "gpus": total.gpus} for name, total in self.policies.items()
+                name: {"energy_j": total.energy_j, "gpus": total.gpus}
+                for name, total in self.policies.items()
             },
             "epochs": [epoch_content(epoch) for epoch in self.epochs],
         }
@@ -146,7 +154,8 @@ def make_plan(
 
     Args:
         profile: what requests cost.
-        periods: start and length of each, seconds, and its demand; those without demand are left out.
+        periods: start and length of each, seconds, and its demand; those without demand are left
+            out.
         gpus: how many there are.
         costs: of changes.
 
@@ -184,13 +193,25 @@ def plan_policy(
     costs: ChangeCosts = PUBLISHED,
     gap: float = 1e-7,
 ) -> PoolPlan:
-    """Return the pools of least energy among those that a policy allows; arguments and errors as in `plan_pools`."""
+    """Return the pools of least energy among those that a policy allows; arguments and errors as
+    in `plan_pools`.
+    """
     only = allowed(policy, profile, demand)
     if policy == "hierarchical":
-        first = plan_pools(profile, demand, gpus, period_s, only=allowed("degree", profile, demand), gap=gap)
-        degrees = {of: {pool.at.tensor_degree for pool in first.pools if of in pool.serves} for of in demand}
-        only = {of: [at for at in profile.configurations if at.tensor_degree in degrees[of]] for of in demand}
-    return plan_pools(profile, demand, gpus, period_s, only=only, before=before, costs=costs, gap=gap)
+        first = plan_pools(
+            profile, demand, gpus, period_s, only=allowed("degree", profile, demand), gap=gap
+        )
+        degrees = {
+            of: {pool.at.tensor_degree for pool in first.pools if of in pool.serves}
+            for of in demand
+        }
+        only = {
+            of: [at for at in profile.configurations if at.tensor_degree in degrees[of]]
+            for of in demand
+        }
+    return plan_pools(
+        profile, demand, gpus, period_s, only=only, before=before, costs=costs, gap=gap
+    )
 
 
 def allowed(
@@ -264,4 +285,6 @@ def _from_content(content: Mapping[str, Any]) -> InferencePlan:
         demand = {classes[name]: Load(**load) for name, load in each["demand"].items()}
         epochs.append(Epoch(each["start_s"], each["length_s"], demand, plan))
     policies = {name: PolicyTotal(**total) for name, total in content["policies"].items()}
-    return InferencePlan(tuple(epochs), policies, content["gpus"], content["control"], content["profile"])
+    return InferencePlan(
+        tuple(epochs), policies, content["gpus"], content["control"], content["profile"]
+    )

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """What a change costs: seconds until the instance serves, and joules of each of its GPUs meanwhile."""
+    """What a change costs: seconds until the instance serves, and joules of each of its GPUs
+    meanwhile.
+    """
 
     time_s: float
     energy_j: float
@@ -25,11 +27,14 @@ _INSTANCE, _RESHARDING, _CLOCK = Change(423.0, 42300.0), Change(33.0, 3300.0), C
 
 @dataclass(frozen=True)
 class ChangeCosts:
-    """What changes cost. The times are those of table V of DynamoLLM; the joules are 100 W of each GPU meanwhile.
+    """What changes cost. The times are those of table V of DynamoLLM; the joules are 100 W of each
+    GPU meanwhile.
 
     Attributes:
-        instance: a new instance on GPUs that were not in use: machine, environment, weights, engine, GPUs; 423 s.
-        resharding: an instance of another tensor degree on GPUs in use: engine and weights onto GPUs; 33 s.
+        instance: a new instance on GPUs that were not in use: machine, environment, weights,
+            engine, GPUs; 423 s.
+        resharding: an instance of another tensor degree on GPUs in use: engine and weights onto
+            GPUs; 33 s.
         clock: another clock or power limit.
 
     Raises:
@@ -42,16 +47,26 @@ class ChangeCosts:
 
     def __post_init__(self) -> None:
         if not self.instance.energy_j >= self.resharding.energy_j >= self.clock.energy_j >= 0:
-            raise UsageError("costs of changes: a new instance costs no less than re-sharding, and that than a clock")
+            raise UsageError(
+                "costs of changes: a new instance costs no less than re-sharding, and that than a "
+                "clock"
+            )
 
     def between(self, before: Sequence[Pool], after: Sequence[Pool]) -> float:
         """Return the energy of changing from some pools to others, joules."""
-        return sum(price_j * gpus for price_j, gpus in zip(self.prices_j, changed_gpus(before, after), strict=True))
+        return sum(
+            price_j * gpus
+            for price_j, gpus in zip(self.prices_j, changed_gpus(before, after), strict=True)
+        )
 
     @property
     def prices_j(self) -> tuple[float, float, float]:
         """What each of `changed_gpus` adds, joules."""
-        changed_j, resharded_j, new_j = self.clock.energy_j, self.resharding.energy_j, self.instance.energy_j
+        changed_j, resharded_j, new_j = (
+            self.clock.energy_j,
+            self.resharding.energy_j,
+            self.instance.energy_j,
+        )
         return changed_j, resharded_j - changed_j, new_j - resharded_j
 
 
@@ -81,7 +96,9 @@ class Pool:
 
 
 def changed_gpus(before: Sequence[Pool], after: Sequence[Pool]) -> tuple[int, int, int]:
-    """Return the GPUs of changed instances, how many of them are of other degrees, and how many of those are new."""
+    """Return the GPUs of changed instances, how many of them are of other degrees, and how many
+    of those are new.
+    """
     changed, resharded, new = (
         sum(max(0, gpus - had[group]) for group, gpus in gpus_by(key, after).items())
         for key, had in ((key, gpus_by(key, before)) for key in SAME)
@@ -89,7 +106,11 @@ def changed_gpus(before: Sequence[Pool], after: Sequence[Pool]) -> tuple[int, in
     return changed, resharded, new
 
 
-SAME: tuple[Callable[[Configuration], object], ...] = (lambda at: at, lambda at: at.tensor_degree, lambda at: None)
+SAME: tuple[Callable[[Configuration], object], ...] = (
+    lambda at: at,
+    lambda at: at.tensor_degree,
+    lambda at: None,
+)
 """What GPUs have in common between which nothing changes; no other degree; nothing new."""
 
 

@@ -1,17 +1,18 @@
 """The pools of least energy, by an exact integer programme.
 
-A pool is made of equal instances: so many GPUs each, at one clock. It serves one class of requests, and may serve
-shorter ones as well. The variables are the instances of every possible pool (integers) and the share of an instance
-that each class has in it at each measured load; power between two measured loads lies on the line between them.
-Minimised is the energy of a period: of requests, of idle instances, and of what has to change since the period before.
+A pool is made of equal instances: so many GPUs each, at one clock. It serves one class of requests,
+and may serve shorter ones as well. The variables are the instances of every possible pool
+(integers) and the share of an instance that each class has in it at each measured load; power
+between two measured loads lies on the line between them. Minimised is the energy of a period: of
+requests, of idle instances, and of what has to change since the period before.
 
     min   period * (sum power * share + sum idle * (instances - shares)) + cost of changes
     with  sum load * share = demand of each class
           sum peak * share <= instances of each pool
           sum GPUs of an instance * instances <= GPUs
 
-HiGHS solves it by branch and bound; its dual bound is the certificate. Pools at one configuration are then joined where
-that leaves an instance over.
+HiGHS solves it by branch and bound; its dual bound is the certificate. Pools at one configuration
+are then joined where that leaves an instance over.
 """
 
 from __future__ import annotations
@@ -84,14 +85,18 @@ def largest_share(
     gpus: int,
     only: Mapping[RequestClass, Collection[Configuration]] | None = None,
 ) -> float:
-    """Return the largest share of the demand, up to 1, that the GPUs carry; the arguments are those of `plan_pools`."""
+    """Return the largest share of the demand, up to 1, that the GPUs carry; the arguments are
+    those of `plan_pools`.
+    """
     model = _Model(profile, demand, 1.0, only, None, PUBLISHED, least_share=0.0)
     answer = model.solve({model.share: -1.0}, gpus, _SHARE_GAP)
     return 0.0 if answer is None else float(answer.values[model.share])
 
 
 class _Entry(NamedTuple):
-    """A variable: what share of an instance of `pool` serves the class `of`, at the load of `cell`."""
+    """A variable: what share of an instance of `pool` serves the class `of`, at the load of
+    `cell`.
+    """
 
     column: int
     pool: int
@@ -105,7 +110,9 @@ class _Answer(NamedTuple):
 
 
 class _Model:
-    """Columns with their least and most value, and rows with theirs: an integer programme, without its objective."""
+    """Columns with their least and most value, and rows with theirs: an integer programme,
+    without its objective.
+    """
 
     def __init__(
         self,
@@ -117,11 +124,18 @@ class _Model:
         costs: ChangeCosts,
         least_share: float = 1.0,
     ) -> None:
-        self.demand, self.period_s, self.before, self.costs = dict(sorted(demand.items())), period_s, before, costs
+        self.demand, self.period_s, self.before, self.costs = (
+            dict(sorted(demand.items())),
+            period_s,
+            before,
+            costs,
+        )
         self.idle_w = {at: profile.idle_w(at) for at in profile.configurations}
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[dict[int, float], float, float]] = []
-        self.energies_j: dict[int, float] = {}  # column -> joules of one, less what idle instances cost anyhow
+        self.energies_j: dict[
+            int, float
+        ] = {}  # column -> joules of one, less what idle instances cost anyhow
         self.gpus: dict[int, float] = {}
         self.share = self._add(least_share, 1.0)
         self.pools: list[tuple[int, RequestClass, Configuration]] = []
@@ -130,14 +144,20 @@ class _Model:
             for at in profile.configurations:
                 self._add_pool(profile, longest, at, only)
         for of, load in self.demand.items():
-            most = max((entry.cell.tokens_per_s for entry in self.entries if entry.of == of), default=0.0)
+            most = max(
+                (entry.cell.tokens_per_s for entry in self.entries if entry.of == of), default=0.0
+            )
             if not most:
                 among = "" if only is None else " of those allowed"
                 raise UsageError(
-                    f"class {of.name}: no configuration{among} meets its latency objective; measure a higher clock or "
-                    "tensor degree, or loosen the objective"
+                    f"class {of.name}: no configuration{among} meets its latency objective; "
+                    "measure a higher clock or tensor degree, or loosen the objective"
                 )
-            row = {entry.column: entry.cell.tokens_per_s / most for entry in self.entries if entry.of == of}
+            row = {
+                entry.column: entry.cell.tokens_per_s / most
+                for entry in self.entries
+                if entry.of == of
+            }
             self._rows.append(({**row, self.share: -load.tokens_per_s / most}, 0.0, 0.0))
         if before is not None:
             self._add_changes(before)
@@ -153,10 +173,19 @@ class _Model:
         at: Configuration,
         only: Mapping[RequestClass, Collection[Configuration]] | None,
     ) -> None:
-        """Add the instances of a pool, and their shares; no class is served at a higher load than `longest` may be."""
+        """Add the instances of a pool, and their shares; no class is served at a higher load
+        than `longest` may be.
+        """
         most = max((cell.tokens_per_s for cell in profile.feasible(longest, at)), default=0.0)
-        allowed = [of for of in self.demand if longest.covers(of) and (only is None or at in only[of])]
-        cells = [(of, cell) for of in allowed for cell in profile.feasible(of, at) if cell.tokens_per_s <= most]
+        allowed = [
+            of for of in self.demand if longest.covers(of) and (only is None or at in only[of])
+        ]
+        cells = [
+            (of, cell)
+            for of in allowed
+            for cell in profile.feasible(of, at)
+            if cell.tokens_per_s <= most
+        ]
         if not cells:
             return
         instances, idle_j = self._add(integer=True), self.idle_w[at] * self.period_s
@@ -183,8 +212,11 @@ class _Model:
                 self.energies_j[more] = price_j
                 self._rows.append(({**row, more: -1.0}, -math.inf, float(had[group])))
 
-    def solve(self, objective: Mapping[int, float], gpus: int | None, gap: float = _GAP) -> _Answer | None:
-        """Return the columns for which the objective is least, and a bound on it; None if there are none.
+    def solve(
+        self, objective: Mapping[int, float], gpus: int | None, gap: float = _GAP
+    ) -> _Answer | None:
+        """Return the columns for which the objective is least, and a bound on it; None if there are
+        none.
 
         Raises:
             UsageError: If scipy is not installed.
@@ -194,11 +226,15 @@ class _Model:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
         except ImportError as error:
-            raise UsageError(f"plans for inference need scipy, which is not installed; {INSTALL}") from error
+            raise UsageError(
+                f"plans for inference need scipy, which is not installed; {INSTALL}"
+            ) from error
         rows = self._rows if gpus is None else [*self._rows, (self.gpus, -math.inf, float(gpus))]
         where = [(number, column) for number, (row, _, _) in enumerate(rows) for column in row]
         values = [value for row, _, _ in rows for value in row.values()]
-        matrix = csr_array((values, tuple(zip(*where, strict=True))), shape=(len(rows), len(self._columns)))
+        matrix = csr_array(
+            (values, tuple(zip(*where, strict=True))), shape=(len(rows), len(self._columns))
+        )
         least, most, integer = zip(*self._columns, strict=True)
         scale = max([abs(value) for value in objective.values()], default=0.0) or 1.0
         weights = np.zeros(len(self._columns))
@@ -207,11 +243,19 @@ class _Model:
         with _without_output():
             options = {"mip_rel_gap": gap, "time_limit": _LIMIT_S}
             whole = np.array(integer, float)
-            found = milp(weights, integrality=whole, bounds=Bounds(least, most), constraints=limits, options=options)
+            found = milp(
+                weights,
+                integrality=whole,
+                bounds=Bounds(least, most),
+                constraints=limits,
+                options=options,
+            )
         if found.x is None:
             if found.status == 2:  # infeasible
                 return None
-            raise PlannerError(f"no pools were found: {found.message}; give more GPUs, or fewer configurations")
+            raise PlannerError(
+                f"no pools were found: {found.message}; give more GPUs, or fewer configurations"
+            )
         return _Answer(found.x, float(found.mip_dual_bound) * scale)
 
     def plan(self, answer: _Answer) -> PoolPlan:
@@ -226,7 +270,11 @@ class _Model:
                 serves[pool][of] = serves[pool].get(of, 0.0) + share * cell.tokens_per_s
             power_w += share * self.energies_j[column] / self.period_s
         pools = _joined(
-            [(longest, at, filled[number], serves[number]) for number, longest, at in self.pools if number in filled]
+            [
+                (longest, at, filled[number], serves[number])
+                for number, longest, at in self.pools
+                if number in filled
+            ]
         )
         power_w += sum(pool.instances * self.idle_w[pool.at] for pool in pools)
         change_j = 0.0 if self.before is None else self.costs.between(self.before, pools)
@@ -236,7 +284,9 @@ class _Model:
 
 @contextmanager
 def _without_output() -> Iterator[None]:
-    """Drop what C code prints: releases of HiGHS print a line of their own now and then, into what may be JSON."""
+    """Drop what C code prints: releases of HiGHS print a line of their own now and then, into
+    what may be JSON.
+    """
     if sys.stdout is None:  # closed by the shell
         yield
         return
@@ -254,7 +304,9 @@ def _without_output() -> Iterator[None]:
         os.close(kept)
 
 
-def _joined(found: list[tuple[RequestClass, Configuration, float, dict[RequestClass, float]]]) -> tuple[Pool, ...]:
+def _joined(
+    found: list[tuple[RequestClass, Configuration, float, dict[RequestClass, float]]],
+) -> tuple[Pool, ...]:
     """Return pools with so many instances as are filled; join two where fewer do for both."""
     pools, rest = [], sorted(found, key=lambda each: (each[1], each[0]), reverse=True)
     while rest:
@@ -263,7 +315,9 @@ def _joined(found: list[tuple[RequestClass, Configuration, float, dict[RequestCl
             fewer = _instances(filled + other[2]) < _instances(filled) + _instances(other[2])
             if other[1] == at and longest.covers(other[0]) and fewer:
                 filled += other[2]
-                serves = {of: serves.get(of, 0.0) + other[3].get(of, 0.0) for of in {**serves, **other[3]}}
+                serves = {
+                    of: serves.get(of, 0.0) + other[3].get(of, 0.0) for of in {**serves, **other[3]}
+                }
                 rest.remove(other)
         pools.append(Pool(longest, at, _instances(filled), dict(sorted(serves.items()))))
     return tuple(sorted(pools, key=lambda pool: (pool.longest, pool.at)))
@@ -274,5 +328,7 @@ def _instances(filled: float) -> int:
 
 
 def busy_w(cell: Cell, load: Load) -> float:
-    """Return the power of an instance at the load of `cell`, of requests like those of `load`, watts."""
+    """Return the power of an instance at the load of `cell`, of requests like those of `load`,
+    watts.
+    """
     return (cell.energy_j or 0.0) * cell.tokens_per_s * load.requests_per_s / load.tokens_per_s

@@ -1,9 +1,11 @@
-"""A pool while a trace is replayed: its backlog, its queue by deadline, its clock, and the energy that it needs.
+"""A pool while a trace is replayed: its backlog, its queue by deadline, its clock, and the energy
+that it needs.
 
-An instance meets its objective while its load, over a minute, is at most the largest one at which the profile says so.
-So each request fills an instance for its tokens over that load, and may start while the pool is filled for less than
-`burst_s`, a minute. Others wait; the one with the earliest deadline starts first. The deadline is the objective of the
-time to the first token, less that time where the profile has it; a request that starts later is late.
+An instance meets its objective while its load, over a minute, is at most the largest one at which
+the profile says so. So each request fills an instance for its tokens over that load, and may start
+while the pool is filled for less than `burst_s`, a minute. Others wait; the one with the earliest
+deadline starts first. The deadline is the objective of the time to the first token, less that time
+where the profile has it; a request that starts later is late.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ class Server:
     """
 
     def __init__(
-        self, profile: InferenceProfile, pool: Pool, burst_s: float, mean_tokens: dict[RequestClass, float]
+        self,
+        profile: InferenceProfile,
+        pool: Pool,
+        burst_s: float,
+        mean_tokens: dict[RequestClass, float],
     ) -> None:
         self.pool, self.at, self.instances = pool, pool.at, pool.instances
         self.late: set[int] = set()
@@ -59,16 +65,22 @@ class Server:
         self.filled_s = 0.0  # when all that has started is done, at the largest load
         self._profile, self._burst_s, self._mean_tokens = profile, burst_s, mean_tokens
         self._waiting_s = 0.0  # what the queue fills one instance for
-        self._served: dict[RequestClass, list[float]] = defaultdict(lambda: [0.0, 0.0])  # requests and tokens
+        self._served: dict[RequestClass, list[float]] = defaultdict(
+            lambda: [0.0, 0.0]
+        )  # requests and tokens
 
     def load_tokens_per_s(self, of: RequestClass, at: Configuration | None = None) -> float:
-        """Return the largest load of an instance for a class; that of its longest class where `of` is too slow."""
+        """Return the largest load of an instance for a class; that of its longest class where
+        `of` is too slow.
+        """
         at = at or self.at
         cells = self._profile.feasible(of, at) or self._profile.feasible(self.pool.longest, at)
         return cells[-1].tokens_per_s if cells else 1.0
 
     def slack_s(self, of: RequestClass) -> float:
-        """Return how long a request may wait, seconds; negative where its objective is violated in any case."""
+        """Return how long a request may wait, seconds; negative where its objective is violated
+        in any case.
+        """
         cells = self._profile.feasible(of, self.at)
         return self._profile.ttft_s(of) - (cells[-1].ttft_s or 0.0) if cells else -1.0
 
@@ -110,34 +122,55 @@ class Server:
         self.instances = instances
 
     def faster(self, of: RequestClass, settings: Collection[int]) -> Configuration | None:
-        """Return the configuration with another clock at which the most load can be carried, if it is more than now."""
+        """Return the configuration with another clock at which the most load can be carried, if
+        it is more than now.
+        """
         best = max(
             self._settings([*self.pool.serves, of], settings),
             key=lambda at: self.load_tokens_per_s(of, at),
             default=None,
         )
-        return best if best is not None and self.load_tokens_per_s(of, best) > self.load_tokens_per_s(of) else None
+        return (
+            best
+            if best is not None and self.load_tokens_per_s(of, best) > self.load_tokens_per_s(of)
+            else None
+        )
 
-    def thriftier(self, settings: Collection[int], length_s: float, change_j: float) -> Configuration:
-        """Return the clock of least energy for what was served lately, if it saves more than `change_j` a GPU."""
+    def thriftier(
+        self, settings: Collection[int], length_s: float, change_j: float
+    ) -> Configuration:
+        """Return the clock of least energy for what was served lately, if it saves more than
+        `change_j` a GPU.
+        """
         served = [of for of, (count, _) in self._served.items() if count]
         fits = [
             at
             for at in self._settings([*self.pool.serves, *served], settings)
-            if sum(self._served[of][1] / self.load_tokens_per_s(of, at) for of in served) <= self.instances * length_s
+            if sum(self._served[of][1] / self.load_tokens_per_s(of, at) for of in served)
+            <= self.instances * length_s
         ]
         if not fits or not served:
             return self.at
         best = min(fits, key=lambda at: self.energy_j(length_s, at))
-        return best if self.energy_j(length_s) - self.energy_j(length_s, best) > change_j * self.pool.gpus else self.at
+        return (
+            best
+            if self.energy_j(length_s) - self.energy_j(length_s, best) > change_j * self.pool.gpus
+            else self.at
+        )
 
     def energy_j(self, length_s: float, at: Configuration | None = None) -> float:
-        """Return the energy of what was served in the last `length_s`, idle instances included, joules."""
+        """Return the energy of what was served in the last `length_s`, idle instances included,
+        joules.
+        """
         at = at or self.at
         idle_w = self._profile.idle_w(at)
         tokens = sum(tokens for _, tokens in self._served.values())
         load = tokens / length_s / max(self.instances, 1)
-        busy_j = sum(count * self._request_j(of, at, load, idle_w) for of, (count, _) in self._served.items() if count)
+        busy_j = sum(
+            count * self._request_j(of, at, load, idle_w)
+            for of, (count, _) in self._served.items()
+            if count
+        )
         return busy_j + idle_w * self.instances * length_s
 
     def forget(self) -> None:
@@ -147,8 +180,12 @@ class Server:
     def _work_s(self, request: Request) -> float:
         return request.tokens / self.load_tokens_per_s(request.of)
 
-    def _settings(self, classes: Iterable[RequestClass], settings: Collection[int]) -> list[Configuration]:
-        """Return the configurations of its tensor degree with one of the settings that serve all classes."""
+    def _settings(
+        self, classes: Iterable[RequestClass], settings: Collection[int]
+    ) -> list[Configuration]:
+        """Return the configurations of its tensor degree with one of the settings that serve all
+        classes.
+        """
         return [
             at
             for at in self._profile.configurations
@@ -158,10 +195,18 @@ class Server:
         ]
 
     def _request_j(self, of: RequestClass, at: Configuration, load: float, idle_w: float) -> float:
-        """Return the energy of a request beyond what idle instances need, at some load of each instance, joules."""
+        """Return the energy of a request beyond what idle instances need, at some load of each
+        instance, joules.
+        """
         cells = self._profile.feasible(of, at)
-        if not cells:  # its objective is violated, so the profile has no energy: take the most of its class
-            known = [cell for each in self._profile.configurations for cell in self._profile.feasible(of, each)]
+        if (
+            not cells
+        ):  # its objective is violated, so the profile has no energy: take the most of its class
+            known = [
+                cell
+                for each in self._profile.configurations
+                for cell in self._profile.feasible(of, each)
+            ]
             return max((cell.energy_j or 0.0 for cell in known), default=0.0)
         loads = [cell.tokens_per_s for cell in cells]
         tokens = self._mean_tokens[of]

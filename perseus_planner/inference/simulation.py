@@ -1,11 +1,14 @@
-"""The replay of a trace through pools that change: instances every 30 minutes, degrees every 5, clocks every 5 seconds.
+"""The replay of a trace through pools that change: instances every 30 minutes, degrees every 5,
+clocks every 5 seconds.
 
-Pools are planned on what was asked for in the period before, or on what will be (`prediction`). GPUs are taken into use
-and given back with the instances; between, tensor degrees are planned on the GPUs in use. Changes take time: where GPUs
-are free, the pools before serve until the new ones are ready, else the GPUs that change serve nobody meanwhile.
+Pools are planned on what was asked for in the period before, or on what will be (`prediction`).
+GPUs are taken into use and given back with the instances; between, tensor degrees are planned on
+the GPUs in use. Changes take time: where GPUs are free, the pools before serve until the new ones
+are ready, else the GPUs that change serve nobody meanwhile.
 
-A request that its pool cannot start in time climbs a ladder: the next larger pool that can; a higher clock, if the
-profile says that it carries more; and else the queue, where the earliest deadline is first.
+A request that its pool cannot start in time climbs a ladder: the next larger pool that can; a
+higher clock, if the profile says that it carries more; and else the queue, where the earliest
+deadline is first.
 """
 
 from __future__ import annotations
@@ -66,11 +69,13 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.instances_s >= self.sharding_s >= self.clocks_s >= _LEAST_CLOCKS_S:
             raise UsageError(
-                "periods: instances change no more often than sharding, that no more than clocks, and those no more "
-                f"than every {_LEAST_CLOCKS_S:g} s"
+                "periods: instances change no more often than sharding, that no more than clocks, "
+                f"and those no more than every {_LEAST_CLOCKS_S:g} s"
             )
         if not 0 <= self.mispredicted <= 1:
-            raise UsageError(f"mispredicted: {self.mispredicted!r} is not a share of requests; give 0 to 1")
+            raise UsageError(
+                f"mispredicted: {self.mispredicted!r} is not a share of requests; give 0 to 1"
+            )
 
 
 class Period(NamedTuple):
@@ -125,7 +130,9 @@ class Replay:
         return sum(period.gpus for period in self.periods) / len(self.periods)
 
 
-def replay(profile: InferenceProfile, trace: Trace, settings: Settings, policy: str = "planner") -> Replay:
+def replay(
+    profile: InferenceProfile, trace: Trace, settings: Settings, policy: str = "planner"
+) -> Replay:
     """Replay a trace.
 
     Args:
@@ -142,7 +149,9 @@ def replay(profile: InferenceProfile, trace: Trace, settings: Settings, policy: 
 
 
 class _Cluster:
-    def __init__(self, profile: InferenceProfile, trace: Trace, settings: Settings, policy: str) -> None:
+    def __init__(
+        self, profile: InferenceProfile, trace: Trace, settings: Settings, policy: str
+    ) -> None:
         self.profile, self.trace, self.settings, self.policy = profile, trace, settings, policy
         self.classes = trace.classes(profile)
         self.predicted = _mispredicted(profile, self.classes, settings)
@@ -155,7 +164,9 @@ class _Cluster:
         every = {at.setting for at in profile.configurations}
         self.clocks = {max(every)} if policy in (BASELINE, "degree") else every
         self.servers: list[Server] = []
-        self.coming: tuple[float, tuple[Pool, ...], int] | None = None  # when, what, and GPUs in use then
+        self.coming: tuple[float, tuple[Pool, ...], int] | None = (
+            None  # when, what, and GPUs in use then
+        )
         self.late: set[int] = set()
         self.moved = self.short_periods = 0
         self.energy_j = self.change_j = 0.0
@@ -172,7 +183,10 @@ class _Cluster:
     def run(self) -> Replay:
         settings, trace = self.settings, self.trace
         ticks = int(trace.end_s // settings.clocks_s) + 1
-        every = [max(1, round(each / settings.clocks_s)) for each in (settings.sharding_s, settings.instances_s)]
+        every = [
+            max(1, round(each / settings.clocks_s))
+            for each in (settings.sharding_s, settings.instances_s)
+        ]
         request = 0
         for tick in range(ticks):
             now_s = tick * settings.clocks_s
@@ -182,7 +196,9 @@ class _Cluster:
                 self._plan(now_s, every[1] * settings.clocks_s, more_gpus=True)
             elif tick % every[0] == 0:
                 self._plan(now_s, every[0] * settings.clocks_s, more_gpus=False)
-            while request < len(trace.times_s) and trace.times_s[request] < now_s + settings.clocks_s:
+            while (
+                request < len(trace.times_s) and trace.times_s[request] < now_s + settings.clocks_s
+            ):
                 self._arrive(request)
                 request += 1
         self._tick(ticks * settings.clocks_s)
@@ -192,9 +208,17 @@ class _Cluster:
             self.late |= server.late
         energy_j = self.energy_j + self.change_j
         return Replay(
-            self.policy, request, len(self.late), self.moved, energy_j, self.change_j, self.most_gpus,
-            (self.changes[0], self.changes[1], self.changes[2]), self.short_periods, self._periods(every[0]),
-        )  # fmt: skip
+            self.policy,
+            request,
+            len(self.late),
+            self.moved,
+            energy_j,
+            self.change_j,
+            self.most_gpus,
+            (self.changes[0], self.changes[1], self.changes[2]),
+            self.short_periods,
+            self._periods(every[0]),
+        )
 
     def _periods(self, ticks: int) -> tuple[Period, ...]:
         """Return what happened in each period of so many ticks."""
@@ -209,11 +233,15 @@ class _Cluster:
             power_w = (energies_j[-1] - before_j) / (len(gpus) * self.settings.clocks_s)
             before_j = energies_j[-1]
             mean = sum(gpus) / len(gpus)
-            found.append(Period(number * length_s, power_w, mean, int(requests[number]), int(late[number])))
+            found.append(
+                Period(number * length_s, power_w, mean, int(requests[number]), int(late[number]))
+            )
         return tuple(found)
 
     def _tick(self, now_s: float) -> None:
-        """End a period between clock changes: start what can start, count energy, choose clocks, finish changes."""
+        """End a period between clock changes: start what can start, count energy, choose clocks,
+        finish changes.
+        """
         costs, length_s = self.settings.costs, self.settings.clocks_s
         for server in self.servers:
             server.start(now_s)
@@ -235,7 +263,9 @@ class _Cluster:
             self.change_j += self.settings.costs.clock.energy_j * server.pool.gpus
 
     def _plan(self, now_s: float, length_s: float, *, more_gpus: bool) -> None:
-        """Plan the next period, on all GPUs or those in use, and begin to change to it; not while a change goes on."""
+        """Plan the next period, on all GPUs or those in use, and begin to change to it; not
+        while a change goes on.
+        """
         demand = self._predict(now_s, length_s)
         if self.coming is not None or not demand or self.planned.get(more_gpus) == demand:
             return
@@ -247,7 +277,12 @@ class _Cluster:
             plan = plan_policy(self.policy, self.profile, demand, gpus, *options)
         except InfeasibleGpus:
             self.short_periods += 1
-            share = largest_share(self.profile, demand, gpus, allowed(self.policy, self.profile, demand)) * _SPARE
+            share = (
+                largest_share(
+                    self.profile, demand, gpus, allowed(self.policy, self.profile, demand)
+                )
+                * _SPARE
+            )
             if share <= 0 and not before:
                 raise
             if share <= 0:
@@ -259,8 +294,14 @@ class _Cluster:
         in_use = plan.gpus if more_gpus else self.in_use
         free = gpus - sum(pool.gpus for pool in before) >= made
         if made:
-            self.coming = now_s + (costs.instance.time_s if new else costs.resharding.time_s), plan.pools, in_use
-            self._take(max(self.in_use, plan.gpus, (sum(pool.gpus for pool in before) + made) * free))
+            self.coming = (
+                now_s + (costs.instance.time_s if new else costs.resharding.time_s),
+                plan.pools,
+                in_use,
+            )
+            self._take(
+                max(self.in_use, plan.gpus, (sum(pool.gpus for pool in before) + made) * free)
+            )
             if not free:
                 self._use(plan.pools, now_s, made)
         else:
@@ -273,7 +314,9 @@ class _Cluster:
         self.in_use, self.most_gpus = gpus, max(gpus, self.most_gpus)
 
     def _predict(self, now_s: float, length_s: float) -> dict[RequestClass, Load]:
-        """Return the load of the period that begins now; classes that were seen before have one request at least."""
+        """Return the load of the period that begins now; classes that were seen before have one
+        request at least.
+        """
         begin_s = now_s if now_s == 0 or self.settings.prediction == "perfect" else now_s - length_s
         demand = self.trace.demand(self.profile, self.predicted, begin_s, begin_s + length_s)
         for number in np.unique(self.predicted[: np.searchsorted(self.trace.times_s, now_s)]):
@@ -282,7 +325,9 @@ class _Cluster:
         return demand
 
     def _use(self, pools: Sequence[Pool], now_s: float, unready: int = 0) -> None:
-        """Let other pools serve; those that go on keep what they have begun, and what waits is queued again."""
+        """Let other pools serve; those that go on keep what they have begun, and what waits is
+        queued again.
+        """
         self.planned.clear()
         before = {(server.pool.longest, server.at.tensor_degree): server for server in self.servers}
         had = Counter[int]()
@@ -305,10 +350,17 @@ class _Cluster:
             self._choose(request.of, now_s).queue_again(request)
 
     def _arrive(self, number: int) -> None:
-        """Serve a request; one that grows beyond its prediction begins again in a pool for its class."""
-        real, predicted = self.profile.classes[self.classes[number]], self.profile.classes[self.predicted[number]]
+        """Serve a request; one that grows beyond its prediction begins again in a pool for its
+        class.
+        """
+        real, predicted = (
+            self.profile.classes[self.classes[number]],
+            self.profile.classes[self.predicted[number]],
+        )
         grown = real.output_tokens > predicted.output_tokens
-        for of, served_as in ((predicted, predicted), (real, real)) if grown else ((predicted, real),):
+        for of, served_as in (
+            ((predicted, predicted), (real, real)) if grown else ((predicted, real),)
+        ):
             now_s, tokens = float(self.trace.times_s[number]), float(self.trace.tokens[number])
             server = self._choose(of, now_s)
             self.moved += of not in server.pool.serves
@@ -316,11 +368,17 @@ class _Cluster:
             server.start(now_s)
 
     def _choose(self, of: RequestClass, now_s: float) -> Server:
-        """Return the pool for a request: the first step of the ladder that is in time, else the shortest wait."""
+        """Return the pool for a request: the first step of the ladder that is in time, else the
+        shortest wait.
+        """
         for server in self.servers:
             server.start(now_s)
         planned = [server for server in self.servers if of in server.pool.serves]
-        larger = [server for server in self.servers if server not in planned and server.pool.longest.covers(of)]
+        larger = [
+            server
+            for server in self.servers
+            if server not in planned and server.pool.longest.covers(of)
+        ]
         planned.sort(key=lambda server: server.wait_s(now_s))
         larger.sort(key=lambda server: (server.pool.longest, server.wait_s(now_s)))
         ladder = [server for server in (*planned, *larger) if server.slack_s(of) >= 0]
@@ -335,9 +393,13 @@ class _Cluster:
 
 
 def _mispredicted(
-    profile: InferenceProfile, classes: np.ndarray[tuple[int], np.dtype[np.int64]], settings: Settings
+    profile: InferenceProfile,
+    classes: np.ndarray[tuple[int], np.dtype[np.int64]],
+    settings: Settings,
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the predicted class of each request: for some, the one with the next shorter or longer output."""
+    """Return the predicted class of each request: for some, the one with the next shorter or
+    longer output.
+    """
     random = np.random.default_rng(settings.seed)
     chosen = random.random(len(classes)) < settings.mispredicted
     longer = random.random(len(classes)) < 0.5
@@ -346,8 +408,14 @@ def _mispredicted(
 
 
 def _neighbours(profile: InferenceProfile, of: RequestClass) -> tuple[int, int]:
-    """Return the places of the classes with the next shorter and longer output; the other one, if there is but one."""
-    row = [number for number, each in enumerate(profile.classes) if each.input_tokens == of.input_tokens]
+    """Return the places of the classes with the next shorter and longer output; the other one,
+    if there is but one.
+    """
+    row = [
+        number
+        for number, each in enumerate(profile.classes)
+        if each.input_tokens == of.input_tokens
+    ]
     place = row.index(profile.classes.index(of))
     shorter, longer = max(place - 1, 0), min(place + 1, len(row) - 1)
     return row[shorter if shorter < place else longer], row[longer if longer > place else shorter]

@@ -1,8 +1,9 @@
-"""What is asked of a cluster: traces of requests, rates by class, and the demand of a period; their CSV files.
+"""What is asked of a cluster: traces of requests, rates by class, and the demand of a period; their
+CSV files.
 
-A trace has a row for each request, in the order of time: its time, in seconds or as a date, its input tokens and its
-output tokens. The columns are `time`, `input_tokens` and `output_tokens`, or those of the Azure LLM inference traces,
-`TIMESTAMP`, `ContextTokens` and `GeneratedTokens`.
+A trace has a row for each request, in the order of time: its time, in seconds or as a date, its
+input tokens and its output tokens. The columns are `time`, `input_tokens` and `output_tokens`, or
+those of the Azure LLM inference traces, `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`.
 """
 
 from __future__ import annotations
@@ -89,8 +90,15 @@ class Trace:
         """
         inputs = {of.input_tokens: of.name.partition("/")[0] for of in profile.classes}
         outputs = {of.output_tokens: of.name.partition("/")[2] for of in profile.classes}
-        order = {(of.input_tokens, of.output_tokens): number for number, of in enumerate(profile.classes)}
-        table = np.array([[order.get((first, second), -1) for second in sorted(outputs)] for first in sorted(inputs)])
+        order = {
+            (of.input_tokens, of.output_tokens): number for number, of in enumerate(profile.classes)
+        }
+        table = np.array(
+            [
+                [order.get((first, second), -1) for second in sorted(outputs)]
+                for first in sorted(inputs)
+            ]
+        )
         place, other = (
             np.minimum(np.searchsorted(sorted(known), tokens), len(known) - 1)
             for known, tokens in ((inputs, self.input_tokens), (outputs, self.output_tokens))
@@ -98,15 +106,21 @@ class Trace:
         found = table[place, other]
         if found.min() < 0:
             request = int(np.argmin(found))
-            missing = f"{inputs[sorted(inputs)[place[request]]]}/{outputs[sorted(outputs)[other[request]]]}"
+            of_input, of_output = sorted(inputs)[place[request]], sorted(outputs)[other[request]]
+            missing = f"{inputs[of_input]}/{outputs[of_output]}"
             raise UsageError(
                 f"request {request + 1} of the trace has {self.input_tokens[request]} input and "
-                f"{self.output_tokens[request]} output tokens, but the profile has no class {missing}; measure it"
+                f"{self.output_tokens[request]} output tokens, but the profile has no class "
+                f"{missing}; measure it"
             )
         return found
 
     def demand(
-        self, profile: InferenceProfile, classes: npt.NDArray[np.int64], begin_s: float, end_s: float
+        self,
+        profile: InferenceProfile,
+        classes: npt.NDArray[np.int64],
+        begin_s: float,
+        end_s: float,
     ) -> dict[RequestClass, Load]:
         """Return the load of each class that has requests from `begin_s` to before `end_s`.
 
@@ -119,7 +133,9 @@ class Trace:
         first, last = np.searchsorted(self.times_s, (begin_s, end_s))
         length_s = end_s - begin_s
         slots = max(1, round(length_s / _BUSIEST_S))
-        slot = np.minimum(((self.times_s[first:last] - begin_s) * slots / length_s).astype(int), slots - 1)
+        slot = np.minimum(
+            ((self.times_s[first:last] - begin_s) * slots / length_s).astype(int), slots - 1
+        )
         found = {}
         for number in np.unique(classes[first:last]):
             chosen = classes[first:last] == number
@@ -136,13 +152,16 @@ def periods_of(
 ) -> list[tuple[float, float, dict[RequestClass, Load]]]:
     """Return start and length of each period with requests, seconds, and its demand.
 
-    Periods are `epoch_s` long, but the last one goes on to the end of the trace: up to half an epoch more or less.
+    Periods are `epoch_s` long, but the last one goes on to the end of the trace: up to half an
+    epoch more or less.
     """
     count = max(1, round(trace.end_s / epoch_s))
     starts = [number * epoch_s for number in range(count)]
     ends = [*starts[1:], max(trace.end_s, starts[-1] + 1.0) * (1 + 1e-9)]
     classes = trace.classes(profile)
-    found = ((a, b - a, trace.demand(profile, classes, a, b)) for a, b in zip(starts, ends, strict=True))
+    found = (
+        (a, b - a, trace.demand(profile, classes, a, b)) for a, b in zip(starts, ends, strict=True)
+    )
     return [period for period in found if period[2]]
 
 
@@ -158,10 +177,13 @@ def read_trace(path: Path) -> Trace:
     for name, known in _COLUMNS.items():
         found = [column for column in header if column.lower() in known]
         if len(found) != 1:
-            problem = f"columns {' and '.join(map(repr, found))}" if found else f"no column {known[0]!r}"
+            problem = (
+                f"columns {' and '.join(map(repr, found))}" if found else f"no column {known[0]!r}"
+            )
             raise UsageError(
-                f"{where or path}: has {problem}; write the header time,input_tokens,output_tokens, or "
-                "TIMESTAMP,ContextTokens,GeneratedTokens, separated by commas"
+                f"{where or path}: has {problem}; write the header "
+                "time,input_tokens,output_tokens, or TIMESTAMP,ContextTokens,GeneratedTokens, "
+                "separated by commas"
             )
         columns[name] = found[0]
     times, inputs, outputs, kinds = list[float](), list[int](), list[int](), set[bool]()
@@ -171,7 +193,10 @@ def read_trace(path: Path) -> Trace:
         time_s, is_date = _seconds(row[columns["time"]], place)
         kinds.add(is_date)
         if len(kinds) > 1:
-            raise UsageError(f"{place}: {shown(row[columns['time']])} is another kind of time than before; write one")
+            raise UsageError(
+                f"{place}: {shown(row[columns['time']])} is another kind of time than before; "
+                "write one"
+            )
         if times and time_s < times[-1]:
             back = si(times[-1] - time_s, "s", 6)
             raise UsageError(f"{where}: is {back} before the row above; sort the rows by time")
@@ -200,11 +225,17 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
         row = by_column(where, header, texts, UsageError)
         name = f"{row['input']}/{row['output']}"
         if name not in names or names[name] in found:
-            problem = "is there twice" if name in names else f"is no class of the profile, which has {', '.join(names)}"
+            problem = (
+                "is there twice"
+                if name in names
+                else f"is no class of the profile, which has {', '.join(names)}"
+            )
             raise UsageError(f"{where}: {name} {problem}; correct the row")
         requests, tokens = (_RATE.read(row[key], f"{where}, column {key!r}") for key in wanted[2:])
         if (requests > 0) != (tokens > 0):
-            raise UsageError(f"{where}: has requests without tokens, or tokens without requests; correct the row")
+            raise UsageError(
+                f"{where}: has requests without tokens, or tokens without requests; correct the row"
+            )
         if requests > 0:
             found[names[name]] = Load(requests, tokens)
     if not found:
@@ -214,7 +245,9 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
 
 def scaled(demand: Mapping[RequestClass, Load], share: float) -> dict[RequestClass, Load]:
     """Return the demand with `share` of all rates."""
-    return {each: Load(load[0] * share, load[1] * share, load.peak) for each, load in demand.items()}
+    return {
+        each: Load(load[0] * share, load[1] * share, load.peak) for each, load in demand.items()
+    }
 
 
 def _seconds(text: str, place: str) -> tuple[float, bool]:
@@ -233,6 +266,10 @@ def _seconds(text: str, place: str) -> tuple[float, bool]:
 def _moment_s(day: str, time: str) -> float | None:
     """Return a date as seconds since 1970, or None if there is no such date."""
     try:
-        return datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc).timestamp()
+        return (
+            datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S")
+            .replace(tzinfo=timezone.utc)
+            .timestamp()
+        )
     except ValueError:
         return None

@@ -1,1 +1,3 @@
-"""Training jobs: read a job file (`settings`), make its pipelines (`job`), and calibrate it (`calibration`)."""
+"""Training jobs: read a job file (`settings`), make its pipelines (`job`), and calibrate it
+(`calibration`).
+"""

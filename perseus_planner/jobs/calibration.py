@@ -1,4 +1,6 @@
-"""Calibration: the corrections of a job or profile that make replayed iteration times equal measured ones."""
+"""Calibration: the corrections of a job or profile that make replayed iteration times equal
+measured ones.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,17 @@ if TYPE_CHECKING:
 
 _KEY = "overhead_s"
 _DIGITS = 9  #: of seconds and factors, so that 0.1234 is not written as 0.12340000000000018
-_LATENCY, _FACTOR = "hop", "all"  #: terms beside the constant; others are kinds, such as "F": their factors less 1
-_SCALES = {_LATENCY: 1e-3, **dict.fromkeys((_FACTOR, *"FBIW"), 0.1)}  #: the latency as a part of an iteration
-_MOST_APART = 2.0  #: times as long or as short as the replay; beyond that, another plan or GPU was measured
+_LATENCY, _FACTOR = (
+    "hop",
+    "all",
+)  #: terms beside the constant; others are kinds, such as "F": their factors less 1
+_SCALES = {
+    _LATENCY: 1e-3,
+    **dict.fromkeys((_FACTOR, *"FBIW"), 0.1),
+}  #: the latency as a part of an iteration
+_MOST_APART = (
+    2.0  #: times as long or as short as the replay; beyond that, another plan or GPU was measured
+)
 _LEAST_PLANS = 3
 
 
@@ -58,7 +68,8 @@ class CalibratedPlan:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration of a profile or job by measured iteration times, which are means over the plans here.
+    """The calibration of a profile or job by measured iteration times, which are means over the
+    plans here.
 
     Attributes:
         measured_s: measured iteration time, seconds.
@@ -67,10 +78,12 @@ class Calibration:
         overhead_s: overhead now: seconds of an iteration that are not replayed, whatever the plan.
         predicted_before_s: iteration time predicted before the calibration, seconds.
         predicted_s: iteration time predicted now, seconds.
-        hop_latency_s: seconds that each transfer between stages takes beside the job's `transfer`, as found.
-        time_factors: kind, such as "F" -> how many times as long as profiled a computation takes, as found.
-        left_out_error: mean relative error of the predicted time of a plan by a calibration without it; None if there
-            is only one plan.
+        hop_latency_s: seconds that each transfer between stages takes beside the job's `transfer`,
+            as found.
+        time_factors: kind, such as "F" -> how many times as long as profiled a computation takes,
+            as found.
+        left_out_error: mean relative error of the predicted time of a plan by a calibration without
+            it; None if there is only one plan.
         plans: the plans, each once.
     """
 
@@ -92,10 +105,12 @@ class Calibration:
 
 
 def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration, str]:
-    """Return the calibration by iterations that were measured, and the text of the file at `path` with it.
+    """Return the calibration by iterations that were measured, and the text of the file at `path`
+    with it.
 
-    A profile gets a constant overhead. A job whose schedule the plans have may also get a latency of transfers and
-    factors of its computations' times, if plans that are left out are then predicted clearly better.
+    A profile gets a constant overhead. A job whose schedule the plans have may also get a latency
+    of transfers and factors of its computations' times, if plans that are left out are then
+    predicted clearly better.
 
     Args:
         path: the profile.yaml, or the job file, from which the plans were made.
@@ -106,7 +121,9 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         PlannerError: If the file cannot be read, or its numbers cannot be changed.
     """
     if path.suffix.lower() == ".csv":
-        raise UsageError(f"{path}: a CSV does not hold an overhead; name a profile.yaml, or a job file")
+        raise UsageError(
+            f"{path}: a CSV does not hold an overhead; name a profile.yaml, or a job file"
+        )
     bare, correction = None, Correction()
     if kind_of(path) == "job":
         document, settings = job_document(path), read_settings(path)
@@ -121,7 +138,10 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         _check_time(each.measured, each.replayed_s(correction))
     fit = fit_terms(
         [each.measured.time_s for each in plans],
-        lambda values: [each.replayed_s(_correction(values, jobs) if is_fitted else correction) for each in plans],
+        lambda values: [
+            each.replayed_s(_correction(values, jobs) if is_fitted else correction)
+            for each in plans
+        ],
         _candidates(jobs[0].measured.plan.iteration) if is_fitted else (),
         _SCALES | {_LATENCY: _SCALES[_LATENCY] * plans[0].measured.time_s},
     )
@@ -158,7 +178,9 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
 
 @dataclass(frozen=True)
 class _PlanAsMade:
-    """A measured plan that is replayed as it was made, with the correction that it was made with."""
+    """A measured plan that is replayed as it was made, with the correction that it was made
+    with.
+    """
 
     measured: MeasuredPlan
 
@@ -189,16 +211,21 @@ class _PlanOfJob:
         for key, clocks in plan.measurements.items():
             factor = correction.time_factors.get(key[1].split(".")[0], 1.0)
             points[key] = {
-                row.clock_mhz: replace(row, time_s=factor * row.time_s) for row in rows[key] if row.clock_mhz in clocks
+                row.clock_mhz: replace(row, time_s=factor * row.time_s)
+                for row in rows[key]
+                if row.clock_mhz in clocks
             }
         iteration = later.dags()[self.kind].iteration
-        return replay(replace(plan, iteration=iteration, measurements=points, overhead_s=0.0)).time_s
+        return replay(
+            replace(plan, iteration=iteration, measurements=points, overhead_s=0.0)
+        ).time_s
 
 
 def _replayable(
     path: Path, measured: MeasuredPlan, profiles: Sequence[Profile], bare: Job | None
 ) -> _PlanAsMade | _PlanOfJob:
-    """Return the plan with what it takes to replay it: the job, if it is a plan of an iteration of that.
+    """Return the plan with what it takes to replay it: the job, if it is a plan of an iteration of
+    that.
 
     Args:
         path: the file that is calibrated.
@@ -216,8 +243,9 @@ def _replayable(
             if known is profiles:
                 return _PlanAsMade(measured)
     raise UsageError(
-        f"{path}: is not the profile that the plan was made from, which has the digest {plan.profile_digest[:12]}; "
-        "name the profile.yaml, or the job file, that it was made from without further options"
+        f"{path}: is not the profile that the plan was made from, which has the digest "
+        f"{plan.profile_digest[:12]}; name the profile.yaml, or the job file, that it was made "
+        "from without further options"
     )
 
 
@@ -232,15 +260,18 @@ def _means(measured: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
     for each in measured:
         key = each.plan.profile_digest, each.plan.schedule, *each.plan.clocks.values()
         groups.setdefault(key, []).append(each)
-    return [group[0]._replace(time_s=fmean(each.time_s for each in group)) for group in groups.values()]
+    return [
+        group[0]._replace(time_s=fmean(each.time_s for each in group)) for group in groups.values()
+    ]
 
 
 def _check_time(measured: MeasuredPlan, replayed_s: float) -> None:
     if not replayed_s / _MOST_APART <= measured.time_s <= _MOST_APART * replayed_s:
         apart = "less than half of" if measured.time_s < replayed_s else "more than twice"
         raise UsageError(
-            f"{measured.source}: {si(measured.time_s, 's', 6)} is {apart} the {si(replayed_s, 's', 6)} of the replay; "
-            "give the mean time of an iteration with this plan, on the GPUs that were profiled"
+            f"{measured.source}: {si(measured.time_s, 's', 6)} is {apart} the "
+            f"{si(replayed_s, 's', 6)} of the replay; give the mean time of an iteration with "
+            "this plan, on the GPUs that were profiled"
         )
 
 
@@ -249,7 +280,9 @@ def _kinds(iteration: Iteration) -> tuple[str, ...]:
 
 
 def _candidates(iteration: Iteration) -> list[tuple[str, ...]]:
-    """Return the terms that are tried, the fewest first: the transfers' latency, one factor for all kinds, or each."""
+    """Return the terms that are tried, the fewest first: the transfers' latency, one factor for
+    all kinds, or each.
+    """
     kinds, latency = _kinds(iteration), (_LATENCY,) if len(iteration.schedule.ranks) > 1 else ()
     found = [latency, (_FACTOR,), kinds, (*latency, _FACTOR), (*latency, *kinds)]
     return [terms for terms in dict.fromkeys(found) if terms]
@@ -258,6 +291,8 @@ def _candidates(iteration: Iteration) -> list[tuple[str, ...]]:
 def _correction(values: Mapping[str, float], jobs: Sequence[_PlanOfJob]) -> Correction:
     """Return the correction that the regression's terms stand for."""
     kinds = _kinds(jobs[0].measured.plan.iteration)
-    factors = {kind: round(1 + values.get(kind, values.get(_FACTOR, 0.0)), _DIGITS) for kind in kinds}
+    factors = {
+        kind: round(1 + values.get(kind, values.get(_FACTOR, 0.0)), _DIGITS) for kind in kinds
+    }
     factors = {kind: factor for kind, factor in factors.items() if factor != 1.0}
     return Correction(round(values.get(_LATENCY, 0.0), _DIGITS), factors)

@@ -1,4 +1,6 @@
-"""Jobs: the pipelines of a training job with their profiles, and the schedule that all of them run."""
+"""Jobs: the pipelines of a training job with their profiles, and the schedule that all of them
+run.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,14 @@ class Job:
         transfer: the time of transfers between stages.
         operations: operations that are neither forward nor backward.
         variants: computations that are measured apart.
-        tokens_per_iteration: tokens that all pipelines together train on in an iteration; None if unknown.
+        tokens_per_iteration: tokens that all pipelines together train on in an iteration; None if
+            unknown.
         samples_per_iteration: likewise, samples.
         files: the files that were read.
 
     Raises:
-        JobError: If an operation is at a rank, stage or computation that the schedule does not have.
+        JobError: If an operation is at a rank, stage or computation that the schedule does not
+            have.
     """
 
     schedule: Schedule
@@ -89,7 +93,11 @@ class Job:
             try:
                 profile = _profile(settings, replica)
             except ProfileError as error:
-                raise (ProfileError(f"replicas, entry {number}: {error}") if len(replicas) > 1 else error) from None
+                raise (
+                    ProfileError(f"replicas, entry {number}: {error}")
+                    if len(replicas) > 1
+                    else error
+                ) from None
             profiles[profile.digest] = profile
             counts[profile.digest] = counts.get(profile.digest, 0) + replica.count
         first = next(iter(profiles.values()))
@@ -113,7 +121,11 @@ class Job:
             ProfileError: If a profile does not fit the schedule.
             ScheduleError: If the schedule cannot run, or transfers or variants do not fit it.
         """
-        extras = {"transfer": self.transfer, "operations": self.operations, "variants": self.variants}
+        extras = {
+            "transfer": self.transfer,
+            "operations": self.operations,
+            "variants": self.variants,
+        }
         dags = []
         for number, profile in enumerate(self.profiles):
             try:
@@ -127,7 +139,9 @@ class Job:
 def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
     """Return the profile of one kind of pipelines."""
     source = settings.profile if replica.profile is None else replica.profile
-    power_w = settings.blocking_power_w if replica.blocking_power_w is None else replica.blocking_power_w
+    power_w = (
+        settings.blocking_power_w if replica.blocking_power_w is None else replica.blocking_power_w
+    )
     slow = settings.slow_stages if replica.slow_stages is None else replica.slow_stages
     gpus = settings.tensor_parallel
     if isinstance(source, Path):
@@ -138,7 +152,8 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
         grouped = isinstance(source[0], tuple)
         if grouped and gpus not in (None, len(groups[0])):
             raise JobError(
-                f"tensor_parallel is {gpus}, but the profile names {len(groups[0])} GPUs for each stage; correct one"
+                f"tensor_parallel is {gpus}, but the profile names {len(groups[0])} GPUs for each "
+                "stage; correct one"
             )
         loaded = [
             [_loaded(path, stage_w, settings) for path in group]
@@ -160,14 +175,16 @@ def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:
 
 
 def _grouped(profiles: Sequence[Profile], gpus: int | None) -> Profile:
-    """Return one profile of stages of `gpus` GPUs; a profile of single GPUs holds for each of them."""
+    """Return one profile of stages of `gpus` GPUs; a profile of single GPUs holds for each of
+    them.
+    """
     profile = profiles[0] if len(profiles) == 1 else tensor_group(profiles)
     if gpus is None or profile.gpus_per_stage == gpus:
         return profile
     if profile.gpus_per_stage != 1:
         raise JobError(
-            f"tensor_parallel is {gpus}, but the profile was measured with {profile.gpus_per_stage} GPUs for each "
-            "stage; correct one"
+            f"tensor_parallel is {gpus}, but the profile was measured with "
+            f"{profile.gpus_per_stage} GPUs for each stage; correct one"
         )
     return on_each_gpu(profile, gpus)
 
@@ -177,27 +194,41 @@ def _for_each(power_w: Power | None, stages: int) -> Sequence[float | None]:
         return (power_w,) * stages
     if len(power_w) != stages:
         raise JobError(
-            f"blocking_power_w has {len(power_w)} numbers for {stages} profiles; give one for each, or one for all"
+            f"blocking_power_w has {len(power_w)} numbers for {stages} profiles; give one for "
+            "each, or one for all"
         )
     return power_w
 
 
 def _with_iteration(settings: Settings, iteration: Mapping[str, Any]) -> Settings:
-    """Return the settings with the schedule that the profile was measured in, unless they name another."""
+    """Return the settings with the schedule that the profile was measured in, unless they name
+    another.
+    """
     if settings.schedule not in (None, iteration.get("schedule")):
         return settings
-    of_ranks = ("virtual_stages",) if settings.ranks is not None else ()  # these follow from the ranks
+    of_ranks = (
+        ("virtual_stages",) if settings.ranks is not None else ()
+    )  # these follow from the ranks
     missing = {name: value for name, value in iteration.items() if getattr(settings, name) is None}
-    return replace(settings, **{name: value for name, value in missing.items() if name not in of_ranks})
+    return replace(
+        settings, **{name: value for name, value in missing.items() if name not in of_ranks}
+    )
 
 
 def _schedule(settings: Settings, profiled: int) -> Schedule:
-    """Return the schedule; it has as many stages as were profiled, unless the settings have a number."""
+    """Return the schedule; it has as many stages as were profiled, unless the settings have a
+    number.
+    """
     if settings.schedule is None:
-        raise JobError(f"no schedule is given; {_give('schedule')}: {', '.join(schedules.NAMES)}, or a text grid")
+        raise JobError(
+            f"no schedule is given; {_give('schedule')}: {', '.join(schedules.NAMES)}, or a text "
+            "grid"
+        )
     if isinstance(settings.schedule, Path):
         if settings.microbatch_group is not None:
-            raise JobError("microbatch_group does not apply to a text grid, which has an order; leave it out")
+            raise JobError(
+                "microbatch_group does not apply to a text grid, which has an order; leave it out"
+            )
         schedule = schedules.load_grid(settings.schedule)
     else:
         schedule = _generated(settings, settings.schedule, profiled)
@@ -216,7 +247,9 @@ def _schedule(settings: Settings, profiled: int) -> Schedule:
 
 def _generated(settings: Settings, name: str, profiled: int) -> Schedule:
     if settings.microbatches is None:
-        raise JobError(f"the number of microbatches of an iteration is missing; {_give('microbatches')}")
+        raise JobError(
+            f"the number of microbatches of an iteration is missing; {_give('microbatches')}"
+        )
     return schedules.generate_for_stages(
         name,
         profiled if settings.stages is None else settings.stages,
@@ -238,16 +271,27 @@ def _check_location(operation: FixedOperation, schedule: Schedule) -> None:
         if number not in range(count):
             what = "rank" if of_ranks else "stage"
             raise JobError(
-                f"operation {operation.name}, where: {what} {number} does not exist; {what}s are 0 to {count - 1}"
+                f"operation {operation.name}, where: {what} {number} does not exist; {what}s are 0 "
+                f"to {count - 1}"
             )
     kind = operation.when[-1]
     if not of_ranks and all(computation.kind != kind for computation in schedule.computations()):
-        raise JobError(f"operation {operation.name}, when: schedule {schedule} has no {kind}; name a kind that it has")
+        raise JobError(
+            f"operation {operation.name}, when: schedule {schedule} has no {kind}; name a kind "
+            "that it has"
+        )
 
 
 def _files(settings: Settings) -> tuple[Path, ...]:
-    sources = [settings.profile, *(replica.profile for replica in settings.replicas if replica.profile is not None)]
-    named = [settings.file, settings.schedule, *(path for source in sources for path in _paths(source))]
+    sources = [
+        settings.profile,
+        *(replica.profile for replica in settings.replicas if replica.profile is not None),
+    ]
+    named = [
+        settings.file,
+        settings.schedule,
+        *(path for source in sources for path in _paths(source)),
+    ]
     return tuple(dict.fromkeys(path for path in named if isinstance(path, Path)))
 
 

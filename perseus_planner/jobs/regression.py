@@ -1,8 +1,9 @@
-"""The regression of measured iteration times: which terms a few measurements can carry, and how large they are.
+"""The regression of measured iteration times: which terms a few measurements can carry, and how
+large they are.
 
-Non-negative least squares of relative errors (Lawson and Hanson 1974; with so few terms all subsets are tried), by the
-method of Gauss and Newton, as an iteration's time is linear in each term only until another path is critical. Terms
-are chosen by leave-one-out cross-validation (Stone 1974).
+Non-negative least squares of relative errors (Lawson and Hanson 1974; with so few terms all subsets
+are tried), by the method of Gauss and Newton, as an iteration's time is linear in each term only
+until another path is critical. Terms are chosen by leave-one-out cross-validation (Stone 1974).
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 Replay = Callable[[Mapping[str, float]], Sequence[float]]
-"""Values of some terms, others being 0 -> replayed seconds of each measurement, without the constant."""
+"""Values of some terms, others being 0 -> replayed seconds of each measurement, without the
+constant.
+"""
 
 _ROUNDS = 12
 _STEP = 1e-3  #: of a term's scale, to find by how much it lengthens iterations
 _LEAST_CHANGE = 1e-10  #: of a term's scale
 _SAME = 1e-18  #: difference of squared relative errors that is rounding
 _GAIN = 0.8  #: more terms must bring the error of measurements that are left out to this part
-_SPARE = 2  #: how many more measurements than terms there must be: one for the constant, one to be left out
+#: how many more measurements than terms there must be: one for the constant, one to be left out
+_SPARE = 2
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Fit:
     Attributes:
         constant_s: seconds that every iteration takes beside what is replayed.
         values: term -> its value.
-        left_out_error: the mean relative error of predictions of a measurement by a fit to the others; None if there is
-            only one measurement.
+        left_out_error: the mean relative error of predictions of a measurement by a fit to the
+            others; None if there is only one measurement.
     """
 
     constant_s: float
@@ -47,9 +51,13 @@ class Fit:
 
 
 def fit_terms(
-    measured_s: Sequence[float], replay: Replay, candidates: Sequence[Sequence[str]], scales: Mapping[str, float]
+    measured_s: Sequence[float],
+    replay: Replay,
+    candidates: Sequence[Sequence[str]],
+    scales: Mapping[str, float],
 ) -> Fit:
-    """Return the fit of a constant and of the terms of one of the candidates, that which predicts best.
+    """Return the fit of a constant and of the terms of one of the candidates, that which predicts
+    best.
 
     Args:
         measured_s: seconds of each measurement.
@@ -68,7 +76,9 @@ def fit_terms(
     return best
 
 
-def _fit(measured: Floats, replay: Replay, terms: Sequence[str], scales: Mapping[str, float]) -> Fit:
+def _fit(
+    measured: Floats, replay: Replay, terms: Sequence[str], scales: Mapping[str, float]
+) -> Fit:
     sizes = np.array([float(measured[0]), *(scales[term] for term in terms)])
 
     def missing_at(values: Floats) -> Floats:
@@ -106,14 +116,20 @@ def _left_out(columns: Floats, missing: Floats, values: Floats, place: int) -> f
 
 
 def _solve(columns: Floats, missing: Floats, values: Floats) -> Floats:
-    """Return the change of least squared error; no value becomes negative, unless the constant is alone."""
+    """Return the change of least squared error; no value becomes negative, unless the constant
+    is alone.
+    """
     count = len(values)
     best, least = np.zeros(count), np.inf
-    for chosen in map(list, chain.from_iterable(combinations(range(count), size) for size in range(count, -1, -1))):
+    for chosen in map(
+        list, chain.from_iterable(combinations(range(count), size) for size in range(count, -1, -1))
+    ):
         change = -values
         if chosen:
             change[chosen] = 0.0
-            change[chosen] = np.linalg.lstsq(columns[:, chosen], missing - columns @ change, rcond=1e-9)[0]
+            change[chosen] = np.linalg.lstsq(
+                columns[:, chosen], missing - columns @ change, rcond=1e-9
+            )[0]
         error = float(np.sum((columns @ change - missing) ** 2))
         if (count == 1 or np.all(values + change >= 0.0)) and error < least - _SAME:
             best, least = change, error

@@ -11,7 +11,17 @@ from typing import Any, TypeVar
 from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import JobError, PlannerError, shown
 from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
-from perseus_planner.quantities import COUNT, ENERGY, FACTOR, OFFSET, POWER, POWER_BOUND, STAGE, TIME, WAIT
+from perseus_planner.quantities import (
+    COUNT,
+    ENERGY,
+    FACTOR,
+    OFFSET,
+    POWER,
+    POWER_BOUND,
+    STAGE,
+    TIME,
+    WAIT,
+)
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 _FORMAT = "perseus-planner/job"
@@ -26,7 +36,9 @@ _COUNTS = (
 )  # fmt: skip
 
 Source = Path | tuple[Path, ...] | tuple[tuple[Path, ...], ...]
-"""One profile of all stages; or one for each stage; or for each stage one for each GPU of its tensor group."""
+"""One profile of all stages; or one for each stage; or for each stage one for each GPU of its
+tensor group.
+"""
 Power = float | tuple[float, ...]
 T = TypeVar("T")
 
@@ -53,9 +65,10 @@ class Correction:
     """How replays of a job were corrected by measured iteration times, beside its overhead.
 
     Attributes:
-        hop_latency_s: seconds that each transfer between stages on different ranks takes beside the job's `transfer`.
-        time_factors: kind, such as "F" -> how many times as long as profiled a computation of it takes. Its GPUs wait
-            in the time that is added.
+        hop_latency_s: seconds that each transfer between stages on different ranks takes beside the
+            job's `transfer`.
+        time_factors: kind, such as "F" -> how many times as long as profiled a computation of it
+            takes. Its GPUs wait in the time that is added.
     """
 
     hop_latency_s: float = 0.0
@@ -68,23 +81,25 @@ class Settings:
 
     Attributes:
         profile: measurements of the stages; `planner profile` writes them there.
-        blocking_power_w: what a GPU of the profile draws while it waits, watts, or one number for each stage; replaces
-            the profile's. Required for a CSV.
+        blocking_power_w: what a GPU of the profile draws while it waits, watts, or one number for
+            each stage; replaces the profile's. Required for a CSV.
         schedule: a name of `schedules.NAMES`, or the path of a text grid.
         microbatches: number of microbatches of one iteration.
         ranks: number of pipeline ranks; None for as many as the stages of the profile need.
         virtual_stages: number of stages of each rank.
-        microbatch_group: microbatches that go through a stage before the rank's next one gets its turn (interleaved
-            1F1B).
+        microbatch_group: microbatches that go through a stage before the rank's next one gets its
+            turn (interleaved 1F1B).
         stages: number of pipeline stages, to be checked.
-        tensor_parallel: number of GPUs of a stage; a profile that was measured on one GPU holds for each of them.
+        tensor_parallel: number of GPUs of a stage; a profile that was measured on one GPU holds for
+            each of them.
         transfer: the time of transfers between stages.
         operations: operations that are neither forward nor backward.
         variants: computations that are measured apart.
         slow_stages: stage -> how many times as long its computations take now.
-        gpu_power_limit_w: the power limit under which the GPUs will run, watts, if it is lower than when they were
-            profiled: clocks that it would cap are not used.
-        overhead_s: calibrated seconds of an iteration that are not replayed; replaces the profile's.
+        gpu_power_limit_w: the power limit under which the GPUs will run, watts, if it is lower than
+            when they were profiled: clocks that it would cap are not used.
+        overhead_s: calibrated seconds of an iteration that are not replayed; replaces the
+            profile's.
         correction: what the calibration found beside the overhead.
         clock_change: the cost of a clock change; replaces the profile's.
         replicas: the pipelines; empty for one.
@@ -130,7 +145,9 @@ class Settings:
 
 
 def schedule_of(text: str, folder: Path) -> str | Path:
-    """Return the name of a schedule, or the path of a text grid, which is in `folder` if it is relative."""
+    """Return the name of a schedule, or the path of a text grid, which is in `folder` if it is
+    relative.
+    """
     return folder / text if text.lower().endswith(_GRIDS) else text
 
 
@@ -150,7 +167,10 @@ def read_settings(path: Path) -> Settings:
         JobError: If it cannot be read or is not a job file; names the line and the remedy.
     """
     document = job_document(path)
-    return Settings(**{key: _READERS[key](document, key) for key in _READERS if key in document.values}, file=path)
+    return Settings(
+        **{key: _READERS[key](document, key) for key in _READERS if key in document.values},
+        file=path,
+    )
 
 
 def _make(document: Document, key: str, make: Callable[[], T]) -> T:
@@ -174,8 +194,8 @@ def _source(document: Document, key: str) -> Source:
             return tuple(tuple(folder / each for each in group) for group in groups)
     raise document.refusal(
         key,
-        f"{shown(value)} is not a profile: name a file; or a list of files, one for each stage; or a list of lists, "
-        "one for each stage, with a file for each of its GPUs, equally many",
+        f"{shown(value)} is not a profile: name a file; or a list of files, one for each stage; "
+        "or a list of lists, one for each stage, with a file for each of its GPUs, equally many",
     )
 
 
@@ -189,16 +209,25 @@ def _transfer(document: Document, key: str) -> Transfer:
 
 
 def _operations(document: Document, key: str) -> tuple[FixedOperation, ...]:
-    return tuple(map(_operation, document.sections(key, ("name", "when", "time_s"), ("energy_j", "where"))))
+    return tuple(
+        map(_operation, document.sections(key, ("name", "when", "time_s"), ("energy_j", "where")))
+    )
 
 
 def _operation(entry: Document) -> FixedOperation:
     if not _OPERATION.fullmatch(name := entry.text("name")):
-        raise entry.refusal("name", f"{shown(name)} is not the name of an operation: write lower-case letters, hyphens")
+        raise entry.refusal(
+            "name",
+            f"{shown(name)} is not the name of an operation: write lower-case letters, hyphens",
+        )
     time_s = entry.number("time_s", TIME)
-    energy_j = entry.number("energy_j", ENERGY) if entry.values.get("energy_j") is not None else None
+    energy_j = (
+        entry.number("energy_j", ENERGY) if entry.values.get("energy_j") is not None else None
+    )
     where = entry.numbers("where", STAGE) if "where" in entry.values else None
-    return _make(entry, "when", lambda: FixedOperation(name, entry.values["when"], time_s, energy_j, where))
+    return _make(
+        entry, "when", lambda: FixedOperation(name, entry.values["when"], time_s, energy_j, where)
+    )
 
 
 def _variants(document: Document, key: str) -> tuple[Variant, ...]:
@@ -224,22 +253,34 @@ def _correction(document: Document, key: str) -> Correction:
 
 def _slow_stages(document: Document, key: str) -> Mapping[int, float]:
     entries = document.table(key, "3: 1.15, stage and slowdown")
-    return {STAGE.read(text, entries.where(text), JobError): entries.number(text, FACTOR) for text in entries.values}
+    return {
+        STAGE.read(text, entries.where(text), JobError): entries.number(text, FACTOR)
+        for text in entries.values
+    }
 
 
 def _stage(document: Document, key: str) -> str:
     if not _BUILDER.fullmatch(text := document.text(key)):
-        raise document.refusal(key, f"{shown(text)} is not a function: write package.module:function")
+        raise document.refusal(
+            key, f"{shown(text)} is not a function: write package.module:function"
+        )
     return text
 
 
 def _replicas(document: Document, key: str) -> tuple[ReplicaSettings, ...]:
     if not isinstance(document.values[key], list):
         return (ReplicaSettings(document.number(key, COUNT)),)
-    entries = document.sections(key, ("count",), [each for each in _OF_A_REPLICA if each != "count"])
+    entries = document.sections(
+        key, ("count",), [each for each in _OF_A_REPLICA if each != "count"]
+    )
     if not entries:
-        raise document.refusal(key, "is empty; give how many pipelines there are, or an entry for each kind of them")
-    return tuple(ReplicaSettings(**{of: _OF_A_REPLICA[of](entry, of) for of in entry.values}) for entry in entries)
+        raise document.refusal(
+            key, "is empty; give how many pipelines there are, or an entry for each kind of them"
+        )
+    return tuple(
+        ReplicaSettings(**{of: _OF_A_REPLICA[of](entry, of) for of in entry.values})
+        for entry in entries
+    )
 
 
 _OF_A_REPLICA: Mapping[str, Callable[[Document, str], Any]] = {

@@ -1,20 +1,22 @@
-"""Replay an iteration in which clock changes take time: a discrete-event simulation, independent of the solver.
+"""Replay an iteration in which clock changes take time: a discrete-event simulation, independent of
+the solver.
 
-The rules are those of a driver that has one lock for each node (`ClockChange`), and of a controller that must never
-hold up the training:
+The rules are those of a driver that has one lock for each node (`ClockChange`), and of a controller
+that must never hold up the training:
 
-- A rank requests the clock of its next computation when the computation or operation before it ends. It requests the
-  clock of its first one when its last one of the previous iteration ends.
-- The calls for the GPUs of a node run one after another, the earliest request first and equal ones by rank. If a rank
-  makes a new request while the previous one waits for the lock, the new clock takes its place; if the new clock is the
-  one that was set last, the request leaves the queue, as equal values are not set again. A call that has begun is not
-  taken back.
-- A computation starts as soon as everything that it waits for is done, at the clock in force then. When another clock
-  settles while it runs, the rest of it runs at that clock: it takes the rest's share of that clock's time and energy.
+- A rank requests the clock of its next computation when the computation or operation before it
+  ends. It requests the clock of its first one when its last one of the previous iteration ends.
+- The calls for the GPUs of a node run one after another, the earliest request first and equal ones
+  by rank. If a rank makes a new request while the previous one waits for the lock, the new clock
+  takes its place; if the new clock is the one that was set last, the request leaves the queue, as
+  equal values are not set again. A call that has begun is not taken back.
+- A computation starts as soon as everything that it waits for is done, at the clock in force then.
+  When another clock settles while it runs, the rest of it runs at that clock: it takes the rest's
+  share of that clock's time and energy.
 
-The previous iteration is assumed to end as this one does when changes take no time. That determines how long before
-time 0 the first clocks are requested; all earlier changes are over by then. A request that still waits for the lock
-when the iteration ends is served after its end.
+The previous iteration is assumed to end as this one does when changes take no time. That determines
+how long before time 0 the first clocks are requested; all earlier changes are over by then. A
+request that still waits for the lock when the iteration ends is served after its end.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.profiles.measurement import Measurement
 
-# The kinds of events, in the order in which they happen at one moment: all requests of a moment reach the lock
-# together, and a task that starts then sees the clocks that settle then.
+# The kinds of events, in the order in which they happen at one moment: all requests of a moment
+# reach the lock together, and a task that starts then sees the clocks that settle then.
 _REQUEST, _END, _LOCK, _SETTLE, _START = range(5)
 
 
@@ -51,7 +53,9 @@ Cost: TypeAlias = "Measurement | FixedCost"
 class Task(NamedTuple):
     """One computation at its planned clock, or one operation of fixed time."""
 
-    costs: Mapping[int, Cost]  #: MHz -> cost; tasks may share a table. An operation has one entry, under any key
+    costs: Mapping[
+        int, Cost
+    ]  #: MHz -> cost; tasks may share a table. An operation has one entry, under any key
     clock_mhz: int | None  #: planned clock, one of `costs`; None for an operation
 
     @classmethod
@@ -62,15 +66,23 @@ class Task(NamedTuple):
     @property
     def planned(self) -> Cost:
         """The cost at the planned clock."""
-        return next(iter(self.costs.values())) if self.clock_mhz is None else self.costs[self.clock_mhz]
+        return (
+            next(iter(self.costs.values()))
+            if self.clock_mhz is None
+            else self.costs[self.clock_mhz]
+        )
 
     def at(self, clock_mhz: int) -> Cost:
-        """Return the cost at any clock: that of the nearest measured one, as `nearest_clock` chooses it."""
+        """Return the cost at any clock: that of the nearest measured one, as `nearest_clock`
+        chooses it.
+        """
         return self.costs[nearest_clock(self.costs, clock_mhz)]
 
 
 class Call(NamedTuple):
-    """One change of the clock of one rank's GPUs; times in seconds from the start of the iteration."""
+    """One change of the clock of one rank's GPUs; times in seconds from the start of the
+    iteration.
+    """
 
     node: int  #: the node whose lock the call held
     rank: int
@@ -88,8 +100,8 @@ class RankChanges:
     Attributes:
         requested: number of changes requested, including overtaken ones.
         off_plan_s: seconds that the rank computed at another clock than the planned one.
-        longest_s: the longest time from a request to the moment when its clock was in force, seconds. Overtaken
-            requests are left out; 0 if there was no other.
+        longest_s: the longest time from a request to the moment when its clock was in force,
+            seconds. Overtaken requests are left out; 0 if there was no other.
     """
 
     requested: int
@@ -99,12 +111,14 @@ class RankChanges:
 
 @dataclass(frozen=True)
 class ChangeReplay:
-    """One iteration with clock changes that take time; tasks are counted as in the arguments of the replay.
+    """One iteration with clock changes that take time; tasks are counted as in the arguments of the
+    replay.
 
     Attributes:
         starts_s: when each task starts, seconds from the start of the iteration.
         ends_s: when each task ends.
-        durations_s: how long each task takes; exactly the time of its cost if no clock settled meanwhile.
+        durations_s: how long each task takes; exactly the time of its cost if no clock settled
+            meanwhile.
         energies_j: joules of each task.
         ranks: the changes of each rank.
         calls: the changes that were made, in the order in which they began.
@@ -133,21 +147,28 @@ def replay_with_changes(
 
     Args:
         tasks: all tasks of the iteration.
-        programs: for each rank, the indices of its tasks in the order in which they run, at least one.
-        waits: for each task, the indices of those that it waits for, each with the least seconds between its end and
-            the start. A task also waits for the one before it on its rank, whether that is listed or not.
+        programs: for each rank, the indices of its tasks in the order in which they run, at least
+            one.
+        waits: for each task, the indices of those that it waits for, each with the least seconds
+            between its end and the start. A task also waits for the one before it on its rank,
+            whether that is listed or not.
         change: the cost of setting the clock of one GPU.
         node_of_rank: the node that the GPUs of each rank are in, by any number.
-        gpus_per_rank: GPUs of a tensor group. A change of a rank's clock takes as many calls, one right after another,
-            and the clock is in force when the last one has settled.
+        gpus_per_rank: GPUs of a tensor group. A change of a rank's clock takes as many calls, one
+            right after another, and the clock is in force when the last one has settled.
 
     Raises:
-        UsageError: If `node_of_rank` does not fit the ranks, or `gpus_per_rank` is not a whole number of at least 1.
+        UsageError: If `node_of_rank` does not fit the ranks, or `gpus_per_rank` is not a whole
+            number of at least 1.
     """
     if len(node_of_rank) != len(programs):
-        raise UsageError(f"node_of_rank: has {len(node_of_rank)} entries for {len(programs)} ranks; give as many")
+        raise UsageError(
+            f"node_of_rank: has {len(node_of_rank)} entries for {len(programs)} ranks; give as many"
+        )
     COUNT.check(gpus_per_rank, "gpus_per_rank")
-    replay = _Replay(tasks, programs, waits, node_of_rank, (gpus_per_rank * change.call_s, change.settle_s))
+    replay = _Replay(
+        tasks, programs, waits, node_of_rank, (gpus_per_rank * change.call_s, change.settle_s)
+    )
     replay.run()
     return replay.result()
 
@@ -156,18 +177,35 @@ class _Rank:
     """The state of a rank's GPUs."""
 
     __slots__ = (
-        *("program", "position", "cost", "since_s", "left", "version", "wanted", "set_last", "in_force"),
+        *(
+            "program",
+            "position",
+            "cost",
+            "since_s",
+            "left",
+            "version",
+            "wanted",
+            "set_last",
+            "in_force",
+        ),
         *("waiting", "requested", "off_plan_s", "longest_s"),
     )
 
     def __init__(self, program: Sequence[int], clock_mhz: int | None) -> None:
-        self.program, self.position = program, 0  #: the tasks of the rank, and the one that runs or comes next
-        self.cost: Cost | None = None  #: of that task at the clock in force; None while the rank waits
+        self.program, self.position = (
+            program,
+            0,
+        )  #: the tasks of the rank, and the one that runs or comes next
+        self.cost: Cost | None = (
+            None  #: of that task at the clock in force; None while the rank waits
+        )
         self.since_s = 0.0  #: when the task began to run at that clock
         self.left = 1.0  #: share of the task that was left then
         self.version = 0  #: of the task's end event, which moves when a clock settles
         self.wanted = self.set_last = self.in_force = clock_mhz
-        self.waiting: tuple[int, float] | None = None  #: clock that waits for the lock, and when it was requested
+        self.waiting: tuple[int, float] | None = (
+            None  #: clock that waits for the lock, and when it was requested
+        )
         self.requested, self.off_plan_s, self.longest_s = 0, 0.0, 0.0
 
     @property
@@ -192,22 +230,32 @@ class _Replay:
         self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
         self.durations_s, self.energies_j = [0.0] * count, [0.0] * count
         self.rank_of = {task: number for number, program in enumerate(programs) for task in program}
-        self.queues: dict[int, list[tuple[float, int]]] = {node: [] for node in node_of_rank}  # waiting since, rank
+        self.queues: dict[int, list[tuple[float, int]]] = {
+            node: [] for node in node_of_rank
+        }  # waiting since, rank
         self.locked = dict.fromkeys(node_of_rank, False)
         self.calls: list[Call] = []
         self.costs: dict[tuple[int, int], Cost] = {}  # cache of costs at a clock
-        self.events: list[tuple[float, int, int, int]] = []  # when, kind, which rank, node or task, and a value
+        self.events: list[
+            tuple[float, int, int, int]
+        ] = []  # when, kind, which rank, node or task, and a value
         self.ranks = []
         for program in programs:
-            clocks_mhz = [tasks[task].clock_mhz for task in program if tasks[task].clock_mhz is not None]
+            clocks_mhz = [
+                tasks[task].clock_mhz for task in program if tasks[task].clock_mhz is not None
+            ]
             self.ranks.append(_Rank(program, clocks_mhz[-1] if clocks_mhz else None))
 
     def run(self) -> None:
         """Handle events until there are none left."""
         ends_s = self._planned_ends_s()
         time_s = max(ends_s)
-        self.events += [(ends_s[rank.program[-1]] - time_s, _REQUEST, n, 0) for n, rank in enumerate(self.ranks)]
-        self.events += [(0.0, _START, task, 0) for task, count in enumerate(self.unfinished) if not count]
+        self.events += [
+            (ends_s[rank.program[-1]] - time_s, _REQUEST, n, 0) for n, rank in enumerate(self.ranks)
+        ]
+        self.events += [
+            (0.0, _START, task, 0) for task, count in enumerate(self.unfinished) if not count
+        ]
         heapify(self.events)
         while self.events:
             now_s, kind, which, value = heappop(self.events)
@@ -225,7 +273,11 @@ class _Replay:
 
     def _planned_ends_s(self) -> list[float]:
         """Return when each task ends, seconds, if clock changes take no time."""
-        unfinished, starts_s, ends_s = list(self.unfinished), [0.0] * len(self.tasks), [0.0] * len(self.tasks)
+        unfinished, starts_s, ends_s = (
+            list(self.unfinished),
+            [0.0] * len(self.tasks),
+            [0.0] * len(self.tasks),
+        )
         ready = [task for task, count in enumerate(unfinished) if not count]
         for task in ready:  # grows meanwhile
             ends_s[task] = starts_s[task] + self.tasks[task].planned.time_s
@@ -282,7 +334,9 @@ class _Replay:
             rank.off_plan_s += seconds
 
     def _request(self, now_s: float, number: int) -> None:
-        """Request the clock of the rank's next task, unless it has none or that clock was requested last."""
+        """Request the clock of the rank's next task, unless it has none or that clock was
+        requested last.
+        """
         rank, node = self.ranks[number], self.node_of_rank[number]
         clock_mhz = self.tasks[rank.task].clock_mhz
         if clock_mhz is None or clock_mhz == rank.wanted:
@@ -300,7 +354,9 @@ class _Replay:
         rank.waiting = (clock_mhz, now_s)
 
     def _lock(self, now_s: float, node: int, has_returned: bool) -> None:
-        """Make the next call if the lock is free: a call has returned, or there is a new request."""
+        """Make the next call if the lock is free: a call has returned, or there is a new
+        request.
+        """
         self.locked[node] &= not has_returned
         if self.locked[node] or not self.queues[node]:
             return
@@ -334,7 +390,9 @@ class _Replay:
             tuple(self.ends_s),
             tuple(self.durations_s),
             tuple(self.energies_j),
-            tuple(RankChanges(rank.requested, rank.off_plan_s, rank.longest_s) for rank in self.ranks),
+            tuple(
+                RankChanges(rank.requested, rank.off_plan_s, rank.longest_s) for rank in self.ranks
+            ),
             tuple(self.calls),
         )
 
@@ -342,7 +400,9 @@ class _Replay:
 def _successors(
     programs: Sequence[Sequence[int]], waits: Sequence[Sequence[tuple[int, float]]]
 ) -> tuple[list[list[tuple[int, float]]], list[int]]:
-    """Return the tasks that wait for each task with their lags, and for how many of these entries each task waits."""
+    """Return the tasks that wait for each task with their lags, and for how many of these
+    entries each task waits.
+    """
     after: list[list[tuple[int, float]]] = [[] for _ in waits]
     count = [len(before) for before in waits]
     for task, before in enumerate(waits):

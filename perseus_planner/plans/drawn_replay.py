@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
 
 
-def replay_draws(dag: PipelineDag, clocks_mhz: Sequence[int], draws: Draws) -> tuple[Floats, Floats]:
+def replay_draws(
+    dag: PipelineDag, clocks_mhz: Sequence[int], draws: Draws
+) -> tuple[Floats, Floats]:
     """Return the (draws,) seconds of an iteration, and its joules over all GPUs, waiting included.
 
     Clock changes take no time.
@@ -30,11 +32,18 @@ def replay_draws(dag: PipelineDag, clocks_mhz: Sequence[int], draws: Draws) -> t
         counts[point] = counts.get(point, 0) + 1
     effective_j = np.zeros(next(iter(draws.time_s.values())).shape[1])
     for (key, i), count in counts.items():
-        effective_j += count * (draws.energy_j[key][i] - dag.profile.blocking_w(key[0]) * draws.time_s[key][i])
+        effective_j += count * (
+            draws.energy_j[key][i] - dag.profile.blocking_w(key[0]) * draws.time_s[key][i]
+        )
     for operation in iteration.operations:
         if operation.energy_j is not None:
-            effective_j += operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
-    duration_s = [*(draws.time_s[key][i] for key, i in at), *(each.time_s for each in iteration.operations)]
+            effective_j += (
+                operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
+            )
+    duration_s = [
+        *(draws.time_s[key][i] for key, i in at),
+        *(each.time_s for each in iteration.operations),
+    ]
     end_s: list[Floats] = [np.zeros(0)] * len(duration_s)
     time_s = np.zeros_like(effective_j)
     for place in iteration.order:

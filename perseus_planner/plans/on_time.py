@@ -1,4 +1,6 @@
-"""How sure a plan is that was made for a probability, by replays under joint draws of what is uncertain."""
+"""How sure a plan is that was made for a probability, by replays under joint draws of what is
+uncertain.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 INTERVAL = 0.9
-"""The probability of each `Interval`: the truth is below it in 5 % of cases, and above it in 5 %."""
+"""The probability of each `Interval`: the truth is below it in 5 % of cases, and above it in 5
+%.
+"""
 
 WIDER_SAVING = 1.5
-"""The ends of the interval of a saving are so many times as far from the mean as those of the draws.
+"""The ends of the interval of a saving are so many times as far from the mean as those of the
+draws.
 
-No model of a GPU's curves is exact: `python benchmarks/run.py --only 19` counts how often the truth is in them.
-"""
+No model of a GPU's curves is exact: `python benchmarks/run.py --only 19` counts how often the truth
+is in them. """
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,20 @@ class OnTime:
 
     Attributes:
         probability: the probability, at least, of being within the limit.
-        limit_ratio: the longest iteration time that is on time, tolerance included, over the time with all clocks at
-            their maximum; None if the limit is a power.
+        limit_ratio: the longest iteration time that is on time, tolerance included, over the time
+            with all clocks at their maximum; None if the limit is a power.
         limit_power_w: the limit of the average power, watts; None if it is a time.
-        margin: how many standard errors were added to the times of computations below their maximum clock; None if
-            all clocks are at their maximum because no other plan was sure enough.
+        margin: how many standard errors were added to the times of computations below their maximum
+            clock; None if all clocks are at their maximum because no other plan was sure enough.
         time_ratio: the iteration time, over that with all clocks at their maximum.
         saved_share: the energy saved, over that with all clocks at their maximum.
         power_w: the average power over all GPUs of the pipeline, watts.
-        safety_share: how much more the plan without a margin is expected to save, over the same energy; a plan within a
-            switch budget has that of the plan without one.
+        safety_share: how much more the plan without a margin is expected to save, over the same
+            energy; a plan within a switch budget has that of the plan without one.
         points: number of operating points in use.
         interpolated: how many of them were not measured, but estimated from others.
-        has_errors: whether the profile has standard errors, or its noise is taken from how its rows scatter.
+        has_errors: whether the profile has standard errors, or its noise is taken from how its rows
+            scatter.
     """
 
     probability: float
@@ -65,5 +71,7 @@ class OnTime:
         Raises:
             TypeError: If they are others.
         """
-        intervals = {name: Interval(**values[name]) for name in ("time_ratio", "saved_share", "power_w")}
+        intervals = {
+            name: Interval(**values[name]) for name in ("time_ratio", "saved_share", "power_w")
+        }
         return cls(**{**values, **intervals})

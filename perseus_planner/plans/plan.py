@@ -1,4 +1,6 @@
-"""Plans: one measured clock for every computation of an iteration, with its cost; and their files, plan.yaml."""
+"""Plans: one measured clock for every computation of an iteration, with its cost; and their
+files, plan.yaml.
+"""
 
 from __future__ import annotations
 
@@ -35,42 +37,60 @@ _FORMAT = "perseus-planner/plan"
 _VERSION = 1
 _NUMBERS = ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j")
 _KEYS = (
-    "profile", "gpu", "origin", "control", "gpus_per_stage", "schedule", "blocking_power_w", "overhead_s",
-    *_NUMBERS, "clock_change", "min_dwell_s", "changes", "measurements", "ranks",
-)  # fmt: skip
+    "profile",
+    "gpu",
+    "origin",
+    "control",
+    "gpus_per_stage",
+    "schedule",
+    "blocking_power_w",
+    "overhead_s",
+    *_NUMBERS,
+    "clock_change",
+    "min_dwell_s",
+    "changes",
+    "measurements",
+    "ranks",
+)
 _OPTIONAL_KEYS = (*ITERATION_KEYS, "point_bound_j", "on_time")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayable):
-    """One clock per computation, and the replayed time and energy of an iteration with these clocks.
+    """One clock per computation, and the replayed time and energy of an iteration with these
+    clocks.
 
     Attributes:
         iteration: the computations and operations, rank by rank, and what they wait for.
         clocks: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
-        measurements: (stage, kind in the profile) -> clock in MHz -> its measurement, for the clocks in use. If clock
-            changes cost time, for all clocks in use on the rank, or the next lower ones that were measured.
+        measurements: (stage, kind in the profile) -> clock in MHz -> its measurement, for the
+            clocks in use. If clock changes cost time, for all clocks in use on the rank, or the
+            next lower ones that were measured.
         profile_digest: `Profile.digest` of the profile that it was computed from.
         gpu: the GPU's name, if the profile has one.
         origin: the source of the profile, "measured" or "simulated".
-        blocking_power_w: what a stage's GPUs draw while they wait, watts; or one number for each stage.
+        blocking_power_w: what a stage's GPUs draw while they wait, watts; or one number for each
+            stage.
         deadline_s: the requested iteration time, seconds.
         time_s: replayed iteration time, seconds; at most `deadline_s`.
         energy_j: replayed energy of such an iteration over all GPUs, joules, waiting included.
-        bound_j: the least relaxed energy of an iteration of `time_s`, joules; no plan of that time is below it.
+        bound_j: the least relaxed energy of an iteration of `time_s`, joules; no plan of that time
+            is below it.
         baseline_time_s: replayed iteration time with all clocks at their maximum, seconds.
         baseline_energy_j: its energy, joules.
         gpus_per_stage: number of GPUs of a stage.
-        overhead_s: calibrated seconds of an iteration that are not replayed; part of all times above.
-        clock_change: the cost of a clock change, which `time_s` and `energy_j` include; None for nothing.
+        overhead_s: calibrated seconds of an iteration that are not replayed; part of all times
+            above.
+        clock_change: the cost of a clock change, which `time_s` and `energy_j` include; None for
+            nothing.
         min_dwell_s: the requested least time for which a clock is held, seconds.
-        control: what the profile set: "clock"; "power-limit", and the clocks here are limits in watts; or "observed":
-            nothing was set and nothing will be.
-        point_bound_j: a closer bound, for plans of measured clocks alone, joules; no plan of `time_s` is below it. None
-            if the clocks were given, not chosen.
-        on_time: how sure it is of its time and its saving, if it was made for a probability. Its numbers are expected
-            ones then, and operating points in `measurements` may be estimates.
+        control: what the profile set: "clock"; "power-limit", and the clocks here are limits in
+            watts; or "observed": nothing was set and nothing will be.
+        point_bound_j: a closer bound, for plans of measured clocks alone, joules; no plan of
+            `time_s` is below it. None if the clocks were given, not chosen.
+        on_time: how sure it is of its time and its saving, if it was made for a probability. Its
+            numbers are expected ones then, and operating points in `measurements` may be estimates.
 
     Raises:
         PlanError: If the clocks, measurements or powers do not fit the iteration.
@@ -107,13 +127,21 @@ class Plan(Displayable):
             raise PlanError("clocks: are not those of the schedule's computations, in their order")
         power_w = self.blocking_power_w
         if isinstance(power_w, tuple) and len(power_w) != self.schedule.stages:
-            raise PlanError(f"blocking_power_w: has {len(power_w)} numbers for {self.schedule.stages} stages")
-        object.__setattr__(self, "_keys", dict(zip(self.iteration.computations, self.iteration.keys, strict=True)))
+            raise PlanError(
+                f"blocking_power_w: has {len(power_w)} numbers for {self.schedule.stages} stages"
+            )
+        object.__setattr__(
+            self, "_keys", dict(zip(self.iteration.computations, self.iteration.keys, strict=True))
+        )
         for computation in self.schedule.computations():
             self.measurement(computation)
 
     def __repr__(self) -> str:
-        time, energy, deadline = si(self.time_s, "s", 6), si(self.energy_j, "J", 6), si(self.deadline_s, "s", 6)
+        time, energy, deadline = (
+            si(self.time_s, "s", 6),
+            si(self.energy_j, "J", 6),
+            si(self.deadline_s, "s", 6),
+        )
         return f"<Plan: {self.schedule}, {time} and {energy} per iteration, deadline {deadline}>"
 
     @property
@@ -133,12 +161,19 @@ class Plan(Displayable):
 
         After the baseline's time, its GPUs wait.
         """
-        return self.baseline_energy_j + sum(self.rank_waiting_w) * max(0.0, iteration_s - self.baseline_time_s)
+        return self.baseline_energy_j + sum(self.rank_waiting_w) * max(
+            0.0, iteration_s - self.baseline_time_s
+        )
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """How often each rank's clock changes in an iteration, including the change back to the first one."""
-        return tuple(changes_per_rank([self.clocks[str(c)] for c in program]) for program in self.schedule.ranks)
+        """How often each rank's clock changes in an iteration, including the change back to the
+        first one.
+        """
+        return tuple(
+            changes_per_rank([self.clocks[str(c)] for c in program])
+            for program in self.schedule.ranks
+        )
 
     @property
     def power_w(self) -> float:
@@ -159,7 +194,9 @@ class Plan(Displayable):
         try:
             return self.measurements[self._keys[computation]][self.clocks[str(computation)]]
         except KeyError:
-            raise PlanError(f"{computation}: has no clock, or no measurement of it, in this plan") from None
+            raise PlanError(
+                f"{computation}: has no clock, or no measurement of it, in this plan"
+            ) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as YAML; equal plans give equal bytes.
@@ -169,7 +206,9 @@ class Plan(Displayable):
         """
         content = self._content()
         document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(content), **content}
-        text = yaml.dump(document, Dumper=_DUMPER, sort_keys=False, width=120, default_flow_style=None)
+        text = yaml.dump(
+            document, Dumper=_DUMPER, sort_keys=False, width=120, default_flow_style=None
+        )
         write_file(path, text, PlanError)
 
     @classmethod
@@ -179,11 +218,15 @@ class Plan(Displayable):
         Raises:
             PlanError: If the file cannot be read, or is not exactly what was written.
         """
-        document = read_document(Path(path), _FORMAT, _VERSION, ("digest", *_KEYS), _OPTIONAL_KEYS, PlanError)
+        document = read_document(
+            Path(path), _FORMAT, _VERSION, ("digest", *_KEYS), _OPTIONAL_KEYS, PlanError
+        )
         return _from_content(check_digest(document, _digest, "planner plan"), str(document.path))
 
     def dumps(self) -> str:
-        """Return the plan as JSON, for another process; it is ten times faster to read than the file."""
+        """Return the plan as JSON, for another process; it is ten times faster to read than the
+        file.
+        """
         return json.dumps(self._content())
 
     @classmethod
@@ -198,7 +241,10 @@ class Plan(Displayable):
         except ValueError as error:
             raise PlanError(f"the plan that was sent: is not JSON: {error}") from error
         if not isinstance(values, dict) or values.keys() - set(_OPTIONAL_KEYS) != set(_KEYS):
-            raise PlanError("the plan that was sent: its keys are not those of a plan; use one planner on all ranks")
+            raise PlanError(
+                "the plan that was sent: its keys are not those of a plan; use one planner on all "
+                "ranks"
+            )
         return _from_content(values, "the plan that was sent")
 
     def _content(self) -> dict[str, Any]:
@@ -219,11 +265,15 @@ class Plan(Displayable):
             **({} if self.on_time is None else {"on_time": asdict(self.on_time)}),
             "changes": list(self.changes),
             "measurements": {
-                f"{stage}{kind}": {clock: [point.time_s, point.energy_j] for clock, point in clocks.items()}
+                f"{stage}{kind}": {
+                    clock: [point.time_s, point.energy_j] for clock, point in clocks.items()
+                }
                 for (stage, kind), clocks in self.measurements.items()
             },
             **iteration_to_dict(iteration),
-            "ranks": [{str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks],
+            "ranks": [
+                {str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks
+            ],
         }
 
 
@@ -237,7 +287,9 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
         ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
         measurements = {
             # JSON keys are always text.
-            parse_stage_kind(text): {int(clock): Measurement(int(clock), *point) for clock, point in clocks.items()}
+            parse_stage_kind(text): {
+                int(clock): Measurement(int(clock), *point) for clock, point in clocks.items()
+            }
             for text, clocks in values["measurements"].items()
         }
         return Plan(
@@ -248,14 +300,20 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             gpu=None if values["gpu"] is None else str(values["gpu"]),
             origin=str(values["origin"]),
             control=str(values["control"]),
-            blocking_power_w=tuple(map(float, power_w)) if isinstance(power_w, list) else float(power_w),
+            blocking_power_w=tuple(map(float, power_w))
+            if isinstance(power_w, list)
+            else float(power_w),
             gpus_per_stage=int(values["gpus_per_stage"]),
             overhead_s=float(values["overhead_s"]),
-            clock_change=None if values["clock_change"] is None else ClockChange(**values["clock_change"]),
+            clock_change=None
+            if values["clock_change"] is None
+            else ClockChange(**values["clock_change"]),
             min_dwell_s=float(values["min_dwell_s"]),
             point_bound_j=float(values["point_bound_j"]) if "point_bound_j" in values else None,
             on_time=OnTime.from_dict(values["on_time"]) if "on_time" in values else None,
             **{name: float(values[name]) for name in _NUMBERS},
         )
     except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise PlanError(f"{name}: is not a plan: {error}; make it again with `planner plan`") from error
+        raise PlanError(
+            f"{name}: is not a plan: {error}; make it again with `planner plan`"
+        ) from error

@@ -1,6 +1,7 @@
 """Replay an iteration: when every computation starts and ends, and what the GPUs draw meanwhile.
 
-Plain Python over the rules of the schedule, independent of the solver: the reference that plans are checked against.
+Plain Python over the rules of the schedule, independent of the solver: the reference that plans are
+checked against.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from perseus_planner.plans.clock_replay import Call, ChangeReplay, FixedCost, Task, replay_with_changes
+from perseus_planner.plans.clock_replay import (
+    Call,
+    ChangeReplay,
+    FixedCost,
+    Task,
+    replay_with_changes,
+)
 from perseus_planner.profiles.clock_changes import ClockChange
 
 if TYPE_CHECKING:
@@ -20,7 +27,9 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.iteration import Iteration
 
 Nodes: TypeAlias = "tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]"
-"""When each node of an iteration starts and ends, how long it takes, seconds, and its energy, joules."""
+"""When each node of an iteration starts and ends, how long it takes, seconds, and its energy,
+joules.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class Timeline:
     """One replayed iteration.
 
     Attributes:
-        spans: "3F17" -> when it runs, for every computation, rank by rank in program order, then for every operation.
+        spans: "3F17" -> when it runs, for every computation, rank by rank in program order, then
+            for every operation.
         time_s: iteration time, seconds: until the last span ends, plus the calibrated overhead.
         energy_j: energy over all GPUs in that time, joules, waiting included.
     """
@@ -54,14 +64,17 @@ class Timeline:
 
 
 def replay(plan: Plan) -> Timeline:
-    """Run one of many equal iterations of a plan: each computation as soon as it can, at its measured time.
+    """Run one of many equal iterations of a plan: each computation as soon as it can, at its
+    measured time.
 
-    If the plan has the cost of a clock change, a computation runs at the previous clock until its own is in force, as
-    `clock_replay` describes.
+    If the plan has the cost of a clock change, a computation runs at the previous clock until its
+    own is in force, as `clock_replay` describes.
     """
     iteration, waiting_w = plan.iteration, plan.rank_waiting_w
     if plan.clock_change is not None:
-        changed = replay_changes(iteration, _tasks(plan), plan.clock_change, waiting_w, plan.gpus_per_stage)
+        changed = replay_changes(
+            iteration, _tasks(plan), plan.clock_change, waiting_w, plan.gpus_per_stage
+        )
         nodes: Nodes = changed.starts_s, changed.ends_s, changed.durations_s, changed.energies_j
     else:
         points = [plan.measurement(computation) for computation in iteration.computations]
@@ -69,13 +82,21 @@ def replay(plan: Plan) -> Timeline:
         energies_j = _energies_j(iteration, points, waiting_w)
         nodes = *_starts_and_ends_s(iteration, durations_s), durations_s, energies_j
     values = zip(iteration.names, *nodes, strict=True)
-    spans = {name: Span(start, end, joules / seconds) for name, start, end, seconds, joules in values}
+    spans = {
+        name: Span(start, end, joules / seconds) for name, start, end, seconds, joules in values
+    }
     time_s = max(nodes[1]) + plan.overhead_s
-    return Timeline(spans, time_s, iteration_energy_j(iteration.rank_of, *nodes[2:], waiting_w, time_s))
+    return Timeline(
+        spans, time_s, iteration_energy_j(iteration.rank_of, *nodes[2:], waiting_w, time_s)
+    )
 
 
 def replay_changes(
-    iteration: Iteration, tasks: Sequence[Task], change: ClockChange, waiting_w: Sequence[float], gpus_per_stage: int
+    iteration: Iteration,
+    tasks: Sequence[Task],
+    change: ClockChange,
+    waiting_w: Sequence[float],
+    gpus_per_stage: int,
 ) -> ChangeReplay:
     """Run one of many equal iterations in which changing a clock costs time.
 
@@ -92,7 +113,13 @@ def replay_changes(
     fixed_j = _energies_j(iteration, (), waiting_w)
     fixed = zip(iteration.operations, fixed_j, strict=True)
     return replay_with_changes(
-        [*tasks, *(Task.operation(FixedCost(operation.time_s, energy_j)) for operation, energy_j in fixed)],
+        [
+            *tasks,
+            *(
+                Task.operation(FixedCost(operation.time_s, energy_j))
+                for operation, energy_j in fixed
+            ),
+        ],
         iteration.programs,
         iteration.waits,
         change,
@@ -107,7 +134,9 @@ def clock_calls(plan: Plan) -> tuple[Call, ...]:
     They take no time if the plan does not have the cost of a clock change.
     """
     change = plan.clock_change or ClockChange(0.0)
-    return replay_changes(plan.iteration, _tasks(plan), change, plan.rank_waiting_w, plan.gpus_per_stage).calls
+    return replay_changes(
+        plan.iteration, _tasks(plan), change, plan.rank_waiting_w, plan.gpus_per_stage
+    ).calls
 
 
 def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[float, float]:
@@ -115,7 +144,8 @@ def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[fl
 
     Args:
         dag: the iteration.
-        points: the measurement of each computation at its clock, by its place in `dag.computations`.
+        points: the measurement of each computation at its clock, by its place in
+            `dag.computations`.
     """
     iteration, waiting_w = dag.iteration, dag.rank_waiting_w
     durations_s = _durations_s(iteration, [point.time_s for point in points])
@@ -125,7 +155,8 @@ def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[fl
 
 
 def end_times(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
-    """Return when each node ends, seconds, if each starts as soon as everything that it waits for allows it.
+    """Return when each node ends, seconds, if each starts as soon as everything that it waits for
+    allows it.
 
     Args:
         dag: the iteration.
@@ -153,28 +184,40 @@ def iteration_energy_j(
     busy_s: list[list[float]] = [[] for _ in waiting_w]
     for rank, duration_s in zip(rank_of, durations_s, strict=True):
         busy_s[rank].append(duration_s)
-    waiting_j = [power_w * (time_s - math.fsum(busy)) for power_w, busy in zip(waiting_w, busy_s, strict=True)]
+    waiting_j = [
+        power_w * (time_s - math.fsum(busy))
+        for power_w, busy in zip(waiting_w, busy_s, strict=True)
+    ]
     return math.fsum(energies_j) + math.fsum(waiting_j)
 
 
 def _tasks(plan: Plan) -> list[Task]:
     clocks = [plan.clocks[str(computation)] for computation in plan.iteration.computations]
-    return [Task(plan.measurements[key], mhz) for key, mhz in zip(plan.iteration.keys, clocks, strict=True)]
+    return [
+        Task(plan.measurements[key], mhz)
+        for key, mhz in zip(plan.iteration.keys, clocks, strict=True)
+    ]
 
 
 def _durations_s(iteration: Iteration, computed_s: Sequence[float]) -> list[float]:
     return [*computed_s, *(operation.time_s for operation in iteration.operations)]
 
 
-def _energies_j(iteration: Iteration, points: Sequence[Measurement], waiting_w: Sequence[float]) -> list[float]:
+def _energies_j(
+    iteration: Iteration, points: Sequence[Measurement], waiting_w: Sequence[float]
+) -> list[float]:
     fixed_j = [
-        waiting_w[operation.rank] * operation.time_s if operation.energy_j is None else operation.energy_j
+        waiting_w[operation.rank] * operation.time_s
+        if operation.energy_j is None
+        else operation.energy_j
         for operation in iteration.operations
     ]
     return [*(point.energy_j for point in points), *fixed_j]
 
 
-def _starts_and_ends_s(iteration: Iteration, durations_s: Sequence[float]) -> tuple[list[float], list[float]]:
+def _starts_and_ends_s(
+    iteration: Iteration, durations_s: Sequence[float]
+) -> tuple[list[float], list[float]]:
     starts_s, ends_s, waits = [0.0] * len(durations_s), [0.0] * len(durations_s), iteration.waits
     for place in iteration.order:
         starts_s[place] = max((ends_s[other] + lag_s for other, lag_s in waits[place]), default=0.0)

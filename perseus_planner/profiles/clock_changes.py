@@ -24,9 +24,10 @@ class ClockChange:
     """The cost of setting the clock of one GPU.
 
     Attributes:
-        call_s: how long the call holds the driver's lock, seconds, 0 or more. A node has one such lock: calls for its
-            GPUs run one after another.
-        settle_s: from the return of the call until the GPU runs at the new clock, seconds, 0 or more.
+        call_s: how long the call holds the driver's lock, seconds, 0 or more. A node has one such
+            lock: calls for its GPUs run one after another.
+        settle_s: from the return of the call until the GPU runs at the new clock, seconds, 0 or
+            more.
         gpus_per_node: number of GPUs that share a lock; ranks fill nodes in order.
 
     Raises:
@@ -41,7 +42,9 @@ class ClockChange:
         check_fields(self, _RULES, ProfileError, "clock_change, ")
 
     def node_of_rank(self, ranks: int, gpus_per_rank: int) -> list[int]:
-        """Return the node of each of `ranks` ranks with that many GPUs; the first one if a rank is on several."""
+        """Return the node of each of `ranks` ranks with that many GPUs; the first one if a rank
+        is on several.
+        """
         return [rank * gpus_per_rank // self.gpus_per_node for rank in range(ranks)]
 
     def calls_per_change(self, gpus_per_rank: int) -> int:
@@ -53,33 +56,39 @@ def read_clock_change(document: Document, key: str) -> ClockChange:
     """Return the costs of a clock change that a file gives under `key`.
 
     Raises:
-        PlannerError: If it is not a mapping with `call_s`, or a number breaks its rule; of the document's type.
+        PlannerError: If it is not a mapping with `call_s`, or a number breaks its rule; of the
+            document's type.
     """
     section = document.section(key, ("call_s",), ("settle_s", "gpus_per_node"))
     return ClockChange(**{name: section.number(name, _RULES[name]) for name in section.values})
 
 
 def changes_per_rank(clocks_mhz: Sequence[int | None]) -> int:
-    """Return how often a rank changes its clock in an iteration, including the change back for the next iteration.
+    """Return how often a rank changes its clock in an iteration, including the change back for the
+    next iteration.
 
     Args:
-        clocks_mhz: the clock of each computation and operation of the rank, in program order; None for one without a
-            clock, before which nothing changes.
+        clocks_mhz: the clock of each computation and operation of the rank, in program order; None
+            for one without a clock, before which nothing changes.
     """
     clocks = [clock for clock in clocks_mhz if clock is not None]
     return sum(clock != before for before, clock in zip(clocks[-1:] + clocks, clocks, strict=False))
 
 
 def with_fewer_changes(clocks: Sequence[int], max_changes: int) -> tuple[int, ...]:
-    """Return clocks of a rank with at most so many changes in an iteration, none of them below the given one.
+    """Return clocks of a rank with at most so many changes in an iteration, none of them below the
+    given one.
 
-    Neighbours are merged into the higher of their clocks, those first that are raised least: computations times MHz.
-    At the end one clock is left, the highest. A higher clock, or power limit, is taken to be faster, so no computation
-    takes longer, and an iteration keeps the deadline that it was planned for, at some energy.
+    Neighbours are merged into the higher of their clocks, those first that are raised least:
+    computations times MHz. At the end one clock is left, the highest. A higher clock, or power
+    limit, is taken to be faster, so no computation takes longer, and an iteration keeps the
+    deadline that it was planned for, at some energy.
 
     Args:
-        clocks: the clock of each computation of the rank, in program order: MHz, or watts of a power limit.
-        max_changes: how many changes are allowed, 0 or more, with the change back for the next iteration.
+        clocks: the clock of each computation of the rank, in program order: MHz, or watts of a
+            power limit.
+        max_changes: how many changes are allowed, 0 or more, with the change back for the next
+            iteration.
     """
     merged = list(clocks)
     segments = [[i] for i in range(len(merged))]  # in program order; the first one follows the last

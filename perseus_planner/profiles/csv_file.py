@@ -13,11 +13,15 @@ from perseus_planner.files import by_column, csv_rows
 from perseus_planner.profiles.measurement import EVIDENCE, Evidence
 from perseus_planner.quantities import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
 
-CONTROLS = MappingProxyType({"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"})
+CONTROLS = MappingProxyType(
+    {"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"}
+)
 """What was set for each measurement -> the column of its value, in MHz or watts."""
 _HEADER = "stage,instruction,frequency,time,energy"
 _RULES = MappingProxyType({"stage": STAGE, "time": TIME, "energy": ENERGY})
-_CONTROL_RULES = MappingProxyType({"frequency": CLOCK, "power_limit": LIMIT, "observed_frequency": CLOCK})
+_CONTROL_RULES = MappingProxyType(
+    {"frequency": CLOCK, "power_limit": LIMIT, "observed_frequency": CLOCK}
+)
 _EVIDENCE = MappingProxyType(
     {
         "achieved_mhz": "achieved_frequency",
@@ -28,14 +32,22 @@ _EVIDENCE = MappingProxyType(
         "throttle": "throttle",
     }
 )
-WORDS = MappingProxyType({"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"})
-_KINDS = MappingProxyType({**{word: kind for kind, word in WORDS.items()}, **{kind: kind for kind in WORDS}})
+WORDS = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
+)
+_KINDS = MappingProxyType(
+    {**{word: kind for kind, word in WORDS.items()}, **{kind: kind for kind in WORDS}}
+)
 _SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
-_INSTRUCTIONS = "forward or backward (or input-gradient, weight-gradient; with a suffix such as backward.sync)"
+_INSTRUCTIONS = (
+    "forward or backward (or input-gradient, weight-gradient; with a suffix such as backward.sync)"
+)
 
 
 class Row(NamedTuple):
-    """One measured computation: its stage, kind such as "F" or "B.sync", clock in MHz (or limit in watts), s and J."""
+    """One measured computation: its stage, kind such as "F" or "B.sync", clock in MHz (or limit
+    in watts), s and J.
+    """
 
     stage: int
     kind: str
@@ -46,12 +58,16 @@ class Row(NamedTuple):
 
 
 def word_of(kind: str) -> str:
-    """Return the instruction in the CSV for a kind: "backward" for "B", "backward.sync" for "B.sync"."""
+    """Return the instruction in the CSV for a kind: "backward" for "B", "backward.sync" for
+    "B.sync".
+    """
     return WORDS[kind[0]] + kind[1:]
 
 
 def parse_kind(instruction: str) -> str | None:
-    """Return the kind of an instruction such as "backward.sync"; kinds are read too, and other texts give None."""
+    """Return the kind of an instruction such as "backward.sync"; kinds are read too, and other
+    texts give None.
+    """
     word, dot, suffix = instruction.strip().partition(".")
     kind = _KINDS.get(word)
     return None if kind is None or _SUFFIX.fullmatch(dot + suffix) is None else kind + dot + suffix
@@ -63,7 +79,13 @@ def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
     with_evidence = any(row.evidence is not None for row in rows)
     lines = [",".join([*columns, *(_EVIDENCE.values() if with_evidence else [])])]
     for row in rows:
-        cells = [str(row.stage), word_of(row.kind), str(row.clock_mhz), repr(row.time_s), repr(row.energy_j)]
+        cells = [
+            str(row.stage),
+            word_of(row.kind),
+            str(row.clock_mhz),
+            repr(row.time_s),
+            repr(row.energy_j),
+        ]
         lines.append(",".join([*cells, *(_evidence_cells(row.evidence) if with_evidence else [])]))
     return "".join(f"{line}\n" for line in lines).encode()
 
@@ -77,8 +99,9 @@ def _evidence_cells(evidence: Evidence | None) -> list[str]:
 def read_table(path: Path) -> tuple[list[Row], str]:
     """Read the rows of the CSV at `path`, and the control that its header names.
 
-    Each number is within its range, and each stage, instruction and clock is there once. Unknown columns and lines that
-    begin with `#` are ignored. Whether the stages are complete is not checked here.
+    Each number is within its range, and each stage, instruction and clock is there once. Unknown
+    columns and lines that begin with `#` are ignored. Whether the stages are complete is not
+    checked here.
 
     Raises:
         ProfileError: If the file cannot be read, or a row is wrong.
@@ -86,7 +109,9 @@ def read_table(path: Path) -> tuple[list[Row], str]:
     lines = csv_rows(path, ProfileError)
     where, header = next(lines, ("", []))
     if not header:
-        raise ProfileError(f"{path}: is empty; write the header {_HEADER} and a row for each measurement")
+        raise ProfileError(
+            f"{path}: is empty; write the header {_HEADER} and a row for each measurement"
+        )
     control = _checked_header(where, header)
     rows = []
     seen: dict[tuple[int, str, int], str] = {}
@@ -95,7 +120,9 @@ def read_table(path: Path) -> tuple[list[Row], str]:
         earlier = seen.setdefault(row[:3], where)
         if earlier != where:
             place = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(control)}"
-            raise ProfileError(f"{where}: {place} is on {earlier.removeprefix(f'{path}, ')} too; keep one of them")
+            raise ProfileError(
+                f"{where}: {place} is on {earlier.removeprefix(f'{path}, ')} too; keep one of them"
+            )
         rows.append(row)
     return rows, control
 
@@ -103,12 +130,18 @@ def read_table(path: Path) -> tuple[list[Row], str]:
 def _checked_header(where: str, header: list[str]) -> str:
     """Return the control that the header names."""
     controls = [control for control, column in CONTROLS.items() if column in header]
-    columns = ["stage", "instruction", CONTROLS[controls[0]] if controls else "frequency", "time", "energy"]
+    columns = [
+        "stage",
+        "instruction",
+        CONTROLS[controls[0]] if controls else "frequency",
+        "time",
+        "energy",
+    ]
     missing = [column for column in columns if column not in header]
     if missing:
         raise ProfileError(
-            f"{where}: no column {', '.join(map(repr, missing))} in the header {shown(','.join(header))}; "
-            f"write {_HEADER}, separated by commas"
+            f"{where}: no column {', '.join(map(repr, missing))} in the header "
+            f"{shown(','.join(header))}; write {_HEADER}, separated by commas"
         )
     if len(controls) > 1:
         both = " and ".join(repr(CONTROLS[control]) for control in controls)
@@ -125,16 +158,24 @@ def _row(place: str, control_column: str, cells: Mapping[str, str]) -> Row:
     kind = parse_kind(cells["instruction"])
     if kind is None:
         word = shown(cells["instruction"])
-        raise ProfileError(f"{place}, column 'instruction': {word} is not an instruction: write {_INSTRUCTIONS}")
-    return Row(found["stage"], kind, setting, found["time"], found["energy"], _evidence(place, cells))
+        raise ProfileError(
+            f"{place}, column 'instruction': {word} is not an instruction: write {_INSTRUCTIONS}"
+        )
+    return Row(
+        found["stage"], kind, setting, found["time"], found["energy"], _evidence(place, cells)
+    )
 
 
 def _evidence(place: str, cells: Mapping[str, str]) -> Evidence | None:
     """Return the evidence of a row, or None if one of its cells is missing or empty."""
     if not all(cells.get(_EVIDENCE[name], "").strip() for name in EVIDENCE):
         return None
-    numbers = {name: _number(place, _EVIDENCE[name], rule, cells) for name, rule in EVIDENCE.items()}
-    return Evidence(**numbers, throttle=tuple(filter(None, cells.get("throttle", "").strip().split("+"))))
+    numbers = {
+        name: _number(place, _EVIDENCE[name], rule, cells) for name, rule in EVIDENCE.items()
+    }
+    return Evidence(
+        **numbers, throttle=tuple(filter(None, cells.get("throttle", "").strip().split("+")))
+    )
 
 
 def _number(place: str, column: str, rule: Rule, cells: Mapping[str, str]) -> Any:
@@ -147,5 +188,9 @@ def unit_of(control: str) -> str:
 
 
 def setting_of(control: str) -> str:
-    """Return the name of the setting of `control`, with its unit: clock_mhz, power_limit_w or observed_clock_mhz."""
-    return {"clock": "clock_mhz", "power-limit": "power_limit_w", "observed": "observed_clock_mhz"}[control]
+    """Return the name of the setting of `control`, with its unit: clock_mhz, power_limit_w or
+    observed_clock_mhz.
+    """
+    return {"clock": "clock_mhz", "power-limit": "power_limit_w", "observed": "observed_clock_mhz"}[
+        control
+    ]

@@ -1,8 +1,8 @@
 """Estimate time and energy at every clock from noisy rows, with their joint uncertainty.
 
-A measured row is an estimate. Whoever chooses the best of many noisy rows chooses lucky ones, so plans from raw rows
-are late and save less than they promise. But rows at neighbouring clocks, and rows of like stages, tell about each
-other; `smoothing.py` has the model.
+A measured row is an estimate. Whoever chooses the best of many noisy rows chooses lucky ones, so
+plans from raw rows are late and save less than they promise. But rows at neighbouring clocks, and
+rows of like stages, tell about each other; `smoothing.py` has the model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ Key = tuple[int, str]
 _UNIT = 0.7  #: the x of the model is ln(highest clock / clock) over this: about 0 to 1
 _TIME = Scales(bend=0.3, kink=0.03, step=0.003, level=0.03, slope=0.02, shape=0.3, noise=0.003)
 _ENERGY = Scales(bend=1.0, kink=0.05, step=0.005, level=0.03, slope=0.02, shape=0.3, noise=0.003)
-# Standard deviations of the logarithms of these: a factor of e either way is nothing unusual. That of the shape is
-# smaller, as stages that look alike to the last bit in some profiles are not in others.
+# Standard deviations of the logarithms of these: a factor of e either way is nothing unusual. That
+# of the shape is smaller, as stages that look alike to the last bit in some profiles are not in
+# others.
 _DOUBT = Scales(bend=1.0, kink=1.0, step=1.0, level=1.0, slope=1.0, shape=0.4, noise=0.2)
 _NO_ERRORS = 1.5  #: that of the noise if rows have no standard errors
 _LEAST_NOISE = 1e-5  #: relative
@@ -42,7 +43,8 @@ _MOST_CLOCKS = 256  #: that are taken between the measured ones
 class Draws(NamedTuple):
     """Joint draws of the time and energy that computations may really take.
 
-    Draws of one number belong together: replayed with the times of one number, a plan takes a time that it may take.
+    Draws of one number belong together: replayed with the times of one number, a plan takes a time
+    that it may take.
     """
 
     clocks_mhz: tuple[int, ...]  #: highest first
@@ -52,16 +54,19 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What the rows of a profile tell about time and energy at every clock; made by `Profile.estimated`.
+    """What the rows of a profile tell about time and energy at every clock; made by
+    `Profile.estimated`.
 
     Attributes:
         profile: the rows.
-        mean: the expected time and energy at every clock. A row that was measured keeps its evidence, though its time
-            and energy are estimates now; an interpolated one has no evidence.
+        mean: the expected time and energy at every clock. A row that was measured keeps its
+            evidence, though its time and energy are estimates now; an interpolated one has no
+            evidence.
         interpolated: (stage, kind) -> the clocks at which it was not measured, MHz, highest first.
-        has_errors: whether rows have standard errors. If not, the noise is taken from how far like stages, and
-            neighbouring clocks, scatter.
-        noise: kind -> the relative standard errors of the time, and of the energy, of a row, as they were found.
+        has_errors: whether rows have standard errors. If not, the noise is taken from how far like
+            stages, and neighbouring clocks, scatter.
+        noise: kind -> the relative standard errors of the time, and of the energy, of a row, as
+            they were found.
     """
 
     profile: Profile
@@ -75,9 +80,13 @@ class Estimate:
         """Return `count` joint draws; equal seeds give equal draws.
 
         Raises:
-            UsageError: If `count` is not a whole number of at least 1, or `seed` not one of at least 0.
+            UsageError: If `count` is not a whole number of at least 1, or `seed` not one of at
+                least 0.
         """
-        count, random = COUNT.check(count, "count"), np.random.default_rng(INDEX.check(seed, "seed"))
+        count, random = (
+            COUNT.check(count, "count"),
+            np.random.default_rng(INDEX.check(seed, "seed")),
+        )
         time_s, energy_j = dict[Key, "Floats"](), dict[Key, "Floats"]()
         for each in self._kinds:
             time_s |= each.table(each.reachable(each.time.draws(count, random)))
@@ -106,17 +115,24 @@ class _Kind(NamedTuple):
         last = logs[:, self.lowest : below]
         slower = np.log(self.clocks[self.lowest] / np.array(self.clocks[below:]))
         slower = slower.reshape(-1, *[1] * (logs.ndim - 2))
-        return np.concatenate([logs[:, :below], np.clip(logs[:, below:], last, last + slower)], axis=1)
+        return np.concatenate(
+            [logs[:, :below], np.clip(logs[:, below:], last, last + slower)], axis=1
+        )
 
 
 def estimate_profile(profile: Profile, clocks_mhz: Collection[int] | None = None) -> Estimate:
-    """Return what the rows of `profile` tell about every clock, as `Profile.estimated` describes it."""
+    """Return what the rows of `profile` tell about every clock, as `Profile.estimated` describes
+    it.
+    """
     clocks = _clocks(profile, clocks_mhz)
     names = dict.fromkeys(kind for _, kind in profile.measurements)
     kinds = tuple(_kind(profile, name, clocks) for name in names)
     measurements = dict[Key, tuple[Measurement, ...]]()
     for kind in kinds:
-        times_s, energies_j = kind.table(kind.reachable(kind.time.mean())), kind.table(kind.energy.mean())
+        times_s, energies_j = (
+            kind.table(kind.reachable(kind.time.mean())),
+            kind.table(kind.energy.mean()),
+        )
         for key in kind.keys:
             known = {row.clock_mhz: row.evidence for row in profile.measurements[key]}
             rows = zip(clocks, times_s[key].tolist(), energies_j[key].tolist(), strict=True)
@@ -127,10 +143,18 @@ def estimate_profile(profile: Profile, clocks_mhz: Collection[int] | None = None
     return Estimate(
         profile,
         replace(profile, measurements=measurements),
-        MappingProxyType({key: tuple(mhz for mhz in clocks if mhz not in known) for key, known in measured.items()}),
+        MappingProxyType(
+            {
+                key: tuple(mhz for mhz in clocks if mhz not in known)
+                for key, known in measured.items()
+            }
+        ),
         any(row.evidence is not None for rows in profile.measurements.values() for row in rows),
         MappingProxyType(
-            {name: (k.time.scales.noise, k.energy.scales.noise) for name, k in zip(names, kinds, strict=True)}
+            {
+                name: (k.time.scales.noise, k.energy.scales.noise)
+                for name, k in zip(names, kinds, strict=True)
+            }
         ),
         kinds,
     )
@@ -147,8 +171,8 @@ def _clocks(profile: Profile, clocks_mhz: Collection[int] | None) -> tuple[int, 
     for clock in clocks_mhz:
         if CLOCK.check(clock, "clocks_mhz", ProfileError) > highest:
             raise ProfileError(
-                f"clocks_mhz: {clock} is above {highest} {unit_of(profile.control)}, the highest that was measured; "
-                "measure it, or leave it out"
+                f"clocks_mhz: {clock} is above {highest} {unit_of(profile.control)}, the highest "
+                "that was measured; measure it, or leave it out"
             )
     return tuple(sorted({*measured, *clocks_mhz}, reverse=True))
 
@@ -159,8 +183,13 @@ def _kind(profile: Profile, name: str, clocks: tuple[int, ...]) -> _Kind:
     for key, each in zip(keys, rows, strict=True):
         for row in each:
             if row.energy_j == 0.0:
-                place = f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(profile.control)}"
-                raise ProfileError(f"{place}: has an energy of 0 J, from which nothing can be estimated; measure it")
+                place = (
+                    f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(profile.control)}"
+                )
+                raise ProfileError(
+                    f"{place}: has an energy of 0 J, from which nothing can be estimated; measure "
+                    "it"
+                )
     x = np.log(clocks[0] / np.array(clocks)) / _UNIT
     index = {clock: i for i, clock in enumerate(clocks)}
     places = [np.array([index[row.clock_mhz] for row in each]) for each in rows]
@@ -177,17 +206,27 @@ def _kind(profile: Profile, name: str, clocks: tuple[int, ...]) -> _Kind:
     return _Kind(keys, clocks, lowest, *curves)
 
 
-def _noise(rows: Sequence[Sequence[Measurement]], quantity: str) -> tuple[float | None, list[Floats]]:
-    """Return the relative standard error of a typical row, and the variance of each row relative to it.
+def _noise(
+    rows: Sequence[Sequence[Measurement]], quantity: str
+) -> tuple[float | None, list[Floats]]:
+    """Return the relative standard error of a typical row, and the variance of each row relative to
+    it.
 
-    The standard error of a row from a few windows is uncertain itself, so those of all rows are pooled: each window is
-    taken to be as noisy as the others. Without standard errors there is no typical one, and all rows are alike.
+    The standard error of a row from a few windows is uncertain itself, so those of all rows are
+    pooled: each window is taken to be as noisy as the others. Without standard errors there is no
+    typical one, and all rows are alike.
     """
     error = "time_stderr_s" if quantity == "time_s" else "energy_stderr_j"
     known = [(row, row.evidence) for each in rows for row in each if row.evidence is not None]
     if not known:
         return None, [np.ones(len(each)) for each in rows]
-    of_window = fmean((getattr(of, error) / getattr(row, quantity)) ** 2 * of.windows for row, of in known)
+    of_window = fmean(
+        (getattr(of, error) / getattr(row, quantity)) ** 2 * of.windows for row, of in known
+    )
     typical = median(of.windows for _, of in known)
-    windows = [[typical if row.evidence is None else row.evidence.windows for row in each] for each in rows]
-    return math.sqrt(of_window / typical), [typical / np.array(each, dtype=float) for each in windows]
+    windows = [
+        [typical if row.evidence is None else row.evidence.windows for row in each] for each in rows
+    ]
+    return math.sqrt(of_window / typical), [
+        typical / np.array(each, dtype=float) for each in windows
+    ]

@@ -1,4 +1,6 @@
-"""Make profiles of profiles: tensor-parallel groups, stages that were measured apart, slower stages, limited GPUs."""
+"""Make profiles of profiles: tensor-parallel groups, stages that were measured apart, slower
+stages, limited GPUs.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,35 @@ _SENSOR_ERROR = 0.02  #: a GPU that runs at its limit is read to draw a little m
 
 
 def tensor_group(profiles: Sequence[Profile]) -> Profile:
-    """Return the profile of groups of GPUs that compute each stage together, at one clock for the group.
+    """Return the profile of groups of GPUs that compute each stage together, at one clock for the
+    group.
 
     A computation takes the longest time and the sum of the energies of the GPUs, as in Zeus.
 
     Args:
-        profiles: one for each GPU of a group, of the same stages and kinds. Clocks that not all of them have are
-            dropped.
+        profiles: one for each GPU of a group, of the same stages and kinds. Clocks that not all of
+            them have are dropped.
 
     Raises:
-        ProfileError: If there are none, or they differ in stages, kinds or control, or have no clock in common.
+        ProfileError: If there are none, or they differ in stages, kinds or control, or have no
+            clock in common.
     """
     first = _first(profiles)
     for number, other in enumerate(profiles):
         if set(other.measurements) != set(first.measurements):
-            raise ProfileError(f"GPU {number} of the group has other stages or kinds than GPU 0; measure the same")
+            raise ProfileError(
+                f"GPU {number} of the group has other stages or kinds than GPU 0; measure the same"
+            )
         if other.control != first.control:
             raise ProfileError(
-                f"GPU {number} of the group was measured by {other.control}, GPU 0 by {first.control}; use one"
+                f"GPU {number} of the group was measured by {other.control}, GPU 0 by "
+                f"{first.control}; use one"
             )
     rows = {key: [each.measurements[key] for each in profiles] for key in first.measurements}
     measurements = {key: tuple(_merge(each, key)) for key, each in rows.items()}
-    powers_w = tuple(math.fsum(each.blocking_w(stage) for each in profiles) for stage in range(first.stages))
+    powers_w = tuple(
+        math.fsum(each.blocking_w(stage) for each in profiles) for stage in range(first.stages)
+    )
     return replace(
         first,
         measurements=measurements,
@@ -65,11 +74,12 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
     """Return the profile of a pipeline whose stages were profiled apart, or run on different GPUs.
 
     Args:
-        profiles: one for each stage; of a profile with one stage that stage is taken, else the stage of that number.
+        profiles: one for each stage; of a profile with one stage that stage is taken, else the
+            stage of that number.
 
     Raises:
-        ProfileError: If there are none, one lacks its stage, or they differ in `gpus_per_stage`, `overhead_s`,
-            `clock_change` or `control`.
+        ProfileError: If there are none, one lacks its stage, or they differ in `gpus_per_stage`,
+            `overhead_s`, `clock_change` or `control`.
     """
     first = _first(profiles)
     measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
@@ -77,12 +87,20 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
     for stage, profile in enumerate(profiles):
         source = 0 if profile.stages == 1 else stage
         if source >= profile.stages:
-            raise ProfileError(f"the profile of stage {stage} has only {profile.stages} stages; give one that has it")
+            raise ProfileError(
+                f"the profile of stage {stage} has only {profile.stages} stages; give one that has "
+                "it"
+            )
         for name in ("gpus_per_stage", "overhead_s", "clock_change", "control"):
             if getattr(profile, name) != getattr(first, name):
-                raise ProfileError(f"the profiles of stage 0 and stage {stage} differ in {name}; give both the same")
+                raise ProfileError(
+                    f"the profiles of stage 0 and stage {stage} differ in {name}; give both the "
+                    "same"
+                )
         powers_w.append(profile.blocking_w(source))
-        measurements |= {(stage, kind): rows for (of, kind), rows in profile.measurements.items() if of == source}
+        measurements |= {
+            (stage, kind): rows for (of, kind), rows in profile.measurements.items() if of == source
+        }
     return replace(
         first,
         measurements=measurements,
@@ -93,7 +111,8 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
 
 
 def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
-    """Return the profile of the same pipeline while some stages are slower, because a GPU throttles, say.
+    """Return the profile of the same pipeline while some stages are slower, because a GPU
+    throttles, say.
 
     A slower stage is assumed to draw unchanged power, so its joules grow as its seconds do.
 
@@ -106,25 +125,32 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
     """
     for stage, slowdown in slowdowns.items():
         if stage not in range(profile.stages):
-            raise ProfileError(f"slow stage {stage!r}: does not exist; stages are 0 to {profile.stages - 1}")
+            raise ProfileError(
+                f"slow stage {stage!r}: does not exist; stages are 0 to {profile.stages - 1}"
+            )
         FACTOR.check(slowdown, f"slow stage {stage}", ProfileError)
 
     def slower(key: tuple[int, str]) -> Callable[[Measurement], Measurement]:
         slowdown = slowdowns.get(key[0], 1.0)
         return lambda m: Measurement(
-            m.clock_mhz, m.time_s * slowdown, m.energy_j * slowdown, _slower_evidence(m.evidence, slowdown)
+            m.clock_mhz,
+            m.time_s * slowdown,
+            m.energy_j * slowdown,
+            _slower_evidence(m.evidence, slowdown),
         )
 
-    measurements = {key: tuple(map(slower(key), rows)) for key, rows in profile.measurements.items()}
+    measurements = {
+        key: tuple(map(slower(key), rows)) for key, rows in profile.measurements.items()
+    }
     return replace(profile, measurements=measurements)
 
 
 def within_power_limit(profile: Profile, limit_w: float) -> Profile:
     """Return the profile without the clocks that a power limit of each GPU would cap.
 
-    A computation is capped if it drew more than the limit on average, beyond the error of a power sensor. What is left
-    are its operating points under that limit, whoever sets it: a site, a job scheduler or DCGM. A profile that has none
-    to lose is returned as it is.
+    A computation is capped if it drew more than the limit on average, beyond the error of a power
+    sensor. What is left are its operating points under that limit, whoever sets it: a site, a job
+    scheduler or DCGM. A profile that has none to lose is returned as it is.
 
     Args:
         profile: measured under this limit or a higher one.
@@ -137,21 +163,30 @@ def within_power_limit(profile: Profile, limit_w: float) -> Profile:
     most_w = limit_w * (1 + _SENSOR_ERROR)
 
     def power_w(row: Measurement) -> float:
-        return row.clock_mhz if profile.control == "power-limit" else row.energy_j / row.time_s / profile.gpus_per_stage
+        return (
+            row.clock_mhz
+            if profile.control == "power-limit"
+            else row.energy_j / row.time_s / profile.gpus_per_stage
+        )
 
-    kept = {key: tuple(row for row in rows if power_w(row) <= most_w) for key, rows in profile.measurements.items()}
+    kept = {
+        key: tuple(row for row in rows if power_w(row) <= most_w)
+        for key, rows in profile.measurements.items()
+    }
     for (stage, kind), rows in kept.items():
         if not rows:
             least_w = min(map(power_w, profile.measurements[stage, kind]))
             raise ProfileError(
-                f"stage {stage} {word_of(kind)}: draws {least_w:.0f} W at its least clock, and the power limit of its "
-                f"GPU is {limit_w:g} W; measure lower clocks, or raise the limit"
+                f"stage {stage} {word_of(kind)}: draws {least_w:.0f} W at its least clock, and "
+                f"the power limit of its GPU is {limit_w:g} W; measure lower clocks, or raise the "
+                "limit"
             )
     return profile if kept == profile.measurements else replace(profile, measurements=kept)
 
 
 def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:
-    """Return the profile with computations that take longer than measured, as GPUs wait within them.
+    """Return the profile with computations that take longer than measured, as GPUs wait within
+    them.
 
     Args:
         profile: the measured profile.
@@ -160,11 +195,17 @@ def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:
 
     def longer(key: tuple[int, str], row: Measurement) -> Measurement:
         factor = factors.get(key[1].split(".")[0], 1.0)
-        evidence = row.evidence and replace(row.evidence, time_stderr_s=row.evidence.time_stderr_s * factor)
+        evidence = row.evidence and replace(
+            row.evidence, time_stderr_s=row.evidence.time_stderr_s * factor
+        )
         waiting_j = profile.blocking_w(key[0]) * (factor - 1) * row.time_s
-        return Measurement(row.clock_mhz, row.time_s * factor, max(0.0, row.energy_j + waiting_j), evidence)
+        return Measurement(
+            row.clock_mhz, row.time_s * factor, max(0.0, row.energy_j + waiting_j), evidence
+        )
 
-    rows = {key: tuple(longer(key, row) for row in each) for key, each in profile.measurements.items()}
+    rows = {
+        key: tuple(longer(key, row) for row in each) for key, each in profile.measurements.items()
+    }
     return replace(profile, measurements=rows)
 
 
@@ -183,17 +224,28 @@ def _merge(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Itera
         raise ProfileError(f"{place}: the GPUs of the group have no clock in common; measure one")
     for clock in common:
         points = [table[clock] for table in tables]
-        yield Measurement(clock, max(m.time_s for m in points), math.fsum(m.energy_j for m in points), _merged(points))
+        yield Measurement(
+            clock,
+            max(m.time_s for m in points),
+            math.fsum(m.energy_j for m in points),
+            _merged(points),
+        )
 
 
 def _merged(points: Sequence[Measurement]) -> Evidence | None:
-    """Return the evidence of the slowest GPU, with the sum of the energies' errors: those of like GPUs may agree."""
+    """Return the evidence of the slowest GPU, with the sum of the energies' errors: those of
+    like GPUs may agree.
+    """
     evidence = [m.evidence for m in points if m.evidence is not None]
     slowest = max(points, key=lambda m: m.time_s).evidence
     if slowest is None or len(evidence) < len(points):
         return None
     throttle = tuple(dict.fromkeys(reason for each in evidence for reason in each.throttle))
-    return replace(slowest, energy_stderr_j=math.fsum(each.energy_stderr_j for each in evidence), throttle=throttle)
+    return replace(
+        slowest,
+        energy_stderr_j=math.fsum(each.energy_stderr_j for each in evidence),
+        throttle=throttle,
+    )
 
 
 def _slower_evidence(evidence: Evidence | None, slowdown: float) -> Evidence | None:

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from perseus_planner.errors import ProfileError
-from perseus_planner.quantities import CLOCK, COUNT, ENERGY, TEMPERATURE, TIME, WAIT, Rule, check_fields
+from perseus_planner.quantities import (
+    CLOCK,
+    COUNT,
+    ENERGY,
+    TEMPERATURE,
+    TIME,
+    WAIT,
+    Rule,
+    check_fields,
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +63,12 @@ class Measurement:
     """One computation at one clock.
 
     Attributes:
-        clock_mhz: the SM clock that was set, MHz, above 0; in a profile of power limits the limit, watts.
+        clock_mhz: the SM clock that was set, MHz, above 0; in a profile of power limits the limit,
+            watts.
         time_s: its duration, seconds, above 0.
         energy_j: the energy that the GPU used for it, joules, 0 or more.
-        evidence: how it was measured, if that is known; measurements that differ only in it are equal.
+        evidence: how it was measured, if that is known; measurements that differ only in it are
+            equal.
 
     Raises:
         ProfileError: If a value is out of range.
@@ -73,7 +84,12 @@ class Measurement:
 
 
 def nearest_clock(measured: Collection[int], clock_mhz: int) -> int:
-    """Return `clock_mhz` if it was measured, else the next lower clock that was, else the lowest one."""
+    """Return `clock_mhz` if it was measured, else the next lower clock that was, else the lowest
+    one.
+    """
     if clock_mhz in measured:
         return clock_mhz
-    return max((measured_mhz for measured_mhz in measured if measured_mhz < clock_mhz), default=min(measured))
+    return max(
+        (measured_mhz for measured_mhz in measured if measured_mhz < clock_mhz),
+        default=min(measured),
+    )

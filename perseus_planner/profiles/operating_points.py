@@ -1,8 +1,9 @@
 """Operating points: the measured clocks of a computation that are worth choosing.
 
-A GPU that is done early waits at the blocking power P, so a clock at which a computation takes t seconds and e joules
-adds its effective energy e - P * t to an iteration of a given length (Perseus, SOSP'24). Clocks are compared by that
-energy: one that is slower and takes more raw energy may still be the better one.
+A GPU that is done early waits at the blocking power P, so a clock at which a computation takes t
+seconds and e joules adds its effective energy e - P * t to an iteration of a given length (Perseus,
+SOSP'24). Clocks are compared by that energy: one that is slower and takes more raw energy may still
+be the better one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class OperatingPoint:
         clock_mhz: the SM clock, MHz.
         time_s: measured duration, seconds.
         energy_j: measured energy, joules.
-        effective_j: energy less what the GPU would draw if it waited for that long, joules; may be negative.
+        effective_j: energy less what the GPU would draw if it waited for that long, joules; may be
+            negative.
     """
 
     clock_mhz: int
@@ -34,11 +36,14 @@ class OperatingPoint:
     effective_j: float
 
 
-def pareto_front(measurements: Iterable[Measurement], blocking_power_w: float) -> tuple[OperatingPoint, ...]:
+def pareto_front(
+    measurements: Iterable[Measurement], blocking_power_w: float
+) -> tuple[OperatingPoint, ...]:
     """Return the points that no other point beats in both time and effective energy, fastest first.
 
-    Time strictly rises and effective energy strictly falls along the result, which has at least one point. Of equal
-    points the one with the highest clock is kept, which an uncontrolled GPU reaches first.
+    Time strictly rises and effective energy strictly falls along the result, which has at least one
+    point. Of equal points the one with the highest clock is kept, which an uncontrolled GPU reaches
+    first.
     """
     points = [
         OperatingPoint(m.clock_mhz, m.time_s, m.energy_j, m.energy_j - blocking_power_w * m.time_s)
@@ -53,7 +58,8 @@ def pareto_front(measurements: Iterable[Measurement], blocking_power_w: float) -
 
 
 def lower_hull(points: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
-    """Return the lower convex hull of points whose first coordinate rises (Andrew 1979, the lower chain).
+    """Return the lower convex hull of points whose first coordinate rises (Andrew 1979, the lower
+    chain).
 
     Args:
         points: (time, cost), cost falling; the hull of whole numbers is exact.

@@ -1,8 +1,10 @@
-"""Profile: what every stage's forward and backward takes, in seconds and joules, at every measured clock.
+"""Profile: what every stage's forward and backward takes, in seconds and joules, at every measured
+clock.
 
-A profile is a CSV file with the columns `stage,instruction,frequency,time,energy` (MHz, seconds and joules of
-one computation on one GPU), as Zeus documents it for its pipeline frequency optimizer, and optionally a YAML
-file beside it that holds the rest: the blocking power, the GPU, and how the numbers came to be.
+A profile is a CSV file with the columns `stage,instruction,frequency,time,energy` (MHz, seconds and
+joules of one computation on one GPU), as Zeus documents it for its pipeline frequency optimizer,
+and optionally a YAML file beside it that holds the rest: the blocking power, the GPU, and how the
+numbers came to be.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import ProfileError, shown
 from perseus_planner.files import sha256, write_file
 from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
-from perseus_planner.profiles.csv_file import CONTROLS, WORDS, Row, csv_bytes, parse_kind, read_table, word_of
+from perseus_planner.profiles.csv_file import (
+    CONTROLS,
+    WORDS,
+    Row,
+    csv_bytes,
+    parse_kind,
+    read_table,
+    word_of,
+)
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.quantities import COUNT, OFFSET, POWER, STAGE
 
@@ -42,23 +52,26 @@ class Profile(Displayable):
     """The measurements of every computation of a pipeline; immutable, and checked when it is made.
 
     Attributes:
-        measurements: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole;
-            the kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the inputs, of the weights), or one of
-            them with a suffix that you choose, such as "B.sync". Each stage has F, and B or both I and W. One clock is
-            enough.
-        blocking_power_w: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
-            number for each stage.
+        measurements: (stage, kind) -> measurements, highest clock first. Stages count from 0
+            without a hole; the kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the
+            inputs, of the weights), or one of them with a suffix that you choose, such as "B.sync".
+            Each stage has F, and B or both I and W. One clock is enough.
+        blocking_power_w: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or
+            more; or one number for each stage.
         gpu: the GPU's name, one line of printable text.
         origin: the source of the numbers, "measured" or "simulated".
-        gpus_per_stage: number of GPUs of a stage (tensor parallelism). Energies and powers are sums over them.
-        overhead_s: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
+        gpus_per_stage: number of GPUs of a stage (tensor parallelism). Energies and powers are sums
+            over them.
+        overhead_s: calibration: a measured iteration time minus the replayed one, seconds. GPUs
+            wait meanwhile.
         clock_change: the cost of a clock change; None if it was not measured.
-        control: what was set for each measurement: "clock", "power-limit", or "observed" if nothing was set and the
-            GPU chose the clocks.
-        iteration: the schedule in which the stages were measured, in the words of a job file: schedule, microbatches,
-            virtual_stages and microbatch_group; empty if it is not known. Profiles that differ only in it are equal.
-        conditions: the conditions of the measurement, such as driver and time, as text; profiles that differ only in
-            them are equal.
+        control: what was set for each measurement: "clock", "power-limit", or "observed" if nothing
+            was set and the GPU chose the clocks.
+        iteration: the schedule in which the stages were measured, in the words of a job file:
+            schedule, microbatches, virtual_stages and microbatch_group; empty if it is not known.
+            Profiles that differ only in it are equal.
+        conditions: the conditions of the measurement, such as driver and time, as text; profiles
+            that differ only in them are equal.
 
     Raises:
         ProfileError: If the values are not such a profile.
@@ -76,17 +89,22 @@ class Profile(Displayable):
     conditions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        table = {_checked_key(key): _checked_points(key, points) for key, points in self.measurements.items()}
+        table = {
+            _checked_key(key): _checked_points(key, points)
+            for key, points in self.measurements.items()
+        }
         _check_complete(table)
         kinds = list(WORDS)
         order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
-        object.__setattr__(self, "measurements", MappingProxyType({key: table[key] for key in order}))
+        object.__setattr__(
+            self, "measurements", MappingProxyType({key: table[key] for key in order})
+        )
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(getattr(self, name), name))
         if isinstance(self.blocking_power_w, tuple) and len(self.blocking_power_w) != self.stages:
             raise ProfileError(
-                f"blocking_power_w: has {len(self.blocking_power_w)} numbers for {self.stages} stages; "
-                "give one for each, or one for all"
+                f"blocking_power_w: has {len(self.blocking_power_w)} numbers for {self.stages} "
+                "stages; give one for each, or one for all"
             )
 
     @property
@@ -101,37 +119,51 @@ class Profile(Displayable):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the content, in hex: equal for equal profiles, whichever file they are from."""
-        rest = repr({name: getattr(self, name) for name in _CHECKS if name not in ("iteration", "conditions")})
+        """SHA-256 of the content, in hex: equal for equal profiles, whichever file they are
+        from.
+        """
+        rest = repr(
+            {
+                name: getattr(self, name)
+                for name in _CHECKS
+                if name not in ("iteration", "conditions")
+            }
+        )
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
 
     def estimated(self, clocks_mhz: Collection[int] | None = None) -> Estimate:
-        """Return the expected time and energy at every clock that the GPU supports, with their joint uncertainty.
+        """Return the expected time and energy at every clock that the GPU supports, with their
+        joint uncertainty.
 
-        Rows differ from the truth by as much as their standard errors say, or, without these, by as much as like stages
-        and neighbouring clocks scatter. The curve over the clock is smooth but for kinks and steps, and stages share as
-        much of it as their rows agree. Rows without noise stay as they are.
+        Rows differ from the truth by as much as their standard errors say, or, without these, by as
+        much as like stages and neighbouring clocks scatter. The curve over the clock is smooth but
+        for kinks and steps, and stages share as much of it as their rows agree. Rows without noise
+        stay as they are.
 
         Args:
-            clocks_mhz: the clocks that the GPU supports, MHz (with power limits: the limits, watts). Without them, the
-                measured ones, and those between if all differ by multiples of 5 MHz or more: a GPU's clocks are evenly
-                spaced then.
+            clocks_mhz: the clocks that the GPU supports, MHz (with power limits: the limits,
+                watts). Without them, the measured ones, and those between if all differ by
+                multiples of 5 MHz or more: a GPU's clocks are evenly spaced then.
 
         Raises:
-            ProfileError: If one of `clocks_mhz` is above the highest measured one, or a row has an energy of 0.
+            ProfileError: If one of `clocks_mhz` is above the highest measured one, or a row has an
+                energy of 0.
         """
         from perseus_planner.profiles.estimation import estimate_profile
 
         return estimate_profile(self, clocks_mhz)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], blocking_power_w: float | tuple[float, ...] | None = None) -> Profile:
+    def load(
+        cls, path: str | os.PathLike[str], blocking_power_w: float | tuple[float, ...] | None = None
+    ) -> Profile:
         """Read `profile.csv`, or `profile.yaml` with the CSV that it names.
 
         Args:
             path: the file; read as YAML when its name ends with .yaml or .yml, else as CSV.
-            blocking_power_w: what a waiting GPU draws, watts; or one number for each stage. Required for a CSV, which
-                does not hold it; with a YAML file, it replaces the file's.
+            blocking_power_w: what a waiting GPU draws, watts; or one number for each stage.
+                Required for a CSV, which does not hold it; with a YAML file, it replaces the
+                file's.
 
         Raises:
             ProfileError: If a file cannot be read or is not a profile; names file, line and remedy.
@@ -146,26 +178,36 @@ class Profile(Displayable):
         return _built(path, blocking_power_w=blocking_power_w)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `path`, a .yaml file, and the CSV of the same stem beside it; existing files are replaced.
+        """Write `path`, a .yaml file, and the CSV of the same stem beside it; existing files are
+        replaced.
 
-        Each file is whole or absent at any moment, and equal profiles give equal bytes. `Profile.load(path)` returns an
-        equal profile.
+        Each file is whole or absent at any moment, and equal profiles give equal bytes.
+        `Profile.load(path)` returns an equal profile.
 
         Raises:
             ProfileError: If `path` does not end with .yaml or .yml, or a file cannot be written.
         """
         path = Path(path)
         if path.suffix.lower() not in _YAML_SUFFIXES:
-            raise ProfileError(f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml")
+            raise ProfileError(
+                f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml"
+            )
         table = path.with_suffix(".csv")
-        document = {"format": _FORMAT, "version": _VERSION, "measurements": table.name, **self.rest()}
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "measurements": table.name,
+            **self.rest(),
+        }
         document.pop("control", None)  # the header of the table has it
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
         write_file(table, self._csv(), ProfileError)
         write_file(path, text, ProfileError)
 
     def rest(self) -> dict[str, Any]:
-        """Return everything but the measurements as plain values; rarely used fields are left out at their defaults."""
+        """Return everything but the measurements as plain values; rarely used fields are left
+        out at their defaults.
+        """
         power_w, change = self.blocking_power_w, self.clock_change
         content: dict[str, Any] = {
             "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
@@ -188,7 +230,14 @@ class Profile(Displayable):
 
     def _csv(self, *, evidence: bool = True) -> bytes:
         rows = [
-            Row(stage, kind, point.clock_mhz, point.time_s, point.energy_j, point.evidence if evidence else None)
+            Row(
+                stage,
+                kind,
+                point.clock_mhz,
+                point.time_s,
+                point.energy_j,
+                point.evidence if evidence else None,
+            )
             for (stage, kind), points in self.measurements.items()
             for point in points
         ]
@@ -204,13 +253,17 @@ def _checked_power(value: object, where: str) -> Any:
 def _checked_change(value: object, where: str) -> ClockChange | None:
     if value is None or isinstance(value, ClockChange):
         return value
-    raise ProfileError(f"{where}: {shown(value)} is not a ClockChange; give one, such as ClockChange(call_s=0.006)")
+    raise ProfileError(
+        f"{where}: {shown(value)} is not a ClockChange; give one, such as ClockChange(call_s=0.006)"
+    )
 
 
 def _checked_gpu(value: object, where: str) -> object:
     if value is None or (isinstance(value, str) and value and value.isprintable()):
         return value
-    raise ProfileError(f"{where}: {shown(value)} is not the name of a GPU: give one line of text, or leave it out")
+    raise ProfileError(
+        f"{where}: {shown(value)} is not the name of a GPU: give one line of text, or leave it out"
+    )
 
 
 def _one_of(choices: Collection[str]) -> Callable[[object, str], object]:
@@ -223,8 +276,13 @@ def _one_of(choices: Collection[str]) -> Callable[[object, str], object]:
 
 
 def _checked_conditions(value: object, where: str) -> Mapping[str, str]:
-    if not isinstance(value, Mapping) or not all(isinstance(text, str) for pair in value.items() for text in pair):
-        raise ProfileError(f"{where}: {shown(value)} is not a mapping of texts: write `name: text`, one on each line")
+    if not isinstance(value, Mapping) or not all(
+        isinstance(text, str) for pair in value.items() for text in pair
+    ):
+        raise ProfileError(
+            f"{where}: {shown(value)} is not a mapping of texts: write `name: text`, one on each "
+            "line"
+        )
     return MappingProxyType(dict(value))
 
 
@@ -233,7 +291,8 @@ def _checked_iteration(value: object, where: str) -> Mapping[str, str | int]:
         return MappingProxyType({})
     if not (isinstance(value, Mapping) and {"schedule"} <= value.keys() <= {"schedule", *_COUNTS}):
         raise ProfileError(
-            f"{where}: {shown(value)} is not a schedule; write `schedule: 1f1b`, {', '.join(_COUNTS)}, or leave it out"
+            f"{where}: {shown(value)} is not a schedule; write `schedule: 1f1b`, "
+            f"{', '.join(_COUNTS)}, or leave it out"
         )
     for name in value.keys() & set(_COUNTS):
         COUNT.check(value[name], f"{where}, {name}", ProfileError)
@@ -260,7 +319,9 @@ def _checked_key(key: object) -> tuple[int, str]:
     match key:
         case (stage, str() as kind) if parse_kind(kind) == kind:
             return STAGE.check(stage, "stage", ProfileError), kind
-    raise ProfileError(f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')")
+    raise ProfileError(
+        f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')"
+    )
 
 
 def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tuple[Measurement, ...]:
@@ -270,25 +331,32 @@ def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tupl
         raise ProfileError(f"{place}: has no measurement; give one for each clock, at least one")
     for above, below in pairwise(ordered):
         if above.clock_mhz == below.clock_mhz:
-            raise ProfileError(f"{place}: {below.clock_mhz} MHz is there twice; keep one measurement of each clock")
+            raise ProfileError(
+                f"{place}: {below.clock_mhz} MHz is there twice; keep one measurement of each clock"
+            )
     return ordered
 
 
 def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
     if not table:
-        raise ProfileError("has no measurements; give at least one forward and one backward of stage 0")
+        raise ProfileError(
+            "has no measurements; give at least one forward and one backward of stage 0"
+        )
     stages = {stage for stage, _ in table}
     hole = next(stage for stage in count() if stage not in stages)
     if hole < len(stages):
         raise ProfileError(
-            f"stage {hole} is missing though there is a stage {max(stages)}; measure it, or number the stages from 0"
+            f"stage {hole} is missing though there is a stage {max(stages)}; measure it, or number "
+            "the stages from 0"
         )
     for stage in sorted(stages):
         split = any((stage, kind) in table for kind in "IW")
         for kind in "FIW" if split and (stage, "B") not in table else "FBIW" if split else "FB":
             if (stage, kind) not in table:
                 word = WORDS[kind]
-                raise ProfileError(f"stage {stage} has no {word}; measure its {word} at one clock or more")
+                raise ProfileError(
+                    f"stage {stage} has no {word}; measure its {word} at one clock or more"
+                )
 
 
 def _built(path: Path, **rest: Any) -> Profile:
@@ -299,14 +367,18 @@ def _built(path: Path, **rest: Any) -> Profile:
         option = Measurement(row.clock_mhz, row.time_s, row.energy_j, row.evidence)
         table.setdefault((row.stage, row.kind), []).append(option)
     try:
-        return Profile({key: tuple(options) for key, options in table.items()}, control=control, **rest)
+        return Profile(
+            {key: tuple(options) for key, options in table.items()}, control=control, **rest
+        )
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
 
 
 def _without_power(path: Path) -> str:
     beside = [file for file in map(path.with_suffix, _YAML_SUFFIXES) if file.exists()]
-    remedy = f"load {beside[0]}, which holds it" if beside else "load the profile.yaml that holds it"
+    remedy = (
+        f"load {beside[0]}, which holds it" if beside else "load the profile.yaml that holds it"
+    )
     return (
         f"{path}: a CSV does not hold the blocking power, what a GPU draws while it waits; "
         f"give it with --blocking-power W (in Python blocking_power_w=), or {remedy}"
@@ -342,11 +414,15 @@ def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile
 
 
 def _table_path(document: Document) -> Path:
-    """Return the CSV that a profile.yaml names, which must be in the same folder so that nothing else is read."""
+    """Return the CSV that a profile.yaml names, which must be in the same folder so that nothing
+    else is read.
+    """
     name = document.values["measurements"]
     place = document.where("measurements")
     if not isinstance(name, str) or name in ("", "..") or "\\" in name or name != Path(name).name:
-        raise ProfileError(f"{place}: {shown(name)} is not a plain file name: name a CSV in the same folder")
+        raise ProfileError(
+            f"{place}: {shown(name)} is not a plain file name: name a CSV in the same folder"
+        )
     path = document.path.with_name(name)
     if not path.exists():
         raise ProfileError(f"{place}: {path} does not exist; put the CSV beside the YAML")

@@ -1,12 +1,15 @@
-"""Curves of like stages over the clock, estimated together from noisy points: a Gaussian process, with numpy alone.
+"""Curves of like stages over the clock, estimated together from noisy points: a Gaussian process,
+with numpy alone.
 
-The logarithm of a quantity of stage s at a clock is shared(x) + own_s(x) + noise, where x grows from 0 at the highest
-clock as the clock falls. Both curves are a straight line, plus a smooth bend (the cubic smoothing spline: Wahba 1990),
-plus kinks and plateaus (Brownian motion), plus a step at each clock (GPUs run other kernels at some clocks). How large
-each of these is follows from the points, by maximum a posteriori; so like stages share nearly everything, and unlike
-ones little. See Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), chapters 2 and 5.
+The logarithm of a quantity of stage s at a clock is shared(x) + own_s(x) + noise, where x grows
+from 0 at the highest clock as the clock falls. Both curves are a straight line, plus a smooth bend
+(the cubic smoothing spline: Wahba 1990), plus kinks and plateaus (Brownian motion), plus a step at
+each clock (GPUs run other kernels at some clocks). How large each of these is follows from the
+points, by maximum a posteriori; so like stages share nearly everything, and unlike ones little. See
+Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), chapters 2 and 5.
 
-Given the shared curve, stages are independent, so all matrices are as large as the number of clocks.
+Given the shared curve, stages are independent, so all matrices are as large as the number of
+clocks.
 """
 
 from __future__ import annotations
@@ -23,15 +26,24 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 _VAGUE = 4.0  #: variance of the shared level and slope, of which nothing is assumed
-_LEAST_STEP = 5e-4  #: standard deviation of a stage's own step at a clock, however alike stages look
+_LEAST_STEP = (
+    5e-4  #: standard deviation of a stage's own step at a clock, however alike stages look
+)
 _JITTER = 1e-13  #: relative; keeps a covariance positive definite in spite of rounding
 _MOST_FITTED = 16  #: curves from which the scales are found; more of them tell little more
-_UNLIKE = {1.0: 0.0, 4.0: 1.0, 16.0: 2.0}  #: how much more its own a curve's shape may be -> minus its log probability
+_UNLIKE = {
+    1.0: 0.0,
+    4.0: 1.0,
+    16.0: 2.0,
+}  #: how much more its own a curve's shape may be -> minus its log probability
 _FEW = 3  #: of fewer curves none stands out
 _REPEATS = 3  #: how often scales are found again after curves that stand out
 _ROUNDS = 30
 _ENOUGH = 1e-2  #: a smaller gain of log probability ends the search for the scales
-_FIRST, _LONGEST = 0.05, 1.5  #: the first step per unit of slope, and the longest step, in log scales
+_FIRST, _LONGEST = (
+    0.05,
+    1.5,
+)  #: the first step per unit of slope, and the longest step, in log scales
 _STEP = 1e-3  #: of the finite differences
 
 
@@ -77,7 +89,9 @@ class Curves:
         self.scales = guess
         for _ in range(_REPEATS):
             self.scales = self._fit(_alike(points, unlike, some), guess, doubt)
-            self._model = _Model(self._parts, self.scales, _alike(points, unlike, range(len(points))))
+            self._model = _Model(
+                self._parts, self.scales, _alike(points, unlike, range(len(points)))
+            )
             before, unlike = unlike, self._find_unlike()
             if unlike == before:
                 break
@@ -91,8 +105,8 @@ class Curves:
     def draws(self, count: int, random: np.random.Generator) -> Floats:
         """Return (curves, n, count) joint draws of the logarithms on the grid.
 
-        Each is a draw without regard to the points, corrected by what its own noisy points miss of the real ones
-        (Matheron's rule).
+        Each is a draw without regard to the points, corrected by what its own noisy points miss of
+        the real ones (Matheron's rule).
         """
         model, n = self._model, len(self._parts.one)
         shared = model.root @ random.standard_normal((n, count))
@@ -103,14 +117,20 @@ class Curves:
                 own[i] = root @ random.standard_normal((n, count))
         missed = []
         for each, value, curve in zip(self._points, self._values, own, strict=True):
-            noise = random.standard_normal((len(value), count)) * self.scales.noise * np.sqrt(each.variance)[:, None]
+            noise = (
+                random.standard_normal((len(value), count))
+                * self.scales.noise
+                * np.sqrt(each.variance)[:, None]
+            )
             missed.append(value[:, None] - shared[each.place] - curve[each.place] - noise)
         shared_more, own_more = model.given(missed)
         drawn: Floats = self._middle + (shared + shared_more) + (own + own_more)
         return drawn
 
     def _find_unlike(self) -> list[float]:
-        """Return how much more its own the shape of each curve is than that of most, judged by the shared curve."""
+        """Return how much more its own the shape of each curve is than that of most, judged by
+        the shared curve.
+        """
         if len(self._points) < _FEW:
             return [1.0] * len(self._points)
         shared, uncertain = self._model.shared(self._values)
@@ -119,18 +139,26 @@ class Curves:
             cost = {}
             for unlike, improbable in _UNLIKE.items():
                 own = self._parts.own(self.scales, unlike) + uncertain
-                root = np.linalg.cholesky(own[np.ix_(place, place)] + np.diag(self.scales.noise**2 * variance))
+                root = np.linalg.cholesky(
+                    own[np.ix_(place, place)] + np.diag(self.scales.noise**2 * variance)
+                )
                 missed = np.linalg.solve(root, value - shared[place])
-                cost[unlike] = improbable + float(np.log(np.diag(root)).sum() + 0.5 * missed @ missed)
+                cost[unlike] = improbable + float(
+                    np.log(np.diag(root)).sum() + 0.5 * missed @ missed
+                )
             found.append(min(cost, key=cost.__getitem__))
         return found
 
     def _fit(self, alike: Sequence[_Alike], guess: Scales, doubt: Scales) -> Scales:
-        """Return the most probable scales, found by the method of Broyden, Fletcher, Goldfarb and Shanno."""
+        """Return the most probable scales, found by the method of Broyden, Fletcher, Goldfarb
+        and Shanno.
+        """
 
         def cost(log_scales: Floats) -> float:
             try:
-                misfit = _Model(self._parts, Scales(*np.exp(log_scales).tolist()), alike).misfit(self._values)
+                misfit = _Model(self._parts, Scales(*np.exp(log_scales).tolist()), alike).misfit(
+                    self._values
+                )
             except np.linalg.LinAlgError:
                 return np.inf
             return misfit + 0.5 * float(np.sum(((log_scales - np.log(guess)) / doubt) ** 2))
@@ -176,7 +204,9 @@ class _Parts(NamedTuple):
     def own(self, scales: Scales, unlike: float) -> Floats:
         """Return the covariance of a curve's own part."""
         wave = (unlike * scales.shape) ** 2 * self._wave(scales)
-        own: Floats = scales.level**2 + scales.slope**2 * self.line + wave + _LEAST_STEP**2 * self.one
+        own: Floats = (
+            scales.level**2 + scales.slope**2 * self.line + wave + _LEAST_STEP**2 * self.one
+        )
         return own
 
     def _wave(self, scales: Scales) -> Floats:
@@ -189,7 +219,9 @@ def _parts(x: Floats) -> _Parts:
 
 
 class _Alike(NamedTuple):
-    """Curves whose points have the same places and variances, and whose shapes are as much their own."""
+    """Curves whose points have the same places and variances, and whose shapes are as much their
+    own.
+    """
 
     place: Integers
     variance: Floats
@@ -197,7 +229,9 @@ class _Alike(NamedTuple):
     curves: list[int]
 
 
-def _alike(points: Sequence[Points], unlike: Sequence[float], curves: Sequence[int]) -> list[_Alike]:
+def _alike(
+    points: Sequence[Points], unlike: Sequence[float], curves: Sequence[int]
+) -> list[_Alike]:
     groups: dict[tuple[bytes, bytes, float], _Alike] = {}
     for i in curves:
         place, variance = points[i].place, points[i].variance
@@ -213,10 +247,14 @@ class _Model:
         n = len(parts.one)
         self.alike, self.root = alike, _root(parts.shared(scales))
         self.own = [parts.own(scales, group.unlike) for group in alike]
-        self.inverses: list[Floats] = []  # of the covariance of each group's points about the shared curve
+        self.inverses: list[
+            Floats
+        ] = []  # of the covariance of each group's points about the shared curve
         self.half_log, precision = 0.0, np.zeros((n, n))
         for (place, variance, _, curves), own in zip(alike, self.own, strict=True):
-            root = np.linalg.cholesky(own[np.ix_(place, place)] + np.diag(scales.noise**2 * variance))
+            root = np.linalg.cholesky(
+                own[np.ix_(place, place)] + np.diag(scales.noise**2 * variance)
+            )
             half = np.linalg.inv(root)
             self.inverses.append(half.T @ half)
             self.half_log += len(curves) * float(np.log(np.diag(root)).sum())
@@ -236,19 +274,25 @@ class _Model:
         return self.half_log + 0.5 * (squares - float(explained @ explained))
 
     def shared(self, values: Sequence[Floats]) -> tuple[Floats, Floats]:
-        """Return the expected (n,) shared curve given the values of each curve, and its (n, n) covariance."""
+        """Return the expected (n,) shared curve given the values of each curve, and its (n, n)
+        covariance.
+        """
         half = np.linalg.solve(self.precision_root, self.root.T)
         return self.given([value[:, None] for value in values])[0][:, 0], half.T @ half
 
     def given(self, values: Sequence[Floats]) -> tuple[Floats, Floats]:
-        """Return the expected (n, m) shared curves and (curves, n, m) own parts, given (k, m) values of each curve."""
+        """Return the expected (n, m) shared curves and (curves, n, m) own parts, given (k, m)
+        values of each curve.
+        """
         weighed = np.zeros((len(self.root), values[0].shape[1]))
         for (place, _, _, curves), inverse in zip(self.alike, self.inverses, strict=True):
             weighed[place] += inverse @ np.sum([values[i] for i in curves], axis=0)
         inner = np.linalg.solve(self.precision_root, self.root.T @ weighed)
         shared: Floats = self.root @ np.linalg.solve(self.precision_root.T, inner)
         own = np.zeros((len(values), *weighed.shape))
-        for (place, _, _, curves), inverse, covariance in zip(self.alike, self.inverses, self.own, strict=True):
+        for (place, _, _, curves), inverse, covariance in zip(
+            self.alike, self.inverses, self.own, strict=True
+        ):
             for i in curves:
                 own[i] = covariance[:, place] @ (inverse @ (values[i] - shared[place]))
         return shared, own

@@ -1,4 +1,6 @@
-"""What the autopilot of a training without a plan knows, and the file in which a run keeps the last of it."""
+"""What the autopilot of a training without a plan knows, and the file in which a run keeps the
+last of it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class AutopilotStatus:
             "audit" or "paying"; "stopped" if the autopilot cannot go on.
         iteration: The iteration that the program was made for; -1 before the first.
         reference_s: Seconds of an iteration at full clocks; None while that is not known.
-        saving: Energy that the newest plan saves, as a share of that of an iteration at full clocks; None before it.
+        saving: Energy that the newest plan saves, as a share of that of an iteration at full
+            clocks; None before it.
         saving_stderr: Its standard error.
         owed_s: Seconds that the ledger owes; negative for credit.
         burst_s: Seconds that it may owe.
@@ -50,8 +53,9 @@ class AutopilotStatus:
         error = "" if self.saving_stderr is None else f" ± {100 * self.saving_stderr:.1f}"
         return (
             f"{self.phase}, saving {100 * self.saving:.1f}{error} % of the energy at full clocks, "
-            f"{self.trials} operating points tried in iteration {self.iteration} and {self.unknown} not known yet, "
-            f"the ledger owes {si(self.owed_s, 's', 3)} of at most {si(self.burst_s, 's', 3)}"
+            f"{self.trials} operating points tried in iteration {self.iteration} and "
+            f"{self.unknown} not known yet, the ledger owes {si(self.owed_s, 's', 3)} of at most "
+            f"{si(self.burst_s, 's', 3)}"
         )
 
 
@@ -79,4 +83,6 @@ def read_status(attempt: Path) -> AutopilotStatus | None:
     try:
         return read_fields(AutopilotStatus, json.loads(text))
     except ValueError as error:
-        raise RunError(f"{path}: is damaged: {error}; remove it to see the rest of the run") from error
+        raise RunError(
+            f"{path}: is damaged: {error}; remove it to see the rest of the run"
+        ) from error

@@ -1,7 +1,8 @@
 """Matches clock changes to the computations of an iteration that they were for.
 
-A change names the position of the rank's program that it was made for, but not the iteration, and no change is made for
-a clock that is in force. Successive computations at one clock need one change, made while any of them runs.
+A change names the position of the rank's program that it was made for, but not the iteration, and
+no change is made for a clock that is in force. Successive computations at one clock need one
+change, made while any of them runs.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ def match_changes(
     in_force: int | None,
     samples: Sequence[ClockSample] = (),
 ) -> tuple[ComputationRecord, ...]:
-    """Return the computations of one rank in an iteration, with the changes made for them; O(n log n).
+    """Return the computations of one rank in an iteration, with the changes made for them; O(n log
+    n).
 
     Args:
         iteration: Number of the iteration.
         computations: What ran, in order.
         clocks: The requested clock of each computation; None if no clocks were requested.
         spans_s: When each computation began and ended.
-        calls: Calls that set the rank's GPU, in order, from the middle of the last computation of the previous
-            iteration on.
-        first_asked_s: When the clock of the first computation was requested; the clock of any other computation is
-            requested when the one before it ends.
+        calls: Calls that set the rank's GPU, in order, from the middle of the last computation of
+            the previous iteration on.
+        first_asked_s: When the clock of the first computation was requested; the clock of any other
+            computation is requested when the one before it ends.
         in_force: The clock that was set before the first of `calls`; None if it is not known.
         samples: Clocks that were read in addition to those of `calls`.
     """
@@ -64,7 +66,9 @@ def match_changes(
     requests = {} if clocks is None else dict(_requests(clocks, spans_s, index, first_asked_s))
     achieved = _achieved_mhz(spans_s, calls, samples)
     records, no_request = [], _Request()
-    for position, (computation, span, mhz) in enumerate(zip(computations, spans_s, achieved, strict=True)):
+    for position, (computation, span, mhz) in enumerate(
+        zip(computations, spans_s, achieved, strict=True)
+    ):
         clock = None if clocks is None else clocks[position]
         request = requests.get(position, no_request)
         records.append(ComputationRecord(iteration, computation, *span, clock, *request, mhz))
@@ -72,7 +76,10 @@ def match_changes(
 
 
 def _requests(
-    clocks: Sequence[int], spans_s: Sequence[tuple[float, float]], index: _CallIndex, first_asked_s: float
+    clocks: Sequence[int],
+    spans_s: Sequence[tuple[float, float]],
+    index: _CallIndex,
+    first_asked_s: float,
 ) -> Iterator[tuple[int, _Request]]:
     """Yield the positions for which a change was requested, with the request."""
     for first, last in _segments(clocks):
@@ -80,14 +87,17 @@ def _requests(
         since_s = spans_s[first - 1][0] if first else -math.inf
         call = index.find(range(first, last + 1), clocks[first], since_s, spans_s[last][1])
         if call is not None:
-            # Times of the device are not exact: the end of a computation may seem later than the request that follows.
+            # Times of the device are not exact: the end of a computation may seem later than the
+            # request that follows.
             yield first, _Request(min(asked_s, call.seen_s), call.begun_s, call.ended_s)
         elif index.in_force(asked_s) != clocks[first]:
             yield first, _Request(asked_s)
 
 
 class _Request(NamedTuple):
-    """When the clock of a computation was requested, and when the call that set it began and returned."""
+    """When the clock of a computation was requested, and when the call that set it began and
+    returned.
+    """
 
     asked_s: float | None = None
     set_begin_s: float | None = None
@@ -105,9 +115,14 @@ class _CallIndex:
             self._by_position.setdefault(call.position, []).append(call)
 
     def find(self, positions: range, value: int, since_s: float, until_s: float) -> SetCall | None:
-        """Return the call to set `value` that was made for one of the positions and seen in this span of time."""
+        """Return the call to set `value` that was made for one of the positions and seen in this
+        span of time.
+        """
         calls = (call for position in positions for call in self._by_position.get(position, ()))
-        return next((call for call in calls if call.value == value and since_s <= call.seen_s <= until_s), None)
+        return next(
+            (call for call in calls if call.value == value and since_s <= call.seen_s <= until_s),
+            None,
+        )
 
     def in_force(self, at_s: float) -> int | None:
         """Return the value that was set last before `at_s`."""
@@ -127,8 +142,12 @@ def _segments(clocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _achieved_mhz(
     spans_s: Sequence[tuple[float, float]], calls: Sequence[SetCall], samples: Sequence[ClockSample]
 ) -> Iterator[int | None]:
-    """Yield the first clock that was read after the middle of each computation: no call was made in between."""
-    ordered = sorted([*samples, *(ClockSample(call.begun_s, call.before_mhz) for call in calls)], key=_time_s)
+    """Yield the first clock that was read after the middle of each computation: no call was made
+    in between.
+    """
+    ordered = sorted(
+        [*samples, *(ClockSample(call.begun_s, call.before_mhz) for call in calls)], key=_time_s
+    )
     for begin_s, end_s in spans_s:
         index = bisect_left(ordered, (begin_s + end_s) / 2, key=_time_s)
         yield ordered[index].clock_mhz if index < len(ordered) else None

@@ -1,24 +1,27 @@
 """The files of a run folder, which the ranks of a job write together.
 
-Each start of the job, by its user or by torchrun, is an *attempt*: a sub-folder named by when it began, in UTC.
+Each start of the job, by its user or by torchrun, is an *attempt*: a sub-folder named by when it
+began, in UTC.
 
-    totals-3.csv                       rank 3: sums over iterations whose rows are gone, by attempt and plan
-    attempt-20261122T133502/
+    totals-3.csv                       rank 3: sums over iterations whose rows are gone, by attempt
+    and plan attempt-20261122T133502/
         autopilot.json                 what the autopilot knew last, if there was no plan
         plan-1.yaml                    a plan; plan-1-pipeline-0.yaml if each pipeline has its own
         iterations-3.csv               the last iterations of rank 3, a row for each
         iterations-3.old.csv           the rows before these, once there are many
         computations-3.csv             the computations of its last iterations
 
-A rank writes its rows every few seconds and at the end, by one write each time, so a killed rank loses a few seconds.
+A rank writes its rows every few seconds and at the end, by one write each time, so a killed rank
+loses a few seconds.
 
 The folder is bounded, however long the job runs and however often it is started:
 
 - A file of rows has at most 1 MiB. Then the file before it is deleted, so a rank has two.
-- The newest `ATTEMPTS_KEPT` attempts have rows and plans. When a rank begins another attempt, it adds older rows to its
-  totals and deletes them.
+- The newest `ATTEMPTS_KEPT` attempts have rows and plans. When a rank begins another attempt, it
+  adds older rows to its totals and deletes them.
 - An attempt has the plans of the newest `PLANS_KEPT` versions.
-- The totals of a rank have at most `MOST_TOTALS` rows. They lose no joule and no second: older ones are added up.
+- The totals of a rank have at most `MOST_TOTALS` rows. They lose no joule and no second: older ones
+  are added up.
 """
 
 from __future__ import annotations
@@ -61,8 +64,10 @@ class Attempt(NamedTuple):
     """A start of a job, as its first rank tells all others.
 
     Attributes:
-        number: When it began, in UTC, such as 20261122133502; greater than that of every earlier attempt.
-        ended: Number of each earlier attempt whose rows are to be added up now, with its number of ranks.
+        number: When it began, in UTC, such as 20261122133502; greater than that of every earlier
+            attempt.
+        ended: Number of each earlier attempt whose rows are to be added up now, with its number of
+            ranks.
     """
 
     number: int
@@ -76,7 +81,10 @@ class Attempt(NamedTuple):
         if folder is not None:
             with suppress(OSError):
                 known = attempts_in(folder)
-                ended = [(each, _count(attempt_path(folder, each))) for each in known[: len(known) + 1 - ATTEMPTS_KEPT]]
+                ended = [
+                    (each, _count(attempt_path(folder, each)))
+                    for each in known[: len(known) + 1 - ATTEMPTS_KEPT]
+                ]
         number = int(f"{now or datetime.now(timezone.utc):%Y%m%d%H%M%S}")
         return cls(max([number, *(each + 1 for each in known[-1:])]), ended)
 
@@ -110,7 +118,8 @@ class RankFiles:
         self._rows.append(record)
 
     def write(self) -> None:
-        """Write the rows that were added. They can be read from then on, even if this process is killed.
+        """Write the rows that were added. They can be read from then on, even if this process is
+        killed.
 
         Raises:
             RunError: If the totals in the folder are damaged.
@@ -136,7 +145,9 @@ class RankFiles:
     def replace_computations(self, computations: Sequence[ComputationRecord]) -> None:
         """Replace the computations by these."""
         with replacing(computations_path(self._path, self._rank)) as file:
-            file.write((COMPUTATIONS.header + "".join(map(COMPUTATIONS.line, computations))).encode())
+            file.write(
+                (COMPUTATIONS.header + "".join(map(COMPUTATIONS.line, computations))).encode()
+            )
 
     def save_plan(self, plan: Plan, version: int, pipeline: int | None) -> None:
         """Save a plan that is run by; `pipeline` is None if all pipelines run by it.
@@ -178,7 +189,8 @@ class RankFiles:
         return iterations_path(self._path, self._rank).open("ab", buffering=0)
 
     def _replace_old(self, file: BinaryIO) -> None:
-        # The totals come first: should this process end in between, rows that are in the totals do not count again.
+        # The totals come first: should this process end in between, rows that are in the totals do
+        # not count again.
         _save_totals(self.folder, self._rank, self._totals)
         path = iterations_path(self._path, self._rank)
         os.replace(path, iterations_path(self._path, self._rank, old=True))
@@ -204,7 +216,8 @@ def _save_totals(folder: Path, rank: int, totals: RankTotals) -> None:
 
 
 def read_totals(folder: Path, rank: int) -> RankTotals:
-    """Return the saved totals of a rank. Whoever adds rows to them reads the rows first: they may be added meanwhile.
+    """Return the saved totals of a rank. Whoever adds rows to them reads the rows first: they may
+    be added meanwhile.
 
     Raises:
         RunError: If the file is damaged.
@@ -215,13 +228,21 @@ def read_totals(folder: Path, rank: int) -> RankTotals:
 
 def attempts_in(folder: Path) -> list[int]:
     """Return the numbers of the attempts in a run folder, oldest first."""
-    return sorted(int(match[1] + match[2]) for match in map(_ATTEMPT.fullmatch, os.listdir(folder)) if match)
+    return sorted(
+        int(match[1] + match[2]) for match in map(_ATTEMPT.fullmatch, os.listdir(folder)) if match
+    )
 
 
 def ranks_in(folder: Path) -> list[int]:
     """Return the ranks that have rows in the folder of an attempt, or totals in a run folder."""
     names = os.listdir(folder)
-    return sorted({int(match[1]) for name in names if (match := _ROWS.fullmatch(name) or _TOTALS.fullmatch(name))})
+    return sorted(
+        {
+            int(match[1])
+            for name in names
+            if (match := _ROWS.fullmatch(name) or _TOTALS.fullmatch(name))
+        }
+    )
 
 
 def _count(attempt: Path) -> int:
@@ -247,7 +268,9 @@ def totals_path(folder: Path, rank: int) -> Path:
 
 def plan_path(attempt: Path, version: int, pipeline: int | None) -> Path:
     """Return the path of a plan."""
-    return attempt / (f"plan-{version}.yaml" if pipeline is None else f"plan-{version}-pipeline-{pipeline}.yaml")
+    return attempt / (
+        f"plan-{version}.yaml" if pipeline is None else f"plan-{version}-pipeline-{pipeline}.yaml"
+    )
 
 
 def iterations_path(attempt: Path, rank: int, *, old: bool = False) -> Path:

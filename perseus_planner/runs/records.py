@@ -1,7 +1,7 @@
 """What a rank records of an iteration and of its computations.
 
-Times are seconds since the epoch by the clock of the rank's node. A clock is in the unit of the plan's control: MHz, or
-watts of a power limit. Achieved clocks are always in MHz.
+Times are seconds since the epoch by the clock of the rank's node. A clock is in the unit of the
+plan's control: MHz, or watts of a power limit. Achieved clocks are always in MHz.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from perseus_planner.schedules import Computation
 
 LATE = 0.1
-"""A change is late if more than this share of the first computation that it is for had run before it was set."""
+"""A change is late if more than this share of the first computation that it is for had run
+before it was set.
+"""
 _MAX_CHARACTERS = 300  #: of a deviation
 
 
@@ -31,9 +33,11 @@ class ComputationRecord:
         end_s: When it ended.
         clock: The clock that it should run at; None if no clock was requested for it.
         asked_s: When that clock was first requested; None if it was in force already.
-        set_begin_s: When the call that set the clock began; None if another clock was requested before.
+        set_begin_s: When the call that set the clock began; None if another clock was requested
+            before.
         set_end_s: When that call returned.
-        achieved_mhz: Achieved clock, read after most of the computation had run; None if it is not known.
+        achieved_mhz: Achieved clock, read after most of the computation had run; None if it is not
+            known.
     """
 
     iteration: int
@@ -70,13 +74,14 @@ class ChangeStatistics:
         changes_asked: Number of clock changes that were requested.
         changes_set: Number of them that were made before another clock was requested.
         changes_late: Number of those made after more than `LATE` of the first computation had run.
-        changes_overtaken: Number of requested changes that were not made before another clock was requested.
+        changes_overtaken: Number of requested changes that were not made before another clock was
+            requested.
         off_clock_s: Seconds of computation before the requested clock was set.
-        latency_p50_s: Median seconds from the request of a clock to the return of the call that sets it; None if no
-            clock was set.
+        latency_p50_s: Median seconds from the request of a clock to the return of the call that
+            sets it; None if no clock was set.
         latency_p99_s: The same for the 99th percentile.
-        clock: Mean requested clock, weighted by time, over the computations whose achieved clock is known; None if no
-            achieved clock is known.
+        clock: Mean requested clock, weighted by time, over the computations whose achieved clock is
+            known; None if no achieved clock is known.
         achieved_mhz: Mean achieved clock of the same computations, weighted by time.
     """
 
@@ -92,12 +97,20 @@ class ChangeStatistics:
 
     @classmethod
     def of(cls, computations: Sequence[ComputationRecord]) -> ChangeStatistics:
-        """Return the statistics of an iteration; `computations` are in the order in which they ran."""
+        """Return the statistics of an iteration; `computations` are in the order in which they
+        ran.
+        """
         asked = [each for each in computations if each.asked_s is not None]
         latencies_s = sorted(
-            each.set_end_s - each.asked_s for each in asked if each.set_end_s is not None and each.asked_s is not None
+            each.set_end_s - each.asked_s
+            for each in asked
+            if each.set_end_s is not None and each.asked_s is not None
         )
-        known = [each for each in computations if each.clock is not None and each.achieved_mhz is not None]
+        known = [
+            each
+            for each in computations
+            if each.clock is not None and each.achieved_mhz is not None
+        ]
         return cls(
             changes_asked=len(asked),
             changes_set=len(latencies_s),
@@ -125,15 +138,18 @@ class IterationRecord(ChangeStatistics):
         begin_s: When it began.
         end_s: When it ended.
         busy_s: Seconds of its computations.
-        planned_busy_s: Seconds of its computations by the measurements in the plan; None if it did not run as planned.
+        planned_busy_s: Seconds of its computations by the measurements in the plan; None if it did
+            not run as planned.
         energy_j: Joules of this rank's GPU from begin to end.
-        baseline_j: Joules of a GPU with all clocks at maximum, by the profile, in an iteration that takes as long: the
-            mean over the GPUs of the pipeline. With the autopilot, the mean over the last iterations of this GPU that
-            ran so. None if it did not run as planned.
+        baseline_j: Joules of a GPU with all clocks at maximum, by the profile, in an iteration that
+            takes as long: the mean over the GPUs of the pipeline. With the autopilot, the mean over
+            the last iterations of this GPU that ran so. None if it did not run as planned.
         temperature_c: Degrees Celsius at its end.
-        throttled_s: Throttle reason -> seconds in which it held the GPU back, for the reasons that the GPU counts.
+        throttled_s: Throttle reason -> seconds in which it held the GPU back, for the reasons that
+            the GPU counts.
         deviation: What was not as planned; None if it ran as planned.
-        origin: "measured" or "simulated", for energy, clocks and throttling; None if no GPU was read.
+        origin: "measured" or "simulated", for energy, clocks and throttling; None if no GPU was
+            read.
     """
 
     iteration: int
@@ -155,7 +171,9 @@ class IterationRecord(ChangeStatistics):
         object.__setattr__(self, "throttled_s", dict(self.throttled_s))
         if self.deviation is not None:
             one_line = " ".join(self.deviation.split()).encode(errors="replace").decode()
-            object.__setattr__(self, "deviation", one_line.replace("\0", "")[:_MAX_CHARACTERS] or "unknown")
+            object.__setattr__(
+                self, "deviation", one_line.replace("\0", "")[:_MAX_CHARACTERS] or "unknown"
+            )
 
     @property
     def time_s(self) -> float:
@@ -185,7 +203,9 @@ def _percentile(sorted_values: Sequence[float], share: float) -> float | None:
     return sorted_values[int(share * (len(sorted_values) - 1) + 0.5)] if sorted_values else None
 
 
-def _mean_by_time(computations: Sequence[ComputationRecord], values: Sequence[float]) -> float | None:
+def _mean_by_time(
+    computations: Sequence[ComputationRecord], values: Sequence[float]
+) -> float | None:
     weights_s = [each.duration_s for each in computations]
     whole_s = math.fsum(weights_s)
     return math.fsum(map(operator.mul, weights_s, values)) / whole_s if whole_s > 0 else None

@@ -19,7 +19,14 @@ from perseus_planner.files import reading
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status
-from perseus_planner.runs.recording import attempt_of, attempt_path, attempts_in, plan_path, ranks_in, read_totals
+from perseus_planner.runs.recording import (
+    attempt_of,
+    attempt_path,
+    attempts_in,
+    plan_path,
+    ranks_in,
+    read_totals,
+)
 from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, ends_whole
 from perseus_planner.runs.totals import Total, of_all_ranks
 
@@ -27,7 +34,10 @@ if TYPE_CHECKING:
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
-_REMEDY = "copy the files of all nodes into one folder, or try again when each rank has ended an iteration"
+_REMEDY = (
+    "copy the files of all nodes into one folder, or try again when each rank has ended an "
+    "iteration"
+)
 _NOT_YET = "no iteration has ended yet; try again when one has"
 
 
@@ -39,8 +49,8 @@ class RankRecord:
         rank: Rank in the whole job.
         iterations: The iterations in the folder, in order; at least one.
         computations: Iteration -> its computations, for the last iterations.
-        is_cut_off: Whether another row has no end, because the rank was killed, the disk was full, or it is being
-            written.
+        is_cut_off: Whether another row has no end, because the rank was killed, the disk was full,
+            or it is being written.
     """
 
     rank: int
@@ -59,7 +69,9 @@ class RankRecord:
         return self.iterations[-1].pipeline_rank
 
     def counted(self, version: int) -> tuple[IterationRecord, ...]:
-        """Return the iterations that ran as planned by a plan, without its first one, which is not typical."""
+        """Return the iterations that ran as planned by a plan, without its first one, which is
+        not typical.
+        """
         return tuple(row for row in self.iterations_by(version)[1:] if row.is_as_planned)
 
     def iterations_by(self, version: int) -> tuple[IterationRecord, ...]:
@@ -69,7 +81,8 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Run(Displayable):
-    """What all ranks of a job recorded: its newest attempt that has iterations, and the totals of all attempts.
+    """What all ranks of a job recorded: its newest attempt that has iterations, and the totals of
+    all attempts.
 
     Attributes:
         folder: The run folder, or that of one attempt, which is then read instead.
@@ -92,7 +105,8 @@ class Run(Displayable):
         """Read a run folder; the run may still go on.
 
         Raises:
-            RunError: If it is not a run folder, has no iterations yet, or the files of a rank are missing or damaged.
+            RunError: If it is not a run folder, has no iterations yet, or the files of a rank are
+                missing or damaged.
             PlanError: If a plan is damaged.
         """
         folder = Path(folder)
@@ -102,7 +116,9 @@ class Run(Displayable):
                 _check_names(folder)
             root = folder if attempt is None else folder.resolve().parent
             attempts = attempts_in(root) if attempt is None else [attempt]
-            rows = {each: _rows(folder if attempt else attempt_path(root, each)) for each in attempts}
+            rows = {
+                each: _rows(folder if attempt else attempt_path(root, each)) for each in attempts
+            }
         with_rows = [each for each in attempts if rows[each]]
         if not with_rows:
             raise RunError(f"{folder}: {_NOT_YET}")
@@ -113,7 +129,9 @@ class Run(Displayable):
             for match in filter(None, map(_PLAN.fullmatch, sorted(os.listdir(path))))
         }
         ranks = tuple(_rank(path, rank, found) for rank, found in rows[newest].items())
-        run = cls(folder, plans, ranks, newest, _totals(root, rows, only=attempt), read_status(path))
+        run = cls(
+            folder, plans, ranks, newest, _totals(root, rows, only=attempt), read_status(path)
+        )
         run._check()
         return run
 
@@ -124,10 +142,14 @@ class Run(Displayable):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of the plans that iterations ran by, oldest first; without plans that are no longer kept."""
+        """Versions of the plans that iterations ran by, oldest first; without plans that are no
+        longer kept.
+        """
         kept = {version for version, _ in self.plans}
         oldest = min(kept) if len(kept) >= recording.PLANS_KEPT else 0
-        found = {row.version for rank in self.ranks for row in rank.iterations if row.version is not None}
+        found = {
+            row.version for rank in self.ranks for row in rank.iterations if row.version is not None
+        }
         return tuple(sorted(version for version in found if version >= oldest))
 
     @property
@@ -139,8 +161,8 @@ class Run(Displayable):
         """
         if not self.versions:
             raise RunError(
-                f"{self.folder}: was trained without a plan, so there is none beside which to see it; `planner show` "
-                "says what it learnt and saved"
+                f"{self.folder}: was trained without a plan, so there is none beside which to see "
+                "it; `planner show` says what it learnt and saved"
             )
         return self.versions[-1]
 
@@ -154,12 +176,13 @@ class Run(Displayable):
             if key in self.plans:
                 return self.plans[key]
         raise RunError(
-            f"{self.folder}: has iterations by plan {version} but no {plan_path(self.folder, version, None).name}; "
-            f"{_REMEDY}"
+            f"{self.folder}: has iterations by plan {version} but no "
+            f"{plan_path(self.folder, version, None).name}; {_REMEDY}"
         )
 
     def time_s(self, version: int) -> float | None:
-        """Return the seconds of an iteration by a plan: the mean of the `counted` ones, on the slowest rank.
+        """Return the seconds of an iteration by a plan: the mean of the `counted` ones, on the
+        slowest rank.
 
         None if no rank has such an iteration.
         """
@@ -171,16 +194,26 @@ class Run(Displayable):
         numbers = [rank.rank for rank in self.ranks]
         for number in range(numbers[-1]):
             if number not in numbers:
-                raise RunError(f"{self.folder}: has no iterations of rank {number}, but of other ranks; {_REMEDY}")
+                raise RunError(
+                    f"{self.folder}: has no iterations of rank {number}, but of other ranks; "
+                    f"{_REMEDY}"
+                )
         if not self.versions and self.autopilot is None:
             raise RunError(f"{self.folder}: no iteration has run by a plan; try again when one has")
         rank_counts = Counter((rank.pipeline, rank.pipeline_rank) for rank in self.ranks)
         for pipeline, _ in list(rank_counts):
-            plans = [self.plan(version, pipeline) for version in self.versions if self._ran(version, pipeline)]
+            plans = [
+                self.plan(version, pipeline)
+                for version in self.versions
+                if self._ran(version, pipeline)
+            ]
             for number in range(max((len(plan.schedule.ranks) for plan in plans), default=0)):
                 if not rank_counts[pipeline, number]:
                     where = f"rank {number} of pipeline {pipeline}"
-                    raise RunError(f"{self.folder}: has no iterations of {where}, but of other ranks; {_REMEDY}")
+                    raise RunError(
+                        f"{self.folder}: has no iterations of {where}, but of other ranks; "
+                        f"{_REMEDY}"
+                    )
 
     def _ran(self, version: int, pipeline: int) -> bool:
         return any(rank.pipeline == pipeline and rank.iterations_by(version) for rank in self.ranks)
@@ -196,8 +229,8 @@ class MeasuredIteration(NamedTuple):
 def calibration_of(run: Run) -> MeasuredIteration:
     """Return the time of an iteration by the newest plan.
 
-    Only iterations that ran as planned count, without the first one by that plan. If there are several pipelines, which
-    end every iteration together, the plan is that of the slowest.
+    Only iterations that ran as planned count, without the first one by that plan. If there are
+    several pipelines, which end every iteration together, the plan is that of the slowest.
 
     Raises:
         RunError: If no iteration counts.
@@ -206,7 +239,8 @@ def calibration_of(run: Run) -> MeasuredIteration:
     time_s = run.time_s(version)
     if time_s is None:
         raise RunError(
-            f"{run.folder}: no iteration ran as planned by plan {version} after its first one; train for longer"
+            f"{run.folder}: no iteration ran as planned by plan {version} after its first one; "
+            "train for longer"
         )
     pipelines = sorted({rank.pipeline for rank in run.ranks if rank.iterations_by(version)})
     plans = [run.plan(version, pipeline) for pipeline in pipelines]
@@ -219,12 +253,13 @@ def _check_names(folder: Path) -> None:
         raise RunError(f"{folder}: is empty; try again when an iteration by a plan has ended")
     if any(_PLAN.fullmatch(name) or name.startswith("iterations-") for name in names):
         raise RunError(
-            f"{folder}: has files of a run of version 0.1, which this one does not read; move them to another folder, "
-            "and show them with the planner that the training ran with"
+            f"{folder}: has files of a run of version 0.1, which this one does not read; move "
+            "them to another folder, and show them with the planner that the training ran with"
         )
     if not attempts_in(folder):
         raise RunError(
-            f"{folder}: is a folder, but not a run folder; name a folder that a training run has written, or a file"
+            f"{folder}: is a folder, but not a run folder; name a folder that a training run has "
+            "written, or a file"
         )
 
 
@@ -241,7 +276,9 @@ def _rows(attempt: Path) -> dict[int, list[IterationRecord]]:
 
 def _rank(attempt: Path, number: int, rows: Sequence[IterationRecord]) -> RankRecord:
     path = recording.computations_path(attempt, number)
-    groups = groupby(COMPUTATIONS.read(path) if path.exists() else [], key=lambda each: each.iteration)
+    groups = groupby(
+        COMPUTATIONS.read(path) if path.exists() else [], key=lambda each: each.iteration
+    )
     computations = {iteration: tuple(group) for iteration, group in groups}
     path = recording.iterations_path(attempt, number)
     return RankRecord(number, tuple(rows), computations, path.exists() and not ends_whole(path))
@@ -250,7 +287,9 @@ def _rank(attempt: Path, number: int, rows: Sequence[IterationRecord]) -> RankRe
 def _totals(
     folder: Path, rows: Mapping[int, Mapping[int, Sequence[IterationRecord]]], only: int | None
 ) -> tuple[Total, ...]:
-    """Return the totals of all ranks in all attempts, or in one; `rows` are attempt -> rank -> its rows."""
+    """Return the totals of all ranks in all attempts, or in one; `rows` are attempt -> rank ->
+    its rows.
+    """
     of_ranks = []
     for rank in sorted({*ranks_in(folder), *(rank for found in rows.values() for rank in found)}):
         totals = read_totals(folder, rank)

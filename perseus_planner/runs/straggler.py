@@ -1,7 +1,8 @@
 """Detects whether a rank's GPU is slow, from how long its computations took.
 
-The slowdown is how many times as long as normal the computations take. Normal is learned from the rank's first
-iterations, because a profile never matches a job exactly. If the GPU is throttled from the start, the profile counts.
+The slowdown is how many times as long as normal the computations take. Normal is learned from the
+rank's first iterations, because a profile never matches a job exactly. If the GPU is throttled from
+the start, the profile counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class StragglerDetection:
     """What to report of a GPU.
 
     Attributes:
-        slowdown: How many times as long as normal its computations take, at least 1; 1 if it has recovered.
+        slowdown: How many times as long as normal its computations take, at least 1; 1 if it has
+            recovered.
         reason: What slows it down, in words.
     """
 
@@ -43,8 +45,8 @@ class StragglerDetector:
     """What is known of one rank so far; immutable, `after` returns the next state.
 
     Attributes:
-        normal_ratio: Actual over planned time while nothing is wrong; 1 if the profile counts, None if it is not known
-            yet.
+        normal_ratio: Actual over planned time while nothing is wrong; 1 if the profile counts, None
+            if it is not known yet.
         recent: The last iterations that ran as planned, at most `ENOUGH`.
         reported: The slowdown that was reported last; 1 if none was.
     """
@@ -53,11 +55,13 @@ class StragglerDetector:
     recent: tuple[IterationRecord, ...] = ()
     reported: float = 1.0
 
-    def after(self, iteration: IterationRecord) -> tuple[StragglerDetector, StragglerDetection | None]:
+    def after(
+        self, iteration: IterationRecord
+    ) -> tuple[StragglerDetector, StragglerDetection | None]:
         """Return the state after one more iteration, and what to report, if anything.
 
-        Reported once each: that the GPU is slow, that its slowdown has changed by more than `SLOW`, and that it has
-        recovered. Iterations that did not run as planned are ignored.
+        Reported once each: that the GPU is slow, that its slowdown has changed by more than `SLOW`,
+        and that it has recovered. Iterations that did not run as planned are ignored.
         """
         if iteration.deviation is not None or not iteration.planned_busy_s or iteration.busy_s <= 0:
             return self, None
@@ -69,7 +73,9 @@ class StragglerDetector:
             return detector._judge(self.normal_ratio)
         if _is_throttled(recent):  # learning from these iterations would hide it
             return detector._judge(1.0)
-        return replace(detector, normal_ratio=median(_ratio(row) for row in recent), recent=()), None
+        return replace(
+            detector, normal_ratio=median(_ratio(row) for row in recent), recent=()
+        ), None
 
     def _judge(self, normal_ratio: float) -> tuple[StragglerDetector, StragglerDetection | None]:
         slowdowns = [_ratio(row) / normal_ratio for row in self.recent]
@@ -77,7 +83,9 @@ class StragglerDetector:
         has_moved = min(slowdowns) > self.reported * SLOW or max(slowdowns) < self.reported / SLOW
         if is_slow and has_moved:
             slowdown = median(slowdowns)
-            return replace(self, reported=slowdown), StragglerDetection(slowdown, _reason(self.recent))
+            return replace(self, reported=slowdown), StragglerDetection(
+                slowdown, _reason(self.recent)
+            )
         if self.reported > 1.0 and max(slowdowns) < RECOVERED:
             return replace(self, reported=1.0), StragglerDetection(1.0, "it has recovered")
         return self, None
@@ -89,12 +97,20 @@ def _ratio(row: IterationRecord) -> float:
 
 
 def _throttled_shares(rows: Iterable[IterationRecord]) -> dict[str, float]:
-    """Return throttle reason -> share of the time, the largest first, for shares above `_THROTTLED`."""
+    """Return throttle reason -> share of the time, the largest first, for shares above
+    `_THROTTLED`.
+    """
     rows = list(rows)
     time_s = math.fsum(row.time_s for row in rows)
     reasons = dict.fromkeys(reason for row in rows for reason in row.throttled_s)
-    seconds = {reason: math.fsum(row.throttled_s.get(reason, 0.0) for row in rows) for reason in reasons}
-    shares = {reason: held_s / time_s for reason, held_s in seconds.items() if held_s > _THROTTLED * time_s}
+    seconds = {
+        reason: math.fsum(row.throttled_s.get(reason, 0.0) for row in rows) for reason in reasons
+    }
+    shares = {
+        reason: held_s / time_s
+        for reason, held_s in seconds.items()
+        if held_s > _THROTTLED * time_s
+    }
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 

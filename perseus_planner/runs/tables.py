@@ -1,7 +1,8 @@
 """The tables of a run folder: CSV files whose rows are read back as they were written.
 
-A reader finds whole rows at any time, and at most one at the end that is cut off, because the rank was killed, the disk
-was full or it is being written. That one has no end of line, and is not read. An empty cell is a value that is unknown.
+A reader finds whole rows at any time, and at most one at the end that is cut off, because the rank
+was killed, the disk was full or it is being written. That one has no end of line, and is not read.
+An empty cell is a value that is unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Row = TypeVar("Row")
 
 
 class _Cell(NamedTuple):
-    """The values of a column: `read` returns None for a wrong text, and `expected` describes a right one."""
+    """The values of a column: `read` returns None for a wrong text, and `expected` describes a
+    right one.
+    """
 
     read: Callable[[str], Any]
     expected: str
@@ -96,11 +99,15 @@ class Table(Generic[Row]):
         """Return the whole rows of a file, which may be written meanwhile.
 
         Raises:
-            RunError: If the file cannot be read, or has a whole line that the planner did not write.
+            RunError: If the file cannot be read, or has a whole line that the planner did not
+                write.
         """
         header, *lines = [*_whole_lines(path)] or [self.header.rstrip("\n")]
         if header != self.header.rstrip("\n"):
-            raise RunError(f"{path}, line 1: has other columns; read it with the planner that the training ran with")
+            raise RunError(
+                f"{path}, line 1: has other columns; read it with the planner that the training "
+                "ran with"
+            )
         return [self._row(f"{path}, line {number}", line) for number, line in enumerate(lines, 2)]
 
     def _row(self, where: str, line: str) -> Row:
@@ -109,12 +116,18 @@ class Table(Generic[Row]):
         except (csv.Error, ValueError):
             texts = []
         if len(texts) != len(self.columns):
-            raise RunError(f"{where}: is not a row of {len(self.columns)} cells; the file was changed: record it again")
+            raise RunError(
+                f"{where}: is not a row of {len(self.columns)} cells; the file was changed: record "
+                "it again"
+            )
         values = {}
         for (name, cell), text in zip(self.columns.items(), texts, strict=True):
             values[name] = cell.read(text) if text else None
             if values[name] is None and (text or not cell.is_optional):
-                raise RunError(f"{where}, column {name!r}: {shown(text)} is not {cell.expected}; the file was changed")
+                raise RunError(
+                    f"{where}, column {name!r}: {shown(text)} is not {cell.expected}; the file was "
+                    "changed"
+                )
         return self.row_of(values)
 
 
@@ -123,7 +136,10 @@ def _whole_lines(path: Path) -> list[str]:
     with reading(path, RunError), path.open("rb") as file:
         data = file.read(_MAX_READ_BYTES + 1)
     if len(data) > _MAX_READ_BYTES:
-        raise RunError(f"{path}: is larger than {_MAX_READ_BYTES} bytes, so not what a run writes; name another folder")
+        raise RunError(
+            f"{path}: is larger than {_MAX_READ_BYTES} bytes, so not what a run writes; name "
+            "another folder"
+        )
     return [line.decode(errors="replace") for line in data.split(b"\n")[:-1]]
 
 
@@ -197,10 +213,13 @@ COMPUTATIONS = Table(
 _TOTAL_CELLS = {"version": _WHOLE.or_empty(), "origin": _ORIGIN.or_empty()}
 _COUNTS = ("attempt", "iterations", "metered_iterations", "last_iteration")
 _TOTAL_COLUMNS = {
-    each.name: _TOTAL_CELLS.get(each.name, _WHOLE if each.name in _COUNTS else _NUMBER) for each in fields(Total)
+    each.name: _TOTAL_CELLS.get(each.name, _WHOLE if each.name in _COUNTS else _NUMBER)
+    for each in fields(Total)
 }
 
 TOTALS = Table(
-    _TOTAL_COLUMNS, lambda row: [getattr(row, name) for name in _TOTAL_COLUMNS], lambda values: Total(**values)
+    _TOTAL_COLUMNS,
+    lambda row: [getattr(row, name) for name in _TOTAL_COLUMNS],
+    lambda values: Total(**values),
 )
 """The format of `Total`s."""

@@ -1,7 +1,9 @@
-"""The totals of a run: sums over all iterations that there ever were, also over those whose rows are gone.
+"""The totals of a run: sums over all iterations that there ever were, also over those whose rows
+are gone.
 
-A rank adds the iterations of a file of rows to its totals before the file is replaced or removed. Its totals say which
-iteration was the last to be added, so a row that is still there counts once, wherever the rank was killed.
+A rank adds the iterations of a file of rows to its totals before the file is replaced or removed.
+Its totals say which iteration was the last to be added, so a row that is still there counts once,
+wherever the rank was killed.
 """
 
 from __future__ import annotations
@@ -14,26 +16,32 @@ if TYPE_CHECKING:
     from perseus_planner.runs.records import IterationRecord
 
 MOST_TOTALS = 1000
-"""How many totals of a rank are kept apart, by attempt and version; older ones are added up to one."""
+"""How many totals of a rank are kept apart, by attempt and version; older ones are added up to
+one.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """The iterations by one plan in one attempt of a job, added up: of one rank, or of all ranks together.
+    """The iterations by one plan in one attempt of a job, added up: of one rank, or of all ranks
+    together.
 
     Attributes:
         attempt: Number of the attempt; 0 for several attempts together.
-        version: Version of the plan; None for iterations without a plan, and for several plans together.
+        version: Version of the plan; None for iterations without a plan, and for several plans
+            together.
         iterations: Number of iterations; of all ranks, on the rank that has most.
         time_s: Seconds from their begins to their ends; of all ranks, on the rank that has most.
-        metered_iterations: Number of iterations whose energy is known; of all ranks, on the rank that has fewest.
+        metered_iterations: Number of iterations whose energy is known; of all ranks, on the rank
+            that has fewest.
         energy_j: Joules of the GPUs in iterations whose energy is known.
-        saved_j: Joules that iterations which ran as planned used less than they would have with all clocks at maximum,
-            by the profile, in as much time. Negative if they used more.
+        saved_j: Joules that iterations which ran as planned used less than they would have with all
+            clocks at maximum, by the profile, in as much time. Negative if they used more.
         begin_s: When the first of them began, seconds since the epoch.
         end_s: When the last of them ended, seconds since the epoch.
         last_iteration: Number of the last of them; of several attempts, the greatest.
-        origin: "measured" or "simulated", for the energy; "simulated" if any of it is, None if none is known.
+        origin: "measured" or "simulated", for the energy; "simulated" if any of it is, None if none
+            is known.
     """
 
     attempt: int
@@ -123,7 +131,10 @@ class RankTotals:
 
     def add(self, attempt: int, rows: Iterable[IterationRecord]) -> None:
         """Add those iterations of an attempt that were not added before."""
-        last = max((each.last_iteration for each in self._totals.values() if each.attempt == attempt), default=-1)
+        last = max(
+            (each.last_iteration for each in self._totals.values() if each.attempt == attempt),
+            default=-1,
+        )
         for row in rows:
             if row.iteration > last:
                 self._add(Total.of(attempt, row))

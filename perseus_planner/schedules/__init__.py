@@ -1,15 +1,20 @@
 """Pipeline schedules: which computations each rank runs, and in what order.
 
-A computation is written as in torch.distributed.pipelining: `3F17` is the forward (F) of microbatch 17 on stage 3. A
-schedule is one list of computations per rank. Generators make the schedules that engines run, each also by its name on
-the command line; a text grid holds any other schedule. `dag` joins a schedule and a profile to a `PipelineDag`,
-`pipeline` adds transfers, fixed operations and variants.
+A computation is written as in torch.distributed.pipelining: `3F17` is the forward (F) of microbatch
+17 on stage 3. A schedule is one list of computations per rank. Generators make the schedules that
+engines run, each also by its name on the command line; a text grid holds any other schedule. `dag`
+joins a schedule and a profile to a `PipelineDag`, `pipeline` adds transfers, fixed operations and
+variants.
 """
 
 from perseus_planner.schedules.checks import dependency_of
 from perseus_planner.schedules.computation import KINDS, Computation
 from perseus_planner.schedules.grid import grid_text, load_grid, parse_grid, save_grid
-from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
+from perseus_planner.schedules.interleaved import (
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+)
 from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.names import NAMES, generate, generate_for_stages
 from perseus_planner.schedules.schedule import Schedule, check_pipeline

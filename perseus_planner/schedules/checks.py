@@ -1,6 +1,7 @@
 """Find the first flaw of a schedule, or of a schedule that an engine is to run as a pipeline.
 
-These functions take the ranks of a schedule, not a `Schedule`, so that a file is checked before it becomes one.
+These functions take the ranks of a schedule, not a `Schedule`, so that a file is checked before it
+becomes one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ class Flaw(NamedTuple):
     @property
     def where(self) -> str:
         """The place in words, for a schedule without a file; computations are counted from 1."""
-        return f"rank {self.rank}" + ("" if self.position is None else f", computation {self.position + 1}")
+        return f"rank {self.rank}" + (
+            "" if self.position is None else f", computation {self.position + 1}"
+        )
 
 
 def find_layout_flaw(ranks: Ranks) -> Flaw | None:
-    """Return the first malformed, repeated or misplaced computation, empty rank or missing stage."""
+    """Return the first malformed, repeated or misplaced computation, empty rank or missing
+    stage.
+    """
     seen: set[Computation] = set()
     holder: dict[int, tuple[int, int]] = {}
     for rank, order in enumerate(ranks):
@@ -52,8 +57,13 @@ def find_layout_flaw(ranks: Ranks) -> Flaw | None:
 
 def _wrong(computation: Computation, rank: int, first_rank: int, again: bool) -> str:
     numbers = computation.stage, computation.microbatch
-    if computation.kind not in KINDS or not all(type(number) is int and number >= 0 for number in numbers):
-        return f"{computation!r} is not a computation; give whole numbers of 0 or more and a kind F, B, I or W"
+    if computation.kind not in KINDS or not all(
+        type(number) is int and number >= 0 for number in numbers
+    ):
+        return (
+            f"{computation!r} is not a computation; give whole numbers of 0 or more and a kind "
+            "F, B, I or W"
+        )
     if again:
         return f"{computation} is there twice; keep one"
     if rank != first_rank:
@@ -62,24 +72,33 @@ def _wrong(computation: Computation, rank: int, first_rank: int, again: bool) ->
 
 
 def _hole(what: str, numbers: Collection[int]) -> str:
-    """Return a complaint if `numbers`, all 0 or more, are not 0, 1, 2 and so on; else an empty text."""
+    """Return a complaint if `numbers`, all 0 or more, are not 0, 1, 2 and so on; else an empty
+    text.
+    """
     largest = max(numbers)
     missing = next((number for number in range(largest) if number not in numbers), None)
     if missing is None:
         return ""
-    return f"{what} {missing} is missing though there is {what} {largest}; number them from 0 without a hole"
+    return (
+        f"{what} {missing} is missing though there is {what} {largest}; number them from 0 "
+        "without a hole"
+    )
 
 
-def dependency_of(computation: Computation, present: Container[Computation], last_stage: int) -> Computation | None:
-    """Return the computation whose output `computation` takes as input in a pipeline; None for a forward of stage 0.
+def dependency_of(
+    computation: Computation, present: Container[Computation], last_stage: int
+) -> Computation | None:
+    """Return the computation whose output `computation` takes as input in a pipeline; None for a
+    forward of stage 0.
 
-    A forward depends on the forward of the previous stage; a backward, B or I, on the backward of the next stage, of
-    either kind, or on the last stage on its own forward; W depends on its own I. The order on the rank is not part of
-    this.
+    A forward depends on the forward of the previous stage; a backward, B or I, on the backward of
+    the next stage, of either kind, or on the last stage on its own forward; W depends on its own I.
+    The order on the rank is not part of this.
 
     Args:
         computation: the computation that depends on the result.
-        present: all computations of the schedule; they tell whether the next stage runs B or I. B if neither.
+        present: all computations of the schedule; they tell whether the next stage runs B or I. B
+            if neither.
         last_stage: the number of the last stage.
     """
     stage, kind, microbatch = computation
@@ -94,8 +113,14 @@ def dependency_of(computation: Computation, present: Container[Computation], las
 
 
 def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
-    """Return why ranks without a layout flaw are not a pipeline that runs to its end; see `check_pipeline`."""
-    place = {each: (rank, position) for rank, order in enumerate(ranks) for position, each in enumerate(order)}
+    """Return why ranks without a layout flaw are not a pipeline that runs to its end; see
+    `check_pipeline`.
+    """
+    place = {
+        each: (rank, position)
+        for rank, order in enumerate(ranks)
+        for position, each in enumerate(order)
+    }
     holder = {each.microbatch: place[each] for each in reversed(place)}
     text = _hole("microbatch", holder)
     if text:
@@ -103,7 +128,9 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
     for each in place:
         whole = Computation(each.stage, "B", each.microbatch)
         if each.kind in ("I", "W") and whole in place:
-            return Flaw(*place[each], f"{each} is a part of {whole}, which is present too; keep one of them")
+            return Flaw(
+                *place[each], f"{each} is a part of {whole}, which is present too; keep one of them"
+            )
     flaw = _stuck(ranks, place)
     if flaw is not None:
         return flaw
@@ -112,7 +139,9 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
 
 
 def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw | None:
-    """Return the computation at which the ranks stop: its input is missing, or it is the first of a ring."""
+    """Return the computation at which the ranks stop: its input is missing, or it is the first
+    of a ring.
+    """
     last_stage = max(computation.stage for computation in place)
     reached = _reached(ranks, place, last_stage)
     rank = next((rank for rank, order in enumerate(ranks) if reached[rank] < len(order)), None)
@@ -124,7 +153,9 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
         other = dependency_of(head, place, last_stage)
         assert other is not None  # else it would have run
         if other not in place:
-            return Flaw(rank, reached[rank], f"{head} can never run: it waits for {_missing(other)}")
+            return Flaw(
+                rank, reached[rank], f"{head} can never run: it waits for {_missing(other)}"
+            )
         chain[rank] = other
         rank = place[other][0]
     ring = list(chain)[list(chain).index(rank) :]
@@ -137,7 +168,9 @@ def _closed(
     ring: Mapping[int, Computation],
     place: Mapping[Computation, tuple[int, int]],
 ) -> Flaw:
-    """Return the first computation of a ring of ranks, each of which waits for one that the next never reaches."""
+    """Return the first computation of a ring of ranks, each of which waits for one that the next
+    never reaches.
+    """
     rank = min(ring)
     head, other = ranks[rank][reached[rank]], ring[rank]
     behind = place[other][0]
@@ -181,7 +214,9 @@ def _unfinished(present: Collection[Computation]) -> Iterator[tuple[Computation,
     """Yield forwards without a backward and I without W, each with what to do."""
     for computation in present:
         stage, kind, microbatch = computation
-        if kind == "F" and not any(Computation(stage, other, microbatch) in present for other in "BI"):
+        if kind == "F" and not any(
+            Computation(stage, other, microbatch) in present for other in "BI"
+        ):
             remedy = f"add {stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}"
             yield computation, f"{computation} has no backward; {remedy}"
         if kind == "I" and Computation(stage, "W", microbatch) not in present:

@@ -26,15 +26,16 @@ _NO_CLOCK = 0  #: the clock in the only operating point of a fixed operation
 
 @dataclass(frozen=True)
 class PipelineDag:
-    """One iteration as a directed acyclic graph of computations and fixed operations, with their costs.
+    """One iteration as a directed acyclic graph of computations and fixed operations, with their
+    costs.
 
     Attributes:
         profile: the cost of each (stage, kind) at each clock.
         iteration: the nodes, and what they wait for.
 
     Raises:
-        ProfileError: If the profile has other stages than the iteration, lacks one of its kinds, or the stages of a
-            rank wait at different powers.
+        ProfileError: If the profile has other stages than the iteration, lacks one of its kinds, or
+            the stages of a rank wait at different powers.
     """
 
     profile: Profile
@@ -45,38 +46,50 @@ class PipelineDag:
         if self.profile.stages != stages:
             raise ProfileError(
                 f"the profile has {self.profile.stages} stages and the schedule {stages}; "
-                f"profile the stages of this schedule, or make the schedule for {self.profile.stages}"
+                "profile the stages of this schedule, or make the schedule for "
+                f"{self.profile.stages}"
             )
         for key, computation in zip(self.iteration.keys, self.computations, strict=True):
             if key not in self.profile.measurements:
-                other = "leave that variant out" if "." in key[1] else f"use a schedule without {key[1]}"
+                other = (
+                    "leave that variant out"
+                    if "." in key[1]
+                    else f"use a schedule without {key[1]}"
+                )
                 raise ProfileError(
-                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} needs; measure it, or {other}"
+                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} needs; "
+                    f"measure it, or {other}"
                 )
         for rank, program in enumerate(self.schedule.ranks):
             if len({self.profile.blocking_w(c.stage) for c in program}) > 1:
                 raise ProfileError(
-                    f"blocking_power_w: differs between the stages of rank {rank}, which are on the same GPUs; "
-                    "give them one power"
+                    f"blocking_power_w: differs between the stages of rank {rank}, which are on "
+                    "the same GPUs; give them one power"
                 )
 
     @classmethod
     def from_schedule(cls, profile: Profile, schedule: Schedule, **extras: Any) -> PipelineDag:
-        """Return the graph that a pipeline engine runs; `extras` are keyword arguments of `pipeline_iteration`."""
+        """Return the graph that a pipeline engine runs; `extras` are keyword arguments of
+        `pipeline_iteration`.
+        """
         return cls(profile, pipeline_iteration(schedule, **extras))
 
     @classmethod
-    def from_networkx(cls, profile: Profile, graph: nx.DiGraph[Any], name: str = "custom") -> PipelineDag:
+    def from_networkx(
+        cls, profile: Profile, graph: nx.DiGraph[Any], name: str = "custom"
+    ) -> PipelineDag:
         """Return the graph of an iteration that is given as a networkx graph.
 
         Args:
             profile: the profile of the stages in the graph.
-            graph: an edge from each node to each that waits for it, with the attribute `lag_s` (seconds, default 0) if
-                it must wait longer. A node is a `Computation` or its text, such as "3F17"; the attribute `rank` is the
-                rank that runs it (default: its stage), `kind` its kind in the profile, such as "B.sync" (default: its
-                kind in the schedule). Other nodes are fixed operations, named as in `Operation`, such as "3optimizer",
-                with the attributes `rank`, `time_s` and, unless its GPUs only wait, `energy_j`. The nodes of a rank
-                must be in one order: a path leads from each of them to the next.
+            graph: an edge from each node to each that waits for it, with the attribute `lag_s`
+                (seconds, default 0) if it must wait longer. A node is a `Computation` or its text,
+                such as "3F17"; the attribute `rank` is the rank that runs it (default: its stage),
+                `kind` its kind in the profile, such as "B.sync" (default: its kind in the
+                schedule). Other nodes are fixed operations, named as in `Operation`, such as
+                "3optimizer", with the attributes `rank`, `time_s` and, unless its GPUs only wait,
+                `energy_j`. The nodes of a rank must be in one order: a path leads from each of them
+                to the next.
             name: the name of the schedule.
 
         Raises:
@@ -107,8 +120,13 @@ class PipelineDag:
 
     @cached_property
     def keys(self) -> tuple[tuple[int, str], ...]:
-        """The class of every node: nodes of one class have the same points. An operation is a class by itself."""
-        return (*self.iteration.keys, *((i, str(each)) for i, each in enumerate(self.iteration.operations)))
+        """The class of every node: nodes of one class have the same points. An operation is a
+        class by itself.
+        """
+        return (
+            *self.iteration.keys,
+            *((i, str(each)) for i, each in enumerate(self.iteration.operations)),
+        )
 
     @cached_property
     def points(self) -> dict[tuple[int, str], tuple[OperatingPoint, ...]]:
@@ -120,10 +138,16 @@ class PipelineDag:
         for key, measurements in self.profile.measurements.items():
             if key in used:
                 points[key] = pareto_front(measurements, self.profile.blocking_w(key[0]))
-        for key, operation in zip(self.keys[len(self.computations) :], self.iteration.operations, strict=True):
+        for key, operation in zip(
+            self.keys[len(self.computations) :], self.iteration.operations, strict=True
+        ):
             power_w = self.rank_waiting_w[operation.rank]
-            energy_j = power_w * operation.time_s if operation.energy_j is None else operation.energy_j
-            effective_j = 0.0 if operation.energy_j is None else energy_j - power_w * operation.time_s
+            energy_j = (
+                power_w * operation.time_s if operation.energy_j is None else operation.energy_j
+            )
+            effective_j = (
+                0.0 if operation.energy_j is None else energy_j - power_w * operation.time_s
+            )
             points[key] = (OperatingPoint(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
         return points
 
@@ -142,7 +166,9 @@ class PipelineDag:
         return [self.profile.measurements[key][0] for key in self.iteration.keys]
 
     def to_networkx(self) -> nx.DiGraph[Any]:
-        """Return the graph as `from_networkx` reads it; its nodes are computations and names of operations."""
+        """Return the graph as `from_networkx` reads it; its nodes are computations and names of
+        operations.
+        """
         import networkx as nx
 
         nodes = (*self.computations, *map(str, self.iteration.operations))
@@ -165,12 +191,15 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
     """Return the iteration of a networkx graph, as `PipelineDag.from_networkx` reads it.
 
     Raises:
-        ScheduleError: If a node is not a computation or an operation, or the nodes of a rank are not in one order.
+        ScheduleError: If a node is not a computation or an operation, or the nodes of a rank are
+            not in one order.
     """
     import networkx as nx
 
     if not isinstance(graph, nx.DiGraph) or graph.is_multigraph():
-        raise ScheduleError(f"graph: {type(graph).__name__} is of the wrong type; give a networkx.DiGraph")
+        raise ScheduleError(
+            f"graph: {type(graph).__name__} is of the wrong type; give a networkx.DiGraph"
+        )
     nodes = {node: _node(node, attributes) for node, attributes in graph.nodes(data=True)}
     ranks = {node: _rank(each, graph.nodes[node], len(nodes)) for node, each in nodes.items()}
     programs: list[list[Hashable]] = [[] for _ in range(1 + max(ranks.values(), default=-1))]
@@ -182,8 +211,12 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
     computed = [node for program in programs for node in program]
     operations = {node: each for node, each in nodes.items() if isinstance(each, Operation)}
     place = {node: i for i, node in enumerate([*computed, *operations])}
-    # The previous node of the rank first, as in `pipeline_iteration`, then the others by their place.
-    waits = [sorted(graph.pred[node], key=lambda other: (other != previous_of[node], place[other])) for node in place]
+    # The previous node of the rank first, as in `pipeline_iteration`, then the others by their
+    # place.
+    waits = [
+        sorted(graph.pred[node], key=lambda other: (other != previous_of[node], place[other]))
+        for node in place
+    ]
     return Iteration(
         Schedule(name, tuple(tuple(nodes[node] for node in program) for program in programs)),  # type: ignore[misc]
         tuple(tuple(place[other] for other in each) for each in waits),
@@ -200,7 +233,9 @@ def _rank(each: Computation | Operation, attributes: dict[str, Any], count: int)
     value = each.rank if isinstance(each, Operation) else attributes.get("rank", each.stage)
     rank: int | None = STAGE.accept(value)
     if rank is None or rank >= count:
-        raise ScheduleError(f"{each}, rank: {shown(value)} is not a rank; number the ranks 0, 1, 2 and so on")
+        raise ScheduleError(
+            f"{each}, rank: {shown(value)} is not a rank; number the ranks 0, 1, 2 and so on"
+        )
     return rank
 
 
@@ -213,14 +248,21 @@ def _node(node: object, attributes: dict[str, Any]) -> Computation | Operation:
             return Computation.parse(text)
         except ScheduleError:
             raise ScheduleError(
-                f"{shown(text)} is not a computation, such as 3F17; an operation needs the attribute time_s"
+                f"{shown(text)} is not a computation, such as 3F17; an operation needs the "
+                "attribute time_s"
             ) from None
     if "rank" not in attributes:
-        raise ScheduleError(f"{text}: is an operation without the attribute rank; give the rank that runs it")
-    return parse_operation(text, attributes["rank"], attributes["time_s"], attributes.get("energy_j"))
+        raise ScheduleError(
+            f"{text}: is an operation without the attribute rank; give the rank that runs it"
+        )
+    return parse_operation(
+        text, attributes["rank"], attributes["time_s"], attributes.get("energy_j")
+    )
 
 
-def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[tuple[Hashable, Hashable]]:
+def _one_order(
+    graph: nx.DiGraph[Any], ranks: dict[Hashable, int]
+) -> list[tuple[Hashable, Hashable]]:
     """Return the nodes in topological order, each with the previous one on its rank."""
     import networkx as nx
 
@@ -229,9 +271,13 @@ def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[tuple
     except nx.NetworkXUnfeasible:
         edges = nx.find_cycle(graph)
         cycle = " -> ".join(str(node) for node in (*(tail for tail, _ in edges), edges[0][0]))
-        raise ScheduleError(f"the graph has the cycle {cycle}; nothing on it can ever start") from None
+        raise ScheduleError(
+            f"the graph has the cycle {cycle}; nothing on it can ever start"
+        ) from None
     bit = {node: 1 << i for i, node in enumerate(order)}
-    ahead: dict[Hashable, int] = {}  # the nodes from which a path leads to this one, including itself
+    ahead: dict[
+        Hashable, int
+    ] = {}  # the nodes from which a path leads to this one, including itself
     last: dict[int, Hashable] = {}
     found = []
     for node in order:
@@ -241,8 +287,8 @@ def _one_order(graph: nx.DiGraph[Any], ranks: dict[Hashable, int]) -> list[tuple
         previous = last.get(ranks[node])
         if previous is not None and not ahead[node] & bit[previous]:
             raise ScheduleError(
-                f"{previous} and {node} are both on rank {ranks[node]} and neither waits for the other; "
-                "add an edge for the order in which it runs them"
+                f"{previous} and {node} are both on rank {ranks[node]} and neither waits for the "
+                "other; add an edge for the order in which it runs them"
             )
         last[ranks[node]] = node
         found.append((node, previous))

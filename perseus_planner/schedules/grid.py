@@ -1,12 +1,13 @@
-"""Read and write schedules as text grids: a line per rank, a cell per computation, as torch writes them.
+"""Read and write schedules as text grids: a line per rank, a cell per computation, as torch writes
+them.
 
     0F0,0F1,,0B0,0B1
     ,1F0,1B0,1F1,1B1
 
-A blank cell means that the rank waits; it does not tell when, so it is skipped. The `_dump_csv(file,
-format="compute_only")` of torch.distributed.pipelining writes such files, and its `_load_csv(file,
-format="compute_only")` reads them. Its overlapped pairs, `(3F9;4B2)OVERLAP_F_B`, are read as their parts, one after the
-other.
+A blank cell means that the rank waits; it does not tell when, so it is skipped. The
+`_dump_csv(file, format="compute_only")` of torch.distributed.pipelining writes such files, and its
+`_load_csv(file, format="compute_only")` reads them. Its overlapped pairs, `(3F9;4B2)OVERLAP_F_B`,
+are read as their parts, one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from perseus_planner.schedules.schedule import Schedule
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 # torch writes these between computations if communication is dumped too.
-_COMMUNICATION = re.compile(r"[0-9]+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_COMMUNICATION = re.compile(
+    r"[0-9]+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*"
+)
 
 
 class _Line(NamedTuple):
@@ -44,27 +47,33 @@ class _Line(NamedTuple):
 
 
 def load_grid(path: str | os.PathLike[str]) -> Schedule:
-    """Read the schedule in the text grid at `path`; its name is that of the file without its ending.
+    """Read the schedule in the text grid at `path`; its name is that of the file without its
+    ending.
 
     Raises:
-        ScheduleError: If the file cannot be read, is too large, is not text, or is not the grid of a pipeline.
+        ScheduleError: If the file cannot be read, is too large, is not text, or is not the grid of
+            a pipeline.
     """
     file = Path(path)
-    return parse_grid(read_text(file, ScheduleError, "the text grid of a schedule"), file.stem, str(file))
+    return parse_grid(
+        read_text(file, ScheduleError, "the text grid of a schedule"), file.stem, str(file)
+    )
 
 
 def parse_grid(text: str, name: str, source: str) -> Schedule:
-    """Return the schedule that `text` writes, checked to be a pipeline that runs (see `check_pipeline`).
+    """Return the schedule that `text` writes, checked to be a pipeline that runs (see
+    `check_pipeline`).
 
     Args:
-        text: a line per rank, cells such as `3F17` separated by commas or, on a line without a comma, by spaces. Blank
-            cells, blank lines and lines that start with `#` are skipped.
+        text: a line per rank, cells such as `3F17` separated by commas or, on a line without a
+            comma, by spaces. Blank cells, blank lines and lines that start with `#` are skipped.
         name: the name of the schedule.
         source: the name of the text in error messages, such as the file's name.
 
     Raises:
-        ScheduleError: If a cell is not a computation, or a computation is there twice or on a second rank, can never
-            run, or lacks its counterpart; names the line and cell of the first flaw.
+        ScheduleError: If a cell is not a computation, or a computation is there twice or on a
+            second rank, can never run, or lacks its counterpart; names the line and cell of the
+            first flaw.
     """
     lines = [_line(f"{source}, line {number}", number, line) for number, line in _content(text)]
     if not lines:
@@ -105,7 +114,9 @@ def _line(where: str, number: int, text: str) -> _Line:
         if (stripped := content.strip())
         for computation in _cell(f"{where}, cell {cell}", stripped)
     ]
-    return _Line(number, tuple(computation for computation, _ in found), tuple(cell for _, cell in found))
+    return _Line(
+        number, tuple(computation for computation, _ in found), tuple(cell for _, cell in found)
+    )
 
 
 def _cell(where: str, text: str) -> Iterator[Computation]:
@@ -126,4 +137,6 @@ def _cell(where: str, text: str) -> Iterator[Computation]:
 
 def _place(line: _Line, flaw: Flaw) -> str:
     """Return the place of a flaw in words."""
-    return f"line {line.number}" + ("" if flaw.position is None else f", cell {line.cells[flaw.position]}")
+    return f"line {line.number}" + (
+        "" if flaw.position is None else f", cell {line.cells[flaw.position]}"
+    )

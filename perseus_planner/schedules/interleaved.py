@@ -1,4 +1,6 @@
-"""Schedules in which a rank holds several stages that are `ranks` apart: looped BFS, interleaved 1F1B, zero bubble."""
+"""Schedules in which a rank holds several stages that are `ranks` apart: looped BFS, interleaved
+1F1B, zero bubble.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from perseus_planner.schedules.sizes import alternating_order, check_sizes
 def looped_bfs(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
     """GPipe with several stages on each rank, in the order of torch's ScheduleLoopedBFS.
 
-    Rank r holds the stages r, r + ranks, r + 2 ranks and so on. It takes all microbatches through its first stage, then
-    through its second, and so on; backwards from its last stage down, the last microbatch first.
+    Rank r holds the stages r, r + ranks, r + 2 ranks and so on. It takes all microbatches through
+    its first stage, then through its second, and so on; backwards from its last stage down, the
+    last microbatch first.
 
     Raises:
         ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
@@ -20,31 +23,41 @@ def looped_bfs(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
     ranks, virtual_stages, microbatches = check_sizes(
         ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
     )
-    forwards = [_looped(rank, ranks, range(virtual_stages), microbatches, microbatches, "F") for rank in range(ranks)]
-    orders = [(*order, *(each._replace(kind="B") for each in reversed(order))) for order in forwards]
+    forwards = [
+        _looped(rank, ranks, range(virtual_stages), microbatches, microbatches, "F")
+        for rank in range(ranks)
+    ]
+    orders = [
+        (*order, *(each._replace(kind="B") for each in reversed(order))) for order in forwards
+    ]
     return Schedule("looped-bfs", tuple(orders))
 
 
-def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int, group: int | None = None) -> Schedule:
+def interleaved_1f1b(
+    ranks: int, virtual_stages: int, microbatches: int, group: int | None = None
+) -> Schedule:
     """Interleaved 1F1B as Megatron-core runs it (Narayanan et al., SC'21, section 2.2).
 
-    Rank r holds the stages r, r + ranks, r + 2 ranks and so on. It takes `group` microbatches through its first stage,
-    then the same ones through its second, and so on, before the next `group`; backwards likewise from its last stage
-    down. It warms up with `2 * (ranks - 1 - r) + (virtual_stages - 1) * group` forwards, then runs one forward and one
+    Rank r holds the stages r, r + ranks, r + 2 ranks and so on. It takes `group` microbatches
+    through its first stage, then the same ones through its second, and so on, before the next
+    `group`; backwards likewise from its last stage down. It warms up with
+    `2 * (ranks - 1 - r) + (virtual_stages - 1) * group` forwards, then runs one forward and one
     backward in turn; it keeps the activations of at most one forward more than that.
 
-    With one virtual stage this is the order of 1F1B. Fewer microbatches than ranks, which Megatron refuses, make one
-    group, as in torch's ScheduleInterleaved1F1B.
+    With one virtual stage this is the order of 1F1B. Fewer microbatches than ranks, which Megatron
+    refuses, make one group, as in torch's ScheduleInterleaved1F1B.
 
     Args:
         ranks: number of ranks of the pipeline.
         virtual_stages: number of stages of each rank, Megatron's virtual pipeline size.
         microbatches: number of microbatches of one iteration.
-        group: Megatron's `microbatch_group_size_per_vp_stage`, from `ranks` to `microbatches`; None for `ranks`.
+        group: Megatron's `microbatch_group_size_per_vp_stage`, from `ranks` to `microbatches`; None
+            for `ranks`.
 
     Raises:
-        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or Megatron refuses
-            the group: it is out of range, or leaves a last group of fewer microbatches than ranks.
+        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or
+            Megatron refuses the group: it is out of range, or leaves a last group of fewer
+            microbatches than ranks.
     """
     ranks, virtual_stages, microbatches = check_sizes(
         ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
@@ -65,18 +78,22 @@ def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int, group: 
 
 
 def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
-    """Interleaved 1F1B with backwards in two parts, in the order of torch's ScheduleInterleavedZeroBubble.
+    """Interleaved 1F1B with backwards in two parts, in the order of torch's
+    ScheduleInterleavedZeroBubble.
 
-    This is ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2) on the stages of
-    `interleaved_1f1b`: rank r warms up with `ranks - 1 - r + (virtual_stages - 1) * group` forwards, and its weight
-    gradients come `r` input gradients late. So every rank keeps the activations of at most
-    `ranks + (virtual_stages - 1) * group` forwards. With one virtual stage this is the order of ZB-H1.
+    This is ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2) on the stages
+    of `interleaved_1f1b`: rank r warms up with `ranks - 1 - r + (virtual_stages - 1) * group`
+    forwards, and its weight gradients come `r` input gradients late. So every rank keeps the
+    activations of at most
+    `ranks + (virtual_stages - 1) * group` forwards. With one virtual stage this is the order of
+    ZB-H1.
 
-    Microbatches go in equal groups of `ranks` or a little more, as in torch; fewer than `ranks` make one group.
+    Microbatches go in equal groups of `ranks` or a little more, as in torch; fewer than `ranks`
+    make one group.
 
     Raises:
-        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or the microbatches do
-            not divide into `microbatches // ranks` equal groups.
+        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or
+            the microbatches do not divide into `microbatches // ranks` equal groups.
     """
     ranks, virtual_stages, microbatches = check_sizes(
         ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
@@ -108,16 +125,23 @@ def _group(ranks: int, microbatches: int, group: int | None) -> int:
         raise ScheduleError(f"group is {group}; give a whole number from {least} to {microbatches}")
     rest = microbatches % group
     if 0 < rest < least:
-        fits = next(size for size in range(least, microbatches + 1) if not 0 < microbatches % size < least)
+        fits = next(
+            size for size in range(least, microbatches + 1) if not 0 < microbatches % size < least
+        )
         raise ScheduleError(
-            f"{microbatches} microbatches in groups of {group} leave a last group of {rest}, fewer than the {ranks} "
-            f"ranks; give a group of {fits}, or {microbatches - rest} or {microbatches - rest + group} microbatches"
+            f"{microbatches} microbatches in groups of {group} leave a last group of {rest}, "
+            f"fewer than the {ranks} ranks; give a group of {fits}, or {microbatches - rest} or "
+            f"{microbatches - rest + group} microbatches"
         )
     return group
 
 
-def _looped(rank: int, ranks: int, chunks: range, microbatches: int, group: int, kind: str) -> list[Computation]:
-    """Return all computations of a kind on one rank: each group of microbatches goes through each of `chunks`."""
+def _looped(
+    rank: int, ranks: int, chunks: range, microbatches: int, group: int, kind: str
+) -> list[Computation]:
+    """Return all computations of a kind on one rank: each group of microbatches goes through
+    each of `chunks`.
+    """
     return [
         Computation(chunk * ranks + rank, kind, microbatch)
         for first in range(0, microbatches, group)

@@ -1,4 +1,6 @@
-"""The dependency graph of one training iteration: its nodes and what each waits for, without times and energies."""
+"""The dependency graph of one training iteration: its nodes and what each waits for, without
+times and energies.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ _OPERATION = re.compile(r"(\d+)([a-z][a-z-]*)(\d+)?")
 
 
 class Operation(NamedTuple):
-    """An operation of fixed time and energy on a rank's GPUs, such as data loading, all-reduce or optimizer step.
+    """An operation of fixed time and energy on a rank's GPUs, such as data loading, all-reduce or
+    optimizer step.
 
-    Its `str()` is its name in an iteration: `0load17` belongs to microbatch 17, `3optimizer` to no microbatch.
+    Its `str()` is its name in an iteration: `0load17` belongs to microbatch 17, `3optimizer` to no
+    microbatch.
 
     Attributes:
         number: the number before its name: the stage if it belongs to a microbatch, else the rank.
@@ -47,20 +51,21 @@ class Operation(NamedTuple):
 class Iteration:
     """The nodes of one iteration, computations and fixed operations, and what each one waits for.
 
-    A node is identified by its place: computations are counted from 0 in the order of `schedule.computations()`, then
-    operations.
+    A node is identified by its place: computations are counted from 0 in the order of
+    `schedule.computations()`, then operations.
 
     Attributes:
         schedule: the computations, rank by rank.
         predecessors: for each node, the places of the nodes that must end before it starts.
-        lags_s: aligned with `predecessors`: least seconds from the end of the predecessor to the start of the node;
-            empty if all are 0.
+        lags_s: aligned with `predecessors`: least seconds from the end of the predecessor to the
+            start of the node; empty if all are 0.
         operations: the nodes that are neither forward nor backward.
-        kinds: the kind of each computation in the profile, such as "B.sync"; empty if they are those of the schedule.
+        kinds: the kind of each computation in the profile, such as "B.sync"; empty if they are
+            those of the schedule.
 
     Raises:
-        ScheduleError: If a node directly or indirectly waits for itself, for a missing node, or for one twice, if two
-            nodes have one name, or if a lag or operation is malformed.
+        ScheduleError: If a node directly or indirectly waits for itself, for a missing node, or for
+            one twice, if two nodes have one name, or if a lag or operation is malformed.
     """
 
     schedule: Schedule
@@ -74,29 +79,46 @@ class Iteration:
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise ScheduleError(f"{twice} is there twice; give each operation a different name")
-        operations = tuple(_checked_operation(each, len(self.schedule.ranks)) for each in self.operations)
+        operations = tuple(
+            _checked_operation(each, len(self.schedule.ranks)) for each in self.operations
+        )
         object.__setattr__(self, "operations", operations)
         if len(self.predecessors) != len(places):
-            raise ScheduleError(f"predecessors: {len(self.predecessors)} for {len(places)} computations; give as many")
+            raise ScheduleError(
+                f"predecessors: {len(self.predecessors)} for {len(places)} computations; give as "
+                "many"
+            )
         for name, before in zip(names, self.predecessors, strict=True):
             for other in before:
                 if other not in places:
-                    raise ScheduleError(f"{name} waits for place {other}; places are 0 to {len(places) - 1}")
+                    raise ScheduleError(
+                        f"{name} waits for place {other}; places are 0 to {len(places) - 1}"
+                    )
             if len(set(before)) < len(before):
-                raise ScheduleError(f"{name} waits for the same computation twice; keep one, with the longer lag")
+                raise ScheduleError(
+                    f"{name} waits for the same computation twice; keep one, with the longer lag"
+                )
         if self.lags_s and [*map(len, self.lags_s)] != [*map(len, self.predecessors)]:
-            raise ScheduleError("lags_s: is not aligned with predecessors; give a lag for each, or leave them out")
+            raise ScheduleError(
+                "lags_s: is not aligned with predecessors; give a lag for each, or leave them out"
+            )
         object.__setattr__(self, "lags_s", self._checked_lags_s())
         own = tuple(c.kind for c in self.computations)
         if self.kinds and tuple(str(kind).split(".")[0] for kind in self.kinds) != own:
-            raise ScheduleError("kinds: are not those of the computations, with or without a suffix such as .sync")
+            raise ScheduleError(
+                "kinds: are not those of the computations, with or without a suffix such as .sync"
+            )
         object.__setattr__(self, "kinds", () if self.kinds == own else self.kinds)
         _ = self.order  # refuses a cycle
 
     def _checked_lags_s(self) -> tuple[tuple[float, ...], ...]:
-        """Return the lags as plain floats, or nothing if all are 0, so that equal iterations compare equal."""
+        """Return the lags as plain floats, or nothing if all are 0, so that equal iterations
+        compare equal.
+        """
         checked = []
-        for name, (before, lags_s) in zip(self.names, zip(self.predecessors, self.lags_s, strict=False), strict=False):
+        for name, (before, lags_s) in zip(
+            self.names, zip(self.predecessors, self.lags_s, strict=False), strict=False
+        ):
             for other, lag_s in zip(before, lags_s, strict=True):
                 WAIT.check(lag_s, f"lag_s of {self.names[other]} -> {name}", ScheduleError)
             checked.append(tuple(map(WAIT.accept, lags_s)))
@@ -128,11 +150,16 @@ class Iteration:
     def waits(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         """For each node, the places of its predecessors, each with its lag in seconds."""
         lags = self.lags_s or tuple((0.0,) * len(before) for before in self.predecessors)
-        return tuple(tuple(zip(before, lag, strict=True)) for before, lag in zip(self.predecessors, lags, strict=True))
+        return tuple(
+            tuple(zip(before, lag, strict=True))
+            for before, lag in zip(self.predecessors, lags, strict=True)
+        )
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """A topological order of the places, breadth first, so that neighbours are close together (Kahn 1962)."""
+        """A topological order of the places, breadth first, so that neighbours are close
+        together (Kahn 1962).
+        """
         return _topological_order(self.names, self.predecessors)
 
     @cached_property
@@ -153,23 +180,33 @@ def parse_operation(text: str, rank: int, time_s: float, energy_j: float | None)
     match = _OPERATION.fullmatch(text)
     if match is None:
         raise ScheduleError(
-            f"{shown(text)} is not an operation; write rank or stage, a lower-case name and any microbatch"
+            f"{shown(text)} is not an operation; write rank or stage, a lower-case name and any "
+            "microbatch"
         )
-    return Operation(int(match[1]), match[2], int(match[3]) if match[3] else None, rank, time_s, energy_j)
+    return Operation(
+        int(match[1]), match[2], int(match[3]) if match[3] else None, rank, time_s, energy_j
+    )
 
 
 def _checked_operation(operation: Operation, ranks: int) -> Operation:
     """Return `operation` with plain numbers, if they are right."""
     if not _OPERATION.fullmatch(str(operation)) or operation.rank not in range(ranks):
         text = shown(str(operation))
-        raise ScheduleError(f"{text}: name it with lower-case letters, on a rank from 0 to {ranks - 1}")
-    time_s, energy_j = TIME.check(operation.time_s, str(operation), ScheduleError), operation.energy_j
+        raise ScheduleError(
+            f"{text}: name it with lower-case letters, on a rank from 0 to {ranks - 1}"
+        )
+    time_s, energy_j = (
+        TIME.check(operation.time_s, str(operation), ScheduleError),
+        operation.energy_j,
+    )
     if energy_j is not None:
         energy_j = ENERGY.check(energy_j, str(operation), ScheduleError)
     return operation._replace(rank=int(operation.rank), time_s=time_s, energy_j=energy_j)
 
 
-def _topological_order(names: Sequence[str], predecessors: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _topological_order(
+    names: Sequence[str], predecessors: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
     successors: list[list[int]] = [[] for _ in names]
     waiting = [len(before) for before in predecessors]
     for place, before in enumerate(predecessors):

@@ -1,4 +1,6 @@
-"""The parts of an iteration that files hold beside its schedule: kinds with a suffix, fixed operations and waits."""
+"""The parts of an iteration that files hold beside its schedule: kinds with a suffix, fixed
+operations and waits.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,19 @@ if TYPE_CHECKING:
     from perseus_planner.schedules import Schedule
 
 _KEY = re.compile(rf"(\d+)({KIND.pattern})")
-ITERATION_KEYS = ("kinds", "operations", "waits")  #: of `iteration_to_dict`; each only if it is not the default
+ITERATION_KEYS = (
+    "kinds",
+    "operations",
+    "waits",
+)  #: of `iteration_to_dict`; each only if it is not the default
 
 
 def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
     """Return plain values from which `iteration_from_dict` makes `iteration` again.
 
-    kinds: computation -> its kind, for those with a suffix. operations: name -> [rank, seconds, joules or null].
-    waits: node -> predecessor -> lag in seconds; left out if they are those of a pipeline without lags.
+    kinds: computation -> its kind, for those with a suffix. operations: name -> [rank, seconds,
+    joules or null]. waits: node -> predecessor -> lag in seconds; left out if they are those of a
+    pipeline without lags.
     """
     content: dict[str, Any] = {}
     kinds = {
@@ -32,11 +39,14 @@ def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
     if kinds:
         content["kinds"] = kinds
     if iteration.operations:
-        content["operations"] = {str(each): [each.rank, each.time_s, each.energy_j] for each in iteration.operations}
+        content["operations"] = {
+            str(each): [each.rank, each.time_s, each.energy_j] for each in iteration.operations
+        }
     if not _is_plain_pipeline(iteration):
         names = iteration.names
         content["waits"] = {
-            names[place]: {names[other]: lag_s for other, lag_s in waits} for place, waits in enumerate(iteration.waits)
+            names[place]: {names[other]: lag_s for other, lag_s in waits}
+            for place, waits in enumerate(iteration.waits)
         }
     return content
 
@@ -48,7 +58,9 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
         ScheduleError: If `content` does not describe an iteration of `schedule`.
     """
     kinds = content.get("kinds", {})
-    operations = tuple(parse_operation(text, *fixed) for text, fixed in content.get("operations", {}).items())
+    operations = tuple(
+        parse_operation(text, *fixed) for text, fixed in content.get("operations", {}).items()
+    )
     if "waits" not in content:
         plain = pipeline_iteration(schedule)
         predecessors, lags_s = plain.predecessors, plain.lags_s

@@ -8,10 +8,11 @@ from perseus_planner.schedules.sizes import alternating_order, check_sizes
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """GPipe: every rank runs all forwards, then all backwards (Huang et al., NeurIPS'19, section 2.3).
+    """GPipe: every rank runs all forwards, then all backwards (Huang et al., NeurIPS'19, section
+    2.3).
 
-    Backwards run in the order of the forwards, as in torch's ScheduleGPipe. A rank keeps the activations of all
-    microbatches.
+    Backwards run in the order of the forwards, as in torch's ScheduleGPipe. A rank keeps the
+    activations of all microbatches.
 
     Raises:
         ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
@@ -20,7 +21,9 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     return Schedule(
         "gpipe",
         tuple(
-            alternating_order(_row(stage, "F", microbatches), _row(stage, "B", microbatches), microbatches)
+            alternating_order(
+                _row(stage, "F", microbatches), _row(stage, "B", microbatches), microbatches
+            )
             for stage in range(stages)
         ),
     )
@@ -29,9 +32,9 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Non-interleaved 1F1B, as DeepSpeed's TrainSchedule and Megatron-core run it.
 
-    Rank s runs `stages - 1 - s` warm-up forwards, then one forward and one backward in turn, then the
-    remaining backwards (PipeDream-Flush; Narayanan et al., SC'21, section 2.2). It keeps the activations of at most
-    `stages - s` microbatches.
+    Rank s runs `stages - 1 - s` warm-up forwards, then one forward and one backward in turn, then
+    the remaining backwards (PipeDream-Flush; Narayanan et al., SC'21, section 2.2). It keeps the
+    activations of at most `stages - s` microbatches.
 
     Raises:
         ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
@@ -40,19 +43,22 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     return Schedule(
         "1f1b",
         tuple(
-            alternating_order(_row(stage, "F", microbatches), _row(stage, "B", microbatches), stages - 1 - stage)
+            alternating_order(
+                _row(stage, "F", microbatches), _row(stage, "B", microbatches), stages - 1 - stage
+            )
             for stage in range(stages)
         ),
     )
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B with backwards in two parts; the weight gradients of rank s come `s` microbatches late.
+    """ZB-H1: 1F1B with backwards in two parts; the weight gradients of rank s come `s` microbatches
+    late.
 
-    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2. The later a rank starts, the more weight
-    gradients it delays to the end, where 1F1B waits. So every rank keeps the activations of at most `stages`
-    microbatches, which is the maximum of 1F1B; and if F, I and W take equally long, a rank waits a third as long as in
-    1F1B.
+    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2. The later a rank starts, the
+    more weight gradients it delays to the end, where 1F1B waits. So every rank keeps the
+    activations of at most `stages` microbatches, which is the maximum of 1F1B; and if F, I and W
+    take equally long, a rank waits a third as long as in 1F1B.
 
     Raises:
         ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
@@ -61,7 +67,9 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     ranks = []
     for stage in range(stages):
         forwards, backwards, weights = (_row(stage, kind, microbatches) for kind in "FIW")
-        ranks.append(alternating_order(forwards, backwards, stages - 1 - stage, weights, delay=stage))
+        ranks.append(
+            alternating_order(forwards, backwards, stages - 1 - stage, weights, delay=stage)
+        )
     return Schedule("zb-h1", tuple(ranks))
 
 

@@ -7,7 +7,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.errors import ScheduleError, did_you_mean, shown
-from perseus_planner.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
+from perseus_planner.schedules.interleaved import (
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+)
 from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
@@ -43,34 +47,45 @@ NAMES: Mapping[str, Generator] = MappingProxyType(
 
 
 def generate(
-    name: str, *, ranks: int, microbatches: int, virtual_stages: int | None = None, group: int | None = None
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None = None,
+    group: int | None = None,
 ) -> Schedule:
     """Make the schedule of that name.
 
     Args:
         name: one of `NAMES`.
-        ranks: number of ranks of the pipeline; each holds as many stages as the schedule has virtual stages.
+        ranks: number of ranks of the pipeline; each holds as many stages as the schedule has
+            virtual stages.
         microbatches: number of microbatches of one iteration.
-        virtual_stages: stages per rank. Required for looped-bfs and the interleaved schedules; the others have
-            a fixed number.
-        group: number of microbatches that go through a stage before the rank's next stage gets its turn, Megatron's
-            `microbatch_group_size_per_vp_stage`; for interleaved-1f1b only.
+        virtual_stages: stages per rank. Required for looped-bfs and the interleaved schedules; the
+            others have a fixed number.
+        group: number of microbatches that go through a stage before the rank's next stage gets its
+            turn, Megatron's `microbatch_group_size_per_vp_stage`; for interleaved-1f1b only.
 
     Raises:
-        ScheduleError: If the name is unknown, `virtual_stages` is missing or differs from the schedule's number, the
-            schedule has no groups, or the generator refuses the sizes.
+        ScheduleError: If the name is unknown, `virtual_stages` is missing or differs from the
+            schedule's number, the schedule has no groups, or the generator refuses the sizes.
     """
     make, fixed = _generator(name)
     if group is not None and make is not interleaved_1f1b:
         raise ScheduleError(f"schedule {name}: has no groups of microbatches; leave the group out")
     if fixed is None:
         if virtual_stages is None:
-            raise ScheduleError(f"schedule {name}: how many virtual stages a rank holds is missing; give 2 or more")
+            raise ScheduleError(
+                f"schedule {name}: how many virtual stages a rank holds is missing; give 2 or more"
+            )
         groups = {} if group is None else {"group": group}
         return make(ranks, virtual_stages, microbatches, **groups)
     if virtual_stages not in (None, fixed):
         per_rank = f"{fixed} stage" + "s" * (fixed > 1)
-        raise ScheduleError(f"schedule {name}: has {per_rank} per rank, not {virtual_stages}; leave virtual stages out")
+        raise ScheduleError(
+            f"schedule {name}: has {per_rank} per rank, not {virtual_stages}; leave virtual stages "
+            "out"
+        )
     return make(ranks, microbatches)
 
 
@@ -83,7 +98,8 @@ def generate_for_stages(
     virtual_stages: int | None = None,
     group: int | None = None,
 ) -> Schedule:
-    """Make the schedule of that name for a pipeline of `stages` stages; ranks and virtual stages follow from them.
+    """Make the schedule of that name for a pipeline of `stages` stages; ranks and virtual stages
+    follow from them.
 
     Args:
         name: one of `NAMES`.
@@ -94,7 +110,8 @@ def generate_for_stages(
         group: as `generate` takes it.
 
     Raises:
-        ScheduleError: If the stages cannot be shared equally by ranks, or `generate` refuses the sizes.
+        ScheduleError: If the stages cannot be shared equally by ranks, or `generate` refuses the
+            sizes.
     """
     fixed = _generator(name).virtual_stages
     if ranks is not None and fixed is None and virtual_stages is None and stages % ranks == 0:
@@ -102,10 +119,13 @@ def generate_for_stages(
     per_rank = fixed or virtual_stages or 1
     if ranks is None and stages % per_rank:
         raise ScheduleError(
-            f"{stages} stages cannot be shared by ranks of {per_rank} stages each; give the number of ranks"
+            f"{stages} stages cannot be shared by ranks of {per_rank} stages each; give the number "
+            "of ranks"
         )
     ranks = ranks or stages // per_rank or stages
-    return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, group=group)
+    return generate(
+        name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, group=group
+    )
 
 
 def _generator(name: str) -> Generator:

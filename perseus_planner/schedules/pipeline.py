@@ -1,4 +1,6 @@
-"""Make the iteration that an engine runs from a schedule: dependencies, transfers, fixed operations and variants."""
+"""Make the iteration that an engine runs from a schedule: dependencies, transfers, fixed
+operations and variants.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class Transfer:
     """The time that activations and gradients take between two stages on different ranks.
 
     Attributes:
-        forward_s: seconds that an activation takes to the next stage, 0 or more; or one number for each boundary
-            between stages, first to last.
+        forward_s: seconds that an activation takes to the next stage, 0 or more; or one number for
+            each boundary between stages, first to last.
         backward_s: seconds that a gradient takes to the previous stage, likewise.
 
     Raises:
@@ -48,7 +50,11 @@ class Transfer:
             return self
 
         def more(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
-            return tuple(each + latency_s for each in value) if isinstance(value, tuple) else value + latency_s
+            return (
+                tuple(each + latency_s for each in value)
+                if isinstance(value, tuple)
+                else value + latency_s
+            )
 
         return Transfer(more(self.forward_s), more(self.backward_s))
 
@@ -70,8 +76,8 @@ class Transfer:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != stages - 1:
                 raise ScheduleError(
-                    f"transfer, {name}: has {len(value)} numbers for {stages - 1} boundaries between stages; "
-                    "give one for each, or one for all"
+                    f"transfer, {name}: has {len(value)} numbers for {stages - 1} boundaries "
+                    "between stages; give one for each, or one for all"
                 )
 
 
@@ -81,9 +87,9 @@ class FixedOperation:
 
     Attributes:
         name: lower-case letters and hyphens, such as "load" or "optimizer".
-        when: "start" (before everything else on a rank), "end" (after everything else), or "before K" or "after K":
-            next to every computation of kind K, which is F, B, I or W. Operations at the same point run in the given
-            order.
+        when: "start" (before everything else on a rank), "end" (after everything else), or "before
+            K" or "after K": next to every computation of kind K, which is F, B, I or W. Operations
+            at the same point run in the given order.
         time_s: seconds of each, above 0, at any clock.
         energy_j: joules of each over the GPUs of the rank; None for what they draw while they wait.
         where: ranks if `when` is "start" or "end", else stages; None for all.
@@ -101,8 +107,8 @@ class FixedOperation:
     def __post_init__(self) -> None:
         if not isinstance(self.when, str) or _WHEN.fullmatch(self.when) is None:
             raise ScheduleError(
-                f"operation {self.name}, when: {shown(self.when)} is unknown; write start, end, or before or after "
-                "and a kind, such as before F"
+                f"operation {self.name}, when: {shown(self.when)} is unknown; write start, end, "
+                "or before or after and a kind, such as before F"
             )
         if self.where is not None:
             object.__setattr__(self, "where", _numbers(f"operation {self.name}, where", self.where))
@@ -114,11 +120,13 @@ class FixedOperation:
 
 @dataclass(frozen=True)
 class Variant:
-    """Computations that are measured apart, such as the backward of the last microbatch with its gradient sync.
+    """Computations that are measured apart, such as the backward of the last microbatch with its
+    gradient sync.
 
     Attributes:
         kind: their kind in the profile, such as "B.sync": a kind of the schedule and a suffix.
-        microbatches: their microbatches; "first" and "last" are those that a stage runs first and last.
+        microbatches: their microbatches; "first" and "last" are those that a stage runs first and
+            last.
         stages: their stages; None for all.
 
     Raises:
@@ -131,17 +139,22 @@ class Variant:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not KIND.fullmatch(self.kind) or "." not in self.kind:
-            raise ScheduleError(f"variant: {shown(self.kind)} is not a kind with a suffix; write one, such as B.sync")
+            raise ScheduleError(
+                f"variant: {shown(self.kind)} is not a kind with a suffix; write one, such as "
+                "B.sync"
+            )
         if isinstance(self.microbatches, str) and self.microbatches not in ("first", "last", "all"):
             raise ScheduleError(
-                f"variant {self.kind}, microbatches: {shown(self.microbatches)} is unknown; write first, last, all or "
-                "a list of numbers"
+                f"variant {self.kind}, microbatches: {shown(self.microbatches)} is unknown; write "
+                "first, last, all or a list of numbers"
             )
         if not isinstance(self.microbatches, str):
             numbers = _numbers(f"variant {self.kind}, microbatches", self.microbatches)
             object.__setattr__(self, "microbatches", numbers)
         if self.stages is not None:
-            object.__setattr__(self, "stages", _numbers(f"variant {self.kind}, stages", self.stages))
+            object.__setattr__(
+                self, "stages", _numbers(f"variant {self.kind}, stages", self.stages)
+            )
 
     def chosen(self, program: Sequence[Computation]) -> Iterable[Computation]:
         """Yield the computations of a rank's `program` that are of this variant."""
@@ -159,7 +172,8 @@ def _numbers(name: str, value: object) -> tuple[int, ...]:
     numbers = tuple(map(STAGE.accept, value)) if isinstance(value, (tuple, list)) else (None,)
     if None in numbers:
         raise ScheduleError(
-            f"{name}: {shown(value)} is not a list of whole numbers of 0 or more; write one, such as (0, 3)"
+            f"{name}: {shown(value)} is not a list of whole numbers of 0 or more; write one, such "
+            "as (0, 3)"
         )
     return numbers
 
@@ -173,8 +187,8 @@ def pipeline_iteration(
 ) -> Iteration:
     """Return the iteration that a pipeline engine runs.
 
-    Every computation waits for the previous one on its rank and for the one whose output it takes as input (see
-    `dependency_of`).
+    Every computation waits for the previous one on its rank and for the one whose output it takes
+    as input (see `dependency_of`).
 
     Args:
         schedule: the computations of each rank.
@@ -183,7 +197,8 @@ def pipeline_iteration(
         variants: computations that are measured apart.
 
     Raises:
-        ScheduleError: If the schedule cannot run, or an operation or a variant applies to nothing in it.
+        ScheduleError: If the schedule cannot run, or an operation or a variant applies to nothing
+            in it.
     """
     transfer = transfer or Transfer()
     check_pipeline(schedule)
@@ -205,13 +220,18 @@ def pipeline_iteration(
     for each in operations:
         if each.name not in {operation.name for operation in added}:
             raise ScheduleError(
-                f"operation {each.name}: applies to nothing in the schedule; correct when or where, or remove it"
+                f"operation {each.name}: applies to nothing in the schedule; correct when or "
+                "where, or remove it"
             )
     present = set(computations)
     for computation in computations:
         needed = dependency_of(computation, present, schedule.stages - 1)
         if needed is not None:
-            _add(waits[place[computation]], place[needed], transfer.lag_s(schedule, needed, computation))
+            _add(
+                waits[place[computation]],
+                place[needed],
+                transfer.lag_s(schedule, needed, computation),
+            )
     predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(place)))
     lags_s = tuple(tuple(lag_s for _, lag_s in waits[i]) for i in range(len(place)))
     lagging = any(lag_s for each in lags_s for lag_s in each)
@@ -250,16 +270,21 @@ def _beside(
 
 
 def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
-    """Return the kind of every computation with the suffix of its variant; empty if there are no variants."""
+    """Return the kind of every computation with the suffix of its variant; empty if there are no
+    variants.
+    """
     renamed: dict[Computation, str] = {}
     for variant in variants:
         chosen = [c for program in schedule.ranks for c in variant.chosen(program)]
         if not chosen:
-            raise ScheduleError(f"variant {variant.kind}: applies to nothing in the schedule; correct or remove it")
+            raise ScheduleError(
+                f"variant {variant.kind}: applies to nothing in the schedule; correct or remove it"
+            )
         for computation in chosen:
             if computation in renamed:
                 raise ScheduleError(
-                    f"{computation} is both {renamed[computation]} and {variant.kind}; keep one of the variants"
+                    f"{computation} is both {renamed[computation]} and {variant.kind}; keep one of "
+                    "the variants"
                 )
             renamed[computation] = variant.kind
     return tuple(renamed.get(c, c.kind) for c in schedule.computations()) if renamed else ()

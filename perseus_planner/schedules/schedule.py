@@ -19,8 +19,9 @@ class Schedule:
 
     Attributes:
         name: the name of its generator, such as "1f1b".
-        ranks: `ranks[r]` holds the computations of rank r, first to last; at least one each, and each only once. A rank
-            may hold several stages, a stage is on one rank, and stages are numbered from 0 without a hole.
+        ranks: `ranks[r]` holds the computations of rank r, first to last; at least one each, and
+            each only once. A rank may hold several stages, a stage is on one rank, and stages are
+            numbered from 0 without a hole.
 
     Raises:
         ScheduleError: If the ranks are not like that; names the rank and the computation.
@@ -39,7 +40,11 @@ class Schedule:
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         """`stage_ranks[s]` is the rank that holds stage s."""
-        holder = {computation.stage: rank for rank, order in enumerate(self.ranks) for computation in order}
+        holder = {
+            computation.stage: rank
+            for rank, order in enumerate(self.ranks)
+            for computation in order
+        }
         return tuple(holder[stage] for stage in sorted(holder))
 
     @property
@@ -76,12 +81,13 @@ class Schedule:
 def check_pipeline(schedule: Schedule) -> None:
     """Refuse a schedule that is not a complete pipeline, or in which an engine would wait for ever.
 
-    In a complete pipeline each stage runs, for each microbatch, F and either B or both I and W; microbatches are
-    numbered from 0 without a hole. It runs to its end if no computation comes, on its rank, after one that directly or
-    indirectly depends on it (see `dependency_of`).
+    In a complete pipeline each stage runs, for each microbatch, F and either B or both I and W;
+    microbatches are numbered from 0 without a hole. It runs to its end if no computation comes, on
+    its rank, after one that directly or indirectly depends on it (see `dependency_of`).
 
     Raises:
-        ScheduleError: If a computation can never run or lacks its counterpart; names it and what it waits for.
+        ScheduleError: If a computation can never run or lacks its counterpart; names it and what it
+            waits for.
     """
     flaw = schedule._pipeline_flaw
     if flaw is not None:

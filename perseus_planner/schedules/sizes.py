@@ -19,7 +19,8 @@ def check_sizes(**sizes: int) -> tuple[int, ...]:
     """Return the values of `sizes`, in their order, as plain ints.
 
     Raises:
-        ScheduleError: If one is not a whole number of at least 1, or an iteration of these sizes is too large.
+        ScheduleError: If one is not a whole number of at least 1, or an iteration of these sizes is
+            too large.
     """
     counts = []
     product = 1
@@ -28,7 +29,9 @@ def check_sizes(**sizes: int) -> tuple[int, ...]:
         product *= count
         counts.append(count)
     if product > _MOST:
-        each = " x ".join(f"{count} {name.replace('_', ' ')}" for count, name in zip(counts, sizes, strict=True))
+        each = " x ".join(
+            f"{count} {name.replace('_', ' ')}" for count, name in zip(counts, sizes, strict=True)
+        )
         raise ScheduleError(f"{each} are more than {_MOST} forwards; give smaller numbers")
     return tuple(counts)
 
@@ -40,14 +43,16 @@ def alternating_order(
     weights: Sequence[Computation] = (),
     delay: int = 0,
 ) -> tuple[Computation, ...]:
-    """Return the order of a rank: `warmup` forwards, then a forward and a backward in turn, then the other backwards.
+    """Return the order of a rank: `warmup` forwards, then a forward and a backward in turn, then
+    the other backwards.
 
     Args:
         forwards: all forwards of the rank, in order.
         backwards: as many backwards, in order.
         warmup: number of forwards before the first pair of a forward and a backward.
         weights: the weight gradients, in order, if `backwards` are gradients of the input alone.
-        delay: number of backwards by which a weight gradient comes later than the backward it belongs to.
+        delay: number of backwards by which a weight gradient comes later than the backward it
+            belongs to.
     """
     order = list(forwards[:warmup])
     for step, backward in enumerate(backwards):

@@ -1,4 +1,6 @@
-"""Schedules with V-shaped stages, ZBV and DualPipeV: of R ranks, rank r holds the stages r and 2 R - 1 - r."""
+"""Schedules with V-shaped stages, ZBV and DualPipeV: of R ranks, rank r holds the stages r and 2
+R - 1 - r.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,12 @@ class _Rank:
             self.pending.append(Computation(stage, "W", microbatch))
 
     def run_weights(self, stage: int | None = None) -> None:
-        """Add the oldest pending weight gradient, of `stage` if it is given; do nothing if none is pending."""
-        weights = next((pending for pending in self.pending if stage in (None, pending.stage)), None)
+        """Add the oldest pending weight gradient, of `stage` if it is given; do nothing if none
+        is pending.
+        """
+        weights = next(
+            (pending for pending in self.pending if stage in (None, pending.stage)), None
+        )
         if weights is not None:
             self.pending.remove(weights)
             self.order.append(weights)
@@ -53,13 +59,15 @@ class _Rank:
 
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
-    """ZB-V, in the order of torch's ScheduleZBVZeroBubble: two stages per rank, backwards in two parts.
+    """ZB-V, in the order of torch's ScheduleZBVZeroBubble: two stages per rank, backwards in two
+    parts.
 
-    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 6. If F, I and W take equally long, a rank that has
-    started does not wait before its end. A rank keeps the activations of at most `2 * ranks` forwards, each with half
-    the layers of a stage of 1F1B.
+    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 6. If F, I and W take equally
+    long, a rank that has started does not wait before its end. A rank keeps the activations of at
+    most `2 * ranks` forwards, each with half the layers of a stage of 1F1B.
 
-    Fewer than `2 * ranks - 1` microbatches run in the order of that many, with the missing ones left out.
+    Fewer than `2 * ranks - 1` microbatches run in the order of that many, with the missing ones
+    left out.
 
     Raises:
         ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
@@ -67,7 +75,10 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
     (padded, _) = check_sizes(microbatches=max(microbatches, 2 * ranks - 1), ranks=ranks)
     orders = (_zbv_rank(rank, ranks, padded) for rank in range(ranks))
-    return Schedule("zbv", tuple(tuple(each for each in order if each.microbatch < microbatches) for order in orders))
+    return Schedule(
+        "zbv",
+        tuple(tuple(each for each in order if each.microbatch < microbatches) for order in orders),
+    )
 
 
 def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
@@ -100,24 +111,27 @@ def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipeV, in the order of torch's ScheduleDualPipeV: two stages per rank, most backwards whole.
+    """DualPipeV, in the order of torch's ScheduleDualPipeV: two stages per rank, most backwards
+    whole.
 
-    DualPipe (DeepSeek-V3 technical report, 2024, section 3.2.1) cut in half by Qi et al. ("DualPipe could be better
-    without the Dual", 2025). In its middle a forward and a backward overlap on one GPU; here they come one after the
-    other, the forward first, which is how torch runs them by default. A rank keeps the activations of at most
-    `2 * ranks + 1` forwards.
+    DualPipe (DeepSeek-V3 technical report, 2024, section 3.2.1) cut in half by Qi et al. ("DualPipe
+    could be better without the Dual", 2025). In its middle a forward and a backward overlap on one
+    GPU; here they come one after the other, the forward first, which is how torch runs them by
+    default. A rank keeps the activations of at most `2 * ranks + 1` forwards.
 
     Raises:
-        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or there are fewer
-            microbatches than the `2 * ranks` stages.
+        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or
+            there are fewer microbatches than the `2 * ranks` stages.
     """
     ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:
         raise ScheduleError(
-            f"dualpipe-v on {ranks} ranks has {2 * ranks} stages and needs as many microbatches, not {microbatches}; "
-            f"give {2 * ranks} or more, or take zbv"
+            f"dualpipe-v on {ranks} ranks has {2 * ranks} stages and needs as many microbatches, "
+            f"not {microbatches}; give {2 * ranks} or more, or take zbv"
         )
-    return Schedule("dualpipe-v", tuple(_dualpipe_rank(rank, ranks, microbatches) for rank in range(ranks)))
+    return Schedule(
+        "dualpipe-v", tuple(_dualpipe_rank(rank, ranks, microbatches) for rank in range(ranks))
+    )
 
 
 def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computation, ...]:
@@ -141,7 +155,8 @@ def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computatio
         here.run(up, "B")
         here.run(up, "F")
         here.run(down, "B")
-    # The second half of the last backwards delay their weight gradients to when there is nothing else to do.
+    # The second half of the last backwards delay their weight gradients to when there is nothing
+    # else to do.
     for step in range(2 * (rank + 1)):
         here.run(down if step % 2 else up, "B" if step <= rank else "I")
     for _ in range(behind):

@@ -1,10 +1,11 @@
 """Alerts of Prometheus, as its Alertmanager posts them, read as reports.
 
-An alert reports the GPU or node that it names, in every job that has it. The first of the labels `UUID` (the GPU, as
-DCGM's exporter names it), `Hostname`, `node`, `nodename` and `instance` without its port counts. A firing alert needs
-the annotation or label `slowdown` (time over normal time) or `score` (its inverse); `cause` is optional. An example of
-a rule for GPUs that are slowed by heat or a power brake, where 1980 is the highest SM clock. An exporter has these
-reasons only if they are on its list of counters; newer exporters call them `DCGM_FI_DEV_CLOCKS_EVENT_REASONS`:
+An alert reports the GPU or node that it names, in every job that has it. The first of the labels
+`UUID` (the GPU, as DCGM's exporter names it), `Hostname`, `node`, `nodename` and `instance` without
+its port counts. A firing alert needs the annotation or label `slowdown` (time over normal time) or
+`score` (its inverse); `cause` is optional. An example of a rule for GPUs that are slowed by heat or
+a power brake, where 1980 is the highest SM clock. An exporter has these reasons only if they are on
+its list of counters; newer exporters call them `DCGM_FI_DEV_CLOCKS_EVENT_REASONS`:
 
     groups:
     - name: planner
@@ -20,8 +21,8 @@ reasons only if they are on its list of counters; newer exporters call them `DCG
           slowdown: '{{ $value }}'
           cause: compute
 
-This is the slowdown of the clocks; computations that wait for memory slow down less. Alertmanager posts the alerts
-with:
+This is the slowdown of the clocks; computations that wait for memory slow down less. Alertmanager
+posts the alerts with:
 
     receivers:
     - name: planner
@@ -35,10 +36,10 @@ with:
       group_wait: 5s
       repeat_interval: 5m  # a job that starts later gets the alert by then
 
-Alertmanager repeats alerts, several instances of it send the same ones, and messages may overtake each other. So an
-alert is one report, identified by its fingerprint and the moment it began to fire. Its latest message sets the
-slowdown, and once it is resolved it stays resolved. When the alert fires again, it is another report of the same
-source.
+Alertmanager repeats alerts, several instances of it send the same ones, and messages may overtake
+each other. So an alert is one report, identified by its fingerprint and the moment it began to
+fire. Its latest message sets the slowdown, and once it is resolved it stays resolved. When the
+alert fires again, it is another report of the same source.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ from perseus_planner.service.transitions import cleared
 if TYPE_CHECKING:
     from perseus_planner.service.state import JobState
 
-_MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII)  # RFC 3339
+_MOMENT = re.compile(
+    r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII
+)  # RFC 3339
 _NODES = ("Hostname", "node", "nodename", "instance")
 _LONGEST = 1024
 
@@ -76,7 +79,8 @@ class Alert:
     Attributes:
         index: Position in the group, from 0.
         name: Name of its rule, for people.
-        report: The alert as a report, which has expired if the alert is resolved; None if the alert is incomplete.
+        report: The alert as a report, which has expired if the alert is resolved; None if the alert
+            is incomplete.
         problem: Why there is no report, and what to do.
     """
 
@@ -110,16 +114,27 @@ def read_alerts(alerts: Sequence[Any], now_s: float) -> list[Alert]:
 
 
 def ignored_alerts(alerts: Iterable[Alert], by_jobs: Mapping[str, str]) -> tuple[IgnoredAlert, ...]:
-    """List the incomplete alerts, and those that jobs have ignored, given by the keys of their reports."""
-    problems = ((alert, alert.problem if alert.report is None else by_jobs.get(alert.report.key)) for alert in alerts)
-    return tuple(IgnoredAlert(alert.index, alert.name, problem) for alert, problem in problems if problem is not None)
+    """List the incomplete alerts, and those that jobs have ignored, given by the keys of their
+    reports.
+    """
+    problems = (
+        (alert, alert.problem if alert.report is None else by_jobs.get(alert.report.key))
+        for alert in alerts
+    )
+    return tuple(
+        IgnoredAlert(alert.index, alert.name, problem)
+        for alert, problem in problems
+        if problem is not None
+    )
 
 
 def jobs_concerned(
     jobs: Mapping[str, JobState], reports: Sequence[Report]
 ) -> tuple[dict[str, list[Report]], dict[str, str]]:
     """Return the reports that concern each job, and why the others concern none, by their keys."""
-    holders: dict[tuple[str, str], set[str]] = {(each.scope.kind, each.scope.value): set() for each in reports}
+    holders: dict[tuple[str, str], set[str]] = {
+        (each.scope.kind, each.scope.value): set() for each in reports
+    }
     for name, state in jobs.items():
         for place in state.job.places:
             for part in (("gpu", place.gpu), ("node", place.node)):
@@ -137,7 +152,9 @@ def jobs_concerned(
     return dict(sorted(found.items())), ignored
 
 
-def with_alerts(state: JobState, reports: Iterable[Report], now_s: float) -> tuple[JobState, dict[str, str]]:
+def with_alerts(
+    state: JobState, reports: Iterable[Report], now_s: float
+) -> tuple[JobState, dict[str, str]]:
     """Add the reports of alerts to a job.
 
     A known report takes the slowdown of its latest message; once it has expired, it stays expired.
@@ -168,7 +185,9 @@ def _updated(known: Report, report: Report, now_s: float) -> Report:
     if known.expires_s <= now_s:
         return known
     if report.expires_s <= now_s:
-        return cleared(replace(known, slowdown=1.0, observed_s=max(known.observed_s, report.observed_s)), now_s)
+        return cleared(
+            replace(known, slowdown=1.0, observed_s=max(known.observed_s, report.observed_s)), now_s
+        )
     return replace(known, slowdown=report.slowdown, cause=report.cause)
 
 
@@ -186,12 +205,18 @@ def _report(alert: Mapping[str, Any], labels: Mapping[str, str], now_s: float) -
     texts = {**_texts(alert, "annotations"), **labels}
     cause = texts.get("cause", "unknown")
     if cause not in get_args(Cause):
-        raise UsageError(f"cause {shown(cause)} is unknown; write one of: {', '.join(get_args(Cause))}")
+        raise UsageError(
+            f"cause {shown(cause)} is unknown; write one of: {', '.join(get_args(Cause))}"
+        )
     began_s, is_over = _moment_s(alert, "startsAt"), _is_resolved(alert)
-    ended_s = max(_moment_s(alert, "endsAt"), math.nextafter(began_s, math.inf)) if is_over else began_s
+    ended_s = (
+        max(_moment_s(alert, "endsAt"), math.nextafter(began_s, math.inf)) if is_over else began_s
+    )
     fingerprint = alert.get("fingerprint")
     if not isinstance(fingerprint, str) or not re.fullmatch(r"[0-9A-Za-z]{1,64}", fingerprint):
-        fingerprint = sha256(json.dumps(labels, sort_keys=True).encode())[:16]  # its labels identify it
+        fingerprint = sha256(json.dumps(labels, sort_keys=True).encode())[
+            :16
+        ]  # its labels identify it
     return Report(
         key=f"alert-{fingerprint}-{round(began_s * 1000)}",
         source=f"alertmanager, {fingerprint}",
@@ -216,13 +241,15 @@ def _slowdown(texts: Mapping[str, str]) -> float:
     kind = next((kind for kind in ("slowdown", "score") if kind in texts), None)
     if kind is None:
         raise UsageError(
-            "has no slowdown; give its rule an annotation with the time over the normal time, such as "
+            "has no slowdown; give its rule an annotation with the time over the normal time, such "
+            "as "
             "slowdown: '{{ $value }}'"
         )
     number = FACTOR.parse(texts[kind])
     if number is None or not 1.0 / MOST_SLOWDOWN <= number <= MOST_SLOWDOWN:
         raise UsageError(
-            f"{kind} {shown(texts[kind])} is not a number from {1.0 / MOST_SLOWDOWN:g} to {MOST_SLOWDOWN:g}"
+            f"{kind} {shown(texts[kind])} is not a number from {1.0 / MOST_SLOWDOWN:g} to "
+            f"{MOST_SLOWDOWN:g}"
         )
     return float(max(1.0, number if kind == "slowdown" else 1.0 / number))
 
@@ -236,7 +263,10 @@ def _scope(texts: Mapping[str, str]) -> Scope:
             value = re.sub(r":[0-9]+$", "", value).strip("[]")
         if value:
             return Scope("node", value)
-    raise UsageError("names neither a GPU nor a node; keep the label UUID, Hostname, node or instance in its rule")
+    raise UsageError(
+        "names neither a GPU nor a node; keep the label UUID, Hostname, node or instance in its "
+        "rule"
+    )
 
 
 def _moment_s(alert: Mapping[str, Any], name: str) -> float:
@@ -251,9 +281,13 @@ def _moment_s(alert: Mapping[str, Any], name: str) -> float:
 
 
 def _texts(alert: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the labels or annotations of an alert, without those that are too long or not printable."""
+    """Return the labels or annotations of an alert, without those that are too long or not
+    printable.
+    """
     values = alert.get(name)
     if not isinstance(values, Mapping):
         return {}
     texts = {str(key): str(value) for key, value in values.items()}
-    return {key: value for key, value in texts.items() if len(value) <= _LONGEST and value.isprintable()}
+    return {
+        key: value for key, value in texts.items() if len(value) <= _LONGEST and value.isprintable()
+    }

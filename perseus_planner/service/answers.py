@@ -1,6 +1,7 @@
 """What the service answers, as values: the status of jobs, the effects of requests, errors.
 
-Pydantic writes and reads them as JSON (see `schemas`); the service and its clients share these classes.
+Pydantic writes and reads them as JSON (see `schemas`); the service and its clients share these
+classes.
 """
 
 from __future__ import annotations
@@ -29,13 +30,21 @@ class JobSummary:
     max_changes: int | None
     min_dwell_s: float
     power_w: float | None
-    since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
-    on_time: Annotated[float | None, Field(description="Probability of being on time that plans are made for.")] = None
+    since_s: Annotated[
+        float, Field(description="When the job was registered, seconds since the epoch.")
+    ]
+    on_time: Annotated[
+        float | None, Field(description="Probability of being on time that plans are made for.")
+    ] = None
     gpu_power_limit_w: Annotated[
-        float | None, Field(description="Power limit that something else has set on its GPUs, watts; null for none.")
+        float | None,
+        Field(
+            description="Power limit that something else has set on its GPUs, watts; null for none."
+        ),
     ] = None
     next_power: Annotated[
-        PowerStep | None, Field(description="The power budget that comes next by a schedule; null if none does.")
+        PowerStep | None,
+        Field(description="The power budget that comes next by a schedule; null if none does."),
     ] = None
 
     @classmethod
@@ -64,9 +73,15 @@ class Registered:
 class Expected:
     """The average power of all GPUs of a job that its newest plans predict."""
 
-    power_w: Annotated[float, Field(description="With these plans, all pipelines waiting for the slowest, watts.")]
-    baseline_power_w: Annotated[float, Field(description="With all clocks at maximum and iterations as long, watts.")]
-    origin: Annotated[Origin, Field(description="measured: replayed from a measured profile; or simulated.")]
+    power_w: Annotated[
+        float, Field(description="With these plans, all pipelines waiting for the slowest, watts.")
+    ]
+    baseline_power_w: Annotated[
+        float, Field(description="With all clocks at maximum and iterations as long, watts.")
+    ]
+    origin: Annotated[
+        Origin, Field(description="measured: replayed from a measured profile; or simulated.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -75,34 +90,57 @@ class JobTelemetry:
 
     iterations: Annotated[int, Field(description="Number of iterations that have ended.")]
     iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
-    power_w: Annotated[float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")]
+    power_w: Annotated[
+        float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")
+    ]
     energy_j: Annotated[float, Field(description="Energy of the metered iterations, joules.")]
     baseline_j: Annotated[
         float,
-        Field(description="Energy of those iterations with all clocks at maximum and as long, by the profile, joules."),
+        Field(
+            description="Energy of those iterations with all clocks at maximum and as long, by the "
+            "profile, joules."
+        ),
     ]
-    saved_j: Annotated[float, Field(description="`baseline_j` - `energy_j`; negative if more was used.")]
+    saved_j: Annotated[
+        float, Field(description="`baseline_j` - `energy_j`; negative if more was used.")
+    ]
     energy_is: Annotated[
         Origin | None,
-        Field(description="Origin of `energy_j`, simulated if any part is; null if no iteration was metered."),
+        Field(
+            description="Origin of `energy_j`, simulated if any part is; null if no iteration was "
+            "metered."
+        ),
     ]
-    late_changes: Annotated[int, Field(description="Clock changes that came when most of the computation was over.")]
+    late_changes: Annotated[
+        int, Field(description="Clock changes that came when most of the computation was over.")
+    ]
     set_p50_s: Annotated[
-        float | None, Field(description="Recent median time from requesting a clock until it is set; null if none was.")
+        float | None,
+        Field(
+            description="Recent median time from requesting a clock until it is set; null if none "
+            "was."
+        ),
     ]
     set_p99_s: Annotated[float | None, Field(description="The 99th percentile of that time.")]
     time_s: Annotated[float, Field(description="Total time of the iterations, seconds.")] = field(
         default=0.0, kw_only=True
     )
-    ranks: Annotated[int, Field(description="Number of ranks; 0 if unknown.")] = field(default=0, kw_only=True)
-    following: Annotated[int, Field(description="Ranks whose last iteration ran by their plan.")] = field(
+    ranks: Annotated[int, Field(description="Number of ranks; 0 if unknown.")] = field(
         default=0, kw_only=True
     )
+    following: Annotated[
+        int, Field(description="Ranks whose last iteration ran by their plan.")
+    ] = field(default=0, kw_only=True)
     off_plan_since_s: Annotated[
         float | None,
-        Field(description="Since when a rank has not followed its plan, seconds since the epoch; null if all do."),
+        Field(
+            description="Since when a rank has not followed its plan, seconds since the epoch; "
+            "null if all do."
+        ),
     ] = field(default=None, kw_only=True)
-    observed_s: Annotated[float, Field(description="When the job last sent telemetry, seconds since the epoch.")]
+    observed_s: Annotated[
+        float, Field(description="When the job last sent telemetry, seconds since the epoch.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -110,7 +148,11 @@ class PlanTotal:
     """What a job ran by one version of its plans, over all its runs."""
 
     version: Annotated[
-        int | None, Field(description="The version that it had reported; null before, and for old versions together.")
+        int | None,
+        Field(
+            description="The version that it had reported; null before, and for old versions "
+            "together."
+        ),
     ]
     iterations: Annotated[int, Field(description="Number of iterations.")]
     time_s: Annotated[float, Field(description="Their total time, seconds.")]
@@ -130,14 +172,20 @@ class PlanTotal:
 
 @dataclass(frozen=True)
 class JobTotals:
-    """What a job ran, used and saved since it was registered. It is kept after the job has ended."""
+    """What a job ran, used and saved since it was registered. It is kept after the job has
+    ended.
+    """
 
     name: str
     pipelines: int
-    since_s: Annotated[float, Field(description="When the job was registered, seconds since the epoch.")]
+    since_s: Annotated[
+        float, Field(description="When the job was registered, seconds since the epoch.")
+    ]
     ended_s: Annotated[float | None, Field(description="When it ended; null if it runs.")]
     telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
-    plans: Annotated[tuple[PlanTotal, ...], Field(description="The same by version, for the newest ones.")]
+    plans: Annotated[
+        tuple[PlanTotal, ...], Field(description="The same by version, for the newest ones.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -154,23 +202,35 @@ class JobStatus:
     job: JobSummary
     decision: Decision
     version: Annotated[int, Field(description="The newest version of the plans.")]
-    promised: Annotated[int, Field(description="The version that is being planned; equal to `version` if none is.")]
-    taken: Annotated[Taken | None, Field(description="null if the job has not reported which version it runs.")]
-    reports: Annotated[tuple[Report, ...], Field(description="Reports that count now or will, in order of arrival.")]
+    promised: Annotated[
+        int, Field(description="The version that is being planned; equal to `version` if none is.")
+    ]
+    taken: Annotated[
+        Taken | None, Field(description="null if the job has not reported which version it runs.")
+    ]
+    reports: Annotated[
+        tuple[Report, ...],
+        Field(description="Reports that count now or will, in order of arrival."),
+    ]
     expected_saving_w: Annotated[float, Field(description="As in the answer to a report, watts.")]
     expected: Expected
     telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
     autopilot: Annotated[
-        AutopilotStatus | None, Field(description="What the job's autopilot last knew; null if it runs by plans.")
+        AutopilotStatus | None,
+        Field(description="What the job's autopilot last knew; null if it runs by plans."),
     ] = None
     unlike_plan: Annotated[
         str | None,
         Field(
-            description="A sentence, if iterations take over twice or under half as long as by the plans; then these "
+            description="A sentence, if iterations take over twice or under half as long as by the "
+            "plans; then these "
             "are of another machine, and save nothing."
         ),
     ] = None
-    gpus: Annotated[int, Field(description="Number of GPUs of all pipelines; 0 from services that do not say it.")] = 0
+    gpus: Annotated[
+        int,
+        Field(description="Number of GPUs of all pipelines; 0 from services that do not say it."),
+    ] = 0
 
 
 @dataclass(frozen=True)
@@ -178,27 +238,40 @@ class Answer:
     """The effect of a request. All of it is on disk."""
 
     job: Annotated[str, Field(description="Name of the job.")]
-    report: Annotated[Report | None, Field(description="The report as kept; null if the request was not about one.")]
-    version: Annotated[int, Field(description="The first version of the plans that takes the request into account.")]
-    changed: Annotated[bool, Field(description="Whether the request changed what the pipelines are to do.")]
+    report: Annotated[
+        Report | None,
+        Field(description="The report as kept; null if the request was not about one."),
+    ]
+    version: Annotated[
+        int,
+        Field(description="The first version of the plans that takes the request into account."),
+    ]
+    changed: Annotated[
+        bool, Field(description="Whether the request changed what the pipelines are to do.")
+    ]
     takes_effect: Annotated[
         Effect,
         Field(
-            description="planning: the version is being planned. next iteration: it is there, and the job takes it at "
+            description="planning: the version is being planned. next iteration: it is there, and "
+            "the job takes it at "
             "its next iteration. already: the job runs it."
         ),
     ]
     expected_saving_w: Annotated[
         float | None,
         Field(
-            description="Average power that all GPUs of the job are expected to save, watts, from the bounds of the "
-            "frontier. null while slow stages are being solved; a report with `wait_s` waits for that."
+            description="Average power that all GPUs of the job are expected to save, watts, from "
+            "the bounds of the "
+            "frontier. null while slow stages are being solved; a report with `wait_s` waits for "
+            "that."
         ),
     ]
     reason: Annotated[str, Field(description="One sentence for people.")]
 
     def with_plans_of(self, status: JobStatus) -> Answer:
-        """Return the answer updated from a later `status`, if the version has been published by then."""
+        """Return the answer updated from a later `status`, if the version has been published by
+        then.
+        """
         if status.version < self.version:
             return self
         is_taken = status.taken is not None and status.taken.version >= self.version
@@ -216,10 +289,17 @@ class PipelineStatus:
 
     pipeline: Annotated[int, Field(description="Number of the pipeline, from 0.")]
     time_s: Annotated[float, Field(description="Iteration time of the plan, seconds.")]
-    energy_j: Annotated[float, Field(description="Energy of such an iteration over all GPUs, joules.")]
-    target_s: Annotated[float, Field(description="Deadline of an iteration by the current decision, seconds.")]
+    energy_j: Annotated[
+        float, Field(description="Energy of such an iteration over all GPUs, joules.")
+    ]
+    target_s: Annotated[
+        float, Field(description="Deadline of an iteration by the current decision, seconds.")
+    ]
     slow_stages: Annotated[Mapping[int, float], Field(description="Slow stage -> slowdown.")]
-    report: Annotated[str | None, Field(description="Key of the report that counts for the pipeline; null for none.")]
+    report: Annotated[
+        str | None,
+        Field(description="Key of the report that counts for the pipeline; null for none."),
+    ]
 
 
 @dataclass(frozen=True)
@@ -233,8 +313,12 @@ class Jobs:
 class PowerBudget:
     """The power budget of all jobs together."""
 
-    power_w: Annotated[float | None, Field(description="Upper bound on their average power, watts; null for none.")]
-    schedule: Annotated[tuple[PowerStep, ...], Field(description="What replaces it later, in order.")]
+    power_w: Annotated[
+        float | None, Field(description="Upper bound on their average power, watts; null for none.")
+    ]
+    schedule: Annotated[
+        tuple[PowerStep, ...], Field(description="What replaces it later, in order.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -264,7 +348,9 @@ class IgnoredAlert:
 class AlertAnswers:
     """The effect of alerts."""
 
-    answers: Annotated[tuple[Answer, ...], Field(description="For each job that has a GPU or node that they name.")]
+    answers: Annotated[
+        tuple[Answer, ...], Field(description="For each job that has a GPU or node that they name.")
+    ]
     ignored: tuple[IgnoredAlert, ...]
 
 
@@ -299,7 +385,10 @@ class Me:
 
     role: Annotated[
         Literal["read", "report", "operate"] | None,
-        Field(description="What the client may do; each role includes those before it. null without a valid token."),
+        Field(
+            description="What the client may do; each role includes those before it. null without "
+            "a valid token."
+        ),
     ]
     name: Annotated[str | None, Field(description="Name of the token; null without one.")]
 
@@ -310,8 +399,12 @@ class ErrorContent:
 
     code: Annotated[str, Field(description="For programs.")]
     message: Annotated[str, Field(description="What is wrong and what to do, for people.")]
-    least_power_w: Annotated[float | None, Field(description="The least feasible power budget, watts.")] = None
-    least_deadline_s: Annotated[float | None, Field(description="The least feasible deadline, seconds.")] = None
+    least_power_w: Annotated[
+        float | None, Field(description="The least feasible power budget, watts.")
+    ] = None
+    least_deadline_s: Annotated[
+        float | None, Field(description="The least feasible deadline, seconds.")
+    ] = None
 
 
 @dataclass(frozen=True)

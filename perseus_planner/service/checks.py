@@ -57,7 +57,9 @@ def check_positive(name: str, value: float | None) -> None:
         UsageError: If it is neither.
     """
     if value is not None and TIME.accept(value) is None:
-        raise UsageError(f"{name}: {shown(value)} is not a finite number above 0; give one, or null for no limit")
+        raise UsageError(
+            f"{name}: {shown(value)} is not a finite number above 0; give one, or null for no limit"
+        )
 
 
 def check_deadline(deadline_s: float | None, curve: Curve) -> None:
@@ -79,14 +81,19 @@ def check_report(state: JobState, report: Report) -> None:
     """
     _check_name("key", report.key)
     check_scope(state.job, report.scope, state.curve.stages)
-    if not (math.isfinite(report.observed_s) and math.isfinite(report.begins_s)) or math.isnan(report.expires_s):
-        raise UsageError(f"report {shown(report.key)}: a time is not finite; give seconds since the epoch")
+    if not (math.isfinite(report.observed_s) and math.isfinite(report.begins_s)) or math.isnan(
+        report.expires_s
+    ):
+        raise UsageError(
+            f"report {shown(report.key)}: a time is not finite; give seconds since the epoch"
+        )
     if len(state.reports) >= _MOST_REPORTS:
         raise Conflict(f"job {shown(state.job.name)} has {len(state.reports)} reports; clear some")
 
 
 def check_same(known: Report, report: Report) -> None:
-    """Check that a report with a known key is the same report. Its times may differ, as they count from its arrival.
+    """Check that a report with a known key is the same report. Its times may differ, as they count
+    from its arrival.
 
     Raises:
         Conflict: If it is another report.
@@ -96,13 +103,16 @@ def check_same(known: Report, report: Report) -> None:
         for name in ("source", "scope", "slowdown", "iteration_s", "cause")
     ):
         raise Conflict(
-            f"report {shown(report.key)} differs from what was received with that key; give another report another key"
+            f"report {shown(report.key)} differs from what was received with that key; give "
+            "another report another key"
         )
 
 
 def _check_name(what: str, name: str) -> None:
     if not (0 < len(name) <= _LONGEST_NAME and name.isprintable()):
-        raise UsageError(f"{what}: {shown(name)} is not a name; write 1 to {_LONGEST_NAME} printable characters")
+        raise UsageError(
+            f"{what}: {shown(name)} is not a name; write 1 to {_LONGEST_NAME} printable characters"
+        )
 
 
 def _check_numbers(what: str, numbers: Iterable[int], count: int) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 
 class SteadyClock:
-    """Seconds since the epoch that rise by a second each second, also when somebody sets the machine's clock.
+    """Seconds since the epoch that rise by a second each second, also when somebody sets the
+    machine's clock.
 
-    The machine's clock is read once. So reports begin and expire when they are due, and none vanishes because the clock
-    was wrong and has been set right.
+    The machine's clock is read once. So reports begin and expire when they are due, and none
+    vanishes because the clock was wrong and has been set right.
 
     Args:
         not_before_s: The least first value, such as the last moment of an earlier service.

@@ -1,4 +1,6 @@
-"""What has happened to a job: an event in words for each change that matters, and how its figures went."""
+"""What has happened to a job: an event in words for each change that matters, and how its
+figures went.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 EVENTS = 100
 """How many events of a job are kept, the latest."""
 POINTS = 120
-"""How many points of a job's figures are kept: when there are more, every second one goes, so that all of the job is
-covered and the spacing doubles."""
+"""How many points of a job's figures are kept: when there are more, every second one goes, so that
+all of the job is covered and the spacing doubles."""
 _NAMED = 3  #: pipelines that an event names; more are counted
 
 
@@ -37,8 +39,13 @@ class Point:
 
     at_s: Annotated[float, Field(description="Seconds since the epoch.")]
     iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
-    power_w: Annotated[float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")]
-    saved_j: Annotated[float | None, Field(description="Saved since the job was registered, joules; null if unknown.")]
+    power_w: Annotated[
+        float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")
+    ]
+    saved_j: Annotated[
+        float | None,
+        Field(description="Saved since the job was registered, joules; null if unknown."),
+    ]
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,9 @@ class History:
 
 
 def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
-    """Add the figures of `tally`. The last point moves along until it is far enough from the one before."""
+    """Add the figures of `tally`. The last point moves along until it is far enough from the one
+    before.
+    """
     saved_j = None if tally.energy_is is None else tally.saved_j
     now = Point(tally.observed_s, tally.iteration_s, tally.power_w, saved_j)
     if len(points) > 1 and points[-1].at_s - points[-2].at_s < (now.at_s - points[0].at_s) / POINTS:
@@ -60,7 +69,9 @@ def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
 
 
 def with_events(before: JobState | None, after: JobState, now_s: float) -> JobState:
-    """Return the state `after` with an event for what differs from `before`, if that is worth telling."""
+    """Return the state `after` with an event for what differs from `before`, if that is worth
+    telling.
+    """
     text = "; ".join(_changes(before, after))
     if not text:
         return after
@@ -70,23 +81,41 @@ def with_events(before: JobState | None, after: JobState, now_s: float) -> JobSt
 def _changes(before: JobState | None, after: JobState) -> list[str]:
     job = after.job
     if before is None or before.job.pipelines != job.pipelines:  # it was started again with others
-        return [f"registered with {_counted(job.pipelines, 'pipeline')} of {_counted(after.curve.gpus, 'GPU')}"]
+        return [
+            f"registered with {_counted(job.pipelines, 'pipeline')} of "
+            f"{_counted(after.curve.gpus, 'GPU')}"
+        ]
     found = []
     if job.deadline_s != before.job.deadline_s:
-        found.append("deadline removed" if job.deadline_s is None else f"deadline set to {_time(job.deadline_s)}")
+        found.append(
+            "deadline removed"
+            if job.deadline_s is None
+            else f"deadline set to {_time(job.deadline_s)}"
+        )
     if job.power_w != before.job.power_w:
-        found.append("power budget removed" if job.power_w is None else f"power budget {si(job.power_w, 'W')}")
+        found.append(
+            "power budget removed"
+            if job.power_w is None
+            else f"power budget {si(job.power_w, 'W')}"
+        )
     if job.gpu_power_limit_w != before.job.gpu_power_limit_w:
         limit_w = job.gpu_power_limit_w
         found.append(
-            f"GPUs are limited to {si(limit_w, 'W')}" if limit_w else "no power limit is set on the GPUs any more"
+            f"GPUs are limited to {si(limit_w, 'W')}"
+            if limit_w
+            else "no power limit is set on the GPUs any more"
         )
     if after.decision is not before.decision:
         found += _stragglers(before, after)
         if after.published.version > before.published.version and after.planned is before.planned:
             found.append(after.decision.reason)  # planning failed
-    if after.taken is not None and (before.taken is None or after.taken.version > before.taken.version):
-        found.append(f"version {after.taken.version} of the plans runs from iteration {after.taken.iteration:,}")
+    if after.taken is not None and (
+        before.taken is None or after.taken.version > before.taken.version
+    ):
+        found.append(
+            f"version {after.taken.version} of the plans runs from iteration "
+            f"{after.taken.iteration:,}"
+        )
     return found
 
 
@@ -116,7 +145,11 @@ def _slow(reports: Mapping[str, Report], key: str, pipelines: list[int]) -> str:
     report = reports.get(key)
     if report is None:
         return f"{_pipelines(pipelines)} slow"
-    measure = f"iterations of {_time(report.iteration_s)}" if report.slowdown is None else f"{report.slowdown:.4g}x"
+    measure = (
+        f"iterations of {_time(report.iteration_s)}"
+        if report.slowdown is None
+        else f"{report.slowdown:.4g}x"
+    )
     part = "" if report.scope.kind == "pipeline" else f"{report.scope.kind} {report.scope.value}: "
     return f"{part}{_pipelines(pipelines)} slow {measure} ({report.source})"
 

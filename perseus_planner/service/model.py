@@ -1,8 +1,9 @@
 """The values that the service keeps and decides on.
 
-They are frozen dataclasses. Pydantic reads and writes them as JSON by their annotations (see `schemas`), so the
-service, its database, its HTTP interface and its clients share one class for each value. Times are in seconds; a moment
-is in seconds since the epoch. A moment that never comes is infinite here and null in JSON.
+They are frozen dataclasses. Pydantic reads and writes them as JSON by their annotations (see
+`schemas`), so the service, its database, its HTTP interface and its clients share one class for
+each value. Times are in seconds; a moment is in seconds since the epoch. A moment that never comes
+is infinite here and null in JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Cause = Literal["compute", "communication", "data", "unknown"]
 Origin = Literal["measured", "simulated"]
 
 REMEMBERED = 256
-"""How many inactive reports of a job are kept, so that a report that is delivered again is recognized."""
+"""How many inactive reports of a job are kept, so that a report that is delivered again is
+recognized.
+"""
 
 
 class UnknownJob(PlannerError):
@@ -69,7 +72,10 @@ Moment = Annotated[
 _ScopeValue = Annotated[
     Line,
     BeforeValidator(_text_of_number),
-    WithJsonSchema({"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "integer", "minimum": 0}]}, "validation"),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "integer", "minimum": 0}]},
+        "validation",
+    ),
 ]
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """For values that clients send: unknown fields and numbers that are not finite are refused."""
@@ -84,7 +90,8 @@ class Place:
     rank: Annotated[Number, Field(description="Rank in the whole job, from 0.")]
     pipeline: Annotated[Number, Field(description="Data-parallel pipeline of the rank, from 0.")]
     stages: Annotated[
-        tuple[Number, ...], Field(max_length=4096, description="Stages of that pipeline on this rank; [] if unknown.")
+        tuple[Number, ...],
+        Field(max_length=4096, description="Stages of that pipeline on this rank; [] if unknown."),
     ]
     node: Annotated[Line, Field(description="Host name; empty if unknown.")] = ""
     gpu: Annotated[Line, Field(description="UUID of the GPU; empty if unknown.")] = ""
@@ -96,9 +103,12 @@ class PowerStep:
 
     __pydantic_config__ = STRICT
 
-    start_s: Annotated[float, Strict(), Field(ge=0.0, le=1e11, description="From when, seconds since the epoch.")]
+    start_s: Annotated[
+        float, Strict(), Field(ge=0.0, le=1e11, description="From when, seconds since the epoch.")
+    ]
     power_w: Annotated[
-        Annotated[float, Strict(), Field(gt=0.0, le=1e12)] | None, Field(description="Watts; null for no budget.")
+        Annotated[float, Strict(), Field(gt=0.0, le=1e12)] | None,
+        Field(description="Watts; null for no budget."),
     ]
 
 
@@ -111,13 +121,15 @@ class RegisteredJob:
         pipelines: Number of data-parallel pipelines. They all have the same frontier.
         frontier: Digest of the frontier file.
         places: Locations of the ranks; may be empty if reports only name pipelines.
-        deadline_s: Iteration time to aim for without stragglers; None for that of all clocks at maximum.
+        deadline_s: Iteration time to aim for without stragglers; None for that of all clocks at
+            maximum.
         max_changes, min_dwell_s: Switch budget of the plans, as for `Frontier.plan_for`.
         power_w: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
-        on_time: The probability of the plans being on time, and within the power, as for `Frontier.plan_until`.
+        on_time: The probability of the plans being on time, and within the power, as for
+            `Frontier.plan_until`.
         since_s: When the job was registered.
-        gpu_power_limit_w: The least power limit, watts, that something else than the planner has set on one of its
-            GPUs, as the job reports it; None if none is below its default.
+        gpu_power_limit_w: The least power limit, watts, that something else than the planner has
+            set on one of its GPUs, as the job reports it; None if none is below its default.
         power_schedule: The budgets that replace `power_w` later, by their moment.
     """
 
@@ -137,42 +149,69 @@ class RegisteredJob:
 
 @dataclass(frozen=True)
 class Scope:
-    """The part of a job that is slow: pipeline 3, stage 2 of `pipeline`, rank 17, GPU "GPU-8f6b…", node "node07"."""
+    """The part of a job that is slow: pipeline 3, stage 2 of `pipeline`, rank 17, GPU
+    "GPU-8f6b…", node "node07".
+    """
 
     __pydantic_config__ = STRICT
 
     kind: ScopeKind
-    value: Annotated[_ScopeValue, Field(description="The number of the part, the UUID of the GPU or the node's name.")]
-    pipeline: Annotated[Number | None, Field(description="The pipeline of that part; null for all that have it.")] = (
-        None
-    )
+    value: Annotated[
+        _ScopeValue,
+        Field(description="The number of the part, the UUID of the GPU or the node's name."),
+    ]
+    pipeline: Annotated[
+        Number | None, Field(description="The pipeline of that part; null for all that have it.")
+    ] = None
 
 
 @dataclass(frozen=True)
 class Report:
     """A report that part of a job is slow, or has recovered, as the service keeps it."""
 
-    key: Annotated[str, Field(description="Identifies the report. A report with the same key is the same report.")]
-    source: Annotated[str, Field(description="Who reports. A later report replaces an earlier one about that scope.")]
+    key: Annotated[
+        str,
+        Field(description="Identifies the report. A report with the same key is the same report."),
+    ]
+    source: Annotated[
+        str,
+        Field(description="Who reports. A later report replaces an earlier one about that scope."),
+    ]
     scope: Scope
     slowdown: Annotated[
         float | None,
-        Field(description="Time over normal time, 1 or more; 1 means recovered. null if `iteration_s` is given."),
+        Field(
+            description="Time over normal time, 1 or more; 1 means recovered. null if "
+            "`iteration_s` is given."
+        ),
     ]
-    iteration_s: Annotated[float | None, Field(description="Expected iteration time of the pipeline, seconds.")]
-    observed_s: Annotated[float, Field(description="When the source observed it. The latest observation counts.")]
+    iteration_s: Annotated[
+        float | None, Field(description="Expected iteration time of the pipeline, seconds.")
+    ]
+    observed_s: Annotated[
+        float, Field(description="When the source observed it. The latest observation counts.")
+    ]
     begins_s: Annotated[float, Field(description="When it begins.")]
-    begins_iteration: Annotated[int | None, Field(description="The iteration in which it begins, if given.")] = None
-    expires_s: Annotated[Moment, Field(description="When it expires; null if it holds until it is cleared.")] = math.inf
+    begins_iteration: Annotated[
+        int | None, Field(description="The iteration in which it begins, if given.")
+    ] = None
+    expires_s: Annotated[
+        Moment, Field(description="When it expires; null if it holds until it is cleared.")
+    ] = math.inf
     cause: Cause = "unknown"
 
     def __post_init__(self) -> None:
         if (self.slowdown is None) == (self.iteration_s is None):
             raise UsageError(f"report {self.key}: give either a slowdown or an iteration time")
         if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
-            raise UsageError(f"report {self.key}: slowdown {self.slowdown} is not a number of 1 or more")
+            raise UsageError(
+                f"report {self.key}: slowdown {self.slowdown} is not a number of 1 or more"
+            )
         if self.iteration_s is not None and not 0.0 < self.iteration_s < math.inf:
-            raise UsageError(f"report {self.key}: iteration_s {self.iteration_s} is not a number of seconds above 0")
+            raise UsageError(
+                f"report {self.key}: iteration_s {self.iteration_s} is not a number of seconds "
+                "above 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -181,14 +220,19 @@ class Target:
 
     time_s: Annotated[float, Field(description="Deadline of an iteration, seconds.")]
     slow_stages: Annotated[
-        Mapping[int, float], Field(description="Slow stage -> slowdown; the pipeline is solved anew with these.")
+        Mapping[int, float],
+        Field(description="Slow stage -> slowdown; the pipeline is solved anew with these."),
     ] = field(default_factory=dict)
     power_w: Annotated[
         float | None,
-        Field(description="Upper bound on the average power of the pipeline, watts; it goes before `time_s`."),
+        Field(
+            description="Upper bound on the average power of the pipeline, watts; it goes before "
+            "`time_s`."
+        ),
     ] = None
     gpu_power_limit_w: Annotated[
-        float | None, Field(description="Power limit of each GPU, watts; clocks that it would cap are not used.")
+        float | None,
+        Field(description="Power limit of each GPU, watts; clocks that it would cap are not used."),
     ] = None
 
 
@@ -197,10 +241,16 @@ class Decision:
     """What the pipelines of a job are to do now, and why."""
 
     targets: Annotated[tuple[Target, ...], Field(description="One for each pipeline, in order.")]
-    straggler_time_s: Annotated[float, Field(description="Iteration time of the slowest pipeline, seconds.")]
-    stragglers: Annotated[Mapping[int, str], Field(description="Pipeline -> key of the report that counts for it.")]
+    straggler_time_s: Annotated[
+        float, Field(description="Iteration time of the slowest pipeline, seconds.")
+    ]
+    stragglers: Annotated[
+        Mapping[int, str], Field(description="Pipeline -> key of the report that counts for it.")
+    ]
     since_s: Annotated[float, Field(description="Since when these targets hold.")]
-    look_again_s: Annotated[Moment, Field(description="When time alone may change the decision; null for never.")]
+    look_again_s: Annotated[
+        Moment, Field(description="When time alone may change the decision; null for never.")
+    ]
     reason: Annotated[str, Field(description="One sentence for people.")]
 
 
@@ -210,10 +260,15 @@ class PlanSet:
 
     version: Annotated[int, Field(description="Rises with every change, from 1.")]
     texts: Annotated[
-        tuple[str, ...], Field(alias="plans", description="Plan files, as `planner plan` writes them.")
+        tuple[str, ...],
+        Field(alias="plans", description="Plan files, as `planner plan` writes them."),
     ] = field(repr=False)
-    of_pipeline: Annotated[tuple[int, ...], Field(description="For each pipeline, the index of its plan in `plans`.")]
-    made_s: Annotated[float, Field(exclude=True, description="When the version was published.")] = 0.0
+    of_pipeline: Annotated[
+        tuple[int, ...], Field(description="For each pipeline, the index of its plan in `plans`.")
+    ]
+    made_s: Annotated[float, Field(exclude=True, description="When the version was published.")] = (
+        0.0
+    )
 
     def text(self, pipeline: int) -> str:
         """Return the plan of one pipeline as text."""
@@ -240,7 +295,9 @@ class Taken:
 
 
 class Numbers(Protocol):
-    """The part of a job's frontier that the policy needs. `Frontier` has all of it except `slowed`."""
+    """The part of a job's frontier that the policy needs. `Frontier` has all of it except
+    `slowed`.
+    """
 
     @property
     def baseline_time_s(self) -> float: ...  # noqa: D102

@@ -1,44 +1,64 @@
-"""The policy: what the pipelines of a job are to do while something in it is slow. Time is an argument.
+"""The policy: what the pipelines of a job are to do while something in it is slow. Time is an
+argument.
 
 Which reports count
 
-| a report                                          | counts                                                        |
+| a report                                          | counts
+|
 |---------------------------------------------------|---------------------------------------------------------------|
-| has not begun                                     | not yet; it begins at its iteration if it names one, else at  |
-|                                                   | its time                                                      |
-| has begun                                         | until it expires, unless one of the next lines applies        |
-| its source has observed that scope later          | no more once the later one has begun, even after that expires |
-| expires before it begins                          | never                                                         |
-| has slowdown 1                                    | no; it ends earlier reports of its source about that scope    |
-| others of the same pipeline differ                | the worst one; slow stages each by their worst slowdown       |
+| has not begun                                     | not yet; it begins at its iteration if it
+names one, else at  |
+|                                                   | its time
+|
+| has begun                                         | until it expires, unless one of the next lines
+applies        |
+| its source has observed that scope later          | no more once the later one has begun, even
+after that expires |
+| expires before it begins                          | never
+|
+| has slowdown 1                                    | no; it ends earlier reports of its source
+about that scope    |
+| others of the same pipeline differ                | the worst one; slow stages each by their worst
+slowdown       |
 
-What they mean for a pipeline. `target` is the deadline of the job, or the time with all clocks at maximum, but at least
-`min_time_s` and at most `max_time_s` of that pipeline. T' is the time of the slowest pipeline.
+What they mean for a pipeline. `target` is the deadline of the job, or the time with all clocks at
+maximum, but at least `min_time_s` and at most `max_time_s` of that pipeline. T' is the time of the
+slowest pipeline.
 
-| known of a pipeline                               | its iteration takes     | its plan is for                       |
+| known of a pipeline                               | its iteration takes     | its plan is for
+|
 |---------------------------------------------------|-------------------------|---------------------------------------|
-| nothing                                           | target                  | max(target, T'), at most `max_time_s` |
-| stages that compute more slowly                   | target, so slowed       | the same, planned anew so slowed      |
-| a slowdown of all of it                           | slowdown x target       | target                                |
-| an iteration time above its target                | that time               | target                                |
+| nothing                                           | target                  | max(target, T'), at
+most `max_time_s` |
+| stages that compute more slowly                   | target, so slowed       | the same, planned
+anew so slowed      |
+| a slowdown of all of it                           | slowdown x target       | target
+|
+| an iteration time above its target                | that time               | target
+|
 
-A slow rank, GPU or node is slow in all its stages. If communication or data are slow, or the stage is unknown, the
-pipeline is slower as in the third line, and its computations take their normal time. If a pipeline has slow stages and
-is slower than these explain, it is planned with them for its target.
+A slow rank, GPU or node is slow in all its stages. If communication or data are slow, or the stage
+is unknown, the pipeline is slower as in the third line, and its computations take their normal
+time. If a pipeline has slow stages and is slower than these explain, it is planned with them for
+its target.
 
 When plans change. The wanted time of a pipeline is `min(max(its target, T'), max_time_s)`.
 
-| before, it was planned for                        | then it is planned for                                        |
+| before, it was planned for                        | then it is planned for
+|
 |---------------------------------------------------|---------------------------------------------------------------|
-| longer than wanted                                | the wanted time, at once                                      |
-| less than its target                              | its target, at once                                           |
-| less than wanted                                  | the wanted time, unless one of the following is true of all   |
+| longer than wanted                                | the wanted time, at once
+|
+| less than its target                              | its target, at once
+|
+| less than wanted                                  | the wanted time, unless one of the following
+is true of all   |
 
 1. It saves nothing.
 2. Each plan would be longer by less than `least_rise`.
-3. It does not pay: before the report of the slowest pipeline expires (or within `assumed_s`, if it does not), fewer
-   iterations are left than changing the plans twice costs. A change is assumed to cost what `iterations_lost`
-   iterations save.
+3. It does not pay: before the report of the slowest pipeline expires (or within `assumed_s`, if it
+   does not), fewer iterations are left than changing the plans twice costs. A change is assumed to
+   cost what `iterations_lost` iterations save.
 4. Stragglers have changed the plans less than `holding_s` ago.
 """
 
@@ -66,8 +86,10 @@ class PolicySettings:
     Attributes:
         least_rise: The least relative change of a plan's time.
         holding_s: How long after a change pipelines are not slowed down again, seconds.
-        assumed_s: How long something is assumed to stay slow if its report does not expire, seconds.
-        iterations_lost: The assumed cost of a change, in iterations' worth of the energy that it saves.
+        assumed_s: How long something is assumed to stay slow if its report does not expire,
+            seconds.
+        iterations_lost: The assumed cost of a change, in iterations' worth of the energy that it
+            saves.
     """
 
     least_rise: float = 0.01
@@ -96,12 +118,16 @@ class _Pipeline:
 
     def wanted_s(self, straggler_time_s: float) -> float:
         """Return the wanted time of its plan beside a straggler."""
-        if self.takes_s > self.own_s:  # it is unknown where the time goes, and how slower clocks would affect it
+        if (
+            self.takes_s > self.own_s
+        ):  # it is unknown where the time goes, and how slower clocks would affect it
             return self.own_s
         return min(straggler_time_s, self.numbers.max_time_s)
 
     def kept_s(self, planned_s: float, straggler_time_s: float) -> float:
-        """Return the time of its plan if it is not slowed down to save energy, after a plan of `planned_s`."""
+        """Return the time of its plan if it is not slowed down to save energy, after a plan of
+        `planned_s`.
+        """
         return min(max(planned_s, self.own_s), self.wanted_s(straggler_time_s))
 
 
@@ -117,30 +143,44 @@ def decide(
 ) -> Decision:
     """Decide what the pipelines of a job are to do now.
 
-    The decision stays the same until `look_again_s`, unless a report, the iteration or the deadline of the job changes.
+    The decision stays the same until `look_again_s`, unless a report, the iteration or the deadline
+    of the job changes.
 
     Args:
-        job: Its deadline is the iteration time to aim for; one that cannot be met becomes the least that can. Its
-            pipelines share its power equally; `power.shares` has chosen a deadline for which that suffices.
+        job: Its deadline is the iteration time to aim for; one that cannot be met becomes the least
+            that can. Its pipelines share its power equally; `power.shares` has chosen a deadline
+            for which that suffices.
         reports: All known reports, in any order. `reports.lasting_reports` of them are enough.
-        numbers: Of a pipeline as profiled. `slowed` is called repeatedly, so it should cache its results.
+        numbers: Of a pipeline as profiled. `slowed` is called repeatedly, so it should cache its
+            results.
         before: The last decision; None for the first.
         now_s: Seconds since the epoch.
         settings: When to slow down.
-        iteration: The first iteration that can still be changed; None if unknown, so that no report that waits for an
-            iteration has begun.
+        iteration: The first iteration that can still be changed; None if unknown, so that no report
+            that waits for an iteration has begun.
 
     Raises:
-        UsageError: If a report concerns what the job does not have; `reports.check_scope` finds that when it arrives.
+        UsageError: If a report concerns what the job does not have; `reports.check_scope` finds
+            that when it arrives.
     """
     reports = tuple(reports)
     pipelines = _pipelines(job, active_reports(reports, now_s, iteration), numbers)
     time_s = max(each.takes_s for each in pipelines)
-    planned_s = [target.time_s for target in before.targets] if before else [each.own_s for each in pipelines]
+    planned_s = (
+        [target.time_s for target in before.targets]
+        if before
+        else [each.own_s for each in pipelines]
+    )
     calm_s = _own_s(numbers, _target_s(job, numbers))
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    slowing = _Slowing(pipelines, time_s, tuple(planned_s), power_w, job.gpu_power_limit_w, settings)
-    held = before is not None and before.since_s > job.since_s and now_s < before.since_s + settings.holding_s
+    slowing = _Slowing(
+        pipelines, time_s, tuple(planned_s), power_w, job.gpu_power_limit_w, settings
+    )
+    held = (
+        before is not None
+        and before.since_s > job.since_s
+        and now_s < before.since_s + settings.holding_s
+    )
     refusal = slowing.refusal(now_s, held)
     targets = slowing.targets(slowing.kept_s if refusal else slowing.wanted_s)
     stragglers = {number: each.worst.key for number, each in enumerate(pipelines) if each.worst}
@@ -148,14 +188,22 @@ def decide(
     turns_s = [next_turn_s(reports, now_s, iteration)]
     if refusal == _HELD:
         turns_s += [since_s + settings.holding_s, slowing.pays_until_s()]
-    return Decision(targets, time_s, stragglers, since_s, min(turns_s), _reason(pipelines, time_s, calm_s, refusal))
+    return Decision(
+        targets,
+        time_s,
+        stragglers,
+        since_s,
+        min(turns_s),
+        _reason(pipelines, time_s, calm_s, refusal),
+    )
 
 
 def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     """Return the average power that the pipelines of `job` save by a decision, watts.
 
-    It is compared with each pipeline planned for its own target, while the slowest takes the decided time. It is
-    computed from `Numbers.bound_j`, which plans come close to, except with a switch budget.
+    It is compared with each pipeline planned for its own target, while the slowest takes the
+    decided time. It is computed from `Numbers.bound_j`, which plans come close to, except with a
+    switch budget.
     """
     saved_j, target_s = 0.0, _target_s(job, numbers)
     for (time_s, slow), count in Counter(
@@ -201,7 +249,9 @@ class _Slowing:
         return tuple(Target(time_s, each.slow_stages, *limits_w) for each, time_s in pairs)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
-        """Return why no pipeline is slowed down although some could be; None to use the wanted times."""
+        """Return why no pipeline is slowed down although some could be; None to use the wanted
+        times.
+        """
         if self.kept_s == self.wanted_s:
             return None
         spent_j, saved_j = self._spent_and_saved_j()
@@ -215,7 +265,9 @@ class _Slowing:
         return _HELD if held else None
 
     def _spent_and_saved_j(self) -> tuple[float, float]:
-        """Return the energy of an iteration of all pipelines without slowing down, and what that would save."""
+        """Return the energy of an iteration of all pipelines without slowing down, and what that
+        would save.
+        """
         spent_j = saved_j = 0.0
         for numbers, kept_s, wanted_s, count in self._alike():
             spent_j += count * numbers.bound_j(kept_s)
@@ -223,13 +275,27 @@ class _Slowing:
         return spent_j, saved_j
 
     def _alike(self) -> Iterator[tuple[Numbers, float, float, int]]:
-        """Group equal pipelines, as there are many: yields numbers, kept time, wanted time and their count."""
+        """Group equal pipelines, as there are many: yields numbers, kept time, wanted time and
+        their count.
+        """
         of_id = {id(each.numbers): each.numbers for each in self.pipelines}
-        kinds = Counter(zip((id(each.numbers) for each in self.pipelines), self.kept_s, self.wanted_s, strict=True))
-        return ((of_id[which], kept_s, wanted_s, count) for (which, kept_s, wanted_s), count in kinds.items())
+        kinds = Counter(
+            zip(
+                (id(each.numbers) for each in self.pipelines),
+                self.kept_s,
+                self.wanted_s,
+                strict=True,
+            )
+        )
+        return (
+            (of_id[which], kept_s, wanted_s, count)
+            for (which, kept_s, wanted_s), count in kinds.items()
+        )
 
     def pays_until_s(self) -> float:
-        """Return until when slowing down pays; after that, the report expires before both changes are paid off."""
+        """Return until when slowing down pays; after that, the report expires before both
+        changes are paid off.
+        """
         both_changes_s = 2.0 * self.settings.iterations_lost * self.time_s
         slowest = (each.worst for each in self.pipelines if each.takes_s == self.time_s)
         expires_s = max((worst.expires_s for worst in slowest if worst), default=math.inf)
@@ -247,11 +313,15 @@ def _own_s(numbers: Numbers, target_s: float) -> float:
 
 
 def _saved_j(numbers: Numbers, from_s: float, to_s: float) -> float:
-    """Return what a plan of `to_s` saves against one of `from_s` if both then wait for a slower pipeline, joules."""
+    """Return what a plan of `to_s` saves against one of `from_s` if both then wait for a slower
+    pipeline, joules.
+    """
     if from_s == to_s:
         return 0.0
     most_s = numbers.max_time_s
-    waiting_w = (numbers.bound_j(2.0 * most_s) - numbers.bound_j(most_s)) / most_s  # beyond it a plan only waits
+    waiting_w = (
+        numbers.bound_j(2.0 * most_s) - numbers.bound_j(most_s)
+    ) / most_s  # beyond it a plan only waits
     return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waiting_w * (to_s - from_s)
 
 
@@ -269,7 +339,9 @@ def _pipelines(job: RegisteredJob, active: Sequence[Report], numbers: Numbers) -
     ]
 
 
-def _reported(reports: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline, target_s: float) -> _Pipeline:
+def _reported(
+    reports: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline, target_s: float
+) -> _Pipeline:
     """Return a pipeline with its reports, each given with the stages that it concerns."""
     slow: dict[int, float] = {}
     of_stages: list[tuple[float, str, Report]] = []  # (how bad it is, key to break ties, report)
@@ -279,7 +351,9 @@ def _reported(reports: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline,
             slow |= {stage: max(report.slowdown, slow.get(stage, 1.0)) for stage in stages}
             of_stages.append((report.slowdown, report.key, report))
         else:
-            of_all.append((report.iteration_s or calm.own_s * (report.slowdown or 1.0), report.key, report))
+            of_all.append(
+                (report.iteration_s or calm.own_s * (report.slowdown or 1.0), report.key, report)
+            )
     slow = dict(sorted(slow.items()))
     numbers = calm.numbers.slowed(slow) if slow else calm.numbers
     own_s = _own_s(numbers, target_s)
@@ -290,18 +364,28 @@ def _reported(reports: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline,
 
 
 def _since_s(
-    job: RegisteredJob, before: Decision | None, targets: Sequence[Target], stragglers: Mapping[int, str], now_s: float
+    job: RegisteredJob,
+    before: Decision | None,
+    targets: Sequence[Target],
+    stragglers: Mapping[int, str],
+    now_s: float,
 ) -> float:
-    """Return since when stragglers determine the times of the plans; a new deadline of the job does not count."""
+    """Return since when stragglers determine the times of the plans; a new deadline of the job
+    does not count.
+    """
     if before is None:
         return job.since_s
     as_before = [each.time_s for each in targets] == [each.time_s for each in before.targets]
     return before.since_s if as_before or not (stragglers or before.stragglers) else now_s
 
 
-def _reason(pipelines: Sequence[_Pipeline], time_s: float, calm_s: float, refusal: str | None) -> str:
+def _reason(
+    pipelines: Sequence[_Pipeline], time_s: float, calm_s: float, refusal: str | None
+) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
-    slow = [(each.takes_s, -number, each.worst) for number, each in enumerate(pipelines) if each.worst]
+    slow = [
+        (each.takes_s, -number, each.worst) for number, each in enumerate(pipelines) if each.worst
+    ]
     if not slow:
         return f"nothing is reported slow: iterations take {si(time_s, 's', 6)}"
     _, number, report = max(slow, key=lambda each: each[:2])
@@ -310,4 +394,8 @@ def _reason(pipelines: Sequence[_Pipeline], time_s: float, calm_s: float, refusa
     if time_s <= calm_s:
         return f"{culprit} is slow, but iterations still take {si(time_s, 's', 6)}"
     text = f"iterations take {si(time_s, 's', 6)} because of {culprit}"
-    return f"{text}, and plans are for that" if refusal is None else f"{text}, but nothing is slowed down: {refusal}"
+    return (
+        f"{text}, and plans are for that"
+        if refusal is None
+        else f"{text}, but nothing is slowed down: {refusal}"
+    )

@@ -1,12 +1,14 @@
-"""Power budgets: how much slower each job has to run so that all together draw no more than the budget.
+"""Power budgets: how much slower each job has to run so that all together draw no more than the
+budget.
 
-The objective is the mean slowdown of a GPU, the sum over jobs of GPUs * t / time_s with the iteration time t within the
-budget and `time_s` without. A job draws E(t) / t on average, where the energy E of its iteration is convex and
-piecewise linear in t. In iterations per second, f = 1 / t, both are convex: GPUs / (f * time_s), and f * E(1 / f), the
-perspective of E. So the optimum is where one more watt is worth the same slowdown in all jobs, its price (Lagrangian
-duality: Boyd and Vandenberghe, Convex Optimization, 5.5). On a piece of the frontier, E(t) is fixed_j + slope_w * t, so
-a job draws slope_w + fixed_j * f, and the best time for a price has a closed form: t * t = price * fixed_j * time_s /
-GPUs. The price is found by bisection to the last bit.
+The objective is the mean slowdown of a GPU, the sum over jobs of GPUs * t / time_s with the
+iteration time t within the budget and `time_s` without. A job draws E(t) / t on average, where the
+energy E of its iteration is convex and piecewise linear in t. In iterations per second, f = 1 / t,
+both are convex: GPUs / (f * time_s), and f * E(1 / f), the perspective of E. So the optimum is
+where one more watt is worth the same slowdown in all jobs, its price (Lagrangian duality: Boyd and
+Vandenberghe, Convex Optimization, 5.5). On a piece of the frontier, E(t) is fixed_j + slope_w * t,
+so a job draws slope_w + fixed_j * f, and the best time for a price has a closed form: t * t = price
+* fixed_j * time_s / GPUs. The price is found by bisection to the last bit.
 
 Stragglers are ignored here: a pipeline that waits for one draws less.
 """
@@ -56,7 +58,8 @@ class Demand:
         frontier: The frontier of each of its pipelines.
         pipelines: Number of pipelines.
         gpus: Number of GPUs over all pipelines.
-        time_s: Iteration time: its deadline, or more if a straggler takes longer; at least the least of the frontier.
+        time_s: Iteration time: its deadline, or more if a straggler takes longer; at least the
+            least of the frontier.
         power_w: Budget of this job alone; None for no budget.
     """
 
@@ -72,17 +75,20 @@ class Demand:
 
 
 def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...]:
-    """Return the share of each job, so that all together draw at most `power_w` with the least slowdown.
+    """Return the share of each job, so that all together draw at most `power_w` with the least
+    slowdown.
 
-    No job becomes faster than without a budget, or slower than at its least power. A budget that is met anyway changes
-    nothing. Frontiers bound energy from below, so a plan that keeps a share may take a little longer.
+    No job becomes faster than without a budget, or slower than at its least power. A budget that is
+    met anyway changes nothing. Frontiers bound energy from below, so a plan that keeps a share may
+    take a little longer.
 
     Args:
         power_w: Watts over all jobs; None for no budget.
         demands: One for each job.
 
     Raises:
-        InfeasiblePower: If the jobs together, or one with its own budget, cannot draw so little; names the least.
+        InfeasiblePower: If the jobs together, or one with its own budget, cannot draw so little;
+            names the least.
         InfeasibleDeadline: If a job cannot be as fast as it demands.
     """
     ranges = [_range(demand) for demand in demands]
@@ -99,11 +105,13 @@ def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...
 
 @dataclass(frozen=True, eq=False)
 class _Range:
-    """The iteration times that a job may take, and the best one for a price in GPU slowdowns per watt.
+    """The iteration times that a job may take, and the best one for a price in GPU slowdowns per
+    watt.
 
     Attributes:
         demand: What the job would do without a budget.
-        times_s: (pieces + 1,) From the fastest time to that of the least power; energy is linear between them.
+        times_s: (pieces + 1,) From the fastest time to that of the least power; energy is linear
+            between them.
         prices: (pieces,) The price at which the end of each piece is best, rising.
     """
 
@@ -122,7 +130,9 @@ class _Range:
 
 
 def _range(demand: Demand) -> _Range:
-    """Return the range from the time without a budget, or from the time that meets the budget of this job alone."""
+    """Return the range from the time without a budget, or from the time that meets the budget of
+    this job alone.
+    """
     times_s, energies_j = _curve_from(demand, demand.time_s)
     powers_w = energies_j / times_s
     end = int(np.argmin(powers_w))
@@ -131,18 +141,24 @@ def _range(demand: Demand) -> _Range:
         if least_w > demand.power_w:
             raise InfeasiblePower(demand.power_w, least_w)
         own_w = demand.power_w
-        start_s = _least(lambda time_s: demand.draws_w(time_s) <= own_w, demand.time_s, float(times_s[end]))
+        start_s = _least(
+            lambda time_s: demand.draws_w(time_s) <= own_w, demand.time_s, float(times_s[end])
+        )
         times_s, energies_j = _curve_from(demand, start_s)
         end = int(np.argmin(energies_j / times_s))
     times_s, energies_j = times_s[: end + 1], energies_j[: end + 1]
     fixed_j = (energies_j[:-1] * times_s[1:] - energies_j[1:] * times_s[:-1]) / np.diff(times_s)
-    fixed_j = np.maximum(fixed_j, 1e-12 * energies_j[:-1])  # positive except for rounding, as power falls
+    fixed_j = np.maximum(
+        fixed_j, 1e-12 * energies_j[:-1]
+    )  # positive except for rounding, as power falls
     prices = demand.gpus * times_s[1:] ** 2 / (fixed_j * demand.time_s)
     return _Range(demand, times_s, np.maximum.accumulate(prices))
 
 
 def _curve_from(demand: Demand, start_s: float) -> tuple[Floats, Floats]:
-    """Return (points,) rising times from `start_s` and the energies of all pipelines, linear in between."""
+    """Return (points,) rising times from `start_s` and the energies of all pipelines, linear in
+    between.
+    """
     times_s, energies_j = demand.frontier.times_s[::-1], demand.frontier.energies_j[::-1]
     later = times_s > start_s * (1.0 + 1e-9)  # closer points do not determine a slope
     start_j = demand.frontier.bound_j(start_s)
@@ -161,14 +177,17 @@ def _sum_w(found: Sequence[Share]) -> float:
 
 
 def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the least number above `low` that fits, to the last bit; `high` and all numbers above it fit."""
+    """Return the least number above `low` that fits, to the last bit; `high` and all numbers
+    above it fit.
+    """
     while low < (middle := (low + high) / 2.0) < high:
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
 
 
 def share_power(draft: Draft, job: str | None, reconcile: Callable[[JobState], object]) -> None:
-    """Share power anew: the budget of all jobs among all of them if there is one, and the budgets of single jobs.
+    """Share power anew: the budget of all jobs among all of them if there is one, and the budgets
+    of single jobs.
 
     Args:
         draft: Has the jobs.
@@ -185,7 +204,9 @@ def share_power(draft: Draft, job: str | None, reconcile: Callable[[JobState], o
             reconcile(state)
 
 
-def begin_budgets(draft: Draft, names: Iterable[str], now_s: float, share: Callable[[str | None], None]) -> None:
+def begin_budgets(
+    draft: Draft, names: Iterable[str], now_s: float, share: Callable[[str | None], None]
+) -> None:
     """Put the scheduled budgets of all jobs together, and of these jobs, in force that are due.
 
     A budget that is less than the jobs can draw becomes the least that they can.
@@ -211,14 +232,18 @@ def begin_budgets(draft: Draft, names: Iterable[str], now_s: float, share: Calla
         if state is None or due is None:
             continue
 
-        def set_one(power_w: float | None, name: str = name, later: tuple[PowerStep, ...] = later) -> None:
+        def set_one(
+            power_w: float | None, name: str = name, later: tuple[PowerStep, ...] = later
+        ) -> None:
             state = draft.state(name)
             draft.put(replace(state, job=replace(state.job, power_w=power_w, power_schedule=later)))
 
         _begin(due, state.job.power_w, set_one, partial(share, name), f"job {name}")
 
 
-def _due(schedule: tuple[PowerStep, ...], now_s: float) -> tuple[PowerStep | None, tuple[PowerStep, ...]]:
+def _due(
+    schedule: tuple[PowerStep, ...], now_s: float
+) -> tuple[PowerStep | None, tuple[PowerStep, ...]]:
     """Return the last step that has begun, and those that have not."""
     begun = sum(step.start_s <= now_s for step in schedule)
     return (schedule[begun - 1] if begun else None), schedule[begun:]
@@ -239,7 +264,9 @@ def _begin(
         power_w, text = before_w, "it stays as it was"
         if isinstance(error, InfeasiblePower) and error.power_w == due.power_w:
             power_w, text = error.least_power_w * (1 + 1e-9), "the least is set"
-        _log.warning("The scheduled power budget of %s cannot be met, and %s: %s", whose, text, error)
+        _log.warning(
+            "The scheduled power budget of %s cannot be met, and %s: %s", whose, text, error
+        )
         set_budget(power_w)
         with suppress(InfeasibleError):
             share()
@@ -265,13 +292,20 @@ def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobSt
         return [replace(state, share=None) for state in states]
     demands = [_demand(state.job, state.curve) for state in states]
     found = shares(power_w, demands)
-    room = 1.0 if power_w is None else max(1.0, power_w / math.fsum(share.power_w for share in found))
-    allowed = [_allowed(state.job, share, room, power_w) for state, share in zip(states, found, strict=True)]
+    room = (
+        1.0 if power_w is None else max(1.0, power_w / math.fsum(share.power_w for share in found))
+    )
+    allowed = [
+        _allowed(state.job, share, room, power_w)
+        for state, share in zip(states, found, strict=True)
+    ]
     return [replace(state, share=share) for state, share in zip(states, allowed, strict=True)]
 
 
 def _allowed(job: RegisteredJob, share: Share, room: float, power_w: float | None) -> Share | None:
-    """Return the share that plans must keep. Power that is left over is shared, as plans draw more than the bound."""
+    """Return the share that plans must keep. Power that is left over is shared, as plans draw
+    more than the bound.
+    """
     limits_w = [share.power_w * room] if power_w is not None else []
     limits_w += [] if job.power_w is None else [job.power_w]
     return Share(share.time_s, min(limits_w)) if limits_w else None

@@ -12,27 +12,40 @@ if TYPE_CHECKING:
     from perseus_planner.service.model import RegisteredJob, Report, Scope
 
 
-def lasting_reports(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> tuple[Report, ...]:
+def lasting_reports(
+    reports: Iterable[Report], now_s: float, iteration: int | None = None
+) -> tuple[Report, ...]:
     """Return the reports that count now, may count later, or keep older ones from counting.
 
-    Of the begun reports of one source about one scope, only those with the latest observation last, even if they have
-    expired or say that the scope has recovered: an older report that arrives late must find them.
+    Of the begun reports of one source about one scope, only those with the latest observation last,
+    even if they have expired or say that the scope has recovered: an older report that arrives late
+    must find them.
 
     Args:
         reports: Any reports, in any order.
         now_s: Seconds since the epoch.
         iteration: The first iteration that can still be changed; None if unknown.
     """
-    known = [each for each in reports if each.begins_iteration is not None or each.begins_s < each.expires_s]
+    known = [
+        each
+        for each in reports
+        if each.begins_iteration is not None or each.begins_s < each.expires_s
+    ]
     newest_s: dict[tuple[str, Scope], float] = {}
     for each in known:
         if _has_begun(each, now_s, iteration):
             about = (each.source, each.scope)
             newest_s[about] = max(each.observed_s, newest_s.get(about, -math.inf))
-    return tuple(each for each in known if each.observed_s >= newest_s.get((each.source, each.scope), -math.inf))
+    return tuple(
+        each
+        for each in known
+        if each.observed_s >= newest_s.get((each.source, each.scope), -math.inf)
+    )
 
 
-def active_reports(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> tuple[Report, ...]:
+def active_reports(
+    reports: Iterable[Report], now_s: float, iteration: int | None = None
+) -> tuple[Report, ...]:
     """Return the reports by which something is slow now; arguments as for `lasting_reports`."""
     return _active(lasting_reports(reports, now_s, iteration), now_s, iteration)
 
@@ -43,8 +56,13 @@ def next_turn_s(reports: Iterable[Report], now_s: float, iteration: int | None =
     Arguments as for `lasting_reports`. Reports that begin with an iteration are left out.
     """
     lasting = lasting_reports(reports, now_s, iteration)
-    begins_s = [each.begins_s for each in lasting if each.begins_iteration is None and now_s < each.begins_s]
-    return min([*begins_s, *(each.expires_s for each in _active(lasting, now_s, iteration))], default=math.inf)
+    begins_s = [
+        each.begins_s for each in lasting if each.begins_iteration is None and now_s < each.begins_s
+    ]
+    return min(
+        [*begins_s, *(each.expires_s for each in _active(lasting, now_s, iteration))],
+        default=math.inf,
+    )
 
 
 def _active(lasting: Iterable[Report], now_s: float, iteration: int | None) -> tuple[Report, ...]:
@@ -62,9 +80,11 @@ def _has_begun(report: Report, now_s: float, iteration: int | None) -> bool:
 
 
 def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
-    """Return the pipelines of `job` in `scope`, each with its stages in `scope`; no stages if they are unknown.
+    """Return the pipelines of `job` in `scope`, each with its stages in `scope`; no stages if they
+    are unknown.
 
-    If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one of them.
+    If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one of
+    them.
 
     Raises:
         UsageError: If the job has no such part.
@@ -76,11 +96,13 @@ def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int
     else:
         parts = _held_by(job, scope)
     if scope.pipeline is not None:
-        parts = {pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline}
+        parts = {
+            pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
+        }
     if not parts:
         raise UsageError(
-            f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of job {shown(job.name)}; "
-            "correct one of them, or leave the pipeline out"
+            f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of job "
+            f"{shown(job.name)}; correct one of them, or leave the pipeline out"
         )
     return parts
 
@@ -97,18 +119,27 @@ def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
 
 
 def _held_by(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
-    """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a rank's are unknown."""
-    found = [place for place in job.places if scope.value and str(getattr(place, scope.kind)) == scope.value]
+    """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a
+    rank's are unknown.
+    """
+    found = [
+        place
+        for place in job.places
+        if scope.value and str(getattr(place, scope.kind)) == scope.value
+    ]
     if not found:
         raise UsageError(
-            f"scope: job {shown(job.name)} has no known {scope.kind} {shown(scope.value)}; register it with the places "
-            "of its ranks, or report the pipeline"
+            f"scope: job {shown(job.name)} has no known {scope.kind} {shown(scope.value)}; "
+            "register it with the places of its ranks, or report the pipeline"
         )
     held: dict[int, frozenset[int]] = {}
     for place in found:
         held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
     unknown = {place.pipeline for place in found if not place.stages}
-    return {pipeline: frozenset() if pipeline in unknown else stages for pipeline, stages in held.items()}
+    return {
+        pipeline: frozenset() if pipeline in unknown else stages
+        for pipeline, stages in held.items()
+    }
 
 
 def _pipeline_of_stage(job: RegisteredJob, scope: Scope) -> int:
@@ -116,8 +147,8 @@ def _pipeline_of_stage(job: RegisteredJob, scope: Scope) -> int:
         return _pipeline(job, str(scope.pipeline))
     if job.pipelines > 1:
         raise UsageError(
-            f"scope: stage {shown(scope.value)} is in each of {job.pipelines} pipelines; name the pipeline in which it "
-            "is slow"
+            f"scope: stage {shown(scope.value)} is in each of {job.pipelines} pipelines; name the "
+            "pipeline in which it is slow"
         )
     return 0
 
@@ -125,11 +156,16 @@ def _pipeline_of_stage(job: RegisteredJob, scope: Scope) -> int:
 def _pipeline(job: RegisteredJob, value: str) -> int:
     number = _number("pipeline", value)
     if number >= job.pipelines:
-        raise UsageError(f"scope: there is no pipeline {number}; pipelines are 0 to {job.pipelines - 1}")
+        raise UsageError(
+            f"scope: there is no pipeline {number}; pipelines are 0 to {job.pipelines - 1}"
+        )
     return number
 
 
 def _number(kind: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) <= 9 and str(int(value)) == value):
-        raise UsageError(f"scope: {kind} {shown(value)} is not a number; write 0 for the first one, 1 for the next")
+        raise UsageError(
+            f"scope: {kind} {shown(value)} is not a number; write 0 for the first one, 1 for the "
+            "next"
+        )
     return int(value)

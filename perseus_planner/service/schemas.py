@@ -41,8 +41,14 @@ _MOST_ALERTS = 10_000
 _MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
 _MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
 
-JobName = Annotated[str, Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; not `.` first.")]
-Key = Annotated[str, Field(pattern=KEY, description="Up to 256 printable ASCII characters without blanks and `/`.")]
+JobName = Annotated[
+    str,
+    Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; not `.` first."),
+]
+Key = Annotated[
+    str,
+    Field(pattern=KEY, description="Up to 256 printable ASCII characters without blanks and `/`."),
+]
 Whole = Annotated[int, Strict(), Field(ge=0, le=MOST_WHOLE)]
 Span = Annotated[float, Strict(), Field(gt=0.0, le=_MOST_S)]
 Seconds = Annotated[float, Strict(), Field(ge=0.0, le=_MOST_S)]
@@ -55,7 +61,9 @@ def _decoded(value: object) -> object:
     try:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise UsageError(f"frontier: is not base64 ({error}); encode the file with `base64 -w0`") from error
+        raise UsageError(
+            f"frontier: is not base64 ({error}); encode the file with `base64 -w0`"
+        ) from error
 
 
 def _encoded(value: bytes | None) -> str | None:
@@ -72,45 +80,76 @@ FileBytes = Annotated[
 
 @dataclass(frozen=True)
 class Registration:
-    """A job to register: with its frontier, or with a profile and a schedule that the service solves."""
+    """A job to register: with its frontier, or with a profile and a schedule that the service
+    solves.
+    """
 
     __pydantic_config__ = STRICT
 
     name: JobName
-    pipelines: Annotated[int, Strict(), Field(ge=1, le=2**16, description="Number of data-parallel pipelines.")]
-    frontier: Annotated[FileBytes, Field(description="The file that `planner solve` writes, in base64.")] = field(
-        default=None, repr=False
-    )
+    pipelines: Annotated[
+        int, Strict(), Field(ge=1, le=2**16, description="Number of data-parallel pipelines.")
+    ]
+    frontier: Annotated[
+        FileBytes, Field(description="The file that `planner solve` writes, in base64.")
+    ] = field(default=None, repr=False)
     places: Annotated[
         tuple[Place, ...],
-        Field(max_length=2**20, description="Locations of the ranks; needed if reports name ranks, GPUs or nodes."),
+        Field(
+            max_length=2**20,
+            description="Locations of the ranks; needed if reports name ranks, GPUs or nodes.",
+        ),
     ] = ()
     deadline_s: Annotated[
         Span | None,
-        Field(description="Iteration time to aim for without stragglers; null for that of all clocks at maximum."),
+        Field(
+            description="Iteration time to aim for without stragglers; null for that of all clocks "
+            "at maximum."
+        ),
     ] = None
     max_changes: Annotated[
-        Number | None, Field(description="Clock changes that each GPU may make in an iteration; null for any number.")
+        Number | None,
+        Field(
+            description="Clock changes that each GPU may make in an iteration; null for any number."
+        ),
     ] = None
-    min_dwell_s: Annotated[Seconds | None, Field(description="Least time at one clock, seconds; null for 0.")] = None
+    min_dwell_s: Annotated[
+        Seconds | None, Field(description="Least time at one clock, seconds; null for 0.")
+    ] = None
     power_w: Annotated[
-        Watts | None, Field(description="Upper bound on the average power of all GPUs of the job; null for none.")
+        Watts | None,
+        Field(
+            description="Upper bound on the average power of all GPUs of the job; null for none."
+        ),
     ] = None
     on_time: Annotated[
         float | None,
-        Field(gt=0, le=0.99, description="Probability of being on time that plans are made for; null for none."),
+        Field(
+            gt=0,
+            le=0.99,
+            description="Probability of being on time that plans are made for; null for none.",
+        ),
     ] = None
-    profile_csv: Annotated[str | None, Field(description="Instead of `frontier`: the text of profile.csv.")] = None
-    profile_yaml: Annotated[str | None, Field(description="The text of the profile.yaml that names it.")] = None
-    schedule: Annotated[str | None, Field(description="The name of a schedule, or a text grid.")] = None
+    profile_csv: Annotated[
+        str | None, Field(description="Instead of `frontier`: the text of profile.csv.")
+    ] = None
+    profile_yaml: Annotated[
+        str | None, Field(description="The text of the profile.yaml that names it.")
+    ] = None
+    schedule: Annotated[
+        str | None, Field(description="The name of a schedule, or a text grid.")
+    ] = None
     microbatches: Annotated[
-        Annotated[int, Strict(), Field(ge=1, le=2**20)] | None, Field(description="For a schedule given by its name.")
+        Annotated[int, Strict(), Field(ge=1, le=2**20)] | None,
+        Field(description="For a schedule given by its name."),
     ] = None
     take_over: Annotated[
         Annotated[bool, Strict()] | None,
         Field(
-            description="Whether a running job of that name goes on with this frontier and these settings. Its reports "
-            "and totals stay, and so do a deadline and a power budget that were set since it was registered."
+            description="Whether a running job of that name goes on with this frontier and these "
+            "settings. Its reports "
+            "and totals stay, and so do a deadline and a power budget that were set since it was "
+            "registered."
         ),
     ] = None
 
@@ -119,7 +158,9 @@ class Registration:
         if self.frontier is None and None in profile:
             raise UsageError("give a frontier, or all of profile_csv, profile_yaml and schedule")
         if self.frontier is not None and (*profile, self.microbatches) != (None,) * 4:
-            raise UsageError("frontier: leave out profile_csv, profile_yaml, schedule and microbatches beside it")
+            raise UsageError(
+                "frontier: leave out profile_csv, profile_yaml, schedule and microbatches beside it"
+            )
 
     def job(self) -> RegisteredJob:
         """Return the job. The service adds its frontier's digest and the time."""
@@ -143,65 +184,93 @@ class ProfileTexts:
     __pydantic_config__ = STRICT
 
     profile_csv: Annotated[str, Field(description="The text of profile.csv.")] = field(repr=False)
-    profile_yaml: Annotated[str, Field(description="The text of the profile.yaml that names it.")] = field(repr=False)
+    profile_yaml: Annotated[
+        str, Field(description="The text of the profile.yaml that names it.")
+    ] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """A report that part of a job is slow, or has recovered. Give exactly one of slowdown, iteration_s and score."""
+    """A report that part of a job is slow, or has recovered. Give exactly one of slowdown,
+    iteration_s and score.
+    """
 
     __pydantic_config__ = STRICT
 
     source: Annotated[
-        Line, Field(min_length=1, description="Who reports. A later report replaces an earlier one about that scope.")
+        Line,
+        Field(
+            min_length=1,
+            description="Who reports. A later report replaces an earlier one about that scope.",
+        ),
     ]
     scope: Scope
     slowdown: Annotated[
         Annotated[float, Strict(), Field(ge=1.0, le=MOST_SLOWDOWN)] | None,
         Field(description="Time over normal time; 1 means recovered."),
     ] = None
-    iteration_s: Annotated[Span | None, Field(description="Expected iteration time of the pipeline, seconds.")] = None
+    iteration_s: Annotated[
+        Span | None, Field(description="Expected iteration time of the pipeline, seconds.")
+    ] = None
     score: Annotated[
         Annotated[float, Strict(), Field(ge=1.0 / MOST_SLOWDOWN, le=1.0)] | None,
         Field(description="Performance over normal performance, the inverse of a slowdown."),
     ] = None
-    in_s: Annotated[Seconds | None, Field(description="It begins in this many seconds; null for now.")] = None
-    at_iteration: Annotated[Whole | None, Field(description="Or it begins with this iteration of the job.")] = None
+    in_s: Annotated[
+        Seconds | None, Field(description="It begins in this many seconds; null for now.")
+    ] = None
+    at_iteration: Annotated[
+        Whole | None, Field(description="Or it begins with this iteration of the job.")
+    ] = None
     ttl_s: Annotated[
-        Span | None, Field(description="How long it holds once begun, seconds; null until it is cleared.")
+        Span | None,
+        Field(description="How long it holds once begun, seconds; null until it is cleared."),
     ] = None
     cause: Cause = "unknown"
     observed_s: Annotated[
         Annotated[float, Strict(), Field(ge=0.0, le=10 * _MOST_S)] | None,
         Field(
-            description="When the source observed it, seconds since the epoch; null for now. Of one source's reports "
-            "about one scope the latest observation counts, in whatever order they arrive. A later moment than now "
+            description="When the source observed it, seconds since the epoch; null for now. Of "
+            "one source's reports "
+            "about one scope the latest observation counts, in whatever order they arrive. A later "
+            "moment than now "
             "counts as now."
         ),
     ] = None
     key: Annotated[
         Key | None,
         Field(
-            description="Identifies the report: however often it is sent, it counts once. It may also be sent as the "
+            description="Identifies the report: however often it is sent, it counts once. It may "
+            "also be sent as the "
             "header `Idempotency-Key`. Without either, the service chooses one."
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("slowdown", "iteration_s", "score") if getattr(self, name) is not None]
+        given = [
+            name for name in ("slowdown", "iteration_s", "score") if getattr(self, name) is not None
+        ]
         if len(given) != 1:
             raise UsageError(
                 "a report says how slow in one way: give a slowdown, an iteration time or a score, "
                 f"and not {' and '.join(given) or 'none'}"
             )
         if self.in_s is not None and self.at_iteration is not None:
-            raise UsageError("a report begins after a time or with an iteration; give one of the two")
+            raise UsageError(
+                "a report begins after a time or with an iteration; give one of the two"
+            )
         if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
-            raise UsageError(f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 means recovered")
+            raise UsageError(
+                f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 means recovered"
+            )
         if self.score is not None and not 0.0 < self.score <= 1.0:
-            raise UsageError(f"score {self.score:g} is not above 0 and at most 1; 1 means recovered")
+            raise UsageError(
+                f"score {self.score:g} is not above 0 and at most 1; 1 means recovered"
+            )
         if self.iteration_s is not None and not 0.0 < self.iteration_s < math.inf:
-            raise UsageError(f"iteration time {self.iteration_s:g} is not a number of seconds above 0")
+            raise UsageError(
+                f"iteration time {self.iteration_s:g} is not a number of seconds above 0"
+            )
 
     def report(self, header_key: str | None, now_s: float) -> Report:
         """Return the report that the service keeps, received at `now_s`.
@@ -228,14 +297,18 @@ class ReportRequest:
 
 @dataclass(frozen=True)
 class AlertGroup:
-    """The body that the webhook of Prometheus' Alertmanager sends, version 4. Other fields of it are ignored."""
+    """The body that the webhook of Prometheus' Alertmanager sends, version 4. Other fields of it
+    are ignored.
+    """
 
     alerts: Annotated[
         list[Any],
         Field(
             max_length=_MOST_ALERTS,
-            description="Each has `status`, `labels`, `annotations`, `startsAt`, `endsAt` and `fingerprint`. An alert "
-            "that cannot be used is listed under `ignored` in the answer and does not affect the others.",
+            description="Each has `status`, `labels`, `annotations`, `startsAt`, `endsAt` and "
+            "`fingerprint`. An alert "
+            "that cannot be used is listed under `ignored` in the answer and does not affect the "
+            "others.",
         ),
     ]
 
@@ -252,39 +325,60 @@ class TakenRequest:
 
 @dataclass(frozen=True)
 class Counters:
-    """What one run of a job has counted since it began, over all ranks. All but the latencies only grow."""
+    """What one run of a job has counted since it began, over all ranks. All but the latencies
+    only grow.
+    """
 
     __pydantic_config__ = STRICT
 
-    run: Annotated[Key, Field(description="Names the run. A restarted job counts from 0 under another name.")]
+    run: Annotated[
+        Key, Field(description="Names the run. A restarted job counts from 0 under another name.")
+    ]
     iterations: Annotated[Whole, Field(description="Number of iterations that have ended.")] = 0
-    time_s: Annotated[Seconds, Field(description="Their total time, each from the end of the one before.")] = 0.0
-    metered_iterations: Annotated[Whole, Field(description="Iterations in which the energy of all GPUs is known.")] = 0
+    time_s: Annotated[
+        Seconds, Field(description="Their total time, each from the end of the one before.")
+    ] = 0.0
+    metered_iterations: Annotated[
+        Whole, Field(description="Iterations in which the energy of all GPUs is known.")
+    ] = 0
     metered_s: Annotated[Seconds, Field(description="Total time of the metered iterations.")] = 0.0
     energy_j: Annotated[
-        float, Strict(), Field(ge=0.0, le=1e18, description="Energy of all GPUs in the metered iterations, joules.")
+        float,
+        Strict(),
+        Field(ge=0.0, le=1e18, description="Energy of all GPUs in the metered iterations, joules."),
     ] = 0.0
-    energy_is: Annotated[Origin | None, Field(description="Origin of the energy; null without metered ones.")] = None
+    energy_is: Annotated[
+        Origin | None, Field(description="Origin of the energy; null without metered ones.")
+    ] = None
     late_changes: Annotated[
         Whole, Field(description="Clock changes that came when most of the computation was over.")
     ] = 0
     set_p50_s: Annotated[
-        Seconds | None, Field(description="Recent median time from requesting a clock until it is set; null if none.")
+        Seconds | None,
+        Field(
+            description="Recent median time from requesting a clock until it is set; null if none."
+        ),
     ] = None
-    set_p99_s: Annotated[Seconds | None, Field(description="The 99th percentile of that time.")] = None
+    set_p99_s: Annotated[Seconds | None, Field(description="The 99th percentile of that time.")] = (
+        None
+    )
     ranks: Annotated[Whole, Field(description="Number of ranks; 0 if unknown.")] = 0
-    following: Annotated[Whole, Field(description="Ranks whose last iteration ran by their plan.")] = 0
+    following: Annotated[
+        Whole, Field(description="Ranks whose last iteration ran by their plan.")
+    ] = 0
     off_plan_since_s: Annotated[
         Annotated[float, Strict(), Field(ge=0.0, le=1e11)] | None,
         Field(description="Since when a rank has not followed its plan, seconds since the epoch."),
     ] = None
     autopilot: Annotated[
-        AutopilotStatus | None, Field(description="What the autopilot of the run knows; null for a run by plans.")
+        AutopilotStatus | None,
+        Field(description="What the autopilot of the run knows; null for a run by plans."),
     ] = None
     gpu_power_limit_w: Annotated[
         Watts | None,
         Field(
-            description="The least power limit of its GPUs that is below their default and that the planner has not "
+            description="The least power limit of its GPUs that is below their default and that "
+            "the planner has not "
             "set; null if none is. The job is planned again whenever it changes."
         ),
     ] = None
@@ -293,7 +387,10 @@ class Counters:
         if self.metered_iterations > self.iterations:
             raise UsageError("metered_iterations are some of iterations, and cannot be more")
         if (self.energy_is is None) != (self.metered_iterations == 0):
-            raise UsageError("energy_is gives the origin of energy_j: send it with metered_iterations, and only then")
+            raise UsageError(
+                "energy_is gives the origin of energy_j: send it with metered_iterations, and only "
+                "then"
+            )
         if self.metered_iterations == 0 and (self.metered_s, self.energy_j) != (0.0, 0.0):
             raise UsageError("metered_s and energy_j are of metered_iterations, and there are none")
 
@@ -304,7 +401,9 @@ class DeadlineRequest:
 
     __pydantic_config__ = STRICT
 
-    deadline_s: Annotated[Span | None, Field(description="Seconds; null for that of all clocks at maximum.")]
+    deadline_s: Annotated[
+        Span | None, Field(description="Seconds; null for that of all clocks at maximum.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -313,16 +412,24 @@ class PowerRequest:
 
     __pydantic_config__ = STRICT
 
-    power_w: Annotated[Watts | None, Field(description="Upper bound on average power, watts; null for no bound.")]
+    power_w: Annotated[
+        Watts | None, Field(description="Upper bound on average power, watts; null for no bound.")
+    ]
     schedule: Annotated[
         tuple[PowerStep, ...],
-        Field(max_length=_MOST_STEPS, description="What replaces it later, in order; it replaces an earlier schedule."),
+        Field(
+            max_length=_MOST_STEPS,
+            description="What replaces it later, in order; it replaces an earlier schedule.",
+        ),
     ] = ()
 
     def __post_init__(self) -> None:
         for before, after in pairwise(self.schedule):
             if after.start_s <= before.start_s:
-                raise UsageError(f"schedule: {after.start_s:.15g} is not after {before.start_s:.15g}; sort its moments")
+                raise UsageError(
+                    f"schedule: {after.start_s:.15g} is not after {before.start_s:.15g}; sort its "
+                    "moments"
+                )
 
 
 def to_json(value: Any, *, without_nulls: bool = False, indent: int | None = None) -> bytes:

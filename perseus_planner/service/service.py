@@ -60,14 +60,16 @@ _log = logging.getLogger(__name__)
 
 
 class Service:
-    """Takes reports and settings, and publishes versions of plans. Use it as a context manager, from any thread.
+    """Takes reports and settings, and publishes versions of plans. Use it as a context manager,
+    from any thread.
 
-    What a method returns and what it changes is on disk when it returns, except telemetry. If the process is killed,
-    the next service with the same storage continues: the versions of a job rise by 1, and a promised version comes.
-    Plans are made by other processes; only `register` and `solve` wait for them.
+    What a method returns and what it changes is on disk when it returns, except telemetry. If the
+    process is killed, the next service with the same storage continues: the versions of a job rise
+    by 1, and a promised version comes. Plans are made by other processes; only `register` and
+    `solve` wait for them.
 
-    Unless they say otherwise, methods raise `UnknownJob` for a job that does not run, and `StorageError` if a change
-    cannot be written.
+    Unless they say otherwise, methods raise `UnknownJob` for a job that does not run, and
+    `StorageError` if a change cannot be written.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class Service:
             StorageError: If the storage cannot be read.
         """
         stored = storage.load()
-        self._now_s = now_s or SteadyClock(max(map(transitions.last_moment_s, stored.jobs.values()), default=-math.inf))
+        self._now_s = now_s or SteadyClock(
+            max(map(transitions.last_moment_s, stored.jobs.values()), default=-math.inf)
+        )
         self._processes, self._solver = Processes(workers), Processes(1)
         self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
@@ -98,7 +102,9 @@ class Service:
         self._subscriptions, self._timers = Subscriptions(), Timers()
         self._storage = storage
         self._writer = Writer(storage, stored, self._follow_up, self._now_s)
-        self._telemetry = TelemetryBook(stored.telemetry, {name: state.job for name, state in stored.jobs.items()})
+        self._telemetry = TelemetryBook(
+            stored.telemetry, {name: state.job for name, state in stored.jobs.items()}
+        )
         self._statuses = Statuses()
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
@@ -111,11 +117,15 @@ class Service:
             stack.callback(self._write_telemetry)
             stack.enter_context(self._replanner)
             stack.enter_context(self._solver)
-            stack.enter_context(self._processes)  # ends first, so that nobody waits for results that are not needed
+            stack.enter_context(
+                self._processes
+            )  # ends first, so that nobody waits for results that are not needed
             self._stack = stack.pop_all()
         for name, state in self._writer.jobs.items():
             targets = state.decision.targets
-            if not state.is_planned or any(each.slow_stages or each.gpu_power_limit_w for each in targets):
+            if not state.is_planned or any(
+                each.slow_stages or each.gpu_power_limit_w for each in targets
+            ):
                 self._replanner.request(name)
         return self
 
@@ -134,9 +144,14 @@ class Service:
         return tuple(self._status(state, now_s) for _, state in sorted(self._writer.jobs.items()))
 
     def totals(self) -> tuple[JobTotals, ...]:
-        """Return the totals of all running jobs by name, then of the `ENDED_SHOWN` that have ended last."""
+        """Return the totals of all running jobs by name, then of the `ENDED_SHOWN` that have
+        ended last.
+        """
         running = (state.job for _, state in sorted(self._writer.jobs.items()))
-        return (*(totals_of(job, self._telemetry.of(job)) for job in running), *self._storage.ended_jobs())
+        return (
+            *(totals_of(job, self._telemetry.of(job)) for job in running),
+            *self._storage.ended_jobs(),
+        )
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """Return the reports of a job that count now or will count, in order of arrival."""
@@ -184,10 +199,12 @@ class Service:
     # Jobs
 
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
-        """Solve a profile with a schedule, in a process of its own, one at a time; returns the frontier file.
+        """Solve a profile with a schedule, in a process of its own, one at a time; returns the
+        frontier file.
 
         Raises:
-            UsageError: If the profile or the schedule cannot be used, they do not fit each other, or it takes too long.
+            UsageError: If the profile or the schedule cannot be used, they do not fit each other,
+                or it takes too long.
         """
         with self._solving:
             try:
@@ -195,7 +212,9 @@ class Service:
             finally:
                 self._solver.restart()  # a large schedule leaves no memory behind
 
-    def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool = False) -> Registered:
+    def register(
+        self, job: RegisteredJob, frontier: bytes, *, take_over: bool = False
+    ) -> Registered:
         """Register a job, or recognize it; returns when the first version of its plans is there.
 
         Args:
@@ -207,7 +226,8 @@ class Service:
             Conflict: If another job of that name runs.
             UsageError: If the job cannot be used.
             FrontierError: If `frontier` is not a frontier file.
-            InfeasibleError: If no plan meets its deadline, switch budget or power, or the power budget of all jobs.
+            InfeasibleError: If no plan meets its deadline, switch budget or power, or the power
+                budget of all jobs.
         """
         job = transitions.checked(job, frontier, self._now_s())
         state = self._writer.jobs.get(job.name)
@@ -226,7 +246,9 @@ class Service:
                 self._reconcile(draft, transitions.taken_over(known, first))
             self._share_power(draft, job.name)
             state = draft.state(job.name)
-            return Registered(JobSummary.of(state.job), state.published.version, is_new=known is None)
+            return Registered(
+                JobSummary.of(state.job), state.published.version, is_new=known is None
+            )
 
         return self._writer.do(command)
 
@@ -245,7 +267,8 @@ class Service:
         self._statuses.forget(job)
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
-        """Set the iteration time to aim for without stragglers, seconds; None for that of all clocks at maximum.
+        """Set the iteration time to aim for without stragglers, seconds; None for that of all
+        clocks at maximum.
 
         Raises:
             InfeasibleError: If no plan is that fast, or the power budgets cannot be met with it.
@@ -265,9 +288,11 @@ class Service:
     def set_power(
         self, job: str | None, power_w: float | None, schedule: tuple[PowerStep, ...] = ()
     ) -> tuple[Answer, ...]:
-        """Bound the average power of all GPUs of a job, or of all jobs together, watts; None removes the bound.
+        """Bound the average power of all GPUs of a job, or of all jobs together, watts; None
+        removes the bound.
 
-        `schedule` has the budgets that replace it later. One that cannot be met then becomes the least that can.
+        `schedule` has the budgets that replace it later. One that cannot be met then becomes the
+        least that can.
 
         Returns:
             The effect on that job, or on each job.
@@ -287,7 +312,9 @@ class Service:
                 bounded = replace(before[0].job, power_w=power_w, power_schedule=schedule)
                 draft.put(replace(before[0], job=bounded))
             self._share_power(draft, job)
-            return tuple(transitions.answer_to(state, draft.state(state.job.name)) for state in before)
+            return tuple(
+                transitions.answer_to(state, draft.state(state.job.name)) for state in before
+            )
 
         return self._writer.do(command)
 
@@ -303,16 +330,22 @@ class Service:
         return self.submit_report(job, report).result()
 
     def submit_report(self, job: str, report: Report) -> Future[Answer]:
-        """Take a report as `report` does, without waiting; the answer or the error is in the future."""
+        """Take a report as `report` does, without waiting; the answer or the error is in the
+        future.
+        """
 
         def command(draft: Draft) -> Answer:
             before = draft.state(job)
             known = before.reports.get(report.key) or before.past.get(report.key)
             if known is not None:
                 check_same(known, report)
-                return transitions.answer_to(before, before, known, "the report was received before")
+                return transitions.answer_to(
+                    before, before, known, "the report was received before"
+                )
             check_report(before, report)
-            after = self._reconcile(draft, replace(before, reports={**before.reports, report.key: report}))
+            after = self._reconcile(
+                draft, replace(before, reports={**before.reports, report.key: report})
+            )
             if report.key in after.reports:
                 return transitions.answer_to(
                     before, after, report, transitions.until_it_begins(after, report, self._now_s())
@@ -325,8 +358,9 @@ class Service:
     def alert(self, reports: Sequence[Report]) -> AlertEffects:
         """Take reports that name no job: each concerns every job that has its GPU or node.
 
-        A report with a known key is the same alert, which may have another slowdown now, and is over once it has
-        expired. All are taken in one transaction, and an error in one does not affect the others.
+        A report with a known key is the same alert, which may have another slowdown now, and is
+        over once it has expired. All are taken in one transaction, and an error in one does not
+        affect the others.
         """
 
         def command(draft: Draft) -> AlertEffects:
@@ -337,7 +371,9 @@ class Service:
                 after, refused = with_alerts(before, alerts, self._now_s())
                 ignored |= refused
                 answers.append(
-                    transitions.answer_to(before, before if after is before else self._reconcile(draft, after))
+                    transitions.answer_to(
+                        before, before if after is before else self._reconcile(draft, after)
+                    )
                 )
             return AlertEffects(tuple(answers), ignored)
 
@@ -356,8 +392,12 @@ class Service:
             if report is None or report.expires_s <= now_s:
                 past = report or before.past.get(key)
                 if past is None:
-                    raise UnknownReport(f"job {shown(job)} has no report {shown(key)}; list the reports that it has")
-                return transitions.answer_to(before, before, past, "the report did not count any more")
+                    raise UnknownReport(
+                        f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
+                    )
+                return transitions.answer_to(
+                    before, before, past, "the report did not count any more"
+                )
             report = transitions.cleared(report, now_s)
             after = self._reconcile(draft, replace(before, reports={**before.reports, key: report}))
             return transitions.answer_to(before, after, report)
@@ -374,18 +414,23 @@ class Service:
         """
         found = self._storage.learnt_profile(key)
         if found is None:
-            raise UnknownProfile(f"no profile was learnt for {shown(key)} yet; a job in autopilot sends it")
+            raise UnknownProfile(
+                f"no profile was learnt for {shown(key)} yet; a job in autopilot sends it"
+            )
         return found
 
     def keep_profile(self, key: str, profile: ProfileTexts) -> None:
-        """Keep the profile that a job has learnt, for the next one with this key; the last `PROFILES_KEPT` are kept."""
+        """Keep the profile that a job has learnt, for the next one with this key; the last
+        `PROFILES_KEPT` are kept.
+        """
         now_s = self._now_s()
         self._writer.do(lambda draft: draft.learnt.update({key: (profile, now_s)}))
 
     # What a job reports about itself
 
     def taken(self, job: str, version: int, iteration: int) -> None:
-        """Record that a job runs a version since an iteration. An older message does not replace a newer one.
+        """Record that a job runs a version since an iteration. An older message does not replace a
+        newer one.
 
         Raises:
             Conflict: If there is no such version yet.
@@ -395,14 +440,23 @@ class Service:
             state = draft.state(job)
             newest = state.published.version
             if not 1 <= version <= newest:
-                raise Conflict(f"job {shown(job)} has no version {version} of its plans; the newest is {newest}")
-            if state.taken is None or (state.taken.version, state.taken.iteration) < (version, iteration):
-                self._reconcile(draft, replace(state, taken=Taken(version, iteration, self._now_s())))
+                raise Conflict(
+                    f"job {shown(job)} has no version {version} of its plans; the newest is "
+                    f"{newest}"
+                )
+            if state.taken is None or (state.taken.version, state.taken.iteration) < (
+                version,
+                iteration,
+            ):
+                self._reconcile(
+                    draft, replace(state, taken=Taken(version, iteration, self._now_s()))
+                )
 
         self._writer.do(command)
 
     def telemetry(self, job: str, sent: Counters) -> None:
-        """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk some seconds later.
+        """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk
+        some seconds later.
 
         The job is planned again if the power limit of its GPUs has changed.
 
@@ -411,16 +465,22 @@ class Service:
         """
         state = self._state(job)
         version = None if state.taken is None else state.taken.version
-        self._telemetry.add(state.job, sent, partial(transitions.baseline_j, state), self._now_s(), version)
+        self._telemetry.add(
+            state.job, sent, partial(transitions.baseline_j, state), self._now_s(), version
+        )
         if transitions.is_other_limit(state.job.gpu_power_limit_w, sent.gpu_power_limit_w):
-            self._writer.do(lambda draft: self._limit_gpus(draft, draft.state(job), sent.gpu_power_limit_w))
+            self._writer.do(
+                lambda draft: self._limit_gpus(draft, draft.state(job), sent.gpu_power_limit_w)
+            )
 
     # News and time
 
     def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
-        """Call `callback` with a job and its newest version whenever there is a new one, or the job has ended.
+        """Call `callback` with a job and its newest version whenever there is a new one, or the job
+        has ended.
 
-        It is called on a thread of the service once the change is on disk, and should return at once.
+        It is called on a thread of the service once the change is on disk, and should return at
+        once.
 
         Returns:
             The function that ends the subscription.
@@ -428,13 +488,15 @@ class Service:
         return self._subscriptions.add(callback)
 
     def tick(self) -> float:
-        """Do what is due by now: reports begin or expire, holding times end, budgets begin, telemetry is written.
+        """Do what is due by now: reports begin or expire, holding times end, budgets begin,
+        telemetry is written.
 
         Raises:
             StorageError: If a change cannot be written.
 
         Returns:
-            When to call this again, unless a request comes first, seconds since the epoch; infinite for never.
+            When to call this again, unless a request comes first, seconds since the epoch; infinite
+            for never.
         """
         now_s = self._now_s()
         due = self._timers.take_due(now_s)
@@ -451,8 +513,14 @@ class Service:
         return self.next_tick_s()
 
     def next_tick_s(self) -> float:
-        """Return when to call `tick`, taking into account what has changed since it last said so."""
-        return -math.inf if self.problem else min(self._timers.next_s(), self._telemetry.write_s, self._budget_s)
+        """Return when to call `tick`, taking into account what has changed since it last said
+        so.
+        """
+        return (
+            -math.inf
+            if self.problem
+            else min(self._timers.next_s(), self._telemetry.write_s, self._budget_s)
+        )
 
     @property
     def _budget_s(self) -> float:
@@ -496,7 +564,9 @@ class Service:
             raise
 
     def _set_timer(self, name: str, state: JobState | None) -> None:
-        """Remember when time alone may change the decision; a job that is being planned is looked at after that."""
+        """Remember when time alone may change the decision; a job that is being planned is
+        looked at after that.
+        """
         look_s = math.inf
         if state is not None:
             look_s = transitions.next_look_s(state, now_s := self._now_s())
@@ -513,7 +583,9 @@ class Service:
                 self._replanner.request(name)
             if after is None and before is not None:
                 self._subscriptions.notify(name, before.published.version)
-            elif after is not None and (before is None or after.published.version > before.published.version):
+            elif after is not None and (
+                before is None or after.published.version > before.published.version
+            ):
                 self._subscriptions.notify(name, after.published.version)
 
     def _write_telemetry(self) -> None:

@@ -29,7 +29,8 @@ class Share:
 
 @dataclass(frozen=True)
 class JobState:
-    """A running job inside the service. It is replaced as a whole, so readers never see half a change.
+    """A running job inside the service. It is replaced as a whole, so readers never see half a
+    change.
 
     Attributes:
         registered: The job as it was registered.
@@ -39,9 +40,11 @@ class JobState:
         saving_w: Watts that the decision is expected to save, as `policy.saving_w` computes them.
         published: The newest version of its plans.
         planned: The decision that those plans were made for.
-        promised: The version named in answers; above `published.version` while that version is being planned.
+        promised: The version named in answers; above `published.version` while that version is
+            being planned.
         reports: Key -> report, for reports that count or will count, in order of arrival.
-        past: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
+        past: Key -> report, for reports that no longer count, the latest last; at most
+            `REMEMBERED`.
         taken: The version that the job runs; None if it has not reported one.
         share: The job's share of the power budgets; None if there are none.
         events: What has happened to it, oldest first; see `history`.
@@ -67,7 +70,9 @@ class JobState:
         return self.promised == self.published.version
 
     def keeping(self, lasting: Iterable[Report]) -> JobState:
-        """Return the state in which only the reports in `lasting` count; the others become past reports."""
+        """Return the state in which only the reports in `lasting` count; the others become past
+        reports.
+        """
         kept = {report.key for report in lasting}
         if len(kept) == len(self.reports):
             return self
@@ -75,4 +80,8 @@ class JobState:
         past = {**self.past, **gone}
         for key in list(past)[:-REMEMBERED]:
             del past[key]
-        return replace(self, reports={key: report for key, report in self.reports.items() if key in kept}, past=past)
+        return replace(
+            self,
+            reports={key: report for key, report in self.reports.items() if key in kept},
+            past=past,
+        )

@@ -31,9 +31,16 @@ class Statuses:
         """Return the status of a job: the same object until something in it changes."""
         name = state.job.name
         known = self._known.get(name)
-        if known is None or known.state is not state or known.tally is not tally or known.until_s <= now_s:
+        if (
+            known is None
+            or known.state is not state
+            or known.tally is not tally
+            or known.until_s <= now_s
+        ):
             until_s = transitions.next_report_s(state, now_s)
-            known = self._known[name] = _Known(state, tally, until_s, transitions.status_of(state, tally, now_s))
+            known = self._known[name] = _Known(
+                state, tally, until_s, transitions.status_of(state, tally, now_s)
+            )
         return known.status
 
     def forget(self, name: str) -> None:

@@ -1,4 +1,6 @@
-"""Who is notified when: callbacks for new versions, and timers for decisions that time alone may change."""
+"""Who is notified when: callbacks for new versions, and timers for decisions that time alone may
+change.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Subscriptions:
 
         def remove() -> None:
             with self._lock:
-                self._callbacks = {key: value for key, value in self._callbacks.items() if key is not token}
+                self._callbacks = {
+                    key: value for key, value in self._callbacks.items() if key is not token
+                }
 
         return remove
 
@@ -42,7 +46,9 @@ class Subscriptions:
 
 
 class Timers:
-    """One timer for each job. It may be used from any thread, and finds due jobs without looking at all of them."""
+    """One timer for each job. It may be used from any thread, and finds due jobs without looking
+    at all of them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,14 +1,19 @@
 """Telemetry of running jobs: adding up what their runs count.
 
-A run counts from its beginning and repeatedly sends its totals, so a message that is lost loses nothing and one that
-arrives twice counts once. The service adds up the runs of a job:
+A run counts from its beginning and repeatedly sends its totals, so a message that is lost loses
+nothing and one that arrives twice counts once. The service adds up the runs of a job:
 
-| received                                          | effect                                                        |
+| received                                          | effect
+|
 |---------------------------------------------------|---------------------------------------------------------------|
-| more iterations than before, from the same run    | the difference counts                                         |
-| as many iterations or fewer                       | none: the message was sent twice, or overtaken                |
-| another run                                       | all of it counts: the job was restarted and counts from 0     |
-| a run that another run has followed               | none: the message was overtaken                               |
+| more iterations than before, from the same run    | the difference counts
+|
+| as many iterations or fewer                       | none: the message was sent twice, or overtaken
+|
+| another run                                       | all of it counts: the job was restarted and
+counts from 0     |
+| a run that another run has followed               | none: the message was overtaken
+|
 """
 
 from __future__ import annotations
@@ -60,10 +65,11 @@ def add_counters(
     Args:
         before: The tally so far; None if there is none.
         sent: The counters of one run.
-        baseline_j: Energy of an iteration of so many seconds with all clocks at maximum, joules. It is convex, so the
-            baseline of the mean iteration is at most the mean baseline.
+        baseline_j: Energy of an iteration of so many seconds with all clocks at maximum, joules. It
+            is convex, so the baseline of the mean iteration is at most the mean baseline.
         now_s: Seconds since the epoch.
-        version: The version of its plans that the job runs, as it last reported; None if it has reported none.
+        version: The version of its plans that the job runs, as it last reported; None if it has
+            reported none.
 
     Returns:
         The new tally; `before` if the message does not count.
@@ -72,13 +78,20 @@ def add_counters(
         Conflict: If there are more iterations than before but another counter has fallen.
     """
     runs = () if before is None else (*before.earlier, before.latest.run)
-    since = before.latest if before is not None and before.latest.run == sent.run else Counters(sent.run)
+    since = (
+        before.latest
+        if before is not None and before.latest.run == sent.run
+        else Counters(sent.run)
+    )
     if sent.run in runs[:-1] or sent.iterations <= since.iterations:
         return before
     _check_growing(since, sent)
     metered = sent.metered_iterations - since.metered_iterations
     metered_s, new_energy_j = sent.metered_s - since.metered_s, sent.energy_j - since.energy_j
-    iterations, late_changes = sent.iterations - since.iterations, sent.late_changes - since.late_changes
+    iterations, late_changes = (
+        sent.iterations - since.iterations,
+        sent.late_changes - since.late_changes,
+    )
     energy_j = new_energy_j + (before.energy_j if before else 0.0)
     new_base_j = metered * baseline_j(metered_s / metered) if metered else 0.0
     base_j = new_base_j + (before.baseline_j if before else 0.0)
@@ -109,11 +122,15 @@ def add_counters(
 
 def totals_of(job: RegisteredJob, tally: Tally | None, ended_s: float | None = None) -> JobTotals:
     """Return the totals of a job; `ended_s` is None if it runs."""
-    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, () if tally is None else tally.plans)
+    return JobTotals(
+        job.name, job.pipelines, job.since_s, ended_s, tally, () if tally is None else tally.plans
+    )
 
 
 def _by_version(totals: Iterable[PlanTotal]) -> tuple[PlanTotal, ...]:
-    """Return the totals with one for each of the last versions, and those of older ones together, first."""
+    """Return the totals with one for each of the last versions, and those of older ones
+    together, first.
+    """
     found: dict[int | None, PlanTotal] = {}
     for total in totals:
         known = found.pop(total.version, None)
@@ -129,8 +146,9 @@ def _check_growing(since: Counters, sent: Counters) -> None:
     for name in _GROWING:
         if getattr(sent, name) < getattr(since, name):
             raise Conflict(
-                f"{name}: was {getattr(since, name):g} and is {getattr(sent, name):g} after more iterations of the "
-                "same run; count from the beginning of the run, and give a restarted run another name"
+                f"{name}: was {getattr(since, name):g} and is {getattr(sent, name):g} after more "
+                "iterations of the same run; count from the beginning of the run, and give a "
+                "restarted run another name"
             )
 
 

@@ -27,10 +27,12 @@ class _Entry(NamedTuple):
 
 
 class TelemetryBook:
-    """The telemetry of all jobs. It counts at once and is written some seconds later, for many jobs together.
+    """The telemetry of all jobs. It counts at once and is written some seconds later, for many jobs
+    together.
 
-    So no report waits for it. If the service is killed, the last seconds are missing until the job sends its totals
-    again; they are lost if that run has ended too. The book may be used from any thread.
+    So no report waits for it. If the service is killed, the last seconds are missing until the job
+    sends its totals again; they are lost if that run has ended too. The book may be used from any
+    thread.
 
     Args:
         stored: Job name -> tally, as read from the database.
@@ -81,7 +83,9 @@ class TelemetryBook:
             StorageError: If they cannot be written. They are written with the job's next message.
         """
         with self._lock:
-            unwritten = {name: self._unwritten.pop(name) for name in list(self._unwritten)[:_JOBS_AT_ONCE]}
+            unwritten = {
+                name: self._unwritten.pop(name) for name in list(self._unwritten)[:_JOBS_AT_ONCE]
+            }
 
         def command(draft: Draft) -> None:
             for name, entry in unwritten.items():

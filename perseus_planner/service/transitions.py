@@ -1,10 +1,13 @@
-"""From one state of a job to the next: registered, reconciled with reports and budgets, planned, or given up.
+"""From one state of a job to the next: registered, reconciled with reports and budgets, planned, or
+given up.
 
 Everything here takes a `JobState` and returns another one or an answer; nothing is written.
 
-The newest plans also predict energy. An iteration that lasts longer than its plan waits for the rest of the time: with
-`e` and `t` of the plan and `P` the power of the pipeline's GPUs while they wait, an iteration of T seconds takes e + P
-* max(0, T - t) joules. The same holds for the baseline, all clocks at maximum, so that a saving beside a straggler is
+The newest plans also predict energy. An iteration that lasts longer than its plan waits for the
+rest of the time: with `e` and `t` of the plan and `P` the power of the pipeline's GPUs while they
+wait, an iteration of T seconds takes e + P
+* max(0, T - t) joules. The same holds for the baseline, all clocks at maximum, so that a saving
+  beside a straggler is
 not overstated.
 """
 
@@ -20,7 +23,15 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import shown
 from perseus_planner.prefixes import si
 from perseus_planner.runs.another_machine import of_another_machine
-from perseus_planner.service.answers import Answer, Effect, Expected, JobStatus, JobSummary, PipelineStatus, Registered
+from perseus_planner.service.answers import (
+    Answer,
+    Effect,
+    Expected,
+    JobStatus,
+    JobSummary,
+    PipelineStatus,
+    Registered,
+)
 from perseus_planner.service.checks import check_deadline, check_job, check_places
 from perseus_planner.service.model import Conflict, PlanSet, RegisteredJob
 from perseus_planner.service.planning.cache import Planning, deduplicated, requests_of
@@ -34,7 +45,9 @@ if TYPE_CHECKING:
     from perseus_planner.service.telemetry import Tally
 
 _FORGOTTEN_AFTER_S = 3600.0
-"""For so long a report that is over still keeps earlier observations that arrive late from counting."""
+"""For so long a report that is over still keeps earlier observations that arrive late from
+counting.
+"""
 _KEPT = 1024
 _LIMIT_CHANGE = 0.01
 
@@ -50,7 +63,8 @@ def checked(job: RegisteredJob, frontier: bytes, now_s: float) -> RegisteredJob:
 
 
 def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobState:
-    """Return a new job with the first version of its plans; takes seconds if they have to be computed.
+    """Return a new job with the first version of its plans; takes seconds if they have to be
+    computed.
 
     Raises:
         FrontierError: If `frontier` is not a frontier file.
@@ -89,14 +103,16 @@ def registered_again(state: JobState, job: RegisteredJob) -> Registered:
     """
     if not is_same(state, job):
         raise Conflict(
-            f"another job {shown(job.name)} runs, with another frontier or other settings; end that one, or choose "
-            "another name"
+            f"another job {shown(job.name)} runs, with another frontier or other settings; end "
+            "that one, or choose another name"
         )
     return Registered(JobSummary.of(state.job), state.published.version, is_new=False)
 
 
 def taken_over(state: JobState, first: JobState) -> JobState:
-    """Return the job in `state` with the frontier, settings and plans of `first`, to be reconciled with its reports."""
+    """Return the job in `state` with the frontier, settings and plans of `first`, to be
+    reconciled with its reports.
+    """
     before, now = state.job, first.job
     if before.deadline_s != state.registered.deadline_s:  # set since then
         now = replace(now, deadline_s=before.deadline_s)
@@ -116,8 +132,8 @@ def taken_over(state: JobState, first: JobState) -> JobState:
 def reconciled(state: JobState, planning: Planning, now_s: float) -> JobState:
     """Return the job after the policy has decided again.
 
-    If all its plans are known, they are published. Otherwise their version is promised, and the caller has them made
-    with `prepare`.
+    If all its plans are known, they are published. Otherwise their version is promised, and the
+    caller has them made with `prepare`.
     """
     state = _without_forgotten(state, now_s)
     try:
@@ -141,7 +157,8 @@ def reconciled(state: JobState, planning: Planning, now_s: float) -> JobState:
 
 
 def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
-    """Make one of the things that `reconciled` needs to publish the state's plans; takes up to minutes.
+    """Make one of the things that `reconciled` needs to publish the state's plans; takes up to
+    minutes.
 
     Returns:
         Whether more is needed.
@@ -159,26 +176,34 @@ def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
 
 
 def given_up(state: JobState, reason: str, now_s: float) -> JobState:
-    """Return the job after planning failed: its unchanged plans, published as the version that was promised.
+    """Return the job after planning failed: its unchanged plans, published as the version that was
+    promised.
 
     The next time it is reconciled, the plans are requested again.
     """
     if state.is_planned:
         return state
     published = replace(state.published, version=state.promised, made_s=now_s)
-    decision = replace(state.decision, reason=f"the plans stay unchanged because planning failed: {reason}")
+    decision = replace(
+        state.decision, reason=f"the plans stay unchanged because planning failed: {reason}"
+    )
     return replace(state, published=published, decision=decision)
 
 
-def answer_to(before: JobState, after: JobState, report: Report | None = None, reason: str = "") -> Answer:
+def answer_to(
+    before: JobState, after: JobState, report: Report | None = None, reason: str = ""
+) -> Answer:
     """Return the answer to a change; `reason` replaces that of the decision."""
     unsolved = not after.is_planned and after.decision is before.decision
-    decided = "slow stages are solved anew before it is decided" if unsolved else after.decision.reason
+    decided = (
+        "slow stages are solved anew before it is decided" if unsolved else after.decision.reason
+    )
     return Answer(
         job=after.job.name,
         report=report,
         version=after.promised,
-        changed=after.promised > before.promised or after.decision.targets != before.decision.targets,
+        changed=after.promised > before.promised
+        or after.decision.targets != before.decision.targets,
         takes_effect=_effect(after),
         expected_saving_w=None if unsolved else after.saving_w,
         reason=reason or decided,
@@ -191,26 +216,37 @@ def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
         left_s = report.begins_s - now_s
         waits = f"it begins in {si(left_s, 's', 3)}" if left_s > 0.0 else ""
     elif (iteration := _iteration(state, now_s)) is None:
-        waits = f"it begins with iteration {report.begins_iteration}, and the job has not reported its iteration yet"
+        waits = (
+            f"it begins with iteration {report.begins_iteration}, and the job has not reported "
+            "its iteration yet"
+        )
     else:
         left_s = (report.begins_iteration - iteration) * state.decision.straggler_time_s
         waits = (
-            f"it begins with iteration {report.begins_iteration}, in about {si(left_s, 's', 3)}" if left_s > 0.0 else ""
+            f"it begins with iteration {report.begins_iteration}, in about {si(left_s, 's', 3)}"
+            if left_s > 0.0
+            else ""
         )
     return waits and f"{waits}; until then {state.decision.reason}"
 
 
 def last_moment_s(state: JobState) -> float:
-    """Return the last moment at which the state has changed or heard of something, as far as it remembers."""
+    """Return the last moment at which the state has changed or heard of something, as far as it
+    remembers.
+    """
     taken_s = state.job.since_s if state.taken is None else state.taken.at_s
     observed_s = (report.observed_s for report in state.reports.values())
-    return max(state.job.since_s, state.decision.since_s, state.published.made_s, taken_s, *observed_s)
+    return max(
+        state.job.since_s, state.decision.since_s, state.published.made_s, taken_s, *observed_s
+    )
 
 
 def is_other_limit(planned_w: float | None, told_w: float | None) -> bool:
-    """Return whether a power limit of the GPUs differs so much from the one planned for that it is planned again.
+    """Return whether a power limit of the GPUs differs so much from the one planned for that it is
+    planned again.
 
-    A site may adjust its limit all the time; a difference within the error of a power sensor changes no clock.
+    A site may adjust its limit all the time; a difference within the error of a power sensor
+    changes no clock.
     """
     if planned_w is None or told_w is None:
         return planned_w != told_w
@@ -224,8 +260,14 @@ def next_look_s(state: JobState, now_s: float) -> float:
 
 
 def cleared(report: Report, now_s: float) -> Report:
-    """Return the report, expired now. If it had begun, it still counts as begun and so ends its source's older ones."""
-    begins_s = report.begins_s if report.begins_s > now_s else min(report.begins_s, math.nextafter(now_s, 0.0))
+    """Return the report, expired now. If it had begun, it still counts as begun and so ends its
+    source's older ones.
+    """
+    begins_s = (
+        report.begins_s
+        if report.begins_s > now_s
+        else min(report.begins_s, math.nextafter(now_s, 0.0))
+    )
     return replace(report, begins_s=begins_s, expires_s=now_s)
 
 
@@ -256,25 +298,39 @@ def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:
 
 def next_report_s(state: JobState, now_s: float) -> float:
     """Return when one of the job's reports next begins or expires; infinite for never."""
-    moments_s = [moment_s for report in state.reports.values() for moment_s in (report.begins_s, report.expires_s)]
+    moments_s = [
+        moment_s
+        for report in state.reports.values()
+        for moment_s in (report.begins_s, report.expires_s)
+    ]
     return min((moment_s for moment_s in moments_s if moment_s > now_s), default=math.inf)
 
 
 def baseline_j(state: JobState, iteration_s: float) -> float:
-    """Return the energy of all pipelines in an iteration of that time with all clocks at maximum, joules."""
+    """Return the energy of all pipelines in an iteration of that time with all clocks at
+    maximum, joules.
+    """
     waiting_w = state.curve.waiting_w
     return math.fsum(
-        count * (costs.baseline_energy_j + waiting_w * max(0.0, iteration_s - costs.baseline_time_s))
+        count
+        * (costs.baseline_energy_j + waiting_w * max(0.0, iteration_s - costs.baseline_time_s))
         for costs, count in _plans(state)
     )
 
 
 def expected(state: JobState) -> Expected:
-    """Return the power that the newest plans predict while the slowest pipeline takes the decided time."""
+    """Return the power that the newest plans predict while the slowest pipeline takes the
+    decided time.
+    """
     plans, waiting_w = _plans(state), state.curve.waiting_w
     iteration_s = max(state.decision.straggler_time_s, *(costs.time_s for costs, _ in plans))
-    energy_j = math.fsum(count * (costs.energy_j + waiting_w * (iteration_s - costs.time_s)) for costs, count in plans)
-    return Expected(energy_j / iteration_s, baseline_j(state, iteration_s) / iteration_s, state.curve.origin)
+    energy_j = math.fsum(
+        count * (costs.energy_j + waiting_w * (iteration_s - costs.time_s))
+        for costs, count in plans
+    )
+    return Expected(
+        energy_j / iteration_s, baseline_j(state, iteration_s) / iteration_s, state.curve.origin
+    )
 
 
 def pipelines(state: JobState) -> tuple[PipelineStatus, ...]:
@@ -283,7 +339,12 @@ def pipelines(state: JobState) -> tuple[PipelineStatus, ...]:
     of_pipeline = [plans[index] for index in state.published.of_pipeline]
     return tuple(
         PipelineStatus(
-            number, costs.time_s, costs.energy_j, target.time_s, target.slow_stages, decision.stragglers.get(number)
+            number,
+            costs.time_s,
+            costs.energy_j,
+            target.time_s,
+            target.slow_stages,
+            decision.stragglers.get(number),
         )
         for number, (costs, target) in enumerate(zip(of_pipeline, decision.targets, strict=True))
     )
@@ -291,7 +352,9 @@ def pipelines(state: JobState) -> tuple[PipelineStatus, ...]:
 
 @dataclass(frozen=True)
 class _Costs:
-    """An iteration of one pipeline with its plan, and with all clocks at maximum; seconds and joules."""
+    """An iteration of one pipeline with its plan, and with all clocks at maximum; seconds and
+    joules.
+    """
 
     time_s: float
     energy_j: float
@@ -303,9 +366,14 @@ _NAMES = tuple(each.name for each in fields(_Costs))
 
 
 def _plans(state: JobState) -> list[tuple[_Costs, int]]:
-    """Return the distinct plans of the newest version, each with the number of pipelines that have it."""
+    """Return the distinct plans of the newest version, each with the number of pipelines that
+    have it.
+    """
     published = state.published
-    return [(_costs_of(text), published.of_pipeline.count(index)) for index, text in enumerate(published.texts)]
+    return [
+        (_costs_of(text), published.of_pipeline.count(index))
+        for index, text in enumerate(published.texts)
+    ]
 
 
 @lru_cache(_KEPT)
@@ -333,19 +401,31 @@ def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
     """
     numbers = planning.numbers(state.job, state.curve)
     reports, iteration = state.reports.values(), _iteration(state, now_s)
-    return decide(_within_budgets(state), reports, numbers, state.decision, now_s, iteration=iteration)
+    return decide(
+        _within_budgets(state), reports, numbers, state.decision, now_s, iteration=iteration
+    )
 
 
 def _without_forgotten(state: JobState, now_s: float) -> JobState:
     lasting = lasting_reports(state.reports.values(), now_s, _iteration(state, now_s))
-    oldest_s = now_s - _FORGOTTEN_AFTER_S  # by the service's clock: that of a source may be hours behind
-    return state.keeping(report for report in lasting if not _is_over(report, now_s) or _over_s(report) >= oldest_s)
+    oldest_s = (
+        now_s - _FORGOTTEN_AFTER_S
+    )  # by the service's clock: that of a source may be hours behind
+    return state.keeping(
+        report for report in lasting if not _is_over(report, now_s) or _over_s(report) >= oldest_s
+    )
 
 
 def _within_budgets(state: JobState) -> RegisteredJob:
-    """Return the job with the iteration time and the power that budgets leave it, if there are any."""
+    """Return the job with the iteration time and the power that budgets leave it, if there are
+    any.
+    """
     share = state.share
-    return state.job if share is None else replace(state.job, deadline_s=share.time_s, power_w=share.power_w)
+    return (
+        state.job
+        if share is None
+        else replace(state.job, deadline_s=share.time_s, power_w=share.power_w)
+    )
 
 
 def _iteration(state: JobState, now_s: float) -> int | None:
@@ -355,15 +435,25 @@ def _iteration(state: JobState, now_s: float) -> int | None:
     """
     if state.taken is None:
         return None
-    return state.taken.iteration + int(max(now_s - state.taken.at_s, 0.0) / state.decision.straggler_time_s) + 1
+    return (
+        state.taken.iteration
+        + int(max(now_s - state.taken.at_s, 0.0) / state.decision.straggler_time_s)
+        + 1
+    )
 
 
 def _next_beginning_s(state: JobState, now_s: float) -> float:
-    """Estimate when the next iteration with which a report begins will run; infinite if that is unknown."""
+    """Estimate when the next iteration with which a report begins will run; infinite if that is
+    unknown.
+    """
     iteration, taken = _iteration(state, now_s), state.taken
     if iteration is None or taken is None:
         return math.inf
-    waiting = [report.begins_iteration for report in state.reports.values() if report.begins_iteration is not None]
+    waiting = [
+        report.begins_iteration
+        for report in state.reports.values()
+        if report.begins_iteration is not None
+    ]
     ahead = [number - taken.iteration - 1 for number in waiting if number > iteration]
     return taken.at_s + min(ahead) * state.decision.straggler_time_s if ahead else math.inf
 
@@ -371,4 +461,8 @@ def _next_beginning_s(state: JobState, now_s: float) -> float:
 def _effect(state: JobState) -> Effect:
     if not state.is_planned:
         return "planning"
-    return "already" if state.taken is not None and state.taken.version >= state.promised else "next iteration"
+    return (
+        "already"
+        if state.taken is not None and state.taken.version >= state.promised
+        else "next iteration"
+    )

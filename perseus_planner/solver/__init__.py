@@ -1,6 +1,7 @@
 """Compute the exact time-energy frontier of an iteration, and the plans along it.
 
-Others use `solve.solve` and `solve_dag`, `frontier.Frontier` and `replicas.Replicas`. `curve` holds the result;
-`network` and `mincut` walk along it. `planner` makes a plan by `rounding` (`point_problem`, `dispatch`) and, under a
-switch budget, by `budget` (`segments`, `segment_moves`, `segment_search`).
+Others use `solve.solve` and `solve_dag`, `frontier.Frontier` and `replicas.Replicas`. `curve` holds
+the result; `network` and `mincut` walk along it. `planner` makes a plan by `rounding`
+(`point_problem`, `dispatch`) and, under a switch budget, by `budget` (`segments`, `segment_moves`,
+`segment_search`).
 """

@@ -1,18 +1,23 @@
-"""Find plans within a switch budget: a limit on clock changes per GPU and iteration, and a least time between them.
+"""Find plans within a switch budget: a limit on clock changes per GPU and iteration, and a least
+time between them.
 
-The ranks of a pipeline run in lockstep, so a good plan with few changes has phases: for a time all ranks keep one pace,
-each at the clock that suits it best there, and then another pace. Mixing two paces costs what the straight line between
-them says. The begin and end of an iteration, where the pipeline fills and drains, are phases too.
+The ranks of a pipeline run in lockstep, so a good plan with few changes has phases: for a time all
+ranks keep one pace, each at the clock that suits it best there, and then another pace. Mixing two
+paces costs what the straight line between them says. The begin and end of an iteration, where the
+pipeline fills and drains, are phases too.
 
-1. *No change.* For every possible pace, each rank takes its cheapest clock that keeps it, for the whole iteration.
-   Annealing (`segment_search.py`) starts from the best of these plans that meets the deadline.
-2. *Two changes.* A slower pace and a faster one, one after the other, share an iteration as the deadline allows. And
-   all ranks may be fast while the pipeline fills and drains, and keep one clock each between. Both are searched.
-3. *More changes.* The levels, a fixed series of numbers of changes, are annealed in turn, each from the plan of the
-   level before; it may take parts of the plans of all paces and of the plan without a budget. So a larger budget never
-   gives a worse plan.
+1. *No change.* For every possible pace, each rank takes its cheapest clock that keeps it, for the
+   whole iteration. Annealing (`segment_search.py`) starts from the best of these plans that meets
+   the deadline.
+2. *Two changes.* A slower pace and a faster one, one after the other, share an iteration as the
+   deadline allows. And all ranks may be fast while the pipeline fills and drains, and keep one
+   clock each between. Both are searched.
+3. *More changes.* The levels, a fixed series of numbers of changes, are annealed in turn, each from
+   the plan of the level before; it may take parts of the plans of all paces and of the plan without
+   a budget. So a larger budget never gives a worse plan.
 
-If there are few combinations of clocks, all of them are tried instead. Everything is seeded: equal input, equal plan.
+If there are few combinations of clocks, all of them are tried instead. Everything is seeded: equal
+input, equal plan.
 """
 
 from __future__ import annotations
@@ -25,7 +30,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.errors import InfeasibleBudget
-from perseus_planner.solver.segment_search import Goal, Heat, anneal, fastest_segments, head_pace_tail, try_all_clocks
+from perseus_planner.solver.segment_search import (
+    Goal,
+    Heat,
+    anneal,
+    fastest_segments,
+    head_pace_tail,
+    try_all_clocks,
+)
 from perseus_planner.solver.segments import (
     SegmentProblem,
     load_state,
@@ -40,16 +52,41 @@ if TYPE_CHECKING:
     from perseus_planner.solver.network import Integers
     from perseus_planner.solver.point_problem import PointProblem
 
-_FEW = 2**15  #: combinations up to which all are tried, so that the smallest problems are solved exactly
-_EFFORT = (75_000_000, 5_000, 60_000)  #: for each level: tries times operations, least tries, most tries
-_HEAT = (3e-3, 3e-5)  #: first and last temperature, as a part of the distance to the plan without a budget
-_HEAT_OF_TIME = (1e-3, 1e-6)  #: likewise as a part of the iteration time, when the search is for the fastest plan
+_FEW = (
+    2**15
+)  #: combinations up to which all are tried, so that the smallest problems are solved exactly
+_EFFORT = (
+    75_000_000,
+    5_000,
+    60_000,
+)  #: for each level: tries times operations, least tries, most tries
+_HEAT = (
+    3e-3,
+    3e-5,
+)  #: first and last temperature, as a part of the distance to the plan without a budget
+_HEAT_OF_TIME = (
+    1e-3,
+    1e-6,
+)  #: likewise as a part of the iteration time, when the search is for the fastest plan
 _NEAR = 0.12  #: distance from the deadline of the paces whose parts may be taken, as a part of it
-_ENDS = (0, 1, 2, 3, 4, 6, 8, 11, 14)  #: computations that a rank runs fast at the begin, and at the end
+_ENDS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    11,
+    14,
+)  #: computations that a rank runs fast at the begin, and at the end
 _PAIRS = 16  #: pairs of paces that are tried one after the other
 _HALVINGS = 12  #: steps to find how two paces share an iteration
-_PRICE = 1.0  #: first price of a second beyond the deadline, times what the paces around it save per second
-_MOST_FAST_SEGMENTS = 16  #: in the fastest plan that a search begins with if none meets the deadline
+#: first price of a second beyond the deadline, times what the paces around it save per second
+_PRICE = 1.0
+_MOST_FAST_SEGMENTS = (
+    16  #: in the fastest plan that a search begins with if none meets the deadline
+)
 
 
 class _Candidate(NamedTuple):
@@ -69,21 +106,27 @@ def clocks_within_budget(
     max_changes: int | None,
     min_dwell_s: float,
 ) -> list[int]:
-    """Return the clock of each computation of `dag.computations`, MHz, in the best plan found within a switch budget.
+    """Return the clock of each computation of `dag.computations`, MHz, in the best plan found
+    within a switch budget.
 
     Args:
         dag: the iteration.
         points: its operating points, from `point_problem`.
         deadline_s: deadline of the replay, seconds.
-        unlimited_mhz: the clock of each computation in a plan that meets the deadline without a budget.
+        unlimited_mhz: the clock of each computation in a plan that meets the deadline without a
+            budget.
         max_changes: the budget of `within_budget`.
         min_dwell_s: the dwell time of `within_budget`.
 
     Raises:
-        InfeasibleBudget: If no plan found within the budget meets the deadline; names the least time found.
+        InfeasibleBudget: If no plan found within the budget meets the deadline; names the least
+            time found.
     """
     problem, clocks, unlimited = _lay_out(dag, points, unlimited_mhz)
-    return [clocks[i] for i in within_budget(problem, deadline_s, max_changes, min_dwell_s, unlimited).tolist()]
+    return [
+        clocks[i]
+        for i in within_budget(problem, deadline_s, max_changes, min_dwell_s, unlimited).tolist()
+    ]
 
 
 def clocks_by_budget(
@@ -94,13 +137,15 @@ def clocks_by_budget(
     levels: Sequence[int],
     min_dwell_s: float,
 ) -> dict[int, list[int]]:
-    """Return `clocks_within_budget` for several numbers of changes, each searched from the one before.
+    """Return `clocks_within_budget` for several numbers of changes, each searched from the one
+    before.
 
     Args:
         dag: the iteration.
         points: its operating points, from `point_problem`.
         deadline_s: deadline of the replay, seconds.
-        unlimited_mhz: the clock of each computation in a plan that meets the deadline without a budget.
+        unlimited_mhz: the clock of each computation in a plan that meets the deadline without a
+            budget.
         levels: numbers of changes, rising.
         min_dwell_s: the least time for which a clock must be held, seconds.
 
@@ -115,25 +160,32 @@ def clocks_by_budget(
 
 
 def within_budget(
-    problem: SegmentProblem, deadline_s: float, budget: int | None, dwell_s: float, unlimited: Integers
+    problem: SegmentProblem,
+    deadline_s: float,
+    budget: int | None,
+    dwell_s: float,
+    unlimited: Integers,
 ) -> Integers:
     """Return the best clocks found within a switch budget.
 
     Args:
         problem: the problem.
         deadline_s: seconds.
-        budget: how often each rank may change its clock in an iteration, including the change back to its first clock;
-            None for any number.
-        dwell_s: the least time for which a clock must be held, seconds; a single one is held for ever.
-        unlimited: (m,) the clock of each computation in a plan that meets the deadline without these limits.
+        budget: how often each rank may change its clock in an iteration, including the change back
+            to its first clock; None for any number.
+        dwell_s: the least time for which a clock must be held, seconds; a single one is held for
+            ever.
+        unlimited: (m,) the clock of each computation in a plan that meets the deadline without
+            these limits.
 
     Returns:
-        (m,) the clock of each computation. With equal other arguments, a larger budget never gives a larger effective
-        energy. If `unlimited` is within the budget, the result is `unlimited`, or one clock per rank if that costs
-        less.
+        (m,) the clock of each computation. With equal other arguments, a larger budget never gives
+        a larger effective energy. If `unlimited` is within the budget, the result is `unlimited`,
+        or one clock per rank if that costs less.
 
     Raises:
-        InfeasibleBudget: If no plan found within the limits meets the deadline; names the least time found.
+        InfeasibleBudget: If no plan found within the limits meets the deadline; names the least
+            time found.
     """
     search = _search(problem, deadline_s, budget, dwell_s, unlimited)
     if search.unlimited_fits:
@@ -163,7 +215,11 @@ class _Search(NamedTuple):
 
 
 def _search(
-    problem: SegmentProblem, deadline_s: float, budget: int | None, dwell_s: float, unlimited: Integers
+    problem: SegmentProblem,
+    deadline_s: float,
+    budget: int | None,
+    dwell_s: float,
+    unlimited: Integers,
 ) -> _Search:
     most = len(unlimited) if budget is None else min(budget, len(unlimited))
     paces, unlimited_j = _constant_paces(problem, deadline_s), load_state(problem, unlimited)[1]
@@ -193,13 +249,19 @@ def _candidates_by_level(
 
 def _try_all(problem: SegmentProblem, goal: Goal) -> _Candidate | None:
     clock, time_s, cost_j = try_all_clocks(problem, goal)
-    return _Candidate(max(0.0, time_s - goal.deadline_s), cost_j, time_s, clock) if time_s < math.inf else None
+    return (
+        _Candidate(max(0.0, time_s - goal.deadline_s), cost_j, time_s, clock)
+        if time_s < math.inf
+        else None
+    )
 
 
 def _search_levels(
     problem: SegmentProblem, search: _Search, levels: Sequence[int], known: Sequence[_Candidate]
 ) -> Iterator[_Candidate | None]:
-    """Yield the best plan found for each number of changes; `known` plans take the place of mixtures of two paces."""
+    """Yield the best plan found for each number of changes; `known` plans take the place of
+    mixtures of two paces.
+    """
     goal, unlimited, _, paces = search
     goal = goal._replace(price_w=_PRICE * _saving_per_second_w(problem, paces, goal.deadline_s))
     unlimited_j = load_state(problem, unlimited)[1]
@@ -218,13 +280,18 @@ def _search_levels(
             clock = fastest_segments(problem, min(max(level, 1), _MOST_FAST_SEGMENTS))
             starts.append(_candidate(problem, clock, goal.deadline_s))
         starts = [
-            start for start in starts if start.cost_j < math.inf and _holds_clocks(problem, start.clock, goal.dwell_s)
+            start
+            for start in starts
+            if start.cost_j < math.inf and _holds_clocks(problem, start.clock, goal.dwell_s)
         ]
         if not starts:
             yield best
             continue
-        # A plan that costs less than the one without a budget counts only if no other meets the deadline.
-        best = min([start for start in starts if start.cost_j >= goal.floor_j] or starts, key=_order)
+        # A plan that costs less than the one without a budget counts only if no other meets the
+        # deadline.
+        best = min(
+            [start for start in starts if start.cost_j >= goal.floor_j] or starts, key=_order
+        )
         if best.late_s > 0.0:
             best = min(starts, key=_order)
         library = models if level == 0 else mixed
@@ -235,7 +302,9 @@ def _search_levels(
 
 
 def _levels(budget: int) -> list[int]:
-    """Return the numbers of changes that are searched one after the other: 0, 2, 3, 4, 6, 8, 12, 16 and so on."""
+    """Return the numbers of changes that are searched one after the other: 0, 2, 3, 4, 6, 8, 12,
+    16 and so on.
+    """
     levels, power = [0], 2
     while power <= budget:
         levels += [level for level in (power, power * 3 // 2) if level <= budget]
@@ -256,7 +325,9 @@ def _candidate(problem: SegmentProblem, clock: Integers, deadline_s: float) -> _
 def _holds_clocks(problem: SegmentProblem, clock: Integers, dwell_s: float) -> bool:
     """Return whether each clock is held for at least `dwell_s` seconds."""
     state, _ = load_state(problem, clock)
-    return bool(dwell_s <= 0.0 or shortest_dwell_s(problem, state, replay(problem, state)) >= dwell_s)
+    return bool(
+        dwell_s <= 0.0 or shortest_dwell_s(problem, state, replay(problem, state)) >= dwell_s
+    )
 
 
 def _constant_paces(problem: SegmentProblem, deadline_s: float) -> list[_Candidate]:
@@ -270,7 +341,10 @@ def _constant_paces(problem: SegmentProblem, deadline_s: float) -> list[_Candida
     limits_s = np.unique(load_s[np.isfinite(load_s) & (load_s >= busiest_s)])
     clocks = [np.where(load_s <= limit_s, cost_j, np.inf).argmin(axis=1) for limit_s in limits_s]
     clocks.append(load_s.argmin(axis=1))
-    plans = sorted((_candidate(problem, clock[problem.rank], deadline_s) for clock in clocks), key=lambda p: p[2:0:-1])
+    plans = sorted(
+        (_candidate(problem, clock[problem.rank], deadline_s) for clock in clocks),
+        key=lambda p: p[2:0:-1],
+    )
     kept: list[_Candidate] = []
     for plan in plans:
         if not kept or plan.cost_j < kept[-1].cost_j:
@@ -278,10 +352,16 @@ def _constant_paces(problem: SegmentProblem, deadline_s: float) -> list[_Candida
     return kept
 
 
-def _saving_per_second_w(problem: SegmentProblem, paces: list[_Candidate], deadline_s: float) -> float:
-    """Return what a second more of deadline saves: between the paces around it, else from fastest to cheapest clock."""
+def _saving_per_second_w(
+    problem: SegmentProblem, paces: list[_Candidate], deadline_s: float
+) -> float:
+    """Return what a second more of deadline saves: between the paces around it, else from
+    fastest to cheapest clock.
+    """
     at = sum(pace.time_s <= deadline_s for pace in paces)
-    slopes_w = [(a.cost_j - b.cost_j) / (b.time_s - a.time_s) for a in paces[:at] for b in paces[at:]]
+    slopes_w = [
+        (a.cost_j - b.cost_j) / (b.time_s - a.time_s) for a in paces[:at] for b in paces[at:]
+    ]
     if slopes_w:
         return float(np.median(slopes_w))
     finite = np.isfinite(problem.time_s[problem.member])
@@ -291,12 +371,16 @@ def _saving_per_second_w(problem: SegmentProblem, paces: list[_Candidate], deadl
 
 
 def _fast_ends(problem: SegmentProblem, deadline_s: float) -> list[_Candidate]:
-    """Return plans in which each rank begins and ends fast, and keeps one clock between, for heads and tails."""
+    """Return plans in which each rank begins and ends fast, and keeps one clock between, for
+    heads and tails.
+    """
     clocks = (head_pace_tail(problem, deadline_s, head, tail) for head in _ENDS for tail in _ENDS)
     return [_candidate(problem, clock, deadline_s) for clock in clocks]
 
 
-def _mixtures(problem: SegmentProblem, paces: list[_Candidate], deadline_s: float) -> list[_Candidate]:
+def _mixtures(
+    problem: SegmentProblem, paces: list[_Candidate], deadline_s: float
+) -> list[_Candidate]:
     """Return plans of two paces, one until some moment and the other after it, in either order."""
     at, promising = sum(pace.time_s <= deadline_s for pace in paces), []
     for fast in paces[:at]:
@@ -308,7 +392,9 @@ def _mixtures(problem: SegmentProblem, paces: list[_Candidate], deadline_s: floa
     return [_mixed(problem, first, second, deadline_s) for first, second in pairs]
 
 
-def _mixed(problem: SegmentProblem, first: _Candidate, second: _Candidate, deadline_s: float) -> _Candidate:
+def _mixed(
+    problem: SegmentProblem, first: _Candidate, second: _Candidate, deadline_s: float
+) -> _Candidate:
     """Return as much of the slower plan as fits, with one moment of change for all ranks."""
     best = first if first.late_s == 0.0 else second
     fits, misses = (1.0, 0.0) if best is first else (0.0, 1.0)
@@ -328,8 +414,12 @@ def _tries(problem: SegmentProblem) -> int:
     return min(max(work // len(problem.fixed_s), least), most)
 
 
-def _speed_up(problem: SegmentProblem, start: _Candidate, goal: Goal, library: Integers) -> _Candidate:
-    """Search for the fastest plan, whatever it costs, and return the better one of it and `start`."""
+def _speed_up(
+    problem: SegmentProblem, start: _Candidate, goal: Goal, library: Integers
+) -> _Candidate:
+    """Search for the fastest plan, whatever it costs, and return the better one of it and
+    `start`.
+    """
     free = problem._replace(cost_j=np.where(np.isfinite(problem.cost_j), 0.0, np.inf))
     heat = Heat(_tries(problem), *(start.time_s * part for part in _HEAT_OF_TIME))
     fast = anneal(free, start.clock, goal._replace(price_w=1.0, floor_j=-math.inf), heat, library)
@@ -343,6 +433,9 @@ def _improve(
     gap_j = start.cost_j - unlimited_j
     if gap_j <= 0.0 and goal.floor_j > -math.inf:
         return start
-    heat = Heat(_tries(problem), *(max(abs(gap_j), 1e-12 * abs(start.cost_j), 1e-300) * part for part in _HEAT))
+    heat = Heat(
+        _tries(problem),
+        *(max(abs(gap_j), 1e-12 * abs(start.cost_j), 1e-300) * part for part in _HEAT),
+    )
     better = _candidate(problem, anneal(problem, start.clock, goal, heat, library), goal.deadline_s)
     return min(start, better, key=_order)

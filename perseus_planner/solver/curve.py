@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TimeEnergyCurve:
-    """The least energy of an iteration for every iteration time, as an exact, convex, piecewise-linear curve.
+    """The least energy of an iteration for every iteration time, as an exact, convex,
+    piecewise-linear curve.
 
-    An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of the chosen clocks, P
-    the blocking power of a rank, S the number of ranks. In the relaxed problem a computation may also run between two
-    measured clocks; its least energy is a bound that no plan of the same time can be below.
+    An iteration that takes T seconds costs sum(e_i - P * t_i) + P * S * T joules: e_i and t_i of
+    the chosen clocks, P the blocking power of a rank, S the number of ranks. In the relaxed problem
+    a computation may also run between two measured clocks; its least energy is a bound that no plan
+    of the same time can be below.
 
     Attributes:
         dag: the iteration.
-        times: (points,) replayed times at which the slope changes, falling, in ticks of `scaled.tick_s`. All times in
-            seconds include the profile's `overhead_s`.
-        powers: (points,) minus the slope of effective energy below each time, in units of `scaled.power_unit_w`.
+        times: (points,) replayed times at which the slope changes, falling, in ticks of
+            `scaled.tick_s`. All times in seconds include the profile's `overhead_s`.
+        powers: (points,) minus the slope of effective energy below each time, in units of
+            `scaled.power_unit_w`.
         guides: relaxed solutions along it.
     """
 
@@ -60,12 +63,16 @@ class TimeEnergyCurve:
 
     @cached_property
     def max_time_s(self) -> float:
-        """The longest useful iteration time: beyond it effective energy no longer falls, seconds."""
+        """The longest useful iteration time: beyond it effective energy no longer falls,
+        seconds.
+        """
         return self.replayed_ends_s[1] + self._overhead_s
 
     @cached_property
     def least_energy_time_s(self) -> float:
-        """The iteration time at which a pipeline that does not wait for others needs the least energy, seconds."""
+        """The iteration time at which a pipeline that does not wait for others needs the least
+        energy, seconds.
+        """
         return float(self.times_s[int(np.argmin(self.energies_j))])
 
     @property
@@ -80,7 +87,9 @@ class TimeEnergyCurve:
 
     @cached_property
     def times_s(self) -> NDArray[np.float64]:
-        """(points,) iteration times at which the slope changes, falling from `max_time_s` to `min_time_s`, seconds."""
+        """(points,) iteration times at which the slope changes, falling from `max_time_s` to
+        `min_time_s`, seconds.
+        """
         times_s: NDArray[np.float64] = np.clip(
             self.times * self.scaled.tick_s + self._overhead_s, self.min_time_s, self.max_time_s
         )
@@ -93,7 +102,8 @@ class TimeEnergyCurve:
         return self._effective_j + self.dag.waiting_w * self.times_s
 
     def bound_j(self, deadline_s: float) -> float:
-        """Return the least relaxed energy of an iteration of that time over all GPUs, joules, waiting included.
+        """Return the least relaxed energy of an iteration of that time over all GPUs, joules,
+        waiting included.
 
         Raises:
             InfeasibleDeadline: If no iteration is that fast.
@@ -125,9 +135,13 @@ class TimeEnergyCurve:
 
     @cached_property
     def replayed_ends_s(self) -> tuple[float, float]:
-        """The replayed time with the fastest points, and with the slowest ones of the Pareto front, seconds."""
+        """The replayed time with the fastest points, and with the slowest ones of the Pareto
+        front, seconds.
+        """
         points = [self.dag.points[key] for key in self.dag.iteration.keys]
-        fastest_s, slowest_s = (max(end_times(self.dag, [front[end].time_s for front in points])) for end in (0, -1))
+        fastest_s, slowest_s = (
+            max(end_times(self.dag, [front[end].time_s for front in points])) for end in (0, -1)
+        )
         return fastest_s, slowest_s
 
     @cached_property
@@ -140,11 +154,15 @@ class TimeEnergyCurve:
 
     @cached_property
     def _effective_j(self) -> NDArray[np.float64]:
-        """(points,) least relaxed effective energy at `times_s`, joules; summed as whole numbers from the slow end."""
+        """(points,) least relaxed effective energy at `times_s`, joules; summed as whole numbers
+        from the slow end.
+        """
         slowest_j = math.fsum(self.dag.points[key][-1].effective_j for key in self.dag.keys)
         unit_j = self.scaled.tick_s * self.scaled.power_unit_w
         added, total = [0.0], 0
-        for power, ticks in zip(self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True):
+        for power, ticks in zip(
+            self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True
+        ):
             total += power * ticks
             added.append(total * unit_j)
         return slowest_j + np.array(added)

@@ -1,9 +1,12 @@
-"""Dispatching: kernels that choose an operating point for every computation of an iteration, one after the other.
+"""Dispatching: kernels that choose an operating point for every computation of an iteration, one
+after the other.
 
-Serial schedule generation with a guide, as in resource-constrained scheduling (Kolisch 1996): each computation in
-topological order takes the point that is best by its price and by when it should end.
+Serial schedule generation with a guide, as in resource-constrained scheduling (Kolisch 1996): each
+computation in topological order takes the point that is best by its price and by when it should
+end.
 
-Its slack is filled afterwards, from the last computation to the first. `rounding.py` searches for the best guide.
+Its slack is filled afterwards, from the last computation to the first. `rounding.py` searches for
+the best guide.
 """
 
 from __future__ import annotations
@@ -26,12 +29,16 @@ class Guide(NamedTuple):
 
     end_s: Floats  #: (n,) when each computation should end
     price_w: Floats  #: (n,) price of each computation's time
-    stiffness: Floats  #: (2,) what a second too early, and too late, costs, as a multiple of the price
+    stiffness: (
+        Floats  #: (2,) what a second too early, and too late, costs, as a multiple of the price
+    )
 
 
 @inner_kernel
 def _set_limits(problem: PointProblem, deadline_s: float, limit_s: Floats) -> None:
-    """Fill `limit_s` with the latest end of each computation that leaves time for all successors at their fastest."""
+    """Fill `limit_s` with the latest end of each computation that leaves time for all successors
+    at their fastest.
+    """
     after_start, after, time_s = problem.after_start, problem.after, problem.time_s
     fastest, lag_s = problem.point_start, problem.after_lag_s
     for k in range(len(limit_s) - 1, -1, -1):
@@ -42,12 +49,31 @@ def _set_limits(problem: PointProblem, deadline_s: float, limit_s: Floats) -> No
 
 
 @inner_kernel
-def _dispatch(problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Integers, end_s: Floats) -> None:
-    """Choose a point for each computation in turn; the search begins at the points that `chosen` holds."""
-    member, point_start, time_s, cost_j = problem.member, problem.point_start, problem.time_s, problem.cost_j
-    gain_w, loss_w, before_start, before = problem.gain_w, problem.loss_w, problem.before_start, problem.before
+def _dispatch(
+    problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Integers, end_s: Floats
+) -> None:
+    """Choose a point for each computation in turn; the search begins at the points that `chosen`
+    holds.
+    """
+    member, point_start, time_s, cost_j = (
+        problem.member,
+        problem.point_start,
+        problem.time_s,
+        problem.cost_j,
+    )
+    gain_w, loss_w, before_start, before = (
+        problem.gain_w,
+        problem.loss_w,
+        problem.before_start,
+        problem.before,
+    )
     lag_s = problem.before_lag_s
-    wanted_s, price_w, early, late = guide.end_s, guide.price_w, guide.stiffness[0], guide.stiffness[1]
+    wanted_s, price_w, early, late = (
+        guide.end_s,
+        guide.price_w,
+        guide.stiffness[0],
+        guide.stiffness[1],
+    )
     for k in range(len(chosen)):
         start_s = 0.0
         for i in range(before_start[k], before_start[k + 1]):
@@ -70,7 +96,9 @@ def _dispatch(problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Inte
                 break  # no slower point can be better
             point += 1
         point = middle
-        while point > first and loss_w[point] <= price * (1.0 - early):  # else no faster point can be better
+        while point > first and loss_w[point] <= price * (
+            1.0 - early
+        ):  # else no faster point can be better
             point -= 1
             cost = cost_j[point] + price * (time_s[point] + early * (wanted - time_s[point]))
             if cost < least:
@@ -81,7 +109,8 @@ def _dispatch(problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Inte
 
 @inner_kernel
 def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats) -> float:
-    """Slow computations into the slack behind them, last ones first; return the effective energy then, joules.
+    """Slow computations into the slack behind them, last ones first; return the effective energy
+    then, joules.
 
     `end_s` then holds their latest starts.
     """
@@ -104,12 +133,17 @@ def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Flo
 
 @kernel
 def _fill_exactly(
-    problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats, before: Integers, worth_j: float
+    problem: PointProblem,
+    deadline_s: float,
+    chosen: Integers,
+    end_s: Floats,
+    before: Integers,
+    worth_j: float,
 ) -> float:
     """Do as `_fill` does, but take what fits exactly, and not what misses by a rounding error.
 
-    This is checked only if the effective energy is at most `worth_j`; otherwise the plan may be late. `before` is
-    scratch space.
+    This is checked only if the effective energy is at most `worth_j`; otherwise the plan may be
+    late. `before` is scratch space.
     """
     for k in range(len(before)):
         before[k] = chosen[k]
@@ -133,8 +167,8 @@ def mix(
 ) -> float:
     """Fill `chosen` with `early` for the first computations in `order` and `late` for the rest.
 
-    As much as fits is taken from the slower one of the two. Returns the effective energy, joules, or infinity if not
-    even the faster one fits.
+    As much as fits is taken from the slower one of the two. Returns the effective energy, joules,
+    or infinity if not even the faster one fits.
     """
     slow_first = problem.time_s[early].sum() > problem.time_s[late].sum()
     fits, misses = (0, len(order)) if slow_first else (len(order), 0)
@@ -144,7 +178,11 @@ def mix(
         chosen[order[part:]] = late[order[part:]]
         in_time = compute_ends(problem, chosen, end_s) <= deadline_s
         if part == fits:
-            return _fill_exactly(problem, deadline_s, chosen, end_s, order.copy(), np.inf) if in_time else np.inf
+            return (
+                _fill_exactly(problem, deadline_s, chosen, end_s, order.copy(), np.inf)
+                if in_time
+                else np.inf
+            )
         if in_time:
             fits = part
         else:
@@ -165,17 +203,23 @@ def _vary_all(guide: Guide, step_s: float, size: float) -> None:
 
 @inner_kernel
 def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float) -> None:
-    """Change the ends, or the prices, of a group: some classes, from one computation to a later one or to the last."""
+    """Change the ends, or the prices, of a group: some classes, from one computation to a later
+    one or to the last.
+    """
     count, classes = len(problem.member), len(problem.point_start) - 1
     first = np.random.randint(0, count)
-    stop = count if np.random.random() < 0.2 else min(count, first + int(count ** np.random.random()))
+    stop = (
+        count if np.random.random() < 0.2 else min(count, first + int(count ** np.random.random()))
+    )
     which, what = np.random.randint(0, classes), np.random.randint(0, 4)
     moved_s = 2.0 * step_s * size * np.exp(-3.0 * np.random.random())
     prices = np.random.random() < 0.25
     for k in range(first, stop):
         member = problem.member[k]
         # the class itself; all classes of its kind; all classes up to it; every class
-        if (member == which, problem.kind[member] == problem.kind[which], member <= which, True)[what]:
+        if (member == which, problem.kind[member] == problem.kind[which], member <= which, True)[
+            what
+        ]:
             if prices:
                 guide.price_w[k] *= np.exp(0.2 * size)
             else:
@@ -218,7 +262,9 @@ def improve(
     """
     best = Guide(guide.end_s.copy(), guide.price_w.copy(), guide.stiffness.copy())
     plans, times_s = np.array([chosen, chosen, chosen]), np.empty((2, len(chosen)))
-    cost_j = _improve(problem, deadline_s, guide, best, plans, times_s, cost_j, tries, step_s, group)
+    cost_j = _improve(
+        problem, deadline_s, guide, best, plans, times_s, cost_j, tries, step_s, group
+    )
     chosen[:] = plans[0]
     return cost_j
 
@@ -267,9 +313,16 @@ def try_all_points(problem: PointProblem, deadline_s: float) -> Integers:
 
 
 @kernel
-def _try_all(problem: PointProblem, deadline_s: float, trial: Integers, best: Integers, end_s: Floats) -> None:
+def _try_all(
+    problem: PointProblem, deadline_s: float, trial: Integers, best: Integers, end_s: Floats
+) -> None:
     """Count `trial` up from the fastest points, and keep the `best` one."""
-    point_start, member, cost_j, best_j = problem.point_start, problem.member, problem.cost_j, np.inf
+    point_start, member, cost_j, best_j = (
+        problem.point_start,
+        problem.member,
+        problem.cost_j,
+        np.inf,
+    )
     k = 0
     while k < len(trial):
         trial_j = 0.0

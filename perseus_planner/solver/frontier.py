@@ -1,6 +1,7 @@
 """The exact time-energy frontier of a pipeline iteration, and the plans along it.
 
-The planner and its compiled kernels are loaded when a plan is asked for, so that looking at a frontier stays cheap.
+The planner and its compiled kernels are loaded when a plan is asked for, so that looking at a
+frontier stays cheap.
 """
 
 from __future__ import annotations
@@ -31,22 +32,29 @@ class Frontier(TimeEnergyCurve, Displayable):
     """The exact time-energy curve of an iteration, and the plans along it."""
 
     def __repr__(self) -> str:
-        fastest, best, slowest = (si(s, "s", 6) for s in (self.min_time_s, self.least_energy_time_s, self.max_time_s))
+        fastest, best, slowest = (
+            si(s, "s", 6) for s in (self.min_time_s, self.least_energy_time_s, self.max_time_s)
+        )
         least = f"least energy {si(float(self.energies_j.min()), 'J', 6)} at {best}"
         return f"<Frontier: {self.schedule}, {fastest} to {slowest}, {least}>"
 
     def plan_for(self, deadline_s: float, **limits: Any) -> Plan:
-        """Return the plan for an iteration that may take `deadline_s` seconds: as slow as saves energy, and no slower.
+        """Return the plan for an iteration that may take `deadline_s` seconds: as slow as saves
+        energy, and no slower.
 
-        It is never slower than `least_energy_time_s`, as waiting costs energy too. If others wait until the deadline
-        anyway, ask for `plan_beside_straggler`. `limits` are those of `plan_until`.
+        It is never slower than `least_energy_time_s`, as waiting costs energy too. If others wait
+        until the deadline anyway, ask for `plan_beside_straggler`. `limits` are those of
+        `plan_until`.
 
         Raises:
             InfeasibleDeadline: If no choice of clocks is that fast; names the least feasible time.
-            InfeasibleBudget: If no plan found is that fast with so few changes; names the least time found.
+            InfeasibleBudget: If no plan found is that fast with so few changes; names the least
+                time found.
             UsageError: If an argument is out of range.
         """
-        return self.plan_until(min(self.check_deadline(deadline_s), self._least_energy_deadline_s(limits)), **limits)
+        return self.plan_until(
+            min(self.check_deadline(deadline_s), self._least_energy_deadline_s(limits)), **limits
+        )
 
     def plan_until(
         self,
@@ -57,36 +65,46 @@ class Frontier(TimeEnergyCurve, Displayable):
         on_time: float | None = None,
         tolerance: float = 0.001,
     ) -> Plan:
-        """Return the plan for an iteration that others end at `deadline_s` seconds; never slower than `max_time_s`.
+        """Return the plan for an iteration that others end at `deadline_s` seconds; never slower
+        than `max_time_s`.
 
         It spends the least effective energy, whatever waiting costs until then.
 
         Args:
             deadline_s: seconds.
-            max_changes: how often each GPU may change its clock in an iteration, including the change back for the next
-                one; 0 for one clock per GPU, None for any number.
+            max_changes: how often each GPU may change its clock in an iteration, including the
+                change back for the next one; 0 for one clock per GPU, None for any number.
             min_dwell_s: the least time for which a GPU must hold a clock, seconds.
-            on_time: the probability, up to 0.99, of meeting the deadline in spite of what is uncertain about the
-                profile. The deadline is then taken relative to `baseline_time_s`, and may be met by clocks that were
-                not measured: the plan is made of `Profile.estimated()`, and `Plan.on_time` says how sure it is. None
-                for a plan that takes the measured times for the true ones.
-            tolerance: a plan that is slower than all clocks at maximum by at most this share is on time as well if the
-                deadline is `baseline_time_s` or more; only with `on_time`.
+            on_time: the probability, up to 0.99, of meeting the deadline in spite of what is
+                uncertain about the profile. The deadline is then taken relative to
+                `baseline_time_s`, and may be met by clocks that were not measured: the plan is made
+                of `Profile.estimated()`, and `Plan.on_time` says how sure it is. None for a plan
+                that takes the measured times for the true ones.
+            tolerance: a plan that is slower than all clocks at maximum by at most this share is on
+                time as well if the deadline is `baseline_time_s` or more; only with `on_time`.
 
         Raises:
             InfeasibleDeadline: If no choice of clocks is that fast; names the least feasible time.
-            InfeasibleBudget: If no plan found is that fast with so few changes; names the least time found.
+            InfeasibleBudget: If no plan found is that fast with so few changes; names the least
+                time found.
             UsageError: If an argument is out of range.
         """
         most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
-        deadline_s, dwell_s = self.check_deadline(deadline_s), WAIT.check(min_dwell_s, "min_dwell_s")
+        deadline_s, dwell_s = (
+            self.check_deadline(deadline_s),
+            WAIT.check(min_dwell_s, "min_dwell_s"),
+        )
         if on_time is None:
             return self._planner.plan(deadline_s, most, dwell_s)
-        probability, tolerance = PROBABILITY.check(on_time, "on_time"), SHARE.check(tolerance, "tolerance")
+        probability, tolerance = (
+            PROBABILITY.check(on_time, "on_time"),
+            SHARE.check(tolerance, "tolerance"),
+        )
         return self._on_time_planner.plan(deadline_s, probability, tolerance, (most, dwell_s))
 
     def plan_for_least_energy(self, **limits: Any) -> Plan:
-        """Return the plan with the least energy per iteration, for a pipeline that does not wait for others.
+        """Return the plan with the least energy per iteration, for a pipeline that does not wait
+        for others.
 
         `limits` are those of `plan_until`.
         """
@@ -95,34 +113,44 @@ class Frontier(TimeEnergyCurve, Displayable):
     def _least_energy_deadline_s(self, limits: Mapping[str, Any]) -> float:
         """Return the deadline of the plan with the least energy within `limits`, seconds.
 
-        It is a hair above `least_energy_time_s`, so that a plan of exactly that time is not refused because of a
-        rounding error; with `on_time`, it is at least `baseline_time_s`.
+        It is a hair above `least_energy_time_s`, so that a plan of exactly that time is not refused
+        because of a rounding error; with `on_time`, it is at least `baseline_time_s`.
         """
         return max(self.least_energy_time_s * (1 + 1e-9), self._least_time_s(limits))
 
     def plan_beside_straggler(self, straggler_time_s: float, **limits: Any) -> Plan:
         """Return the plan beside a straggler whose iteration takes `straggler_time_s` seconds.
 
-        The plan is as slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24). If the straggler is
-        faster than this pipeline can be, the plan is as fast as possible; with `on_time`, if it is faster than this
-        pipeline with all clocks at maximum, the plan is as fast as that. `limits` are those of `plan_until`.
+        The plan is as slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24).
+        If the straggler is faster than this pipeline can be, the plan is as fast as possible; with
+        `on_time`, if it is faster than this pipeline with all clocks at maximum, the plan is as
+        fast as that. `limits` are those of `plan_until`.
 
         Raises:
             UsageError: If an argument is out of range.
         """
-        deadline_s = max(TIME.check(straggler_time_s, "straggler_time_s"), self._least_time_s(limits))
+        deadline_s = max(
+            TIME.check(straggler_time_s, "straggler_time_s"), self._least_time_s(limits)
+        )
         return self.plan_until(deadline_s, **limits)
 
     def plan_within_power(
-        self, power_w: float, *, max_changes: int | None = None, min_dwell_s: float = 0.0, on_time: float | None = None
+        self,
+        power_w: float,
+        *,
+        max_changes: int | None = None,
+        min_dwell_s: float = 0.0,
+        on_time: float | None = None,
     ) -> Plan:
-        """Return the fastest plan found whose average power over all GPUs of the pipeline is at most `power_w` watts.
+        """Return the fastest plan found whose average power over all GPUs of the pipeline is at
+        most `power_w` watts.
 
         Args:
             power_w: watts.
             max_changes: as in `plan_until`.
             min_dwell_s: as in `plan_until`.
-            on_time: the probability, up to 0.99, of drawing no more in spite of what is uncertain about the profile.
+            on_time: the probability, up to 0.99, of drawing no more in spite of what is uncertain
+                about the profile.
 
         Raises:
             InfeasiblePower: If no plan found draws that little; names the least power found.
@@ -130,9 +158,13 @@ class Frontier(TimeEnergyCurve, Displayable):
         """
         power_w = POWER.check(power_w, "power_w")
         if on_time is None:
-            return fastest_within_power(self, power_w, lambda plan: plan.power_w, max_changes, min_dwell_s)
+            return fastest_within_power(
+                self, power_w, lambda plan: plan.power_w, max_changes, min_dwell_s
+            )
         probability = PROBABILITY.check(on_time, "on_time")
-        return self._on_time_planner.plan_within_power(power_w, probability, (max_changes, min_dwell_s))
+        return self._on_time_planner.plan_within_power(
+            power_w, probability, (max_changes, min_dwell_s)
+        )
 
     def plan_of(self, clocks: Mapping[str, int]) -> Plan:
         """Return the plan that runs every computation at its clock in `clocks`: "3F17" -> MHz.
@@ -150,11 +182,13 @@ class Frontier(TimeEnergyCurve, Displayable):
         return self._planner.plan_of(chosen, None)
 
     def point_bound_j(self, deadline_s: float) -> float:
-        """Return a bound on the energy of an iteration of that time in which every clock is a measured one, joules.
+        """Return a bound on the energy of an iteration of that time in which every clock is a
+        measured one, joules.
 
-        It is at least `bound_j`, which also allows what lies between two measured clocks, and no plan of that time is
-        below it. Waiting is included, on all GPUs. It is tighter where ranks wait for each other in every microbatch,
-        as in 1F1B, and their stages are unlike (`solver/point_bound.py`).
+        It is at least `bound_j`, which also allows what lies between two measured clocks, and no
+        plan of that time is below it. Waiting is included, on all GPUs. It is tighter where ranks
+        wait for each other in every microbatch, as in 1F1B, and their stages are unlike
+        (`solver/point_bound.py`).
 
         Raises:
             InfeasibleDeadline: If no iteration is that fast.
@@ -183,7 +217,9 @@ class Frontier(TimeEnergyCurve, Displayable):
         return cls(dag, times, powers, guides)
 
     def _least_time_s(self, limits: Mapping[str, Any]) -> float:
-        """Return the least deadline for which there is a plan: nothing is surely faster than all clocks at maximum."""
+        """Return the least deadline for which there is a plan: nothing is surely faster than all
+        clocks at maximum.
+        """
         return self.min_time_s if limits.get("on_time") is None else self.baseline_time_s
 
     @cached_property

@@ -1,6 +1,8 @@
-"""Check the numbers of a frontier file before compiled code uses them, whose indices and loops rely on them.
+"""Check the numbers of a frontier file before compiled code uses them, whose indices and loops rely
+on them.
 
-A file may come from anyone, and its digest has no key. The graph in it is checked where it is made, in `Iteration`.
+A file may come from anyone, and its digest has no key. The graph in it is checked where it is made,
+in `Iteration`.
 """
 
 from __future__ import annotations
@@ -28,9 +30,17 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
         FrontierError: If they are not; names the first field that is wrong.
     """
     for name, each in (("times", times), ("powers", powers)):
-        _check(each.dtype == np.int64 and each.ndim == 1 and len(each) == len(times) > 0, name, "is not a list")
+        _check(
+            each.dtype == np.int64 and each.ndim == 1 and len(each) == len(times) > 0,
+            name,
+            "is not a list",
+        )
     _check(_within(times, _MOST) and bool((times[1:] < times[:-1]).all()), "times", "do not fall")
-    rising = _within(powers[:-1], _MOST) and powers[-1] == UNLIMITED and bool((powers[1:] >= powers[:-1]).all())
+    rising = (
+        _within(powers[:-1], _MOST)
+        and powers[-1] == UNLIMITED
+        and bool((powers[1:] >= powers[:-1]).all())
+    )
     _check(rising, "powers", "do not rise")
     count = len(guides.time_s)
     shaped = guides.time_s.dtype == np.float64 and guides.time_s.shape == (count,) and count > 0

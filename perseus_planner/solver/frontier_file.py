@@ -1,4 +1,6 @@
-"""Read and write frontier files: NumPy archives (.npz) of arrays with a JSON header and a digest of everything."""
+"""Read and write frontier files: NumPy archives (.npz) of arrays with a JSON header and a digest
+of everything.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +81,19 @@ def read_frontier(path: str | os.PathLike[str]) -> Parts:
 
 @contextmanager
 def checking_frontier(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise a FrontierError that names the file for any error that its content causes in the block."""
+    """Raise a FrontierError that names the file for any error that its content causes in the
+    block.
+    """
     try:
         yield
-    except (PlannerError, ArithmeticError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (
+        PlannerError,
+        ArithmeticError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+    ) as error:
         raise FrontierError(f"{os.fspath(path)}: is not a frontier: {error}; {_AGAIN}") from error
 
 
@@ -99,7 +110,9 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
         "schedule": dag.schedule.name,
         "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
         "kinds": dag.iteration.kinds,
-        "operations": [(str(each), each.rank, each.time_s, each.energy_j) for each in dag.iteration.operations],
+        "operations": [
+            (str(each), each.rank, each.time_s, each.energy_j) for each in dag.iteration.operations
+        ],
     }
 
 
@@ -109,20 +122,32 @@ def _check(path: Path, arrays: dict[str, Any]) -> None:
         found = header["format"], header["version"]
         digest = arrays["digest"].tobytes().decode()
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise FrontierError(f"{path}: is not a frontier file; name one that `planner solve` wrote") from error
+        raise FrontierError(
+            f"{path}: is not a frontier file; name one that `planner solve` wrote"
+        ) from error
     if found[0] != _FORMAT:
-        raise FrontierError(f"{path}: holds {found[0]!r}, not a frontier; name a file that `planner solve` wrote")
+        raise FrontierError(
+            f"{path}: holds {found[0]!r}, not a frontier; name a file that `planner solve` wrote"
+        )
     if found[1] != _VERSION:
-        raise FrontierError(f"{path}: is of version {found[1]!r} and this planner reads version {_VERSION}; {_AGAIN}")
+        raise FrontierError(
+            f"{path}: is of version {found[1]!r} and this planner reads version {_VERSION}; "
+            f"{_AGAIN}"
+        )
     if digest != _digest(arrays):
-        raise FrontierError(f"{path}: its digest does not match its content, so it was changed; {_AGAIN}")
+        raise FrontierError(
+            f"{path}: its digest does not match its content, so it was changed; {_AGAIN}"
+        )
 
 
 def _digest(arrays: dict[str, Any]) -> str:
     parts = []
     for name in sorted(arrays):
         if name != "digest":
-            parts += [f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode(), arrays[name].tobytes()]
+            parts += [
+                f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode(),
+                arrays[name].tobytes(),
+            ]
     return sha256(*parts)
 
 
@@ -131,12 +156,15 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     evidence = iter(arrays["evidence"].tolist() if "evidence" in arrays else ())
     measurements = {
         parse_stage_kind(text): tuple(
-            Measurement(clock, time_s, energy_j, _evidence(next(evidence, None))) for clock, time_s, energy_j in points
+            Measurement(clock, time_s, energy_j, _evidence(next(evidence, None)))
+            for clock, time_s, energy_j in points
         )
         for text, points in header["measurements"].items()
     }
     rest, change = header["profile"], header["profile"].get("clock_change")
-    profile = Profile(measurements, **{**rest, "clock_change": None if change is None else ClockChange(**change)})
+    profile = Profile(
+        measurements, **{**rest, "clock_change": None if change is None else ClockChange(**change)}
+    )
     ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
     operations = tuple(parse_operation(*each) for each in header["operations"])
     waits, lags = arrays["waits"].tolist(), arrays["lags_s"].tolist()
@@ -160,7 +188,9 @@ def _parts(arrays: dict[str, Any]) -> Parts:
 
 
 def _evidence(numbers: Sequence[float] | None) -> Evidence | None:
-    """Return the evidence of a row without its throttle reasons, which no plan depends on; None if it has none."""
+    """Return the evidence of a row without its throttle reasons, which no plan depends on; None
+    if it has none.
+    """
     if numbers is None or np.isnan(numbers).any():
         return None
     achieved_mhz, time_s, energy_j, windows, temperature_c = numbers

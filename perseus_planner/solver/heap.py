@@ -1,4 +1,5 @@
-"""A binary heap of nodes for kernels: the nearest one is the first; of equally near ones, that of the lowest number.
+"""A binary heap of nodes for kernels: the nearest one is the first; of equally near ones, that of
+the lowest number.
 
 Numba has `heapq`, which takes longer to compile.
 """
@@ -32,7 +33,8 @@ def pop(far: Integers, far_node: Integers, count: int) -> None:
     last, node, at, child = far[count], far_node[count], 0, 1
     while child < count:
         if child + 1 < count and (
-            far[child + 1] < far[child] or (far[child + 1] == far[child] and far_node[child + 1] < far_node[child])
+            far[child + 1] < far[child]
+            or (far[child + 1] == far[child] and far_node[child + 1] < far_node[child])
         ):
             child += 1
         if last < far[child] or (last == far[child] and node < far_node[child]):

@@ -1,4 +1,6 @@
-"""Compile the solver's kernels, keep the compiled code where this process may write, and tell when code is compiled."""
+"""Compile the solver's kernels, keep the compiled code where this process may write, and tell
+when code is compiled.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _started: list[object] = []
 
 @contextmanager
 def when_compiling(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` before each compilation of a kernel in the block; kernels that are in the cache are not compiled."""
+    """Call `tell` before each compilation of a kernel in the block; kernels that are in the
+    cache are not compiled.
+    """
     _told.append(tell)
     try:
         yield
@@ -28,21 +32,23 @@ def when_compiling(tell: Callable[[], None]) -> Iterator[None]:
 def kernel(function: F) -> F:
     """Compile `function` when it is first called, and keep the result on disk for the next process.
 
-    Numba keeps it beside the package or in the home folder. Where it may write to neither, as in a container that runs
-    under an arbitrary user, the temporary folder takes their place.
+    Numba keeps it beside the package or in the home folder. Where it may write to neither, as in a
+    container that runs under an arbitrary user, the temporary folder takes their place.
 
-    It may not allocate: it changes arrays that its caller made, and returns numbers. So Numba need not count the
-    references to arrays, code that took a fifth of the compilation.
+    It may not allocate: it changes arrays that its caller made, and returns numbers. So Numba need
+    not count the references to arrays, code that took a fifth of the compilation.
 
-    What makes compiling slow, so avoid it: a large NamedTuple as an argument, which counts as all its arrays at each
-    call; a second call of a function where a loop or a variable would do; NumPy functions and `array[:] = other`. What
-    is not in a loop can be Python.
+    What makes compiling slow, so avoid it: a large NamedTuple as an argument, which counts as all
+    its arrays at each call; a second call of a function where a loop or a variable would do; NumPy
+    functions and `array[:] = other`. What is not in a loop can be Python.
     """
     return _compiled(function, _nrt=False)
 
 
 def inner_kernel(function: F) -> F:
-    """Do as `kernel` does for a function that kernels alone call, of whose code it becomes a part; it is not kept."""
+    """Do as `kernel` does for a function that kernels alone call, of whose code it becomes a
+    part; it is not kept.
+    """
     return _compiled(function, _nrt=False, no_cpython_wrapper=True, cache=False)
 
 
@@ -73,7 +79,9 @@ def _listen() -> None:
 
         def on_start(self, _: object) -> None:
             self.collects.append(gc.isenabled())
-            gc.disable()  # a compilation makes millions of objects; to look for garbage among them takes a sixth of it
+            # a compilation makes millions of objects; to look for garbage among them takes a sixth
+            # of it
+            gc.disable()
             for tell in _told:
                 tell()
 

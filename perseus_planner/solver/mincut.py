@@ -1,25 +1,29 @@
 """The parametric minimum cut: kernels that walk the time-cost curve of a project network exactly.
 
-This is the project crashing problem of Kelley (1961) and Fulkerson (1961): every arc has a duration with a convex,
-piecewise-linear cost, and the least cost is sought for every total time T. Perseus (SOSP'24) solves it for pipelines
-with the cuts of Phillips and Dessouky (1977), a fixed step at a time. Here the walk is exact, as a primal-dual maximum
-flow:
+This is the project crashing problem of Kelley (1961) and Fulkerson (1961): every arc has a duration
+with a convex, piecewise-linear cost, and the least cost is sought for every total time T. Perseus
+(SOSP'24) solves it for pipelines with the cuts of Phillips and Dessouky (1977), a fixed step at a
+time. Here the walk is exact, as a primal-dual maximum flow:
 
-* The `event` times are the potentials. The gap `event[head] - event[tail]` of an arc is the time it is given.
-* The `flow` of an arc is the price of its time, between the slopes of its cost curve on either side of its gap. The
-  flow from source to sink is the price of T: minus the slope of the frontier.
-* At a given T the flow is raised to the maximum over the tight arcs (Dinic 1970). Then a minimum cut separates source
-  from sink: its forward arcs are the computations to speed up, its backward arcs those to slow down.
-* Events behind the cut move earlier until an arc reaches the next vertex of its curve or becomes tight. The cut grows
-  by such arcs until it meets the sink: one search of shortest distances (Dijkstra), which ends at the next T at which
-  the slope of the frontier changes. The flow is kept from one T to the next.
+* The `event` times are the potentials. The gap `event[head] - event[tail]` of an arc is the time it
+  is given.
+* The `flow` of an arc is the price of its time, between the slopes of its cost curve on either side
+  of its gap. The flow from source to sink is the price of T: minus the slope of the frontier.
+* At a given T the flow is raised to the maximum over the tight arcs (Dinic 1970). Then a minimum
+  cut separates source from sink: its forward arcs are the computations to speed up, its backward
+  arcs those to slow down.
+* Events behind the cut move earlier until an arc reaches the next vertex of its curve or becomes
+  tight. The cut grows by such arcs until it meets the sink: one search of shortest distances
+  (Dijkstra), which ends at the next T at which the slope of the frontier changes. The flow is kept
+  from one T to the next.
 
-All numbers are 64-bit integers (time in ticks, flow in units of power), so no tolerance is needed. One
-breakpoint costs O(arcs * log(nodes)) for the search plus its augmentations.
+All numbers are 64-bit integers (time in ticks, flow in units of power), so no tolerance is needed.
+One breakpoint costs O(arcs * log(nodes)) for the search plus its augmentations.
 
-Cost curves are stored back to back: `vertex_time[k]` falls from `first[arc]` (slowest) to `last[arc]` (fastest) and
-`vertex_slope[k]` is the cost of a tick between vertex k - 1 and k, 0 at `first`. An arc may be given more time than
-its slowest vertex at no further saving, so a precedence constraint is an arc with one vertex, its lag.
+Cost curves are stored back to back: `vertex_time[k]` falls from `first[arc]` (slowest) to
+`last[arc]` (fastest) and `vertex_slope[k]` is the cost of a tick between vertex k - 1 and k, 0 at
+`first`. An arc may be given more time than its slowest vertex at no further saving, so a precedence
+constraint is an arc with one vertex, its lag.
 """
 
 from __future__ import annotations
@@ -45,9 +49,11 @@ class Step(NamedTuple):
 
 
 def slowest_state(network: Network) -> State:
-    """Return the slow end of the frontier: earliest event times with every arc at its slowest vertex, and no flow.
+    """Return the slow end of the frontier: earliest event times with every arc at its slowest
+    vertex, and no flow.
 
-    The times are longest paths in topological order; nodes on a cycle, or behind one, would keep the time 0.
+    The times are longest paths in topological order; nodes on a cycle, or behind one, would keep
+    the time 0.
     """
     start, residual, head = network.start.tolist(), network.residual.tolist(), network.head.tolist()
     length = network.vertex_time[network.first].tolist()
@@ -65,12 +71,22 @@ def slowest_state(network: Network) -> State:
 
 
 @inner_kernel
-def _measure(network: Network, state: State, arcs: Integers, level: Integers, length: Integers, room: Integers) -> None:
-    """Set how far both residual arcs of `arcs` are from being usable (ticks), and their capacity where that is 0.
+def _measure(
+    network: Network,
+    state: State,
+    arcs: Integers,
+    level: Integers,
+    length: Integers,
+    room: Integers,
+) -> None:
+    """Set how far both residual arcs of `arcs` are from being usable (ticks), and their capacity
+    where that is 0.
 
-    `level` holds the vertex of each arc's curve at or below its gap; the search for it begins at its old value.
+    `level` holds the vertex of each arc's curve at or below its gap; the search for it begins at
+    its old value.
     """
-    # Local names: an array taken out of a tuple inside the loop costs more than the loop's own work.
+    # Local names: an array taken out of a tuple inside the loop costs more than the loop's own
+    # work.
     event, flow, tail, head, first, last = (
         state.event,
         state.flow,
@@ -79,7 +95,12 @@ def _measure(network: Network, state: State, arcs: Integers, level: Integers, le
         network.first,
         network.last,
     )
-    time, slope, raising, lowering = network.vertex_time, network.vertex_slope, network.raising, network.lowering
+    time, slope, raising, lowering = (
+        network.vertex_time,
+        network.vertex_slope,
+        network.raising,
+        network.lowering,
+    )
     for arc in arcs:
         gap = event[head[arc]] - event[tail[arc]]
         k = level[arc]
@@ -100,11 +121,18 @@ def _measure(network: Network, state: State, arcs: Integers, level: Integers, le
 
 @inner_kernel
 def _layers(
-    start: Integers, other: Integers, source: int, sink: int, length: Integers, layer: Integers, queue: Integers
+    start: Integers,
+    other: Integers,
+    source: int,
+    sink: int,
+    length: Integers,
+    layer: Integers,
+    queue: Integers,
 ) -> int:
     """Fill `layer` with the breadth-first layers of the tight residual network up to the sink.
 
-    Returns the number of nodes reached, which `queue` holds: all reachable ones, unless the sink is the last of them.
+    Returns the number of nodes reached, which `queue` holds: all reachable ones, unless the sink is
+    the last of them.
     """
     layer[:] = -1
     layer[source] = 0
@@ -125,12 +153,18 @@ def _layers(
 
 @inner_kernel
 def _augment(
-    network: Network, state: State, path: Integers, level: Integers, length: Integers, room: Integers, arcs: Integers
+    network: Network,
+    state: State,
+    path: Integers,
+    level: Integers,
+    length: Integers,
+    room: Integers,
+    arcs: Integers,
 ) -> tuple[int, int]:
     """Send what fits along the tight `path`; `arcs` is scratch space.
 
-    Returns how much that was (UNLIMITED if there is no bound; nothing is sent then), and the first step of the path
-    that is no longer usable.
+    Returns how much that was (UNLIMITED if there is no bound; nothing is sent then), and the first
+    step of the path that is no longer usable.
     """
     least = UNLIMITED
     for i in path:
@@ -160,7 +194,9 @@ def _blocking_flow(
     arcs: Integers,
     scratch: Integers,
 ) -> int:
-    """Saturate every shortest path of the layered network; return the flow added, or UNLIMITED without a bound."""
+    """Saturate every shortest path of the layered network; return the flow added, or UNLIMITED
+    without a bound.
+    """
     start, other = network.start, network.other
     following, path, nodes = scratch[0], scratch[1], scratch[2]
     for node in range(len(following)):
@@ -200,10 +236,12 @@ def _distances(
     came_by: Integers,
     heap: Integers,
 ) -> int:
-    """Grow the cut from the source until it meets the sink (Dijkstra); return how far events can move, ticks.
+    """Grow the cut from the source until it meets the sink (Dijkstra); return how far events can
+    move, ticks.
 
-    Fills `distance` with how far the cut had moved when it took in each node, and `came_by` with the residual arc by
-    which it did. Both are undefined for nodes whose distance is more than the result.
+    Fills `distance` with how far the cut had moved when it took in each node, and `came_by` with
+    the residual arc by which it did. Both are undefined for nodes whose distance is more than the
+    result.
     """
     distance[:] = UNLIMITED
     distance[source] = 0
@@ -236,7 +274,9 @@ def _distances(
 
 @inner_kernel
 def _move(network: Network, state: State, distance: Integers, step: int, changed: Integers) -> int:
-    """Move the events behind the cut `step` ticks earlier; return how many arcs have `changed` their gap."""
+    """Move the events behind the cut `step` ticks earlier; return how many arcs have `changed`
+    their gap.
+    """
     for node in range(len(distance)):
         distance[node] = min(distance[node], step)
         state.event[node] -= distance[node]
@@ -251,7 +291,9 @@ def _move(network: Network, state: State, distance: Integers, step: int, changed
 
 @inner_kernel
 def _path(network: Network, came_by: Integers, path: Integers) -> int:
-    """Put the residual arcs that the search came by to the sink in the end of `path`; return where they begin."""
+    """Put the residual arcs that the search came by to the sink in the end of `path`; return
+    where they begin.
+    """
     node, begin = network.sink, len(path)
     while node != network.source:
         begin -= 1
@@ -272,14 +314,21 @@ def _advance(
     times: Integers,
     powers: Integers,
 ) -> int:
-    """Move `state` along the frontier from `times[0]` down to `target`, to its fast end, or until `times` is full.
+    """Move `state` along the frontier from `times[0]` down to `target`, to its fast end, or until
+    `times` is full.
 
-    `times` gets the total times at which the walk arrives, falling, and `powers`, whose first one is the flow of
-    `state`, the power just below each: the frontier's slope between one time and the next is minus that power. Below a
-    time with UNLIMITED power nothing is feasible. `by_node` (8 rows), `by_arc` (2) and `by_residual` (4) are scratch
-    space. Returns how many times there are.
+    `times` gets the total times at which the walk arrives, falling, and `powers`, whose first one
+    is the flow of `state`, the power just below each: the frontier's slope between one time and the
+    next is minus that power. Below a time with UNLIMITED power nothing is feasible. `by_node` (8
+    rows), `by_arc` (2) and `by_residual` (4) are scratch space. Returns how many times there are.
     """
-    queue, layer, path, distance, came_by = by_node[0], by_node[1], by_node[2], by_node[3], by_node[4]
+    queue, layer, path, distance, came_by = (
+        by_node[0],
+        by_node[1],
+        by_node[2],
+        by_node[3],
+        by_node[4],
+    )
     level, arcs = by_arc[0], by_arc[1]
     length, room, heap = by_residual[0], by_residual[1], by_residual[2:]
     start, other, source, sink = network.start, network.other, network.source, network.sink
@@ -291,8 +340,13 @@ def _advance(
         step = _distances(start, other, source, sink, length, queue, distance, came_by, heap)
         if step == 0:  # the flow is not yet the maximum
             added = 0
-            while added < UNLIMITED and queue[_layers(start, other, source, sink, length, layer, queue) - 1] == sink:
-                added = _blocking_flow(network, state, level, length, room, layer, arcs, by_node[5:])
+            while (
+                added < UNLIMITED
+                and queue[_layers(start, other, source, sink, length, layer, queue) - 1] == sink
+            ):
+                added = _blocking_flow(
+                    network, state, level, length, room, layer, arcs, by_node[5:]
+                )
                 power += added
         else:
             powers[count - 1] = power
@@ -316,14 +370,17 @@ def _advance(
 
 
 def walk(network: Network, targets: Iterable[int], state: State | None = None) -> Iterator[Step]:
-    """Yield the walk from the slow end to each of the target times in turn, in ticks; they must fall.
+    """Yield the walk from the slow end to each of the target times in turn, in ticks; they must
+    fall.
 
-    It ends at the fast end, whose power is UNLIMITED. The arrays of a state change on the way to the next one; the
-    first one is `state`, the `slowest_state`.
+    It ends at the fast end, whose power is UNLIMITED. The arrays of a state change on the way to
+    the next one; the first one is `state`, the `slowest_state`.
     """
     state = slowest_state(network) if state is None else state
     nodes, arcs = len(state.event), len(state.flow)
-    by_node, by_arc, by_residual = (np.empty(shape, np.int64) for shape in ((8, nodes), (2, arcs), (4, 2 * arcs)))
+    by_node, by_arc, by_residual = (
+        np.empty(shape, np.int64) for shape in ((8, nodes), (2, arcs), (4, 2 * arcs))
+    )
     part = np.empty((2, _MOST_STEPS), np.int64)
     time, power = int(state.event[network.sink]), 0
     for target in targets:

@@ -1,4 +1,5 @@
-"""Lay out an iteration as the project network that the solver walks, in whole numbers, with their units.
+"""Lay out an iteration as the project network that the solver walks, in whole numbers, with their
+units.
 
 This module holds data only; the kernels that walk it are in `mincut`.
 """
@@ -29,16 +30,19 @@ UNLIMITED = 2**62  #: more than any flow or time, which are at most 2**60
 _TIME_BITS = 60  #: all durations together are at most 2**60 ticks, and so is any time
 _POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
 _ENERGY_BITS = 62
-_MOST_EXACT = 4096  #: nodes up to which slopes are exact; more have coarse ones, as the walk would take minutes
+#: nodes up to which slopes are exact; more have coarse ones, as the walk would take minutes
+_MOST_EXACT = 4096
 _COARSE = 5  #: a coarse unit of power is at most the mean slope / 2**5
-_SAME_TIME = 2.0**-30  #: closer than any clock measures, relative: a slope between such times would drown all others
+_SAME_TIME = (
+    2.0**-30
+)  #: closer than any clock measures, relative: a slope between such times would drown all others
 
 
 class Network(NamedTuple):
     """A project network: arcs with convex costs, from `source` to `sink`. It never changes.
 
-    Each arc has two residual arcs, one from its tail (raises its flow) and one from its head (lowers it), kept node by
-    node: those that leave node v are `start[v]` to `start[v + 1]`.
+    Each arc has two residual arcs, one from its tail (raises its flow) and one from its head
+    (lowers it), kept node by node: those that leave node v are `start[v]` to `start[v + 1]`.
     """
 
     source: int
@@ -50,21 +54,27 @@ class Network(NamedTuple):
     vertex_time: Integers  #: (vertices,) ticks
     vertex_slope: Integers  #: (vertices,) power units
     start: Integers  #: (nodes + 1,)
-    residual: Integers  #: (2 * arcs,) `arc` where it leaves the tail, `~arc` where it leaves the head
+    residual: (
+        Integers  #: (2 * arcs,) `arc` where it leaves the tail, `~arc` where it leaves the head
+    )
     other: Integers  #: (2 * arcs,) the node at its far end
     raising: Integers  #: (arcs,) where the residual arc from the tail stands
     lowering: Integers  #: (arcs,) where the one from the head stands
 
 
 class State(NamedTuple):
-    """An optimal pair of event times and flow for one total time. The kernels move it along the frontier."""
+    """An optimal pair of event times and flow for one total time. The kernels move it along the
+    frontier.
+    """
 
     event: Integers  #: (nodes,) ticks
     flow: Integers  #: (arcs,) power units
 
 
 class Guides(NamedTuple):
-    """Relaxed solutions along the frontier, from its slow end to its fast one: what plans near them are made from."""
+    """Relaxed solutions along the frontier, from its slow end to its fast one: what plans near
+    them are made from.
+    """
 
     time_s: Floats  #: (guides,) replayed iteration time, falling
     end_s: NDArray[np.float32]  #: (guides, n) when each node of `dag.order` ends
@@ -89,24 +99,32 @@ class ScaledNetwork:
 
 
 def scaled_network(dag: PipelineDag) -> ScaledNetwork:
-    """Make an arc of every computation, along the lower hull of its points, and of every wait, as long as its lag.
+    """Make an arc of every computation, along the lower hull of its points, and of every wait, as
+    long as its lag.
 
     Raises:
-        ProfileError: If the measurements are so large or small that floats cannot hold their sums or units.
+        ProfileError: If the measurements are so large or small that floats cannot hold their sums
+            or units.
     """
     members = [dag.keys[place] for place in dag.order]
     try:
         longest_s = [dag.points[key][-1].time_s for key in members]
-        tick_s = _power_of_two(math.fsum([*longest_s, *map(math.fsum, dag.iteration.lags_s)]), _TIME_BITS)
+        tick_s = _power_of_two(
+            math.fsum([*longest_s, *map(math.fsum, dag.iteration.lags_s)]), _TIME_BITS
+        )
         hulls = {key: _hull(dag.points[key], tick_s) for key in dict.fromkeys(members)}
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
         if len(members) > _MOST_EXACT:
             power_unit_w = max(power_unit_w, _coarse_unit_w(hulls, Counter(members)))
             hulls = {key: _below(hull, Fraction(power_unit_w)) for key, hull in hulls.items()}
-        math.fsum(dag.points[key][0].energy_j for key in members)  # refuse an overflow here, not later
+        math.fsum(
+            dag.points[key][0].energy_j for key in members
+        )  # refuse an overflow here, not later
     except (OverflowError, ZeroDivisionError) as error:
-        raise ProfileError("measurements: are too large or too small to plan with; give seconds and joules") from error
+        raise ProfileError(
+            "measurements: are too large or too small to plan with; give seconds and joules"
+        ) from error
 
     times, slopes = [0], [0]  # the curve of a wait without a lag
     span: dict[tuple[int, str], tuple[int, int]] = {}
@@ -123,35 +141,51 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
         slopes += [0] if ticks else []
     first = [span[key][0] for key in members] + [waits[ticks] for ticks in lags]
     last = [span[key][1] for key in members] + [waits[ticks] for ticks in lags]
-    as_array = [np.array(values, dtype=np.int64) for values in (tail, head, first, last, times, slopes)]
+    as_array = [
+        np.array(values, dtype=np.int64) for values in (tail, head, first, last, times, slopes)
+    ]
     ends, spans, curves = as_array[0:2], as_array[2:4], as_array[4:6]
     source = 2 * len(members)
-    network = make_network(source, source + 1, (ends[0], ends[1]), (spans[0], spans[1]), (curves[0], curves[1]))
+    network = make_network(
+        source, source + 1, (ends[0], ends[1]), (spans[0], spans[1]), (curves[0], curves[1])
+    )
     return ScaledNetwork(network, tick_s, power_unit_w)
 
 
 def _coarse_unit_w(
-    hulls: Mapping[tuple[int, str], tuple[list[int], list[Fraction]]], counts: Mapping[tuple[int, str], int]
+    hulls: Mapping[tuple[int, str], tuple[list[int], list[Fraction]]],
+    counts: Mapping[tuple[int, str], int],
 ) -> float:
-    """Return the largest power of two that is at most 2**-_COARSE of the mean slope of all curves, watts."""
+    """Return the largest power of two that is at most 2**-_COARSE of the mean slope of all
+    curves, watts.
+    """
     cost, span = Fraction(0), 0
     for key, (times, slopes) in hulls.items():
-        cost += counts[key] * sum(w * (a - b) for w, (a, b) in zip(slopes[1:], pairwise(times), strict=True))
+        cost += counts[key] * sum(
+            w * (a - b) for w, (a, b) in zip(slopes[1:], pairwise(times), strict=True)
+        )
         span += counts[key] * (times[0] - times[-1])
     mean_w = float(cost / max(span, 1))
     return math.ldexp(1.0, math.frexp(mean_w)[1] - 1 - _COARSE) if mean_w else 0.0
 
 
-def _below(hull: tuple[list[int], list[Fraction]], unit_w: Fraction) -> tuple[list[int], list[Fraction]]:
-    """Return the highest convex curve below a hull whose slopes are whole multiples of `unit_w`, watts.
+def _below(
+    hull: tuple[list[int], list[Fraction]], unit_w: Fraction
+) -> tuple[list[int], list[Fraction]]:
+    """Return the highest convex curve below a hull whose slopes are whole multiples of `unit_w`,
+    watts.
 
-    It consists of the lines that touch the hull and have such slopes. So the least cost on it is a lower bound of the
-    least cost on the hull, and they differ by the square of the unit, not by the unit.
+    It consists of the lines that touch the hull and have such slopes. So the least cost on it is a
+    lower bound of the least cost on the hull, and they differ by the square of the unit, not by the
+    unit.
     """
     times, slopes = hull
     steep = [slope / unit_w for slope in slopes]
     lower_times, lower_slopes, line = list[int](), list[Fraction](), 0
-    cost, touched = Fraction(0), (Fraction(0), times[0])  # the hull's cost here, and where it was touched last
+    cost, touched = (
+        Fraction(0),
+        (Fraction(0), times[0]),
+    )  # the hull's cost here, and where it was touched last
     for vertex, time in enumerate(times):
         if vertex:
             cost += steep[vertex] * (times[vertex - 1] - time)
@@ -177,7 +211,9 @@ def _power_of_two(total: float, bits: int) -> float:
 
 
 def _hull(front: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], list[Fraction]]:
-    """Return vertex times (ticks, slowest first), and the exact slope (watts) from the next slower vertex to each."""
+    """Return vertex times (ticks, slowest first), and the exact slope (watts) from the next
+    slower vertex to each.
+    """
     largest = max(abs(point.effective_j) for point in front)
     quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0
     points: dict[int, int] = {}
@@ -185,7 +221,9 @@ def _hull(front: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], li
     for point in front:
         if point.time_s > time_s * (1 + _SAME_TIME):
             time_s, ticks = point.time_s, max(ticks + 1, round(point.time_s / tick_s))
-        points[ticks] = round(point.effective_j / quantum_j)  # of equal times the last one is the cheapest
+        points[ticks] = round(
+            point.effective_j / quantum_j
+        )  # of equal times the last one is the cheapest
     hull = lower_hull(points.items())[::-1]
     watts = Fraction(quantum_j) / Fraction(tick_s)
     slopes = [Fraction(y - y0, x0 - x) * watts for (x0, y0), (x, y) in pairwise(hull)]
@@ -193,7 +231,9 @@ def _hull(front: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], li
 
 
 def _ends(dag: PipelineDag, tick_s: float) -> tuple[list[int], list[int], list[int]]:
-    """Return tail, head and lag (ticks) of every arc: nodes, then waits, then arcs from the source and to the sink."""
+    """Return tail, head and lag (ticks) of every arc: nodes, then waits, then arcs from the
+    source and to the sink.
+    """
     rank = {place: k for k, place in enumerate(dag.order)}
     count = len(rank)
     tail = [2 * k for k in range(count)]
@@ -243,5 +283,15 @@ def make_network(
     residual = np.concatenate([arcs, ~arcs])[order]
     other = np.concatenate([head, tail])[order]
     return Network(
-        source, sink, tail, head, *span, *curves, start, residual, other, place[: len(arcs)], place[len(arcs) :]
+        source,
+        sink,
+        tail,
+        head,
+        *span,
+        *curves,
+        start,
+        residual,
+        other,
+        place[: len(arcs)],
+        place[len(arcs) :],
     )

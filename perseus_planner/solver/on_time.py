@@ -1,11 +1,14 @@
-"""Plans for a probability: of being on time, or within a power, though the rows of the profile are uncertain.
+"""Plans for a probability: of being on time, or within a power, though the rows of the profile are
+uncertain.
 
-A plan's time is compared with that of all clocks at their maximum under the same joint draw, so that what is common to
-both cancels out. Plans are made as if computations below the maximum clock took some standard errors longer than they
-are expected to; the least such margin is searched with which a plan is on time in enough draws. The maximum clock takes
-no margin, so a plan that is no slower than all clocks at maximum stays possible.
+A plan's time is compared with that of all clocks at their maximum under the same joint draw, so
+that what is common to both cancels out. Plans are made as if computations below the maximum clock
+took some standard errors longer than they are expected to; the least such margin is searched with
+which a plan is on time in enough draws. The maximum clock takes no margin, so a plan that is no
+slower than all clocks at maximum stays possible.
 
-The plans of the search are not polished and have no switch budget; the plan with the margin that is found has both.
+The plans of the search are not polished and have no switch budget; the plan with the margin that is
+found has both.
 """
 
 from __future__ import annotations
@@ -38,15 +41,20 @@ if TYPE_CHECKING:
 _DRAWS = 500
 _MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  #: standard errors
 _FIRST = 4  #: index of the margin that is tried after 0
-_TRIES = 4  #: how many margins are tried for a plan with all effort, from the one that is enough for one with little
-# No model of a GPU's curves is exact, so intervals are wider than those of the draws: their ends are so many times as
-# far from the mean, and at least so far. `python benchmarks/run.py --only 19` counts how often the truth is in them.
+#: how many margins are tried for a plan with all effort, from the one that is enough for one with
+#: little
+_TRIES = 4
+# No model of a GPU's curves is exact, so intervals are wider than those of the draws: their ends
+# are so many times as far from the mean, and at least so far. `python benchmarks/run.py --only 19`
+# counts how often the truth is in them.
 _WIDER_TIME = 1.25
 _LEAST_DOUBT = 7e-4  #: of a ratio or a share
 _ROUNDING = 1e-9
 
 Budget = tuple[int | None, float]
-"""The most clock changes of a rank, None for any number; and the least seconds for which a clock is held."""
+"""The most clock changes of a rank, None for any number; and the least seconds for which a clock
+is held.
+"""
 _UNLIMITED: Budget = (None, 0.0)
 
 
@@ -60,7 +68,9 @@ class _Drawn(NamedTuple):
 
 
 class OnTimePlanner:
-    """Makes plans for a probability from the rows of one frontier, and remembers what it solves for them."""
+    """Makes plans for a probability from the rows of one frontier, and remembers what it solves
+    for them.
+    """
 
     def __init__(self, curve: TimeEnergyCurve) -> None:
         self.curve = curve
@@ -68,7 +78,8 @@ class OnTimePlanner:
         self._planners: dict[tuple[float, bool], Planner] = {}
 
     def plan(self, deadline_s: float, probability: float, tolerance: float, budget: Budget) -> Plan:
-        """Return the plan of least effective energy that was found to be on time; see `Frontier.plan_for`.
+        """Return the plan of least effective energy that was found to be on time; see
+        `Frontier.plan_for`.
 
         Raises:
             InfeasibleDeadline: If no plan that was found is on time with this probability.
@@ -84,7 +95,11 @@ class OnTimePlanner:
             planner = self._planner(margin, free=free)
             try:
                 planner.curve.check_deadline(within_s)
-                plan = planner.plan(within_s, *budget) if polished else planner.quick_plan(within_s, polished=False)
+                plan = (
+                    planner.plan(within_s, *budget)
+                    if polished
+                    else planner.quick_plan(within_s, polished=False)
+                )
             except InfeasibleDeadline:
                 return None
             return self._replayed(plan, margin, free=free)
@@ -107,10 +122,16 @@ class OnTimePlanner:
         free_best = min(filter(is_on_time, free), key=self._effective_j, default=self._baseline)
         safety_j = float(np.mean(free_best.energy_j - free[0].energy_j)) if free else 0.0
         made = replace(self._certainty(best, probability, safety_j), limit_ratio=limit)
-        return replace(best.plan, deadline_s=max(within_s, best.plan.time_s), min_dwell_s=budget[1], on_time=made)
+        return replace(
+            best.plan,
+            deadline_s=max(within_s, best.plan.time_s),
+            min_dwell_s=budget[1],
+            on_time=made,
+        )
 
     def plan_within_power(self, power_w: float, probability: float, budget: Budget) -> Plan:
-        """Return the fastest plan found that draws at most `power_w` watts; see `Frontier.plan_within_power`.
+        """Return the fastest plan found that draws at most `power_w` watts; see
+        `Frontier.plan_within_power`.
 
         Raises:
             InfeasiblePower: If no plan that was found draws that little with this probability.
@@ -142,7 +163,9 @@ class OnTimePlanner:
         return self._replayed(plan, None)
 
     def _frontier(self, margin: float, *, free: bool = False) -> Frontier:
-        """Return the frontier of the expected times plus the margin; if `free`, clock changes cost nothing."""
+        """Return the frontier of the expected times plus the margin; if `free`, clock changes
+        cost nothing.
+        """
         key = margin, free and self.curve.profile.clock_change is not None
         if key not in self._frontiers:
             profile = self._estimate.mean if margin == 0.0 else self._slower(margin)
@@ -157,13 +180,16 @@ class OnTimePlanner:
         return self._planners[key]
 
     def _slower(self, margin: float) -> Profile:
-        """Return the expected profile with times that are longer by `margin` standard errors against the top clock."""
+        """Return the expected profile with times that are longer by `margin` standard errors
+        against the top clock.
+        """
         measurements = {}
         for key, rows in self._estimate.mean.measurements.items():
             logs = np.log(self._draws.time_s[key])
             longer = np.exp(margin * np.std(logs - logs[:1], axis=1)).tolist()
             measurements[key] = tuple(
-                replace(row, time_s=row.time_s * factor) for row, factor in zip(rows, longer, strict=True)
+                replace(row, time_s=row.time_s * factor)
+                for row, factor in zip(rows, longer, strict=True)
             )
         return replace(self._estimate.mean, measurements=measurements)
 
@@ -182,7 +208,9 @@ class OnTimePlanner:
         return _Drawn(plan, margin, time_s, energy_j)
 
     def _likely_ratio(self, drawn: _Drawn, probability: float) -> float:
-        """Return the time that the plan keeps with this probability, over that with all clocks at their maximum."""
+        """Return the time that the plan keeps with this probability, over that with all clocks
+        at their maximum.
+        """
         return float(np.quantile(drawn.time_s / self._baseline.time_s, probability))
 
     def _effective_j(self, drawn: _Drawn) -> float:
@@ -207,8 +235,12 @@ class OnTimePlanner:
         )
 
 
-def _search(make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn], bool]) -> list[_Drawn]:
-    """Return the plans that were tried to find the least margin with which one is on time; the first has no margin."""
+def _search(
+    make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn], bool]
+) -> list[_Drawn]:
+    """Return the plans that were tried to find the least margin with which one is on time; the
+    first has no margin.
+    """
     found = _tried(make, 0)
     if found and is_on_time(found[0]):
         return found
@@ -224,7 +256,9 @@ def _search(make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn
 def _search_up(
     make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn], bool], enough: int
 ) -> list[_Drawn]:
-    """Return plans with the margin of index `enough` and a few larger ones, until one is on time."""
+    """Return plans with the margin of index `enough` and a few larger ones, until one is on
+    time.
+    """
     found: list[_Drawn] = []
     for index in range(enough, min(enough + _TRIES, len(_MARGINS))):
         drawn = _tried(make, index)

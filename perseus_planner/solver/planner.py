@@ -1,7 +1,8 @@
-"""Make plans from a frontier: one measured clock per computation, within a deadline and a switch budget.
+"""Make plans from a frontier: one measured clock per computation, within a deadline and a switch
+budget.
 
-If the profile has the cost of a clock change, plans with few and with many changes are replayed with that cost and
-compared; plans that it makes late are made again for an earlier deadline.
+If the profile has the cost of a clock change, plans with few and with many changes are replayed
+with that cost and compared; plans that it makes late are made again for an earlier deadline.
 """
 
 from __future__ import annotations
@@ -32,8 +33,18 @@ if TYPE_CHECKING:
     from perseus_planner.solver.network import Integers
     from perseus_planner.solver.point_bound import Window
 
-_LEVELS = (0, 2, 4, 8, 16, 32)  #: numbers of changes that are tried, beside any number, if changes cost time
-_BOUND_GUIDES = (5, 10_000)  #: relaxed solutions of which the bound for operating points is made; nodes of them all
+_LEVELS = (
+    0,
+    2,
+    4,
+    8,
+    16,
+    32,
+)  #: numbers of changes that are tried, beside any number, if changes cost time
+_BOUND_GUIDES = (
+    5,
+    10_000,
+)  #: relaxed solutions of which the bound for operating points is made; nodes of them all
 _RETRIES = 2  #: how often a plan that clock changes make late is made again for an earlier deadline
 
 Key = tuple[int, str]
@@ -74,17 +85,25 @@ class Planner:
         if max_changes is not None or min_dwell_s > 0.0:
             within_s = self._replayed_s(deadline_s)
             try:
-                clocks = clocks_within_budget(self.dag, self._points, within_s, clocks, max_changes, min_dwell_s)
+                clocks = clocks_within_budget(
+                    self.dag, self._points, within_s, clocks, max_changes, min_dwell_s
+                )
             except InfeasibleBudget as error:
                 least_s = error.least_time_s + self.profile.overhead_s
                 raise _infeasible(deadline_s, max_changes, min_dwell_s, least_s) from None
         plan = self.plan_of(clocks, deadline_s)
         if plan.time_s > deadline_s:
-            raise AssertionError(f"a plan of {plan.time_s} s for a deadline of {deadline_s} s: please report this")
+            raise AssertionError(
+                f"a plan of {plan.time_s} s for a deadline of {deadline_s} s: please report this"
+            )
         return plan
 
-    def _plan_with_costs(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
-        levels: list[int | None] = [level for level in _LEVELS if max_changes is None or level < max_changes]
+    def _plan_with_costs(
+        self, deadline_s: float, max_changes: int | None, min_dwell_s: float
+    ) -> Plan:
+        levels: list[int | None] = [
+            level for level in _LEVELS if max_changes is None or level < max_changes
+        ]
         levels.append(max_changes)
         plans = self._candidates(deadline_s, deadline_s, levels, min_dwell_s)
         best = self._best(plans.values(), deadline_s)
@@ -93,11 +112,15 @@ class Planner:
             late = {
                 level: plan
                 for (level, _), plan in sorted(plans.items(), key=lambda entry: -entry[1].time_s)
-                if plan.time_s > deadline_s and self._better(plan, best) and len(aims[level]) <= _RETRIES
+                if plan.time_s > deadline_s
+                and self._better(plan, best)
+                and len(aims[level]) <= _RETRIES
             }
             if not late:
                 break
-            level = min(late, key=lambda level: self._effective_j(late[level]))  # the most promising
+            level = min(
+                late, key=lambda level: self._effective_j(late[level])
+            )  # the most promising
             aims[level].append(aims[level][-1] - (late[level].time_s - deadline_s))
             plans = {key: plan for key, plan in plans.items() if key[0] != level}
             if aims[level][-1] >= self.curve.min_time_s:
@@ -105,7 +128,9 @@ class Planner:
                 best = self._best([*plans.values(), *([best] if best else [])], deadline_s)
         return best or self._fastest_with_costs(deadline_s, levels, min_dwell_s)
 
-    def _fastest_with_costs(self, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float) -> Plan:
+    def _fastest_with_costs(
+        self, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float
+    ) -> Plan:
         plans = self._candidates(self.curve.min_time_s, deadline_s, levels, min_dwell_s).values()
         best = self._best(plans, deadline_s)
         if best is not None:
@@ -125,7 +150,8 @@ class Planner:
     def _candidates(
         self, aim_s: float, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float
     ) -> dict[tuple[int | None, bool], Plan]:
-        """Return plans that would meet `aim_s` if clock changes cost nothing, replayed with their cost.
+        """Return plans that would meet `aim_s` if clock changes cost nothing, replayed with their
+        cost.
 
         Args:
             aim_s: seconds.
@@ -134,7 +160,8 @@ class Planner:
             min_dwell_s: the least time for which a clock is held, seconds.
 
         Returns:
-            (level, whether faster clocks are requested early) -> plan, for the levels at which one was found.
+            (level, whether faster clocks are requested early) -> plan, for the levels at which one
+            was found.
         """
         unlimited, within_s = self._unlimited_clocks(aim_s), self._replayed_s(aim_s)
         counts = [len(unlimited) if level is None else level for level in levels]
@@ -143,29 +170,54 @@ class Planner:
             found[None] = unlimited
             counts.pop()
         if counts:
-            budgets = clocks_by_budget(self.dag, self._points, within_s, unlimited, counts, min_dwell_s)
-            found |= {level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets}
-        plans = {(level, False): self.plan_of(clocks, deadline_s) for level, clocks in found.items()}
+            budgets = clocks_by_budget(
+                self.dag, self._points, within_s, unlimited, counts, min_dwell_s
+            )
+            found |= {
+                level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets
+            }
+        plans = {
+            (level, False): self.plan_of(clocks, deadline_s) for level, clocks in found.items()
+        }
         if min_dwell_s == 0.0 and self.profile.clock_change is not None:
-            early = {level: self._faster_early(clocks, self.profile.clock_change) for level, clocks in found.items()}
-            plans |= {(level, True): self.plan_of(clocks, deadline_s) for level, clocks in early.items()}
+            early = {
+                level: self._faster_early(clocks, self.profile.clock_change)
+                for level, clocks in found.items()
+            }
+            plans |= {
+                (level, True): self.plan_of(clocks, deadline_s) for level, clocks in early.items()
+            }
         return plans
 
     def _faster_early(self, clocks: Sequence[int], change: ClockChange) -> list[int]:
-        """Return the same clocks, but each faster one also for what runs just before, so that it is in force in time.
+        """Return the same clocks, but each faster one also for what runs just before, so that it is
+        in force in time.
 
         No rank changes its clock more often than before.
         """
         keys, changed = self.dag.iteration.keys, list(clocks)
-        latency_s = change.calls_per_change(self.profile.gpus_per_stage) * change.call_s + change.settle_s
+        latency_s = (
+            change.calls_per_change(self.profile.gpus_per_stage) * change.call_s + change.settle_s
+        )
         for program in self.dag.iteration.programs:
             places = [place for place in program if place < len(keys)]
             for number, place in enumerate(places):
-                before, left_s = number - 1, latency_s  # -1 before the first one is the last one, as iterations repeat
-                run_mhz, mhz, table = clocks[places[before]], clocks[place], self._table[keys[place]]
+                before, left_s = (
+                    number - 1,
+                    latency_s,
+                )  # -1 before the first one is the last one, as iterations repeat
+                run_mhz, mhz, table = (
+                    clocks[places[before]],
+                    clocks[place],
+                    self._table[keys[place]],
+                )
                 if run_mhz not in table or table[mhz].time_s >= table[run_mhz].time_s:
                     continue
-                while left_s > 0.0 and before > number - len(places) and clocks[places[before]] == run_mhz:
+                while (
+                    left_s > 0.0
+                    and before > number - len(places)
+                    and clocks[places[before]] == run_mhz
+                ):
                     key = keys[places[before]]
                     if mhz not in self._table[key]:
                         break
@@ -182,11 +234,17 @@ class Planner:
 
         Clock changes cost nothing. Polishing it is the larger part of the effort.
         """
-        clocks = self._unlimited_clocks(deadline_s) if polished else self._clocks(self._round(deadline_s))
+        clocks = (
+            self._unlimited_clocks(deadline_s)
+            if polished
+            else self._clocks(self._round(deadline_s))
+        )
         return self.plan_of(clocks, deadline_s)
 
     def _unlimited_clocks(self, deadline_s: float) -> list[int]:
-        """Return the clock of each computation of `dag.computations`, MHz, without a switch budget."""
+        """Return the clock of each computation of `dag.computations`, MHz, without a switch
+        budget.
+        """
         if deadline_s not in self._unlimited:
             chosen = self._round(deadline_s)
             if deadline_s < self.curve.max_time_s:
@@ -200,7 +258,9 @@ class Planner:
             chosen = self._points.point_start[self._points.member + 1] - 1  # the slowest of each
             if deadline_s < self.curve.max_time_s:
                 within_s = self._replayed_s(deadline_s)
-                chosen = round_plan(self._points, within_s, self._anchors(within_s), self._at_maximum_clock)
+                chosen = round_plan(
+                    self._points, within_s, self._anchors(within_s), self._at_maximum_clock
+                )
             self._rounded[deadline_s] = chosen
         return self._rounded[deadline_s]
 
@@ -208,7 +268,10 @@ class Planner:
         """Return the clock of each computation of `dag.computations`, MHz."""
         rank_in_class = chosen - self._points.point_start[self._points.member]
         index = dict(zip(self.dag.order, rank_in_class.tolist(), strict=True))
-        return [self.dag.points[key][index[place]].clock_mhz for place, key in enumerate(self.dag.iteration.keys)]
+        return [
+            self.dag.points[key][index[place]].clock_mhz
+            for place, key in enumerate(self.dag.iteration.keys)
+        ]
 
     @cached_property
     def _points(self) -> PointProblem:
@@ -218,15 +281,20 @@ class Planner:
     def _at_maximum_clock(self) -> Integers:
         """(n,) in `dag.order`, the cheapest point that is no slower than the maximum clock."""
         last = {
-            key: sum(point.time_s <= self.profile.measurements[key][0].time_s for point in points) - 1
+            key: sum(point.time_s <= self.profile.measurements[key][0].time_s for point in points)
+            - 1
             for key, points in self.dag.points.items()
             if key in self.profile.measurements
         }
-        above = np.array([last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64)
+        above = np.array(
+            [last.get(self.dag.keys[place], 0) for place in self.dag.order], dtype=np.int64
+        )
         return np.add(self._points.point_start[self._points.member], above)
 
     def point_bound_j(self, deadline_s: float) -> float:
-        """Return a bound on the energy of an iteration of that time that runs at operating points alone, joules."""
+        """Return a bound on the energy of an iteration of that time that runs at operating
+        points alone, joules.
+        """
         curve, guides, within_s = self.curve, self.curve.guides, self._replayed_s(deadline_s)
         sources, bounds_j = np.diff(self._points.before_start) == 0, [curve.bound_j(deadline_s)]
         count = max(1, min(_BOUND_GUIDES[0], _BOUND_GUIDES[1] // len(sources)))
@@ -236,7 +304,9 @@ class Planner:
             later_s, price_of_all_w = deadline_s - guide_s, float(price_w[sources].sum())
             tangent_j = curve.bound_j(guide_s) + (self.dag.waiting_w - price_of_all_w) * later_s
             rounding_j = PRICE_ROUNDING * price_of_all_w * abs(later_s)
-            bounds_j.append(tangent_j - rounding_j + point_bound_gain_j(self._points, self._windows, price_w))
+            bounds_j.append(
+                tangent_j - rounding_j + point_bound_gain_j(self._points, self._windows, price_w)
+            )
         return max(bounds_j)
 
     @cached_property
@@ -245,35 +315,53 @@ class Planner:
         return find_windows(self._points, [ranks[place] for place in self.dag.order])
 
     def _replayed_s(self, deadline_s: float) -> float:
-        """Return the longest replayed time that, with the overhead, rounds to at most `deadline_s`."""
+        """Return the longest replayed time that, with the overhead, rounds to at most
+        `deadline_s`.
+        """
         overhead_s = self.profile.overhead_s
-        within_s = float(Fraction(deadline_s) + Fraction(math.ulp(deadline_s)) / 2 - Fraction(overhead_s))
+        within_s = float(
+            Fraction(deadline_s) + Fraction(math.ulp(deadline_s)) / 2 - Fraction(overhead_s)
+        )
         while within_s + overhead_s > deadline_s:
             within_s = math.nextafter(within_s, 0.0)
         return within_s
 
     def _anchors(self, within_s: float) -> list[Anchor]:
-        """Return the relaxed solutions near a replayed time, and one at that time, between the two next to it."""
+        """Return the relaxed solutions near a replayed time, and one at that time, between the
+        two next to it.
+        """
         guides, (fastest_s, slowest_s) = self.curve.guides, self.curve.replayed_ends_s
         times_s = np.clip(guides.time_s, fastest_s, slowest_s)
         before = min(max(int(np.searchsorted(-times_s, -within_s)), 1), len(times_s) - 1)
-        part = (times_s[before - 1] - within_s) / max(times_s[before - 1] - times_s[before], math.ulp(within_s))
+        part = (times_s[before - 1] - within_s) / max(
+            times_s[before - 1] - times_s[before], math.ulp(within_s)
+        )
         part = min(max(part, 0.0), 1.0)
-        between = ((1 - part) * each[before - 1] + part * each[before] for each in (guides.end_s, guides.price_w))
-        near = np.flatnonzero((np.abs(times_s / within_s - 1) <= ANCHOR_SPAN) & (times_s != within_s)).tolist()
+        between = (
+            (1 - part) * each[before - 1] + part * each[before]
+            for each in (guides.end_s, guides.price_w)
+        )
+        near = np.flatnonzero(
+            (np.abs(times_s / within_s - 1) <= ANCHOR_SPAN) & (times_s != within_s)
+        ).tolist()
         return [
             Anchor(within_s, *between),
             *(Anchor(float(times_s[i]), guides.end_s[i], guides.price_w[i]) for i in near),
         ]
 
     def plan_of(self, clocks: Sequence[int], deadline_s: float | None) -> Plan:
-        """Return the replayed plan of one clock (MHz) per computation; without a deadline, its time is its deadline."""
+        """Return the replayed plan of one clock (MHz) per computation; without a deadline, its
+        time is its deadline.
+        """
         keys, curve = self.dag.iteration.keys, self.curve
         points = [self._table[key][clock] for key, clock in zip(keys, clocks, strict=True)]
         time_s, energy_j = time_and_energy(self.dag, points)
         plan = Plan(
             iteration=self.dag.iteration,
-            clocks={str(c): point.clock_mhz for c, point in zip(self.dag.computations, points, strict=True)},
+            clocks={
+                str(c): point.clock_mhz
+                for c, point in zip(self.dag.computations, points, strict=True)
+            },
             measurements=self._used(clocks),
             profile_digest=self.profile.digest,
             gpu=self.profile.gpu,
@@ -295,12 +383,18 @@ class Planner:
         timeline = replay(plan)
         time_s, bound_j = timeline.time_s, curve.bound_j(max(timeline.time_s, curve.min_time_s))
         deadline_s = time_s if deadline_s is None else deadline_s
-        return replace(plan, deadline_s=deadline_s, time_s=time_s, energy_j=timeline.energy_j, bound_j=bound_j)
+        return replace(
+            plan, deadline_s=deadline_s, time_s=time_s, energy_j=timeline.energy_j, bound_j=bound_j
+        )
 
     @cached_property
     def _table(self) -> dict[Key, dict[int, Measurement]]:
         used = set(self.dag.iteration.keys)
-        return {key: {m.clock_mhz: m for m in rows} for key, rows in self.profile.measurements.items() if key in used}
+        return {
+            key: {m.clock_mhz: m for m in rows}
+            for key, rows in self.profile.measurements.items()
+            if key in used
+        }
 
     def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:
         """Return the `Plan.measurements` of a plan of these clocks, highest clocks first."""
@@ -308,14 +402,23 @@ class Planner:
         keys, ranks = self.dag.iteration.keys, self.dag.iteration.rank_of
         for key, clock in zip(keys, clocks, strict=True):
             used[key].add(clock)
-        if self.profile.clock_change is not None:  # a computation may begin at the clock of any other on its rank
+        if (
+            self.profile.clock_change is not None
+        ):  # a computation may begin at the clock of any other on its rank
             on_rank: dict[int, set[int]] = {}
             for rank, clock in zip(ranks, clocks, strict=False):
                 on_rank.setdefault(rank, set()).add(clock)
             for rank, key in set(zip(ranks, keys, strict=False)):
                 used[key] |= {nearest_clock(self._table[key], clock) for clock in on_rank[rank]}
-        return {key: {clock: self._table[key][clock] for clock in sorted(used[key], reverse=True)} for key in used}
+        return {
+            key: {clock: self._table[key][clock] for clock in sorted(used[key], reverse=True)}
+            for key in used
+        }
 
 
-def _infeasible(deadline_s: float, max_changes: int | None, min_dwell_s: float, least_s: float) -> InfeasibleBudget:
-    return InfeasibleBudget(deadline_s, max_changes, min_dwell_s, least_s if least_s < math.inf else None)
+def _infeasible(
+    deadline_s: float, max_changes: int | None, min_dwell_s: float, least_s: float
+) -> InfeasibleBudget:
+    return InfeasibleBudget(
+        deadline_s, max_changes, min_dwell_s, least_s if least_s < math.inf else None
+    )

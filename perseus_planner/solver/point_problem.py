@@ -1,4 +1,6 @@
-"""The discrete problem of a plan, laid out in arrays for kernels: which operating point each computation takes."""
+"""The discrete problem of a plan, laid out in arrays for kernels: which operating point each
+computation takes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class PointProblem(NamedTuple):
-    """The discrete problem: n nodes in topological order; all nodes of a class have the same points."""
+    """The discrete problem: n nodes in topological order; all nodes of a class have the same
+    points.
+    """
 
     member: Integers  #: (n,) class of each node
     point_start: Integers  #: (classes + 1,) where the points of each class begin, fastest first
@@ -44,28 +48,42 @@ def point_problem(dag: PipelineDag) -> PointProblem:
     gain_w, loss_w = np.zeros_like(time_s), np.full_like(time_s, np.inf)
     for first, stop in pairwise(start.tolist()):
         for i in range(first, stop):
-            gain_w[i] = max((cost_j[i] - cost_j[i + 1 : stop]) / (time_s[i + 1 : stop] - time_s[i]), default=0.0)
-            loss_w[i] = min((cost_j[first:i] - cost_j[i]) / (time_s[i] - time_s[first:i]), default=np.inf)
+            gain_w[i] = max(
+                (cost_j[i] - cost_j[i + 1 : stop]) / (time_s[i + 1 : stop] - time_s[i]), default=0.0
+            )
+            loss_w[i] = min(
+                (cost_j[first:i] - cost_j[i]) / (time_s[i] - time_s[first:i]), default=np.inf
+            )
     kinds = list(dict.fromkeys(kind for _, kind in keys))
     kind = np.array([kinds.index(kind) for _, kind in keys])
     rank = {place: k for k, place in enumerate(dag.order)}
-    before = [[(rank[other], lag_s) for other, lag_s in dag.iteration.waits[place]] for place in dag.order]
+    before = [
+        [(rank[other], lag_s) for other, lag_s in dag.iteration.waits[place]] for place in dag.order
+    ]
     after: list[list[tuple[int, float]]] = [[] for _ in before]
     for k, others in enumerate(before):
         for other, lag_s in others:
             after[other].append((k, lag_s))
-    return PointProblem(np.array(member), start, time_s, cost_j, gain_w, loss_w, kind, *_flat(before), *_flat(after))
+    return PointProblem(
+        np.array(member), start, time_s, cost_j, gain_w, loss_w, kind, *_flat(before), *_flat(after)
+    )
 
 
 def _flat(lists: Sequence[Sequence[tuple[int, float]]]) -> tuple[Integers, Integers, Floats]:
     start = np.cumsum([0, *(len(entries) for entries in lists)], dtype=np.int64)
     entries = [entry for entries in lists for entry in entries]
-    return start, np.array([k for k, _ in entries], dtype=np.int64), np.array([lag_s for _, lag_s in entries])
+    return (
+        start,
+        np.array([k for k, _ in entries], dtype=np.int64),
+        np.array([lag_s for _, lag_s in entries]),
+    )
 
 
 @kernel
 def compute_ends(problem: PointProblem, chosen: Integers, end_s: Floats) -> float:
-    """Fill `end_s` with the end of each node under the `chosen` points; return the makespan, seconds."""
+    """Fill `end_s` with the end of each node under the `chosen` points; return the makespan,
+    seconds.
+    """
     before_start, before, time_s = problem.before_start, problem.before, problem.time_s
     lag_s = problem.before_lag_s
     makespan_s = 0.0

@@ -1,9 +1,11 @@
-"""Polish a plan by moving the start times of its computations: annealing (Kirkpatrick et al. 1983) with local moves.
+"""Polish a plan by moving the start times of its computations: annealing (Kirkpatrick et al. 1983)
+with local moves.
 
-A start time for each computation gives each a window, which ends when the first of its successors starts; the cheapest
-operating point that fits its window follows. A move gives one computation, or a chain of them, another start, such that
-some window becomes exactly as long as one of its operating points takes. It changes the points of those computations
-and of their predecessors alone, so a move costs no more in a long iteration than in a short one.
+A start time for each computation gives each a window, which ends when the first of its successors
+starts; the cheapest operating point that fits its window follows. A move gives one computation, or
+a chain of them, another start, such that some window becomes exactly as long as one of its
+operating points takes. It changes the points of those computations and of their predecessors alone,
+so a move costs no more in a long iteration than in a short one.
 
 All times are whole numbers of ticks.
 """
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from perseus_planner.solver.point_problem import PointProblem
 
 _MOVES = (3000, 3_000_000)  #: moves of each computation, and of all of them at most
-_HEAT = (0.25, 0.025)  #: first and last temperature, as a part of the median step of energy between operating points
+_HEAT = (
+    0.25,
+    0.025,
+)  #: first and last temperature, as a part of the median step of energy between operating points
 _STEADY = 256  #: moves at one temperature
 _TICKS = 2**45  #: ticks in a deadline
 _ROUNDING = 1e-10  #: part of a deadline, more than the rounding errors of 1e4 ticks
@@ -55,7 +60,10 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
     moves = min(_MOVES[0] * len(chosen), _MOVES[1])
     if not len(steps_j):
         return chosen
-    for room in (_ROUNDING, -_ROUNDING):  # what fits exactly misses by a rounding error, and the other way around
+    for room in (
+        _ROUNDING,
+        -_ROUNDING,
+    ):  # what fits exactly misses by a rounding error, and the other way around
         ticks = _in_ticks(problem, deadline_s, room)
         start = _starts(problem, ticks, chosen)
         if not start:
@@ -70,24 +78,37 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
 
 
 def _in_ticks(problem: PointProblem, deadline_s: float, room: float) -> _Ticks:
-    """Round operating points and lags up to ticks; the deadline is longer by `room`, a part of it."""
+    """Round operating points and lags up to ticks; the deadline is longer by `room`, a part of
+    it.
+    """
     tick_s = deadline_s / _TICKS
     times_s = (problem.time_s, problem.before_lag_s, problem.after_lag_s)
-    return _Ticks(math.floor(_TICKS * (1 + room)), *(np.ceil(each_s / tick_s).astype(np.int64) for each_s in times_s))
+    return _Ticks(
+        math.floor(_TICKS * (1 + room)),
+        *(np.ceil(each_s / tick_s).astype(np.int64) for each_s in times_s),
+    )
 
 
 def _starts(problem: PointProblem, ticks: _Ticks, chosen: Integers) -> list[int]:
     """Return the earliest start of each node, ticks; none if rounding makes the plan late."""
-    first, before, lag = problem.before_start.tolist(), problem.before.tolist(), ticks.before_lag.tolist()
+    first, before, lag = (
+        problem.before_start.tolist(),
+        problem.before.tolist(),
+        ticks.before_lag.tolist(),
+    )
     start, end = list[int](), list[int]()
     for k, duration in enumerate(ticks.point[chosen].tolist()):
-        start.append(max((end[before[i]] + lag[i] for i in range(first[k], first[k + 1])), default=0))
+        start.append(
+            max((end[before[i]] + lag[i] for i in range(first[k], first[k + 1])), default=0)
+        )
         end.append(start[k] + duration)
     return start if max(end) <= ticks.deadline else []
 
 
 @inner_kernel
-def _window(deadline: int, start: Integers, after_start: Integers, after: Integers, lag: Integers, k: int) -> int:
+def _window(
+    deadline: int, start: Integers, after_start: Integers, after: Integers, lag: Integers, k: int
+) -> int:
     """Return how long node k may take, ticks."""
     end = deadline
     for i in range(after_start[k], after_start[k + 1]):
@@ -97,7 +118,9 @@ def _window(deadline: int, start: Integers, after_start: Integers, after: Intege
 
 @inner_kernel
 def _take_chain(starts: Integers, others: Integers, moved: Integers) -> int:
-    """Add nodes to `moved` that follow, or precede, its first one; return how many they are in all."""
+    """Add nodes to `moved` that follow, or precede, its first one; return how many they are in
+    all.
+    """
     last = np.random.random() < 0.5  # along the other neighbour of each, or along the rank
     count = 1
     for _ in range(np.random.randint(0, _LONGEST) + 1):
@@ -120,12 +143,25 @@ def _anneal(
     hot_j: float,
     cooling: float,
 ) -> None:
-    """Change `best`, whose nodes start at `start`, into the points of the best plan found from it."""
+    """Change `best`, whose nodes start at `start`, into the points of the best plan found from
+    it.
+    """
     np.random.seed(1)
-    # Local names: an array taken out of a tuple inside the loop costs more than the loop's own work.
-    member, point_start, cost_j, time = problem.member, problem.point_start, problem.cost_j, ticks.point
+    # Local names: an array taken out of a tuple inside the loop costs more than the loop's own
+    # work.
+    member, point_start, cost_j, time = (
+        problem.member,
+        problem.point_start,
+        problem.cost_j,
+        ticks.point,
+    )
     before_start, before, before_lag = problem.before_start, problem.before, ticks.before_lag
-    deadline, after_start, after, after_lag = ticks.deadline, problem.after_start, problem.after, ticks.after_lag
+    deadline, after_start, after, after_lag = (
+        ticks.deadline,
+        problem.after_start,
+        problem.after,
+        ticks.after_lag,
+    )
     now, cost, least, heat_j = scratch[0], 0.0, 0.0, hot_j
     seen = scratch[1]  # 1 + the move in which each node was last looked at
     moved, nodes, points = scratch[2], scratch[3], scratch[4]
@@ -136,7 +172,9 @@ def _anneal(
             heat_j = hot_j * cooling ** (move / moves)
         k = np.random.randint(0, len(start))
         befores = before_start[k + 1] - before_start[k]
-        own = befores == 0 or np.random.random() < 0.5  # whether the window that changes is that of k or of one before
+        own = (
+            befores == 0 or np.random.random() < 0.5
+        )  # whether the window that changes is that of k or of one before
         which = 0 if own else before_start[k] + np.random.randint(0, befores)
         node = k if own else before[which]
         first, stop = point_start[member[node]], point_start[member[node] + 1]
@@ -153,7 +191,11 @@ def _anneal(
             continue
         moved[0], count = k, 1
         if np.random.random() < _CHAINS:
-            count = _take_chain(before_start, before, moved) if own else _take_chain(after_start, after, moved)
+            count = (
+                _take_chain(before_start, before, moved)
+                if own
+                else _take_chain(after_start, after, moved)
+            )
         for k in moved[:count]:
             start[k] += shift
         changed, added, fits = 0, 0.0, True
@@ -165,7 +207,11 @@ def _anneal(
                     continue
                 seen[node] = move + 1
                 window = _window(deadline, start, after_start, after, after_lag, node)
-                point, first, stop = now[node], point_start[member[node]], point_start[member[node] + 1]
+                point, first, stop = (
+                    now[node],
+                    point_start[member[node]],
+                    point_start[member[node] + 1],
+                )
                 while point + 1 < stop and time[point + 1] <= window:
                     point += 1
                 while point > first and time[point] > window:

@@ -1,19 +1,23 @@
 """Round a relaxed point of the frontier to one measured clock per computation, within the deadline.
 
-A relaxed duration lies between measured ones, and choosing a clock for each computation is the discrete time-cost
-trade-off problem, which is NP-hard (De et al. 1997). The relaxed solution is a good guide to it, by two numbers for
-each computation: when it should end, and the price of its time in watts, which is the flow of the minimum cut.
+A relaxed duration lies between measured ones, and choosing a clock for each computation is the
+discrete time-cost trade-off problem, which is NP-hard (De et al. 1997). The relaxed solution is a
+good guide to it, by two numbers for each computation: when it should end, and the price of its time
+in watts, which is the flow of the minimum cut.
 
-1. *Dispatch.* In topological order, each computation takes the operating point with the least sum of energy,
-   price * time and price * (distance of its end from when it should end). Deviations of one computation are made up for
-   by the next ones, as in error diffusion. A point that leaves too little time for the successors at their fastest is
-   never taken, so a feasible deadline is met. Then slack is filled, backwards.
-2. *Mixing.* If points are far apart, one deadline is much easier to meet well than another: pipelines run in lockstep,
-   and at most deadlines a whole row of stages would need a duration that none of them has. So plans are made for
-   deadlines around the requested one, and two of them, a slower and a faster one, run one after the other within one
-   iteration. That costs what the straight line between both says, and the frontier is nearly straight there.
-3. *Improvement.* The best of these plans becomes the guide: ends and prices of random groups of computations are
-   changed, and plans that cost no more are kept. The number of tries and the seed are fixed: equal input, equal plan.
+1. *Dispatch.* In topological order, each computation takes the operating point with the least sum
+   of energy, price * time and price * (distance of its end from when it should end). Deviations of
+   one computation are made up for by the next ones, as in error diffusion. A point that leaves too
+   little time for the successors at their fastest is never taken, so a feasible deadline is met.
+   Then slack is filled, backwards.
+2. *Mixing.* If points are far apart, one deadline is much easier to meet well than another:
+   pipelines run in lockstep, and at most deadlines a whole row of stages would need a duration that
+   none of them has. So plans are made for deadlines around the requested one, and two of them, a
+   slower and a faster one, run one after the other within one iteration. That costs what the
+   straight line between both says, and the frontier is nearly straight there.
+3. *Improvement.* The best of these plans becomes the guide: ends and prices of random groups of
+   computations are changed, and plans that cost no more are kept. The number of tries and the seed
+   are fixed: equal input, equal plan.
 
 Plans that are kept are then polished (`polish.py`).
 """
@@ -36,9 +40,15 @@ if TYPE_CHECKING:
 
 ANCHOR_SPAN = 0.06  #: distance of the anchors from the deadline at most, as a part of it
 _PAIRS = 8  #: number of pairs of anchors that are mixed
-_ANCHOR_EFFORT = (80_000, 50, 100)  #: for a plan at an anchor: tries times computations, least tries, most tries
+_ANCHOR_EFFORT = (
+    80_000,
+    50,
+    100,
+)  #: for a plan at an anchor: tries times computations, least tries, most tries
 _EFFORT = (3_000_000, 1500, 20_000)  #: for the improvement, likewise
-_FEW = 2**15  #: combinations up to which all are tried, so that the smallest problems are solved exactly
+_FEW = (
+    2**15
+)  #: combinations up to which all are tried, so that the smallest problems are solved exactly
 _STIFFNESS = (0.3, 0.6)  #: at first: early and late
 _STIFF = (2.0, 2.0)  #: so stiff that a plan that guides is repeated
 
@@ -51,14 +61,18 @@ class Anchor(NamedTuple):
     price_w: NDArray[np.floating]  #: (n,)
 
 
-def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Anchor], known: Integers) -> Integers:
-    """Choose an operating point for each computation, within the deadline, at little more than the relaxed cost.
+def round_plan(
+    problem: PointProblem, deadline_s: float, anchors: Iterable[Anchor], known: Integers
+) -> Integers:
+    """Choose an operating point for each computation, within the deadline, at little more than the
+    relaxed cost.
 
     Args:
         problem: the problem.
         deadline_s: seconds; at least what the fastest points take.
         anchors: relaxed points near the deadline; the first one is for the deadline itself.
-        known: (n,) points of a known plan; the result costs no more than this plan if it meets the deadline.
+        known: (n,) points of a known plan; the result costs no more than this plan if it meets the
+            deadline.
 
     Returns:
         (n,) index of the chosen point of each node.
@@ -71,7 +85,14 @@ def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Ancho
         plan = _RoundedPlan(anchor.deadline_s, np.inf, problem.point_start[problem.member])
         guide = _guide(anchor.end_s, anchor.price_w, _STIFFNESS)
         cost_j = improve(
-            problem, plan.deadline_s, guide, plan.chosen, np.inf, _tries(_ANCHOR_EFFORT, problem), step_s, False
+            problem,
+            plan.deadline_s,
+            guide,
+            plan.chosen,
+            np.inf,
+            _tries(_ANCHOR_EFFORT, problem),
+            step_s,
+            False,
         )
         plans.append(plan._replace(cost_j=cost_j))
         if len(plans) == 1:
@@ -85,12 +106,25 @@ def round_plan(problem: PointProblem, deadline_s: float, anchors: Iterable[Ancho
             best = best._replace(cost_j=cost_j, chosen=chosen)
             compute_ends(problem, chosen, end_s)
             best_guide = _guide(end_s, target.price_w, _STIFF)
-    improve(problem, deadline_s, best_guide, best.chosen, best.cost_j, _tries(_EFFORT, problem), step_s, True)
+    improve(
+        problem,
+        deadline_s,
+        best_guide,
+        best.chosen,
+        best.cost_j,
+        _tries(_EFFORT, problem),
+        step_s,
+        True,
+    )
     return best.chosen
 
 
-def _guide(end_s: NDArray[np.floating], price_w: NDArray[np.floating], stiffness: tuple[float, float]) -> Guide:
-    return Guide(np.array(end_s, dtype=np.float64), np.array(price_w, dtype=np.float64), np.array(stiffness))
+def _guide(
+    end_s: NDArray[np.floating], price_w: NDArray[np.floating], stiffness: tuple[float, float]
+) -> Guide:
+    return Guide(
+        np.array(end_s, dtype=np.float64), np.array(price_w, dtype=np.float64), np.array(stiffness)
+    )
 
 
 class _RoundedPlan(NamedTuple):
@@ -105,7 +139,9 @@ def _tries(effort: tuple[int, int, int], problem: PointProblem) -> int:
 
 
 def _step_s(problem: PointProblem) -> float:
-    """Return three times the mean distance between neighbouring points, over all classes that have several, seconds."""
+    """Return three times the mean distance between neighbouring points, over all classes that
+    have several, seconds.
+    """
     first, last = problem.point_start[:-1], problem.point_start[1:] - 1
     several = last > first
     if not several.any():
@@ -114,8 +150,12 @@ def _step_s(problem: PointProblem) -> float:
     return float(np.mean(3 * distance_s[several]))
 
 
-def _mixtures(plans: Sequence[_RoundedPlan], best: _RoundedPlan) -> list[tuple[_RoundedPlan, _RoundedPlan]]:
-    """Return pairs of plans around the deadline of `best` whose mixture promises to cost less, in either order."""
+def _mixtures(
+    plans: Sequence[_RoundedPlan], best: _RoundedPlan
+) -> list[tuple[_RoundedPlan, _RoundedPlan]]:
+    """Return pairs of plans around the deadline of `best` whose mixture promises to cost less,
+    in either order.
+    """
     promising = []
     for slow in plans:
         for fast in plans:

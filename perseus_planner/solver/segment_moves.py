@@ -1,7 +1,9 @@
-"""Random changes of clock segments: of one segment, its borders and clock, or of the same part of many ranks at once.
+"""Random changes of clock segments: of one segment, its borders and clock, or of the same part of
+many ranks at once.
 
-The ranks of a pipeline run in lockstep, so slowing one of them alone often costs time and saves little; it pays if many
-do the same at the same time. `SegmentProblem.wave` tells which computations of different ranks belong together.
+The ranks of a pipeline run in lockstep, so slowing one of them alone often costs time and saves
+little; it pays if many do the same at the same time. `SegmentProblem.wave` tells which computations
+of different ranks belong together.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ def _random_count(mean: float) -> int:
 
 @inner_kernel
 def _step_clock(problem: SegmentProblem, rank: int, clock: int, by: int) -> int:
-    """Return the clock that is `by` steps further among those of the rank, or the last one in that direction."""
+    """Return the clock that is `by` steps further among those of the rank, or the last one in
+    that direction.
+    """
     at = problem.place[rank, clock] + by
     return int(problem.usable[rank, min(max(at, 0), problem.usable_count[rank] - 1)])
 
 
 @inner_kernel
 def _first_at_wave(wave: Floats, first: int, stop: int, at: float) -> int:
-    """Return the first computation from `first` to before `stop` that runs at that wave or later, or `stop`."""
+    """Return the first computation from `first` to before `stop` that runs at that wave or
+    later, or `stop`.
+    """
     while first < stop:
         middle = (first + stop) // 2
         if wave[middle] < at:
@@ -44,7 +50,8 @@ def _first_at_wave(wave: Floats, first: int, stop: int, at: float) -> int:
 
 @inner_kernel
 def _segment(clock: Integers, first: int, stop: int, i: int) -> tuple[int, int]:
-    """Return the begin and end of the segment around computation i in a program from `first` to before `stop`.
+    """Return the begin and end of the segment around computation i in a program from `first` to
+    before `stop`.
 
     It does not go around the end of the program.
     """
@@ -60,7 +67,9 @@ def _segment(clock: Integers, first: int, stop: int, i: int) -> tuple[int, int]:
 def _set_segment_clock(
     problem: SegmentProblem, state: SegmentState, first: int, stop: int, i: int, clock: int
 ) -> float:
-    """Give the segment around computation i another clock, including the part around the end of the program."""
+    """Give the segment around computation i another clock, including the part around the end of
+    the program.
+    """
     begin, end = _segment(state.clock, first, stop, i)
     far_begin = far_end = begin
     if begin == first and end < stop and state.clock[stop - 1] == state.clock[i]:
@@ -75,7 +84,8 @@ def _set_segment_clock(
 def _shift_border(first: int, stop: int, begin: int, end: int) -> tuple[int, int, int]:
     """Move one border of the segment from `begin` to before `end`.
 
-    Returns the range whose clock changes, from its begin to before its end, and a computation that has its new clock.
+    Returns the range whose clock changes, from its begin to before its end, and a computation that
+    has its new clock.
     """
     by = _random_count(1.0 if np.random.random() < 0.5 else 8.0)
     behind, grows = np.random.random() < 0.5, np.random.random() < 0.5
@@ -90,7 +100,9 @@ def _shift_border(first: int, stop: int, begin: int, end: int) -> tuple[int, int
 
 @inner_kernel
 def _split_segment(first: int, stop: int, begin: int, end: int, i: int) -> tuple[int, int]:
-    """Draw a part of the segment around computation i up to one of its ends, or some computations from i on."""
+    """Draw a part of the segment around computation i up to one of its ends, or some
+    computations from i on.
+    """
     how = np.random.random()
     if how < 0.25:
         return i, end
@@ -107,7 +119,8 @@ def change_segment(problem: SegmentProblem, state: SegmentState, i: int, sign: i
         problem: the problem.
         state: changed in place.
         i: the computation.
-        sign: 1 for later clocks in the list, -1 for earlier ones, if the change is one of the clock.
+        sign: 1 for later clocks in the list, -1 for earlier ones, if the change is one of the
+            clock.
     """
     rank, kind = problem.rank[i], np.random.random()
     first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
@@ -129,8 +142,11 @@ def change_segment(problem: SegmentProblem, state: SegmentState, i: int, sign: i
 
 
 @inner_kernel
-def _shift_nearest_border(clock: Integers, first: int, stop: int, i: int, by: int) -> tuple[int, int, int]:
-    """Move the border nearest to computation i by so many computations, backwards if `by` is negative.
+def _shift_nearest_border(
+    clock: Integers, first: int, stop: int, i: int, by: int
+) -> tuple[int, int, int]:
+    """Move the border nearest to computation i by so many computations, backwards if `by` is
+    negative.
 
     Returns the range whose clock changes, from its begin to before its end, and its new clock.
     """
@@ -154,9 +170,15 @@ def _window() -> tuple[float, float]:
 
 @inner_kernel
 def change_ranks(
-    problem: SegmentProblem, state: SegmentState, first_rank: int, last_rank: int, sign: int, library: Integers
+    problem: SegmentProblem,
+    state: SegmentState,
+    first_rank: int,
+    last_rank: int,
+    sign: int,
+    library: Integers,
 ) -> float:
-    """Make the same change at the same time on several ranks; return the effective energy added, joules.
+    """Make the same change at the same time on several ranks; return the effective energy added,
+    joules.
 
     Args:
         problem: the problem.
@@ -167,14 +189,20 @@ def change_ranks(
         library: (plans, m) clocks of plans, parts of which may be taken.
     """
     kind, (wave, until) = np.random.random(), _window()
-    by, far = sign * _random_count(0.5), sign * _random_count(1.0 if np.random.random() < 0.4 else 6.0)
+    by, far = (
+        sign * _random_count(0.5),
+        sign * _random_count(1.0 if np.random.random() < 0.4 else 6.0),
+    )
     waves, model = problem.wave, library[np.random.randint(len(library))]
     if kind < 0.6:
         wave = np.random.random()
     added_j = 0.0
     for rank in range(first_rank, last_rank + 1):
         first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
-        begin, end = _first_at_wave(waves, first, stop, wave), _first_at_wave(waves, first, stop, until)
+        begin, end = (
+            _first_at_wave(waves, first, stop, wave),
+            _first_at_wave(waves, first, stop, until),
+        )
         i = min(begin, stop - 1)
         clock = _step_clock(problem, rank, state.clock[i], by)
         if kind < 0.3:

@@ -1,4 +1,6 @@
-"""Search for the best clock segments: by annealing, or by trying everything if there is little to try."""
+"""Search for the best clock segments: by annealing, or by trying everything if there is little
+to try.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Goal(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """The number of tries of a search, and its first and last temperature, which falls exponentially with progress."""
+    """The number of tries of a search, and its first and last temperature, which falls
+    exponentially with progress.
+    """
 
     tries: int
     first_j: float
@@ -45,8 +49,12 @@ class Heat(NamedTuple):
 
 
 @inner_kernel
-def _vary(problem: SegmentProblem, state: SegmentState, library: Integers) -> tuple[float, int, int]:
-    """Make one or two random changes; return the effective energy added, and the first and last rank changed."""
+def _vary(
+    problem: SegmentProblem, state: SegmentState, library: Integers
+) -> tuple[float, int, int]:
+    """Make one or two random changes; return the effective energy added, and the first and last
+    rank changed.
+    """
     sign = 1 if np.random.random() < 0.5 else -1
     turns = 2 if np.random.random() < 0.4 else 1
     first, last, added_j, ranks = 0, 0, 0.0, len(problem.usable_count)
@@ -71,12 +79,15 @@ def _vary(problem: SegmentProblem, state: SegmentState, library: Integers) -> tu
     return added_j, first, last
 
 
-def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, library: Integers) -> Integers:
-    """Return the best clocks found by simulated annealing (Kirkpatrick et al. 1983), which may be those of `start`.
+def anneal(
+    problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, library: Integers
+) -> Integers:
+    """Return the best clocks found by simulated annealing (Kirkpatrick et al. 1983), which may be
+    those of `start`.
 
-    The search accepts plans beyond the deadline at a price, but they count only until one within it is found. `start`
-    and the result are within budget and dwell time. If the result costs less than `start`, the difference is larger
-    than rounding errors of sums.
+    The search accepts plans beyond the deadline at a price, but they count only until one within it
+    is found. `start` and the result are within budget and dwell time. If the result costs less than
+    `start`, the difference is larger than rounding errors of sums.
 
     Args:
         problem: the problem.
@@ -85,7 +96,11 @@ def anneal(problem: SegmentProblem, start: Integers, goal: Goal, heat: Heat, lib
         heat: effort and temperatures.
         library: (plans, m) clocks of plans, parts of which may be taken; at least one plan.
     """
-    (now, cost_j), (trial, _), best = load_state(problem, start), load_state(problem, start), start.copy()
+    (now, cost_j), (trial, _), best = (
+        load_state(problem, start),
+        load_state(problem, start),
+        start.copy(),
+    )
     time_s = max(replay(problem, now), replay(problem, trial))
     _anneal(problem, now, trial, best, time_s, cost_j, goal, heat, library)
     return best
@@ -103,7 +118,9 @@ def _anneal(
     heat: Heat,
     library: Integers,
 ) -> None:
-    """Do as `anneal` does, with two equal states of the start, whose clocks are `best`, its makespan and energy."""
+    """Do as `anneal` does, with two equal states of the start, whose clocks are `best`, its
+    makespan and energy.
+    """
     np.random.seed(1)
     node, rank_start, scale_j = problem.node, problem.rank_start, 0.0
     for i in range(len(best)):
@@ -123,7 +140,9 @@ def _anneal(
             trial_s = replay(problem, trial)
             trial_j = cost_j + added_j + price_w * max(0.0, trial_s - goal.deadline_s)
             good = trial_j <= most_j
-            good = good and (goal.dwell_s <= 0.0 or shortest_dwell_s(problem, trial, trial_s) >= goal.dwell_s)
+            good = good and (
+                goal.dwell_s <= 0.0 or shortest_dwell_s(problem, trial, trial_s) >= goal.dwell_s
+            )
             stale = len(now.end_s) if good else touched
         else:
             good = False
@@ -143,9 +162,11 @@ def _anneal(
 
 
 def try_all_clocks(problem: SegmentProblem, goal: Goal) -> tuple[Integers, float, float]:
-    """Return the best clocks, their makespan (seconds) and effective energy (joules), by trying every combination.
+    """Return the best clocks, their makespan (seconds) and effective energy (joules), by trying
+    every combination.
 
-    If none meets the deadline, the energy is infinite, and the clocks are the fastest within budget and dwell time.
+    If none meets the deadline, the energy is infinite, and the clocks are the fastest within budget
+    and dwell time.
     """
     start = np.isfinite(problem.time_s).argmax(axis=1)[problem.member]
     best = start.copy()
@@ -156,10 +177,15 @@ def try_all_clocks(problem: SegmentProblem, goal: Goal) -> tuple[Integers, float
 def _try_all(
     problem: SegmentProblem, state: SegmentState, start: Integers, best: Integers, goal: Goal
 ) -> tuple[float, float]:
-    """Count up from the first clocks, `start`; put the best ones in `best`, and return their makespan and energy."""
+    """Count up from the first clocks, `start`; put the best ones in `best`, and return their
+    makespan and energy.
+    """
     best_s, best_j, i = np.inf, np.inf, 0
     while i < len(start):
-        if max_changes(problem.rank_start, state.clock, 0, len(problem.usable_count) - 1) <= goal.budget:
+        if (
+            max_changes(problem.rank_start, state.clock, 0, len(problem.usable_count) - 1)
+            <= goal.budget
+        ):
             time_s, cost_j = replay(problem, state), 0.0
             for i in range(len(start)):
                 cost_j += problem.cost_j[problem.member[i], state.clock[i]]
@@ -193,10 +219,12 @@ def _next_clock(problem: SegmentProblem, clock: Integers, i: int) -> bool:
 
 
 def head_pace_tail(problem: SegmentProblem, deadline_s: float, head: int, tail: int) -> Integers:
-    """Return a plan in which each rank runs its first and last computations fast, and the others at one clock.
+    """Return a plan in which each rank runs its first and last computations fast, and the others at
+    one clock.
 
-    That clock is the cheapest one in time, chosen rank by rank from the last one, so that two changes are enough. All
-    of a rank is fast where no clock is in time, or where it has no more than `head` + `tail` computations.
+    That clock is the cheapest one in time, chosen rank by rank from the last one, so that two
+    changes are enough. All of a rank is fast where no clock is in time, or where it has no more
+    than `head` + `tail` computations.
     """
     node, member = problem.node, problem.member
     ranks = list(pairwise(problem.rank_start.tolist()))
@@ -224,16 +252,21 @@ def head_pace_tail(problem: SegmentProblem, deadline_s: float, head: int, tail: 
 
 
 def fastest_segments(problem: SegmentProblem, segments: int) -> Integers:
-    """Return clocks in at most so many segments per rank with the least sum of durations, by dynamic programming.
+    """Return clocks in at most so many segments per rank with the least sum of durations, by
+    dynamic programming.
 
     If that few segments are impossible, some of the clocks are not measured ones.
     """
     clocks = problem.time_s.shape[1]
     chosen = list[int]()
     for first, stop in pairwise(problem.rank_start.tolist()):
-        least_s = np.full((segments + 1, clocks), np.inf)  # [segments so far, clock of the last one]
+        least_s = np.full(
+            (segments + 1, clocks), np.inf
+        )  # [segments so far, clock of the last one]
         least_s[0] = 0.0
-        came = np.zeros((stop - first, segments + 1, clocks), dtype=np.int64)  # 1 + the clock before a segment's begin
+        came = np.zeros(
+            (stop - first, segments + 1, clocks), dtype=np.int64
+        )  # 1 + the clock before a segment's begin
         for i, time_s in enumerate(problem.time_s[problem.member[first:stop]]):
             before, before_s = least_s[:-1].argmin(axis=1), least_s[:-1].min(axis=1)
             begins = before_s[:, None] < least_s[1:]

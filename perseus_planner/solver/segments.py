@@ -1,8 +1,10 @@
-"""Clock segments: the replay of one clock per computation, and how often each GPU changes its clock.
+"""Clock segments: the replay of one clock per computation, and how often each GPU changes its
+clock.
 
-A clock segment is a stretch of a rank's program at one clock. The next iteration follows this one, so a segment can go
-around from the end of the program to its begin; a rank changes its clock as often as it has segments, and never if it
-has one. Programs hold computations only, not fixed operations, which have no clock.
+A clock segment is a stretch of a rank's program at one clock. The next iteration follows this one,
+so a segment can go around from the end of the program to its begin; a rank changes its clock as
+often as it has segments, and never if it has one. Programs hold computations only, not fixed
+operations, which have no clock.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class SegmentProblem(NamedTuple):
-    """n nodes in topological order; m of them are computations: the programs of all ranks, one after the other."""
+    """n nodes in topological order; m of them are computations: the programs of all ranks, one
+    after the other.
+    """
 
     before_start: Integers  #: (n + 1,) where the predecessors of each node begin in `before`
     before: Integers  #: the predecessors of all nodes
@@ -35,34 +39,45 @@ class SegmentProblem(NamedTuple):
     member: Integers  #: (m,) its class
     rank: Integers  #: (m,) its rank
     rank_start: Integers  #: (ranks + 1,) where the program of each rank begins
-    usable: Integers  #: (ranks, clocks) the clocks that any class of the rank has, rising numbers first
+    usable: (
+        Integers  #: (ranks, clocks) the clocks that any class of the rank has, rising numbers first
+    )
     usable_count: Integers  #: (ranks,) how many clocks that are
     place: Integers  #: (ranks, clocks) the index of each clock in `usable`
     overhead_s: float  #: seconds from the end of the last node to the next iteration
-    wave: Floats  #: (m,) when each computation runs, as a part of the iteration; never falls along a program
+    #: (m,) when each computation runs, as a part of the iteration; never falls along a program
+    wave: Floats
 
 
 class SegmentState(NamedTuple):
-    """The clocks, and the durations and ends that follow from them. The kernels change it in place."""
+    """The clocks, and the durations and ends that follow from them. The kernels change it in
+    place.
+    """
 
     clock: Integers  #: (m,)
     duration_s: Floats  #: (n,)
     end_s: Floats  #: (n,) as of the last replay
-    touched: Integers  #: (1,) the first node whose duration changed since then; n if nothing changed
+    touched: (
+        Integers  #: (1,) the first node whose duration changed since then; n if nothing changed
+    )
 
 
 def segment_problem(
     dag: PipelineDag, points: PointProblem, unlimited_mhz: Sequence[int]
 ) -> tuple[SegmentProblem, list[int]]:
-    """Lay out `dag` for the kernels, with every measured clock; also return the clocks, MHz, highest first.
+    """Lay out `dag` for the kernels, with every measured clock; also return the clocks, MHz,
+    highest first.
 
     Args:
         dag: the iteration.
         points: its operating points, from `point_problem`.
-        unlimited_mhz: the clock of each computation of `dag.computations` in a plan without a budget.
+        unlimited_mhz: the clock of each computation of `dag.computations` in a plan without a
+            budget.
     """
     used = [key for key in dag.points if key in dag.profile.measurements]
-    clocks = sorted({m.clock_mhz for key in used for m in dag.profile.measurements[key]}, reverse=True)
+    clocks = sorted(
+        {m.clock_mhz for key in used for m in dag.profile.measurements[key]}, reverse=True
+    )
     column = {clock: i for i, clock in enumerate(clocks)}
     time_s = np.full((len(dag.points), len(clocks)), np.inf)
     cost_j = time_s.copy()
@@ -70,7 +85,9 @@ def segment_problem(
         if key in used:
             for m in dag.profile.measurements[key]:
                 time_s[row, column[m.clock_mhz]] = m.time_s
-                cost_j[row, column[m.clock_mhz]] = m.energy_j - dag.profile.blocking_w(key[0]) * m.time_s
+                cost_j[row, column[m.clock_mhz]] = (
+                    m.energy_j - dag.profile.blocking_w(key[0]) * m.time_s
+                )
     node_of = {place: k for k, place in enumerate(dag.order)}
     ends = np.cumsum([0, *map(len, dag.schedule.ranks)]).tolist()
     programs = [[node_of[place] for place in range(first, stop)] for first, stop in pairwise(ends)]
@@ -86,14 +103,23 @@ def _problem(
     unlimited: Integers,
     overhead_s: float,
 ) -> SegmentProblem:
-    """Make the problem from the nodes of each rank, tables by class and clock, and a clock of each computation."""
+    """Make the problem from the nodes of each rank, tables by class and clock, and a clock of
+    each computation.
+    """
     node = np.array([k for program in programs for k in program], dtype=np.int64)
     member, ranks = points.member[node], len(programs)
-    usable, place = np.full((ranks, time_s.shape[1]), -1), np.zeros((ranks, time_s.shape[1]), dtype=np.int64)
+    usable, place = (
+        np.full((ranks, time_s.shape[1]), -1),
+        np.zeros((ranks, time_s.shape[1]), dtype=np.int64),
+    )
     counts = np.zeros(ranks, dtype=np.int64)
     for rank, program in enumerate(programs):
         known = np.flatnonzero(np.isfinite(time_s[points.member[program]]).any(axis=0))
-        counts[rank], usable[rank, : len(known)], place[rank, known] = len(known), known, np.arange(len(known))
+        counts[rank], usable[rank, : len(known)], place[rank, known] = (
+            len(known),
+            known,
+            np.arange(len(known)),
+        )
     problem = SegmentProblem(
         before_start=points.before_start,
         before=points.before,
@@ -128,12 +154,16 @@ def load_state(problem: SegmentProblem, clock: Integers) -> tuple[SegmentState, 
     """Return a state with these clocks, not yet replayed, and its effective energy, joules."""
     duration_s = problem.fixed_s.copy()
     duration_s[problem.node] = problem.time_s[problem.member, clock]
-    state = SegmentState(clock.copy(), duration_s, np.zeros(len(duration_s)), np.zeros(1, dtype=np.int64))
+    state = SegmentState(
+        clock.copy(), duration_s, np.zeros(len(duration_s)), np.zeros(1, dtype=np.int64)
+    )
     return state, float(np.cumsum(problem.cost_j[problem.member, clock])[-1])
 
 
 @inner_kernel
-def start_s(before_start: Integers, before: Integers, before_lag_s: Floats, end_s: Floats, k: int) -> float:
+def start_s(
+    before_start: Integers, before: Integers, before_lag_s: Floats, end_s: Floats, k: int
+) -> float:
     """Return when node k starts: as soon as everything that it waits for has ended, seconds."""
     latest_s = 0.0
     for i in range(before_start[k], before_start[k + 1]):
@@ -160,7 +190,9 @@ def replay(problem: SegmentProblem, state: SegmentState) -> float:
 
 @inner_kernel
 def set_clock(problem: SegmentProblem, state: SegmentState, i: int, clock: int) -> float:
-    """Set the clock of computation i; return the effective energy added, joules, infinite if it is not measured."""
+    """Set the clock of computation i; return the effective energy added, joules, infinite if it
+    is not measured.
+    """
     old, member, k = state.clock[i], problem.member[i], problem.node[i]
     if old == clock:
         return 0.0
@@ -171,8 +203,12 @@ def set_clock(problem: SegmentProblem, state: SegmentState, i: int, clock: int) 
 
 
 @inner_kernel
-def set_range(problem: SegmentProblem, state: SegmentState, first: int, stop: int, clock: int) -> float:
-    """Do `set_clock` for the computations from `first` to before `stop`; return the effective energy added."""
+def set_range(
+    problem: SegmentProblem, state: SegmentState, first: int, stop: int, clock: int
+) -> float:
+    """Do `set_clock` for the computations from `first` to before `stop`; return the effective
+    energy added.
+    """
     added_j = 0.0
     for i in range(first, stop):
         added_j += set_clock(problem, state, i, clock)
@@ -180,8 +216,12 @@ def set_range(problem: SegmentProblem, state: SegmentState, first: int, stop: in
 
 
 @inner_kernel
-def restore(node: Integers, source: SegmentState, target: SegmentState, first: int, stop: int) -> None:
-    """Copy clocks and durations from `source` to `target`, for the computations from `first` to before `stop`."""
+def restore(
+    node: Integers, source: SegmentState, target: SegmentState, first: int, stop: int
+) -> None:
+    """Copy clocks and durations from `source` to `target`, for the computations from `first` to
+    before `stop`.
+    """
     for i in range(first, stop):
         if target.clock[i] != source.clock[i]:
             target.clock[i] = source.clock[i]
@@ -190,7 +230,9 @@ def restore(node: Integers, source: SegmentState, target: SegmentState, first: i
 
 @kernel
 def max_changes(rank_start: Integers, clock: Integers, first_rank: int, last_rank: int) -> int:
-    """Return the most changes of the clock in an iteration of any of these ranks, including the change back."""
+    """Return the most changes of the clock in an iteration of any of these ranks, including the
+    change back.
+    """
     most = 0
     for rank in range(first_rank, last_rank + 1):
         first, stop, count = rank_start[rank], rank_start[rank + 1], 0
@@ -207,10 +249,11 @@ def max_changes_of(problem: SegmentProblem, clock: Integers) -> int:
 
 @kernel
 def shortest_dwell_s(problem: SegmentProblem, state: SegmentState, makespan_s: float) -> float:
-    """Return the shortest time for which a clock is held, seconds; infinite if no rank changes its clock.
+    """Return the shortest time for which a clock is held, seconds; infinite if no rank changes its
+    clock.
 
-    A clock is held from the start of its segment's first computation to the start of the next segment's, which may be
-    in the next iteration.
+    A clock is held from the start of its segment's first computation to the start of the next
+    segment's, which may be in the next iteration.
     """
     before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
     least_s = np.inf

@@ -40,47 +40,65 @@ def solve(
 
     Args:
         profile: measurements of as many stages as the schedule has.
-        schedule: the computations of an iteration, rank by rank; or the name of a schedule, as `planner solve
-            --schedule` takes it, which then has the stages of the profile.
+        schedule: the computations of an iteration, rank by rank; or the name of a schedule, as
+            `planner solve --schedule` takes it, which then has the stages of the profile.
         microbatches: microbatches of one iteration; for a name, and required there.
-        ranks: ranks of the pipeline; for a name. One for each stage, or as the virtual stages tell, unless given.
+        ranks: ranks of the pipeline; for a name. One for each stage, or as the virtual stages tell,
+            unless given.
         virtual_stages: stages that each rank holds; for the name of an interleaved schedule.
-        group: microbatches that go through a stage at a time, as `schedules.generate` takes it; for a name.
+        group: microbatches that go through a stage at a time, as `schedules.generate` takes it; for
+            a name.
         progress: called with (parts done, all parts) from time to time.
         extras: `transfer`, `operations` and `variants`, as `pipeline_iteration` takes them.
 
     Raises:
         ProfileError: If the profile has other stages than the schedule.
         ScheduleError: If the name is unknown, or the schedule cannot run.
-        UsageError: If `microbatches` is missing for a name, or sizes are given with a schedule that has its own.
+        UsageError: If `microbatches` is missing for a name, or sizes are given with a schedule that
+            has its own.
     """
-    sizes = {"microbatches": microbatches, "ranks": ranks, "virtual_stages": virtual_stages, "group": group}
+    sizes = {
+        "microbatches": microbatches,
+        "ranks": ranks,
+        "virtual_stages": virtual_stages,
+        "group": group,
+    }
     if isinstance(schedule, str):
         if microbatches is None:
-            raise UsageError(f'microbatches: is missing; write solve(profile, "{schedule}", microbatches=8)')
+            raise UsageError(
+                f'microbatches: is missing; write solve(profile, "{schedule}", microbatches=8)'
+            )
         schedule = generate_for_stages(schedule, profile.stages, **sizes)  # type: ignore[arg-type]
     elif given := [name for name, size in sizes.items() if size is not None]:
-        raise UsageError(f"{given[0]}: the schedule has its sizes; leave it out, or name the schedule")
+        raise UsageError(
+            f"{given[0]}: the schedule has its sizes; leave it out, or name the schedule"
+        )
     return solve_dag(PipelineDag.from_schedule(profile, schedule, **extras), progress=progress)
 
 
 def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
-    """Compute the exact frontier of any graph of computations, from its slow end to its fast one, by minimum cuts.
+    """Compute the exact frontier of any graph of computations, from its slow end to its fast one,
+    by minimum cuts.
 
     Raises:
-        ProfileError: If the overhead leaves nothing of an iteration, or the measurements cannot be scaled.
+        ProfileError: If the overhead leaves nothing of an iteration, or the measurements cannot be
+            scaled.
     """
     scaled = scaled_network(dag)
     fastest_s = max(end_times(dag, [dag.points[key][0].time_s for key in dag.iteration.keys]))
     if fastest_s + dag.profile.overhead_s <= 0:
         raise ProfileError(
-            f"overhead_s: {si(dag.profile.overhead_s, 's', 6)} leave nothing of an iteration that replays to "
-            f"{si(fastest_s, 's', 6)} "
-            "at its fastest; calibrate with an iteration of this schedule"
+            f"overhead_s: {si(dag.profile.overhead_s, 's', 6)} leave nothing of an iteration that "
+            f"replays to {si(fastest_s, 's', 6)} at its fastest; calibrate with an iteration of "
+            "this schedule"
         )
     state = slowest_state(scaled.network)
     slowest = int(state.event[scaled.network.sink])
-    targets = np.linspace(slowest, int(fastest_s / scaled.tick_s), _PARTS + 1)[:-1].astype(np.int64).tolist()
+    targets = (
+        np.linspace(slowest, int(fastest_s / scaled.tick_s), _PARTS + 1)[:-1]
+        .astype(np.int64)
+        .tolist()
+    )
     count, times, powers = len(dag.keys), [slowest], [0]
     guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
     for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], state)):
@@ -91,6 +109,13 @@ def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None =
         if progress is not None and part > 0:
             progress(part, _PARTS)
     as_array = np.array([times, powers], dtype=np.int64)
-    bends = np.diff(as_array[1], prepend=0) != 0  # the slope is the same where the walk only stopped
+    bends = (
+        np.diff(as_array[1], prepend=0) != 0
+    )  # the slope is the same where the walk only stopped
     bends[[0, -1]] = True
-    return Frontier(dag, as_array[0, bends], as_array[1, bends], Guides(*map(np.array, zip(*guides, strict=True))))
+    return Frontier(
+        dag,
+        as_array[0, bends],
+        as_array[1, bends],
+        Guides(*map(np.array, zip(*guides, strict=True))),
+    )

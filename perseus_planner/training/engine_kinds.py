@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 SUPPORTED_ENGINES = (
-    "a DeepSpeed PipelineEngine, the chunks of a Megatron-core model, or a schedule of torch.distributed.pipelining"
+    "a DeepSpeed PipelineEngine, the chunks of a Megatron-core model, or a "
+    "schedule of torch.distributed.pipelining"
 )
 """The supported engines, for error messages."""
 

@@ -1,4 +1,6 @@
-"""Runs one microbatch through one module repeatedly: forward, and backward as a whole or in two parts."""
+"""Runs one microbatch through one module repeatedly: forward, and backward as a whole or in two
+parts.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,13 @@ class Microbatch:
                 leaf.requires_grad_()
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._roots: list[torch.Tensor] = []  # results of forward, with their graph
-        self._kept: list[torch.Tensor] | None = None  # the same for a graph that backward must not free
+        self._kept: list[torch.Tensor] | None = (
+            None  # the same for a graph that backward must not free
+        )
         self._gradients: list[torch.Tensor] = []  # of the roots
-        self._weights_left: list[dict[str, Any]] | None = None  # what that of the inputs leaves for the weights
+        self._weights_left: list[dict[str, Any]] | None = (
+            None  # what that of the inputs leaves for the weights
+        )
 
     def forward(self) -> None:
         """Run forward, after freeing the graph of the last forward."""
@@ -81,7 +87,8 @@ class Microbatch:
         self._backward(self._kept, keep=True)
 
     def can_keep_graph(self) -> bool:
-        """Return whether backward can run repeatedly on a graph; some autograd functions free what they saved.
+        """Return whether backward can run repeatedly on a graph; some autograd functions free what
+        they saved.
 
         Raises:
             UsageError: If forward, or the first backward, fails.
@@ -93,7 +100,9 @@ class Microbatch:
         except UsageError:
             raise
         except Exception as error:
-            raise UsageError(f"the stage cannot be run on its sample input: {describe_error(error)}") from error
+            raise UsageError(
+                f"the stage cannot be run on its sample input: {describe_error(error)}"
+            ) from error
         try:
             self.backward()
         except Exception:  # an autograd function without its tensors may raise anything
@@ -102,12 +111,15 @@ class Microbatch:
         return True
 
     def input_gradient(self) -> None:
-        """Compute the gradient of the inputs on the kept graph, as torch.distributed.pipelining does."""
+        """Compute the gradient of the inputs on the kept graph, as torch.distributed.pipelining
+        does.
+        """
         assert self._kept is not None
         stage_backward_input, _ = _pipeline_backward()
         self._clear_input_gradients()
         for root in self._kept:
-            # stage_backward_input frees the graph of the outputs at its end; here it is needed again.
+            # stage_backward_input frees the graph of the outputs at its end; here it is needed
+            # again.
             root.detach_ = _nothing
         gradients = None if self._loss is not None else self._gradients_of(self._kept)
         _, self._weights_left = stage_backward_input(
@@ -121,7 +133,9 @@ class Microbatch:
             self.input_gradient()
 
     def weight_gradient(self) -> None:
-        """Compute the gradient of the weights after that of the inputs, as torch.distributed.pipelining does."""
+        """Compute the gradient of the weights after that of the inputs, as
+        torch.distributed.pipelining does.
+        """
         assert self._weights_left is not None
         _, stage_backward_weight = _pipeline_backward()
         # stage_backward_weight removes entries from the groups, which are needed again.
@@ -135,11 +149,16 @@ class Microbatch:
         torch.autograd.backward(roots, self._gradients_of(roots), retain_graph=keep)
 
     def _gradients_of(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return random gradients in place of those from the next stage: zeros would take less power."""
+        """Return random gradients in place of those from the next stage: zeros would take less
+        power.
+        """
         import torch
 
         if not self._gradients:
-            self._gradients = [torch.ones_like(root) if root.numel() == 1 else torch.randn_like(root) for root in roots]
+            self._gradients = [
+                torch.ones_like(root) if root.numel() == 1 else torch.randn_like(root)
+                for root in roots
+            ]
         return self._gradients
 
     def _clear_input_gradients(self) -> None:
@@ -150,12 +169,14 @@ class Microbatch:
         roots = self._kept or []
         if not roots:
             raise UsageError(
-                "the stage returns no tensor with a gradient, so it has no backward; return floating-point tensors "
-                "that depend on its weights"
+                "the stage returns no tensor with a gradient, so it has no backward; return "
+                "floating-point tensors that depend on its weights"
             )
         if self._loss is not None and (len(roots) != 1 or roots[0].numel() != 1):
             shapes = ", ".join(str(tuple(root.shape)) for root in roots)
-            raise UsageError(f"the loss consists of {len(roots)} tensors of shapes {shapes}; return one scalar")
+            raise UsageError(
+                f"the loss consists of {len(roots)} tensors of shapes {shapes}; return one scalar"
+            )
 
 
 def _nothing() -> None:
@@ -170,10 +191,13 @@ def describe_error(error: BaseException) -> str:
 
 def _pipeline_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
     try:
-        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+        from torch.distributed.pipelining._backward import (
+            stage_backward_input,
+            stage_backward_weight,
+        )
     except ImportError as error:
         raise UsageError(
-            "this torch has no functions for the two parts of a backward; install torch 2.6 or later, or measure "
-            "without split_backward"
+            "this torch has no functions for the two parts of a backward; install torch 2.6 or "
+            "later, or measure without split_backward"
         ) from error
     return stage_backward_input, stage_backward_weight

@@ -1,4 +1,6 @@
-"""The modes of torch in which a computation ran: autocast, and the kernels that attention may choose."""
+"""The modes of torch in which a computation ran: autocast, and the kernels that attention may
+choose.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ class ComputeModes:
             SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
         }
         return cls(
-            {each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices},
+            {
+                each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+                for each in devices
+            },
             torch.is_autocast_cache_enabled(),
             tuple(kernel for kernel, is_enabled in enabled.items() if is_enabled),
         )
@@ -50,7 +55,9 @@ class ComputeModes:
 
         with ExitStack() as stack:
             for device, (enabled, dtype) in self.autocast.items():
-                context = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=self.caches_casts)
+                context = torch.autocast(
+                    device, dtype=dtype, enabled=enabled, cache_enabled=self.caches_casts
+                )
                 stack.enter_context(context)
             if self.attention:
                 stack.enter_context(sdpa_kernel(list(self.attention)))

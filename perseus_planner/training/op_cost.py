@@ -32,8 +32,8 @@ def stage_op_cost(
 ) -> StageOpCost:
     """Run one microbatch and count its FLOPs and bytes; the state of the module is preserved.
 
-    The backward accumulates gradients, as for all microbatches of an iteration except the first. Arguments are those of
-    `Microbatch`.
+    The backward accumulates gradients, as for all microbatches of an iteration except the first.
+    Arguments are those of `Microbatch`.
 
     Raises:
         UsageError: If forward or backward fails on these inputs.
@@ -56,9 +56,9 @@ def stage_op_cost(
 def count_op_cost(action: Callable[[], object]) -> OpCost:
     """Run `action` once, and count its FLOPs and bytes.
 
-    FLOPs are those of matrix products, convolutions and attention, as in torch's FlopCounterMode. Bytes are those of
-    the tensors that each operator reads and writes. They are an upper bound, because fused kernels and caches are
-    ignored. Operators that only view or allocate move nothing.
+    FLOPs are those of matrix products, convolutions and attention, as in torch's FlopCounterMode.
+    Bytes are those of the tensors that each operator reads and writes. They are an upper bound,
+    because fused kernels and caches are ignored. Operators that only view or allocate move nothing.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
@@ -66,7 +66,9 @@ def count_op_cost(action: Callable[[], object]) -> OpCost:
     class Traffic(TorchDispatchMode):
         bytes = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             if _moves_data(func):
                 self.bytes += sum(tensor.nbytes for tensor in tensors((args, kwargs, result)))
@@ -94,10 +96,17 @@ def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
 
     aten = torch.ops.aten
     names: dict[str, Callable[..., int]] = {"": forward, "_backward": backward}
-    known = {f"_scaled_dot_product_flash_attention_for_cpu{end}": count for end, count in names.items()}
+    known = {
+        f"_scaled_dot_product_flash_attention_for_cpu{end}": count for end, count in names.items()
+    }
     return {getattr(aten, name): count for name, count in known.items() if hasattr(aten, name)}
 
 
 def _moves_data(func: Any) -> bool:
-    views = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
-    return not views and not func._schema.name.startswith(("aten::empty", "aten::new_empty", "aten::detach"))
+    views = any(
+        value.alias_info is not None and not value.alias_info.is_write
+        for value in func._schema.returns
+    )
+    return not views and not func._schema.name.startswith(
+        ("aten::empty", "aten::new_empty", "aten::detach")
+    )

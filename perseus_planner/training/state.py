@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 def preserve_state(module: torch.nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, training mode and random number generators after the block.
 
-    Inside the block the module is in training mode and has no gradients. Gradients computed there, including
-    Megatron-core's `main_grad`, are not reduced among replicas and never seen by an optimizer or engine: hooks on
-    accumulated gradients do not run.
+    Inside the block the module is in training mode and has no gradients. Gradients computed there,
+    including Megatron-core's `main_grad`, are not reduced among replicas and never seen by an
+    optimizer or engine: hooks on accumulated gradients do not run.
 
     Raises:
-        UsageError: If the module is sharded over replicas (FSDP), which would have to be measured together.
+        UsageError: If the module is sharded over replicas (FSDP), which would have to be measured
+            together.
     """
     if problem := sharding_problem([module]):
         raise UsageError(problem)
@@ -39,13 +40,20 @@ def preserve_state(module: torch.nn.Module) -> Iterator[None]:
 
 
 def sharding_problem(modules: Iterable[torch.nn.Module]) -> str | None:
-    """Return why modules that are sharded over replicas (FSDP) cannot be measured; None if none of them is."""
-    kinds = {base.__name__ for module in modules for part in module.modules() for base in type(part).__mro__}
+    """Return why modules that are sharded over replicas (FSDP) cannot be measured; None if none
+    of them is.
+    """
+    kinds = {
+        base.__name__
+        for module in modules
+        for part in module.modules()
+        for base in type(part).__mro__
+    }
     if not kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         return None
     return (
-        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of them; profile the "
-        "pipeline without FSDP"
+        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of "
+        "them; profile the pipeline without FSDP"
     )
 
 
@@ -97,7 +105,9 @@ def _training_mode(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _hide_gradient(parameter: Any) -> Iterator[None]:
     """Hide the gradients of `parameter`, and disable the hooks on accumulated gradients."""
-    hooks: dict[int, Callable[..., Any]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks: dict[int, Callable[..., Any]] = (
+        getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    )
     gradient, found_hooks = parameter.grad, dict(hooks)
     main = getattr(parameter, "main_grad", None)
     added = getattr(parameter, "grad_added_to_main_grad", None)

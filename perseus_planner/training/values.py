@@ -1,4 +1,6 @@
-"""Finds tensors in the arguments and results of modules, which may be nested tuples, lists and dicts."""
+"""Finds tensors in the arguments and results of modules, which may be nested tuples, lists and
+dicts.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,18 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def copy_tensors(value: Any) -> Any:
-    """Return `value` with copies of its tensors, which are leaves and require gradients if the tensors do."""
-    return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), value)
+    """Return `value` with copies of its tensors, which are leaves and require gradients if the
+    tensors do.
+    """
+    return map_tensors(
+        lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), value
+    )
 
 
 def call_arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs for a module: a dict by name, a tuple or list by position, another value alone."""
+    """Return args and kwargs for a module: a dict by name, a tuple or list by position, another
+    value alone.
+    """
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
@@ -58,9 +66,14 @@ def first_device(value: object) -> torch.device:
 
 
 def is_training(*values: object) -> bool:
-    """Return whether a call with these values trains, instead of evaluating or inferring shapes with fake tensors."""
+    """Return whether a call with these values trains, instead of evaluating or inferring shapes
+    with fake tensors.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    real = (tensor.device.type != "meta" and not isinstance(tensor, FakeTensor) for tensor in tensors(values))
+    real = (
+        tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+        for tensor in tensors(values)
+    )
     return torch.is_grad_enabled() and all(real)

@@ -1,4 +1,6 @@
-"""A job on a cluster under several policies: what `planner simulate` prints, and its CSV with a row for each GPU."""
+"""A job on a cluster under several policies: what `planner simulate` prints, and its CSV with a
+row for each GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.prefixes import si
 from perseus_planner.views.columns import Sheet, column, numbers, quantities
-from perseus_planner.views.context import ALL_MAXIMUM, context_of_profile, origin_text, pipeline_text, share
+from perseus_planner.views.context import (
+    ALL_MAXIMUM,
+    context_of_profile,
+    origin_text,
+    pipeline_text,
+    share,
+)
 
 if TYPE_CHECKING:
     from perseus_planner.cluster.replay import Cluster, Outcome
@@ -70,17 +78,21 @@ def cluster_text(summary: dict[str, Any]) -> str:
         column("idle %", [f"{100 * row['idle_share']:.2f}" for row in rows]),
         column("saved %", [f"{100 * row['saved_share']:.2f}" for row in rows]),
     ]
-    pipelines = f"{summary['pipelines']} pipelines x {context.ranks} ranks x {context.gpus_per_stage} GPUs"
+    pipelines = (
+        f"{summary['pipelines']} pipelines x {context.ranks} ranks x {context.gpus_per_stage} GPUs"
+    )
     notes = [
-        f"x baseline: mean iteration over {si(summary['baseline_time_s'], 's', 6)}, {ALL_MAXIMUM} without stragglers; "
-        f"the target is {summary['slowdown']:g}x.",
-        f"Baseline of every saving: {ALL_MAXIMUM} (max) with the same stragglers, for as many iterations.",
+        f"x baseline: mean iteration over {si(summary['baseline_time_s'], 's', 6)}, {ALL_MAXIMUM} "
+        f"without stragglers; the target is {summary['slowdown']:g}x.",
+        f"Baseline of every saving: {ALL_MAXIMUM} (max) with the same stragglers, for as many "
+        "iterations.",
         *(f"Left out: {reason}." for reason in summary["left_out"]),
     ]
     return Sheet(
         f"Cluster of {summary['gpus']} GPUs: {pipelines}, each pipeline {pipeline_text(context)}",
         f"{origin_text(context.origin)}, in simulated time: {summary['iterations']} iterations, "
-        f"{summary['stragglers']} stragglers; policies learn of them {summary['reaction_delay_s']:g} s late.",
+        f"{summary['stragglers']} stragglers; policies learn of them "
+        f"{summary['reaction_delay_s']:g} s late.",
         columns,
         "\n".join(notes),
     ).text()
@@ -95,7 +107,12 @@ def gpu_csv(outcomes: Sequence[Outcome]) -> bytes:
 
 
 def _gpu_rows(outcome: Outcome) -> Iterator[str]:
-    columns = zip(outcome.energy_per_gpu_j.tolist(), outcome.busy_s.tolist(), outcome.idle_s.tolist(), strict=True)
+    columns = zip(
+        outcome.energy_per_gpu_j.tolist(),
+        outcome.busy_s.tolist(),
+        outcome.idle_s.tolist(),
+        strict=True,
+    )
     for pipeline, ranks in enumerate(columns):
         for rank, (energy_j, busy_s, idle_s) in enumerate(zip(*ranks, strict=True)):
             figures = f"{energy_j!r},{busy_s!r},{idle_s!r}\n"

@@ -68,15 +68,20 @@ def number(value: float) -> str:
 
 
 def numbers(values: Sequence[float | None], digits: int = _DIGITS) -> list[str]:
-    """Write `values` with as many decimals as give the largest so many digits; None becomes a hyphen."""
-    decimals = _decimals(max((abs(value) for value in values if value is not None), default=0.0), digits)
+    """Write `values` with as many decimals as give the largest so many digits; None becomes a
+    hyphen.
+    """
+    decimals = _decimals(
+        max((abs(value) for value in values if value is not None), default=0.0), digits
+    )
     return ["-" if value is None else f"{value:.{decimals}f}" for value in values]
 
 
 def quantities(
     names: Sequence[str], unit: str, *columns: Sequence[float | None], digits: int = _DIGITS
 ) -> list[list[str]]:
-    """Write columns of one quantity with one SI prefix, which the unit in the headings has, and equal digits.
+    """Write columns of one quantity with one SI prefix, which the unit in the headings has, and
+    equal digits.
 
     Args:
         names: the heading of each column, where {} stands for the unit.
@@ -86,17 +91,24 @@ def quantities(
     """
     known = [abs(value) for values in columns for value in values if value is not None]
     factor, name = si_unit(max(known, default=0.0), unit)
-    cells = numbers([None if value is None else value / factor for values in columns for value in values], digits)
+    cells = numbers(
+        [None if value is None else value / factor for values in columns for value in values],
+        digits,
+    )
     ends = list(accumulate(map(len, columns)))
     parts = [cells[end - len(values) : end] for end, values in zip(ends, columns, strict=True)]
     return [column(heading.format(name), part) for heading, part in zip(names, parts, strict=True)]
 
 
 def ranges(name: str, unit: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
-    """Write a column of pairs as "first to last"; its heading and its unit are as for `quantities`."""
+    """Write a column of pairs as "first to last"; its heading and its unit are as for
+    `quantities`.
+    """
     (heading, *shown), *_ = quantities([name], unit, [value for pair in pairs for value in pair])
     first, last = (list(map(str.strip, cells)) for cells in (shown[::2], shown[1::2]))
-    return column(heading.strip(), [f"{one} to {other}" for one, other in zip(first, last, strict=True)])
+    return column(
+        heading.strip(), [f"{one} to {other}" for one, other in zip(first, last, strict=True)]
+    )
 
 
 def column(name: str, cells: Sequence[str]) -> list[str]:
@@ -110,7 +122,8 @@ def table(columns: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, cells)) for cells in columns]
     rows = zip(*columns, strict=True)
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
 
 

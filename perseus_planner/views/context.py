@@ -25,7 +25,8 @@ class Context:
         gpu: name of the GPU, or None if it is not known.
         control: what is set: "clock", "power-limit" or "observed".
         gpus_per_stage: number of GPUs of a stage.
-        blocking_power_w: power of a waiting stage, watts; one number for each stage if they differ; None if not known.
+        blocking_power_w: power of a waiting stage, watts; one number for each stage if they differ;
+            None if not known.
         overhead_s: calibrated overhead of an iteration, seconds.
         profile_digest: digest of the profile.
         stages: number of pipeline stages.
@@ -77,7 +78,11 @@ class Comparison:
 
 
 def compare(
-    time_s: float, energy_j: float, baseline_time_s: float, baseline_energy_j: float, baseline: str = ALL_MAXIMUM
+    time_s: float,
+    energy_j: float,
+    baseline_time_s: float,
+    baseline_energy_j: float,
+    baseline: str = ALL_MAXIMUM,
 ) -> Comparison:
     """Compare an iteration with a baseline."""
     saved_j = baseline_energy_j - energy_j
@@ -94,7 +99,9 @@ def compare(
 
 
 def context_of_profile(profile: Profile, iteration: Iteration | None = None) -> Context:
-    """Return the context of numbers that come from `profile`, and describe `iteration` if it is given."""
+    """Return the context of numbers that come from `profile`, and describe `iteration` if it is
+    given.
+    """
     return _context(profile, profile.digest, profile.stages, iteration)
 
 
@@ -103,8 +110,16 @@ def context_of_plan(plan: Plan) -> Context:
     return _context(plan, plan.profile_digest, plan.schedule.stages, plan.iteration)
 
 
-def _context(source: Profile | Plan, digest: str, stages: int, iteration: Iteration | None) -> Context:
-    known = (source.origin, source.gpu, source.control, source.gpus_per_stage, source.blocking_power_w)
+def _context(
+    source: Profile | Plan, digest: str, stages: int, iteration: Iteration | None
+) -> Context:
+    known = (
+        source.origin,
+        source.gpu,
+        source.control,
+        source.gpus_per_stage,
+        source.blocking_power_w,
+    )
     if iteration is None:
         return Context(*known, source.overhead_s, digest, stages)
     return Context(
@@ -149,7 +164,9 @@ def pipeline_text(context: Context) -> str:
 
 
 def source_text(context: Context) -> str:
-    """Say where an iteration's numbers come from and what they include beside its computations, in one or two lines."""
+    """Say where an iteration's numbers come from and what they include beside its computations,
+    in one or two lines.
+    """
     parts = []
     if context.gpus_per_stage > 1:
         parts.append(f"{context.gpus_per_stage} GPUs per stage")
@@ -160,7 +177,10 @@ def source_text(context: Context) -> str:
     if context.overhead_s:
         parts.append(f"{si(context.overhead_s, 's', 6)} of calibrated overhead")
     included = f"\nIncluded: {', '.join(parts)}." if parts else ""
-    return f"{origin_text(context.origin)}; blocking power {power_text(context.blocking_power_w)}.{included}"
+    return (
+        f"{origin_text(context.origin)}; blocking power "
+        f"{power_text(context.blocking_power_w)}.{included}"
+    )
 
 
 def power_text(power_w: float | tuple[float, ...] | None) -> str:

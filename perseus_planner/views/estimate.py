@@ -1,4 +1,6 @@
-"""What `planner estimate` and `planner calibrate --kernels` print: the summary of an estimate, measured kernels."""
+"""What `planner estimate` and `planner calibrate --kernels` print: the summary of an estimate,
+measured kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
 
 
-def summarize_estimate(profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]) -> dict[str, Any]:
+def summarize_estimate(
+    profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]
+) -> dict[str, Any]:
     """Summarize a profile that was estimated for `pipeline`."""
     computations = _computations(profile, pipeline)
     both_s = [
@@ -45,7 +49,10 @@ def summarize_estimate(profile: Profile, pipeline: TransformerPipeline, calibrat
 
 def estimate_text(summary: dict[str, Any]) -> str:
     """Return the summary as a table with a line for each stage and kind."""
-    size = f"{summary['parameters'] / 1e9:.2f} billion parameters, {summary['tokens']} tokens a microbatch"
+    size = (
+        f"{summary['parameters'] / 1e9:.2f} billion parameters, {summary['tokens']} tokens a "
+        "microbatch"
+    )
     rows, gpus = summary["computations"], summary["gpus_per_stage"]
     columns = [
         column("stage", [str(row["stage"]) for row in rows]),
@@ -53,25 +60,31 @@ def estimate_text(summary: dict[str, Any]) -> str:
         ["computation", *(row["instruction"] for row in rows)],
         *(
             quantities(["{}"], unit, [row[name] for row in rows])[0]
-            for name, unit in (("flops", "FLOPs"), ("bytes", "B"), ("time_s", "s"), ("energy_j", "J"))
+            for name, unit in (
+                ("flops", "FLOPs"),
+                ("bytes", "B"),
+                ("time_s", "s"),
+                ("energy_j", "J"),
+            )
         ),
         column("x fastest", [f"{row['time_ratio']:.3f}" for row in rows]),
     ]
     reached = [
-        f"{row['instruction']} {si(row['flops_per_s'], 'FLOPS')} and {si(row['flops_per_j'], 'FLOPs')} a joule"
+        f"{row['instruction']} {si(row['flops_per_s'], 'FLOPS')} and "
+        f"{si(row['flops_per_j'], 'FLOPs')} a joule"
         for row in summary["efficiencies"]
     ]
     return "\n".join(
         [
-            f"Estimate of {summary['model']} ({size}) on {summary['stages']} stages of {gpus} GPU{'s' * (gpus > 1)}, "
-            f"{summary['gpu']}.",
+            f"Estimate of {summary['model']} ({size}) on {summary['stages']} stages of {gpus} "
+            f"GPU{'s' * (gpus > 1)}, {summary['gpu']}.",
             "SIMULATED: from operations in closed form and a model of the system; no GPU was used.",
             f"Per GPU and microbatch, at {summary['top_clock_mhz']} MHz:",
             "",
             table(columns),
             "",
-            f"Imbalance: the slowest stage takes {summary['imbalance']:.3f}x as long as the fastest "
-            "(forward + backward).",
+            f"Imbalance: the slowest stage takes {summary['imbalance']:.3f}x as long as the "
+            "fastest (forward + backward).",
             f"Efficiency: {'; '.join(reached)}.",
             *summary["remarks"],
             "",
@@ -89,13 +102,21 @@ def system_text(view: dict[str, Any]) -> str:
         *quantities(
             ["forward {}", "backward {}", "head {}"],
             "s",
-            *([each[name] for each in kernels] for name in ("layer_forward_s", "layer_backward_s", "head_s")),
+            *(
+                [each[name] for each in kernels]
+                for name in ("layer_forward_s", "layer_backward_s", "head_s")
+            ),
             digits=4,
         ),
     ]
-    title = f"Measured for {view['gpu']}: a layer, and embedding with head and loss, per microbatch:"
+    title = (
+        f"Measured for {view['gpu']}: a layer, and embedding with head and loss, per microbatch:"
+    )
     return Sheet(
-        title, "", columns, "\n".join(f"{name}: {value:.4g}" for name, value in view["measured"].items())
+        title,
+        "",
+        columns,
+        "\n".join(f"{name}: {value:.4g}" for name, value in view["measured"].items()),
     ).text()
 
 
@@ -103,7 +124,9 @@ def _computations(profile: Profile, pipeline: TransformerPipeline) -> list[dict[
     costs = stage_op_costs(pipeline.transformer, pipeline.split)
     sent = stage_traffic(pipeline.transformer, pipeline.split)
     tops = {key: rows[0] for key, rows in profile.measurements.items()}
-    fastest_s = {kind: min(top.time_s for (_, of), top in tops.items() if of == kind) for _, kind in tops}
+    fastest_s = {
+        kind: min(top.time_s for (_, of), top in tops.items() if of == kind) for _, kind in tops
+    }
     return [
         {
             "stage": stage,
@@ -128,13 +151,15 @@ def _efficiencies(computations: Sequence[dict[str, Any]]) -> Iterable[dict[str, 
         yield {"instruction": word, "flops_per_s": flops / time_s, "flops_per_j": flops / energy_j}
 
 
-def _remarks(profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]) -> Iterable[str]:
+def _remarks(
+    profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]
+) -> Iterable[str]:
     if calibrated_by:
         yield f"Calibrated by {' and '.join(calibrated_by)}."
     else:
         yield (
-            "Not calibrated: times and energies may be far off, all by a similar factor; measure one stage and give "
-            "its profile with --calibrate."
+            "Not calibrated: times and energies may be far off, all by a similar factor; measure "
+            "one stage and give its profile with --calibrate."
         )
     if profile.gpus_per_stage > 1:
         yield f"Energies in the profile are sums over the {profile.gpus_per_stage} GPUs of a stage."

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _DIGITS = 4  # of an estimate
 
 
-def exploration_view(name: str, found: Exploration, tokens: float | None, prices: Prices) -> dict[str, Any]:
+def exploration_view(
+    name: str, found: Exploration, tokens: float | None, prices: Prices
+) -> dict[str, Any]:
     """Return what is printed of an exploration."""
     view = [_row_view(row, found, tokens, prices) for row in (*found.first, *found.frontier)]
     return {
@@ -39,32 +41,41 @@ def exploration_view(name: str, found: Exploration, tokens: float | None, prices
 def exploration_text(view: dict[str, Any]) -> str:
     """Return the tables of an exploration."""
     lines = [
-        f"{view['configurations']} configurations of {view['model']} on {view['gpu']} fit in memory; "
-        f"{view['solved']} exact frontiers were computed.",
+        f"{view['configurations']} configurations of {view['model']} on {view['gpu']} fit in "
+        f"memory; {view['solved']} exact frontiers were computed.",
         f"{view['origin'].upper()}: no estimate ranks configurations surely. Measure these:",
         "",
         _table(view["first"], numbered=True),
         "",
-        "Frontier of all configurations; energy saved is against all clocks at maximum in the same configuration:",
+        "Frontier of all configurations; energy saved is against all clocks at maximum in the same "
+        "configuration:",
         "",
         _table(view["frontier"], numbered=False),
     ]
     if any(row["split_head"] for row in (*view["first"], *view["frontier"])):
         lines += [
             "",
-            "split-head: all stages share embedding and head (vocabulary parallelism, Yeung et al., 2024). Few "
-            "trainers can run it.",
+            "split-head: all stages share embedding and head (vocabulary parallelism, Yeung et "
+            "al., 2024). Few trainers can run it.",
         ]
     if view["gap"] > 0:
-        lines += ["", f"A configuration without an exact frontier might be better by up to {100 * view['gap']:.2g} %."]
-    runs = [(number, row["forecast"]) for number, row in enumerate(view["first"], 1) if row["forecast"] is not None]
+        lines += [
+            "",
+            "A configuration without an exact frontier might be better by up to "
+            f"{100 * view['gap']:.2g} %.",
+        ]
+    runs = [
+        (number, row["forecast"])
+        for number, row in enumerate(view["first"], 1)
+        if row["forecast"] is not None
+    ]
     if runs:
         numbered, forecasts = zip(*runs, strict=True)
         first = forecasts[0]
         lines += [
             "",
-            f"{first.tokens:,.0f} tokens (nodes draw {first.node_overhead_w:g} W beside their GPUs, "
-            f"PUE {first.pue:g}, both assumed unless given):",
+            f"{first.tokens:,.0f} tokens (nodes draw {first.node_overhead_w:g} W beside their "
+            f"GPUs, PUE {first.pue:g}, both assumed unless given):",
             "",
             table(
                 [
@@ -93,7 +104,12 @@ def exploration_figure(view: dict[str, Any]) -> Figure:
     axes = figure.subplots()
     for name in dict.fromkeys(row["configuration"] for row in view["frontier"]):
         rows = [row for row in view["frontier"] if row["configuration"] == name]
-        axes.plot([row["tokens_per_s"] for row in rows], [row["j_per_token"] for row in rows], "o-", label=name)
+        axes.plot(
+            [row["tokens_per_s"] for row in rows],
+            [row["j_per_token"] for row in rows],
+            "o-",
+            label=name,
+        )
     first = view["first"]
     axes.plot(
         [r["tokens_per_s"] for r in first],
@@ -110,7 +126,8 @@ def exploration_figure(view: dict[str, Any]) -> Figure:
 
 
 def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
-    """Write the job file of a row and its estimated profile beside it; return both paths and the profile's table.
+    """Write the job file of a row and its estimated profile beside it; return both paths and the
+    profile's table.
 
     Raises:
         JobError: If a file cannot be written.
@@ -136,11 +153,15 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     if hop_s:
         content["transfer"] = {"forward_s": hop_s, "backward_s": hop_s}
     content["operations"] = [
-        {"name": "step", "when": "end", "time_s": end_s, "where": [rank]} for rank, end_s in enumerate(ends_s)
+        {"name": "step", "when": "end", "time_s": end_s, "where": [rank]}
+        for rank, end_s in enumerate(ends_s)
     ]
     if job.data_degree > 1:
         content["replicas"] = [{"count": job.data_degree}]
-    head = f"# {job.name}: layers {','.join(map(str, job.split))}; estimated, measure it with `planner profile`\n"
+    head = (
+        f"# {job.name}: layers {','.join(map(str, job.split))}; estimated, measure it with "
+        "`planner profile`\n"
+    )
     write_file(path, head + yaml.safe_dump(content, sort_keys=False), JobError)
     return [path, profile_path, profile_path.with_suffix(".csv")]
 
@@ -178,7 +199,11 @@ def _table(rows: Sequence[dict[str, Any]], *, numbered: bool) -> str:
 
     return table(
         [
-            *([column("#", [str(number) for number in range(1, len(rows) + 1)])] if numbered else []),
+            *(
+                [column("#", [str(number) for number in range(1, len(rows) + 1)])]
+                if numbered
+                else []
+            ),
             ["configuration", *of("configuration")],
             column("GPUs", list(map(str, of("gpus")))),
             column("GB/GPU", [f"{size:.1f}" for size in of("memory_gb")]),
@@ -186,7 +211,9 @@ def _table(rows: Sequence[dict[str, Any]], *, numbered: bool) -> str:
             column("tokens/s", [f"{rate:.0f}" for rate in of("tokens_per_s")]),
             *quantities(["{}"], "J/token", of("j_per_token"), digits=_DIGITS),
             column("W/GPU", [f"{power:.0f}" for power in of("gpu_power_w")]),
-            column("saved %", [f"{round(100 * share, 1) + 0.0:.1f}" for share in of("saved_share")]),
+            column(
+                "saved %", [f"{round(100 * share, 1) + 0.0:.1f}" for share in of("saved_share")]
+            ),
             column("clocks MHz", [f"{low}-{high}" for low, high in of("clocks_mhz")]),
         ]
     )

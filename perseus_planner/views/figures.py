@@ -1,4 +1,6 @@
-"""Figures: frontiers, iterations as Gantt charts, and curves of computations; matplotlib is imported when needed."""
+"""Figures: frontiers, iterations as Gantt charts, and curves of computations; matplotlib is
+imported when needed.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,22 @@ if TYPE_CHECKING:
 INSTALL = how_to_install("plot")
 """What to do when matplotlib is missing."""
 # Keeps the time of day out of the file, so that equal input gives equal bytes.
-_METADATA: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+_METADATA: dict[str, dict[str, None]] = {
+    "png": {},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}
 FORMATS = tuple(_METADATA)  #: of figure files, as their names end
-_MARKERS = MappingProxyType({"baseline": "s", "plan": "*", "peer": "X", "run": "D", "landmark": "o"})
-_WAITING, _UNKNOWN, _CRITICAL, _LATE, _NEVER_SET = "gainsboro", "darkgrey", "black", "magenta", "lime"
+_MARKERS = MappingProxyType(
+    {"baseline": "s", "plan": "*", "peer": "X", "run": "D", "landmark": "o"}
+)
+_WAITING, _UNKNOWN, _CRITICAL, _LATE, _NEVER_SET = (
+    "gainsboro",
+    "darkgrey",
+    "black",
+    "magenta",
+    "lime",
+)
 _HEIGHT = 0.8  #: of a bar, where ranks are 1 apart
 _COLUMNS = 4  #: stages side by side in the figure of curves
 
@@ -46,7 +60,9 @@ def check_figure_path(path: Path, name: str) -> None:
     """
     if path.suffix[1:].lower() not in FORMATS:
         known = ", ".join(f".{each}" for each in FORMATS)
-        raise UsageError(f"{name} {path}: figures are written as {known}; end the name with one of them")
+        raise UsageError(
+            f"{name} {path}: figures are written as {known}; end the name with one of them"
+        )
     try:
         import matplotlib  # noqa: F401  # only to see whether it is installed
     except ImportError as error:
@@ -92,11 +108,17 @@ def draw_frontier(chart: FrontierChart) -> Figure:
 
 
 def _zoom_to_points(axes: Axes, chart: FrontierChart) -> None:
-    """Show the part of the bound where the points are; it may go on to many times the iteration time."""
+    """Show the part of the bound where the points are; it may go on to many times the iteration
+    time.
+    """
     times_s = [point.time_s for point in chart.points]
     end_s = min(chart.times_s[-1], max(times_s) + 0.5 * (max(times_s) - min(times_s)))
     if end_s > min(times_s):
-        near_j = [energy_j for time_s, energy_j in zip(chart.times_s, chart.energies_j, strict=True) if time_s <= end_s]
+        near_j = [
+            energy_j
+            for time_s, energy_j in zip(chart.times_s, chart.energies_j, strict=True)
+            if time_s <= end_s
+        ]
         energies_j = [*near_j, *(point.energy_j for point in chart.points)]
         axes.set_xlim(min(times_s) - (margin := 0.05 * (end_s - min(times_s))), end_s + margin)
         height_j = max(energies_j) - min(energies_j) or 1.0
@@ -108,10 +130,11 @@ def _label(point: IterationPoint) -> str:
 
 
 def draw_gantt(charts: Sequence[GanttChart], control: str, by: str = "clock") -> Figure:
-    """Draw iterations below each other on one time axis: a row for each rank, a bar for each computation.
+    """Draw iterations below each other on one time axis: a row for each rank, a bar for each
+    computation.
 
-    Waiting is grey. A black line below a bar marks a critical path. A magenta line through a bar ends where its clock
-    was set late; a green one means that its clock was never set.
+    Waiting is grey. A black line below a bar marks a critical path. A magenta line through a bar
+    ends where its clock was set late; a green one means that its clock was never set.
 
     Args:
         charts: the iterations, at least one.
@@ -119,16 +142,23 @@ def draw_gantt(charts: Sequence[GanttChart], control: str, by: str = "clock") ->
         by: what the bars are coloured by, "power" or "clock".
     """
     shades = [[_shades(lane, by) for lane in chart.lanes] for chart in charts]
-    known = [shade for of_chart in shades for lane in of_chart for shade in lane if shade is not None]
+    known = [
+        shade for of_chart in shades for lane in of_chart for shade in lane if shade is not None
+    ]
     colours = _colour_scale(known or [0])
     figure, rows = _stack_axes(charts)
     for axes, chart, values in zip(rows, charts, shades, strict=True):
         _draw_chart(axes, chart, values, colours)
-    last_us = max(max(chart.time_us, *(sum(lane.gaps_us + lane.times_us) for lane in chart.lanes)) for chart in charts)
+    last_us = max(
+        max(chart.time_us, *(sum(lane.gaps_us + lane.times_us) for lane in chart.lanes))
+        for chart in charts
+    )
     rows[-1].set_xlim(0.0, last_us / 1e6)
     rows[-1].set_xlabel("time (s)")
     clock = {"clock": "clock", "power-limit": "power limit", "observed": "observed clock"}[control]
-    label = "power of all GPUs of the rank (W)" if by == "power" else f"{clock} ({unit_of(control)})"
+    label = (
+        "power of all GPUs of the rank (W)" if by == "power" else f"{clock} ({unit_of(control)})"
+    )
     figure.colorbar(colours, ax=rows, label=label)
     _add_legend(figure, [lane for chart in charts for lane in chart.lanes])
     return figure
@@ -139,18 +169,26 @@ def _colour_scale(values: Collection[float]) -> ScalarMappable:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    stops = re.findall(r"--scale-\d: (#[0-9a-f]{6})", page_file("theme.css"))[:5]  # the light theme comes first
+    stops = re.findall(r"--scale-\d: (#[0-9a-f]{6})", page_file("theme.css"))[
+        :5
+    ]  # the light theme comes first
     map_ = LinearSegmentedColormap.from_list("planner", stops)
     return ScalarMappable(Normalize(min(values), max(max(values), min(values) + 1)), map_)
 
 
 def _stack_axes(charts: Sequence[GanttChart]) -> tuple[Figure, list[Axes]]:
-    """Return axes below each other that share their time axis, as high as their charts have ranks."""
+    """Return axes below each other that share their time axis, as high as their charts have
+    ranks.
+    """
     from matplotlib.figure import Figure
 
     ranks = [len(chart.lanes) for chart in charts]
-    figure = Figure(figsize=(11.0, 1.2 + sum(0.7 + 0.3 * count for count in ranks)), layout="constrained")
-    rows = figure.subplots(len(charts), 1, sharex=True, squeeze=False, height_ratios=[count + 1 for count in ranks])
+    figure = Figure(
+        figsize=(11.0, 1.2 + sum(0.7 + 0.3 * count for count in ranks)), layout="constrained"
+    )
+    rows = figure.subplots(
+        len(charts), 1, sharex=True, squeeze=False, height_ratios=[count + 1 for count in ranks]
+    )
     return figure, list(rows[:, 0])
 
 
@@ -161,17 +199,26 @@ def _shades(lane: Lane, by: str) -> Sequence[int | None]:
     return lane.powers_w or [None] * len(lane.times_us)
 
 
-def _draw_chart(axes: Axes, chart: GanttChart, shades: Sequence[Sequence[int | None]], colours: ScalarMappable) -> None:
+def _draw_chart(
+    axes: Axes, chart: GanttChart, shades: Sequence[Sequence[int | None]], colours: ScalarMappable
+) -> None:
     for row, (lane, values) in enumerate(zip(chart.lanes, shades, strict=True)):
         spans = spans_s(lane)
         fill = [_UNKNOWN if value is None else colours.to_rgba(np.array(value)) for value in values]
         place = (row - _HEIGHT / 2, _HEIGHT)
         axes.broken_barh([(0.0, chart.time_us / 1e6)], place, facecolors=_WAITING)
         axes.broken_barh(spans, place, facecolors=fill, edgecolors="black", linewidth=0.2)
-        critical = [span for span, spare in zip(spans, lane.spare_us or (), strict=False) if spare == 0]
+        critical = [
+            span for span, spare in zip(spans, lane.spare_us or (), strict=False) if spare == 0
+        ]
         _draw_lines(axes, row + _HEIGHT / 2, critical, _CRITICAL)
         late = list(zip(spans, lane.late_us or (), strict=False))
-        _draw_lines(axes, row, [(span[0], us / 1e6) for span, us in late if us is not None and us != NEVER], _LATE)
+        _draw_lines(
+            axes,
+            row,
+            [(span[0], us / 1e6) for span, us in late if us is not None and us != NEVER],
+            _LATE,
+        )
         _draw_lines(axes, row, [span for span, us in late if us == NEVER], _NEVER_SET)
     axes.set_ylim(len(chart.lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(chart.lanes)))
@@ -187,7 +234,9 @@ def _draw_lines(axes: Axes, row: float, spans: Sequence[tuple[float, float]], co
 def spans_s(lane: Lane) -> list[tuple[float, float]]:
     """Return (start, duration) of each bar of the lane, seconds."""
     steps_us = list(accumulate(chain.from_iterable(zip(lane.gaps_us, lane.times_us, strict=True))))
-    return [(start / 1e6, time / 1e6) for start, time in zip(steps_us[::2], lane.times_us, strict=True)]
+    return [
+        (start / 1e6, time / 1e6) for start, time in zip(steps_us[::2], lane.times_us, strict=True)
+    ]
 
 
 def _add_legend(figure: Figure, lanes: Iterable[Lane]) -> None:
@@ -196,19 +245,26 @@ def _add_legend(figure: Figure, lanes: Iterable[Lane]) -> None:
     from matplotlib.patches import Patch
 
     handles: list[Line2D | Patch] = [Patch(color=_WAITING, label="waiting")]
-    late = {us if us == NEVER else 0 for lane in lanes for us in lane.late_us or () if us is not None}
+    late = {
+        us if us == NEVER else 0 for lane in lanes for us in lane.late_us or () if us is not None
+    }
     lines = {
         "on a critical path": (_CRITICAL, any(lane.spare_us is not None for lane in lanes)),
         "until its clock was set, late": (_LATE, 0 in late),
         "its clock was never set": (_NEVER_SET, NEVER in late),
     }
-    handles += [Line2D([], [], color=colour, linewidth=2, label=text) for text, (colour, used) in lines.items() if used]
+    handles += [
+        Line2D([], [], color=colour, linewidth=2, label=text)
+        for text, (colour, used) in lines.items()
+        if used
+    ]
     handles.append(Patch(color=_UNKNOWN, label="unknown, or of fixed time"))
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize="small")
 
 
 def draw_curves(profile: Profile, most: int | None = None) -> Figure:
-    """Draw energy over time of each computation, in axes for each stage: measured points, their errors and the hull.
+    """Draw energy over time of each computation, in axes for each stage: measured points, their
+    errors and the hull.
 
     Args:
         profile: the profile.
@@ -232,7 +288,8 @@ def draw_curves(profile: Profile, most: int | None = None) -> Figure:
     figure.supxlabel("time of a computation (s)")
     figure.supylabel("energy (J)")
     figure.suptitle(
-        f"{profile.gpu or 'unknown GPU'}, {profile.origin}\nall GPUs of a stage; lines: the hull that plans use",
+        f"{profile.gpu or 'unknown GPU'}, {profile.origin}\nall GPUs of a stage; lines: the hull "
+        "that plans use",
         fontsize="medium",
     )
     return figure
@@ -241,7 +298,9 @@ def draw_curves(profile: Profile, most: int | None = None) -> Figure:
 def _draw_curve(axes: Axes, curve: MeasuredCurve) -> None:
     by_clock = {point.clock: point for point in curve.points}
     hull = [by_clock[clock] for clock in curve.hull]
-    (line,) = axes.plot([point.time_s for point in hull], [point.energy_j for point in hull], linewidth=1)
+    (line,) = axes.plot(
+        [point.time_s for point in hull], [point.energy_j for point in hull], linewidth=1
+    )
     axes.errorbar(
         [point.time_s for point in curve.points],
         [point.energy_j for point in curve.points],

@@ -1,6 +1,7 @@
 """Profiles, frontiers, plans and runs as pandas frames; the names of columns carry the units.
 
-`frame.attrs` says where the numbers come from and what their baseline is. pandas is imported when a frame is made.
+`frame.attrs` says where the numbers come from and what their baseline is. pandas is imported when a
+frame is made.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ _WHOLE = "Int64"  #: pandas' type of whole numbers that may be missing
 def frame_of(value: object) -> pd.DataFrame:
     """Return a frame of `value`. Values that are not known are missing.
 
-    - Profile: a row for each measurement, computation by computation, highest clock first: stage, instruction,
-      clock_mhz (or power_limit_w or observed_clock_mhz), time_s, energy_j, then the fields of `Evidence`.
-    - Frontier: a row for each of `times_s`, fastest first: time_s, time_ratio, bound_j, saved_j, and power_w of the
-      bound. Ratio and saving are against the baseline that `attrs` names.
-    - Plan: a row for each computation, rank by rank in program order, then for each operation of fixed time:
-      computation, rank, stage, kind, microbatch, clock_mhz (as above), start_s, end_s, power_w, energy_j. The numbers
-      are replayed, and waiting is not included.
+    - Profile: a row for each measurement, computation by computation, highest clock first: stage,
+      instruction, clock_mhz (or power_limit_w or observed_clock_mhz), time_s, energy_j, then the
+      fields of `Evidence`.
+    - Frontier: a row for each of `times_s`, fastest first: time_s, time_ratio, bound_j, saved_j,
+      and power_w of the bound. Ratio and saving are against the baseline that `attrs` names.
+    - Plan: a row for each computation, rank by rank in program order, then for each operation of
+      fixed time: computation, rank, stage, kind, microbatch, clock_mhz (as above), start_s, end_s,
+      power_w, energy_j. The numbers are replayed, and waiting is not included.
     - Run: a row for each iteration of each rank, with the fields of `IterationRecord`.
 
     Raises:
@@ -61,7 +63,14 @@ def _profile_frame(profile: Profile) -> pd.DataFrame:
         for row in measured
     ]
     columns = ["stage", "instruction", setting, "time_s", "energy_j", *_EVIDENCE, "throttle"]
-    frame = _frame(rows, columns, windows=_WHOLE, achieved_mhz=float, time_stderr_s=float, energy_stderr_j=float)
+    frame = _frame(
+        rows,
+        columns,
+        windows=_WHOLE,
+        achieved_mhz=float,
+        time_stderr_s=float,
+        energy_stderr_j=float,
+    )
     frame["temperature_c"] = frame["temperature_c"].astype(float)
     frame.attrs = {"origin": profile.origin, "gpu": profile.gpu}
     return frame
@@ -131,7 +140,16 @@ def _run_frame(run: Run) -> pd.DataFrame:
         for rank in run.ranks
         for row in rank.iterations
     ]
-    first = ["rank", "iteration", "version", "pipeline", "pipeline_rank", "begin_s", "end_s", "busy_s"]
+    first = [
+        "rank",
+        "iteration",
+        "version",
+        "pipeline",
+        "pipeline_rank",
+        "begin_s",
+        "end_s",
+        "busy_s",
+    ]
     frame = _frame(rows, [*first, *(name for name in rows[0] if name not in first)], version=_WHOLE)
     texts = ("deviation", "origin")
     unknown = [name for name in frame.columns if frame[name].dtype == object and name not in texts]

@@ -26,16 +26,28 @@ from perseus_planner.views.context import (
 if TYPE_CHECKING:
     from perseus_planner.solver.frontier import Frontier
 
-_BOUND = "The bound is the least energy of any plan of that time, on all GPUs of the pipeline, waiting included."
+_BOUND = (
+    "The bound is the least energy of any plan of that time, on all GPUs of the pipeline, "
+    "waiting included."
+)
 _RATIOS = (1.01, 1.02, 1.05, 1.1, 1.2)  #: of the baseline's time, in the table
-_STRAGGLER_RATIOS = (1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)  #: of the baseline's time, in the table beside stragglers
+_STRAGGLER_RATIOS = (
+    1.05,
+    1.1,
+    1.15,
+    1.2,
+    1.3,
+    1.5,
+    2.0,
+)  #: of the baseline's time, in the table beside stragglers
 _NEAR = 1e-3  #: a row so near to a marked one is left out
 _MOST_POINTS = 500  #: of a charted bound, far more than can be seen
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint(Comparison):
-    """A point of a frontier: `energy_j` is the bound, the least energy that a plan of that time can have.
+    """A point of a frontier: `energy_j` is the bound, the least energy that a plan of that time can
+    have.
 
     Attributes:
         mark: what is special about the point; may be empty.
@@ -57,8 +69,8 @@ class FrontierSummary:
         least_energy_time_s: iteration time of the point of least energy, seconds.
         max_time_s: iteration time of the slowest useful point, seconds.
         points: from the fastest to that of least energy.
-        beside_stragglers: slower ones, which pay only beside a straggler of that time; their baseline waits for it, and
-            their `time_ratio` is that of the straggler.
+        beside_stragglers: slower ones, which pay only beside a straggler of that time; their
+            baseline waits for it, and their `time_ratio` is that of the straggler.
         remarks: what a reader may not expect.
     """
 
@@ -91,7 +103,9 @@ def summarize_frontier(frontier: Frontier) -> FrontierSummary:
 
 
 def frontier_sheet(summary: FrontierSummary) -> Sheet:
-    """Return a table of the points from the fastest to that of least energy, against all clocks at maximum."""
+    """Return a table of the points from the fastest to that of least energy, against all clocks
+    at maximum.
+    """
     baseline = (
         f"Baseline of every saving: {ALL_MAXIMUM}, {si(summary.baseline_time_s, 's', 6)} and "
         f"{si(summary.baseline_energy_j, 'J', 6)} per iteration."
@@ -110,7 +124,10 @@ def frontier_text(summary: FrontierSummary) -> str:
     if not summary.beside_stragglers:
         return text
     beside = table(_point_columns("straggler {}", summary.beside_stragglers))
-    return f"{text}\nBeside a straggler (`planner plan --straggler-time`), saved against waiting for it:\n\n{beside}\n"
+    return (
+        f"{text}\nBeside a straggler (`planner plan --straggler-time`), saved against waiting "
+        f"for it:\n\n{beside}\n"
+    )
 
 
 def _point_columns(name: str, points: Sequence[FrontierPoint]) -> list[list[str]]:
@@ -125,30 +142,50 @@ def _point_columns(name: str, points: Sequence[FrontierPoint]) -> list[list[str]
 
 
 def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
-    """Return iteration times from the fastest up to that of least energy, with marks for the special ones."""
+    """Return iteration times from the fastest up to that of least energy, with marks for the
+    special ones.
+    """
     baseline_s, least_s = frontier.baseline_time_s, frontier.least_energy_time_s
     special = sorted(
-        [(frontier.min_time_s, "fastest"), (baseline_s, f"no slower than {ALL_MAXIMUM}"), (least_s, "least energy")]
+        [
+            (frontier.min_time_s, "fastest"),
+            (baseline_s, f"no slower than {ALL_MAXIMUM}"),
+            (least_s, "least energy"),
+        ]
     )
     marks: list[tuple[float, str]] = []
     for time_s, mark in special:
         if marks and _is_same(time_s, marks[-1][0]):
             mark = f"{marks.pop()[1]}; {mark}"
         marks.append((time_s, mark))
-    asked = [(ratio * baseline_s, "") for ratio in _RATIOS if ratio * baseline_s < least_s * (1 - _NEAR)]
+    asked = [
+        (ratio * baseline_s, "") for ratio in _RATIOS if ratio * baseline_s < least_s * (1 - _NEAR)
+    ]
     return sorted(marks + asked)
 
 
 def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
-    """Yield plans for stragglers that are slower than the time of least energy, against waiting for them."""
-    waiting_w, least_s, most_s = frontier.dag.waiting_w, frontier.least_energy_time_s, frontier.max_time_s
+    """Yield plans for stragglers that are slower than the time of least energy, against waiting
+    for them.
+    """
+    waiting_w, least_s, most_s = (
+        frontier.dag.waiting_w,
+        frontier.least_energy_time_s,
+        frontier.max_time_s,
+    )
     times_s = [ratio * frontier.baseline_time_s for ratio in _STRAGGLER_RATIOS]
-    asked = [(time_s, "") for time_s in times_s if least_s * (1 + _NEAR) < time_s < most_s * (1 - _NEAR)]
+    asked = [
+        (time_s, "") for time_s in times_s if least_s * (1 + _NEAR) < time_s < most_s * (1 - _NEAR)
+    ]
     last = [(most_s, "slower than this, it waits")] if most_s > least_s * (1 + _NEAR) else []
     for time_s, mark in [*asked, *last]:
         waiting_j = frontier.baseline_energy_j + waiting_w * (time_s - frontier.baseline_time_s)
-        found = compare(time_s, frontier.bound_j(time_s), time_s, waiting_j, f"{ALL_MAXIMUM}, then waiting")
-        yield FrontierPoint(**{**vars(found), "time_ratio": time_s / frontier.baseline_time_s}, mark=mark)
+        found = compare(
+            time_s, frontier.bound_j(time_s), time_s, waiting_j, f"{ALL_MAXIMUM}, then waiting"
+        )
+        yield FrontierPoint(
+            **{**vars(found), "time_ratio": time_s / frontier.baseline_time_s}, mark=mark
+        )
 
 
 def _is_same(time_s: float, other_s: float) -> bool:
@@ -157,7 +194,9 @@ def _is_same(time_s: float, other_s: float) -> bool:
 
 
 def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
-    found = compare(time_s, frontier.bound_j(time_s), frontier.baseline_time_s, frontier.baseline_energy_j)
+    found = compare(
+        time_s, frontier.bound_j(time_s), frontier.baseline_time_s, frontier.baseline_energy_j
+    )
     return FrontierPoint(**vars(found), mark=mark)
 
 
@@ -169,18 +208,24 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
         yield "Every computation has a single clock, so there is a single plan."
         return
     if all(len(front) == 1 for front in options.values()):
-        yield f"Slower clocks never pay: a slower computation costs more than finishing early and waiting at {power}."
+        yield (
+            "Slower clocks never pay: a slower computation costs more than finishing early and "
+            f"waiting at {power}."
+        )
     elif _is_same(frontier.least_energy_time_s, frontier.min_time_s) and not _is_same(
         frontier.min_time_s, frontier.max_time_s
     ):
         yield (
-            f"The blocking power of {power} is so large that the fastest iteration takes the least energy. "
-            "Slower iterations pay only beside a straggler."
+            f"The blocking power of {power} is so large that the fastest iteration takes the "
+            "least energy. Slower iterations pay only beside a straggler."
         )
-    most_w = max(row.energy_j / row.time_s for rows in profile.measurements.values() for row in rows)
+    most_w = max(
+        row.energy_j / row.time_s for rows in profile.measurements.values() for row in rows
+    )
     if most_waiting_w > most_w:
         yield (
-            f"The blocking power of {power} is more than any computation draws, {si(most_w, 'W', 6)} at most; check it."
+            f"The blocking power of {power} is more than any computation draws, "
+            f"{si(most_w, 'W', 6)} at most; check it."
         )
 
 
@@ -212,7 +257,8 @@ class FrontierChart:
         times_s: iteration times of the bound, rising, seconds; empty without a frontier.
         energies_j: the least energy that a plan of each time can have, waiting included, joules.
         points: plans, runs, other planners and special points.
-        deadline_s: the deadline that the other planners had to meet, seconds, or None if no planner was asked.
+        deadline_s: the deadline that the other planners had to meet, seconds, or None if no planner
+            was asked.
         left_out: other planners that are missing, each with the reason.
     """
 
@@ -229,10 +275,15 @@ def chart_frontier(frontier: Frontier) -> FrontierChart:
     count = len(frontier.times_s)
     kept = np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(int))[::-1]
     origin = origin_label(frontier.profile.origin)
-    baseline = IterationPoint(ALL_MAXIMUM, "baseline", frontier.baseline_time_s, frontier.baseline_energy_j, origin)
+    baseline = IterationPoint(
+        ALL_MAXIMUM, "baseline", frontier.baseline_time_s, frontier.baseline_energy_j, origin
+    )
     special = (
         IterationPoint(f"bound, {name}", "landmark", time_s, frontier.bound_j(time_s), origin)
-        for name, time_s in (("fastest", frontier.min_time_s), ("least energy", frontier.least_energy_time_s))
+        for name, time_s in (
+            ("fastest", frontier.min_time_s),
+            ("least energy", frontier.least_energy_time_s),
+        )
     )
     return FrontierChart(
         f"Frontier of {frontier.schedule}\n{origin_text(frontier.profile.origin)}",

@@ -1,7 +1,8 @@
-"""An iteration as a Gantt chart: when each computation runs, at which clock and power, and its spare time.
+"""An iteration as a Gantt chart: when each computation runs, at which clock and power, and its
+spare time.
 
-A chart of thousands of computations must stay small in a file and quick to draw. So it holds whole microseconds in
-plain lists, without an object for each computation.
+A chart of thousands of computations must stay small in a file and quick to draw. So it holds whole
+microseconds in plain lists, without an object for each computation.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class Lane:
-    """One rank's iteration; each list has an entry for every computation and operation, in the order they run.
+    """One rank's iteration; each list has an entry for every computation and operation, in the
+    order they run.
 
     Attributes:
-        gaps_us: time from the end of the previous entry until this one begins; the first counts from the start of the
-            iteration. Below 0 if measured times overlap.
+        gaps_us: time from the end of the previous entry until this one begins; the first counts
+            from the start of the iteration. Below 0 if measured times overlap.
         times_us: how long it runs.
-        clocks: its clock, MHz, or its power limit, watts; None if it has no clock or it is not known.
-        powers_w: average power of all GPUs of the rank while it runs, watts, or None if not known.
-        spare_us: how much later it could end without making the iteration longer; 0 on a critical path. None if not
+        clocks: its clock, MHz, or its power limit, watts; None if it has no clock or it is not
             known.
-        late_us: how long after its start its clock was set, if that was late; `NEVER` if another clock was requested
-            first; None if it was in time. None instead of a list if not known.
+        powers_w: average power of all GPUs of the rank while it runs, watts, or None if not known.
+        spare_us: how much later it could end without making the iteration longer; 0 on a critical
+            path. None if not known.
+        late_us: how long after its start its clock was set, if that was late; `NEVER` if another
+            clock was requested first; None if it was in time. None instead of a list if not known.
         waiting_w: power of the rank's GPUs while they wait, watts.
     """
 
@@ -80,18 +83,26 @@ def chart_plan(name: str, plan: Plan, note: str) -> GanttChart:
     spare_us = [round(_US * each) for each in spare_s(plan.iteration, spans)]
     lanes = []
     for program, waiting_w in zip(plan.iteration.programs, plan.rank_waiting_w, strict=True):
-        gaps_us, times_us = _gaps_and_times_us([(spans[place].start_s, spans[place].end_s) for place in program])
+        gaps_us, times_us = _gaps_and_times_us(
+            [(spans[place].start_s, spans[place].end_s) for place in program]
+        )
         clocks = tuple(plan.clocks.get(plan.iteration.names[place]) for place in program)
         powers_w = tuple(round(spans[place].power_w) for place in program)
         spare = tuple(spare_us[place] for place in program)
         lanes.append(Lane(gaps_us, times_us, clocks, powers_w, spare, None, waiting_w))
     names = plan.iteration.names
-    programs = tuple(" ".join(names[place] for place in program) for program in plan.iteration.programs)
-    return GanttChart(name, note, origin_label(plan.origin), round(_US * timeline.time_s), tuple(lanes), programs)
+    programs = tuple(
+        " ".join(names[place] for place in program) for program in plan.iteration.programs
+    )
+    return GanttChart(
+        name, note, origin_label(plan.origin), round(_US * timeline.time_s), tuple(lanes), programs
+    )
 
 
 def spare_s(iteration: Iteration, spans: Sequence[Span]) -> list[float]:
-    """Return how much later each node could end, seconds, if the iteration and all other nodes take as long as now."""
+    """Return how much later each node could end, seconds, if the iteration and all other nodes
+    take as long as now.
+    """
     end_s = max(span.end_s for span in spans)
     latest_s = [end_s] * len(spans)
     for place in reversed(iteration.order):
@@ -104,8 +115,8 @@ def spare_s(iteration: Iteration, spans: Sequence[Span]) -> list[float]:
 def chart_run(name: str, run: Run) -> list[GanttChart]:
     """Return charts of the last iteration that ran as planned on all ranks, one for each pipeline.
 
-    The clocks of nodes may differ, so the times of ranks are not comparable: each rank's times count from where its
-    iteration began.
+    The clocks of nodes may differ, so the times of ranks are not comparable: each rank's times
+    count from where its iteration began.
 
     Raises:
         RunError: If there is no such iteration whose computations all ranks have kept.
@@ -117,15 +128,22 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
         rows = [next(row for row in rank.iterations if row.iteration == number) for rank in ranks]
         records = [rank.computations[number] for rank in ranks]
-        note = f"recorded: iteration {number} by plan {version}, each rank from the start of its iteration"
+        note = (
+            f"recorded: iteration {number} by plan {version}, each rank from the start of its "
+            "iteration"
+        )
         if len(pipelines) > 1:
             note += f"; pipeline {pipeline}"
         origins = {row.origin for row in rows}
-        origin = "times measured" + "".join(f", clocks {each}" for each in origins if each and len(origins) == 1)
+        origin = "times measured" + "".join(
+            f", clocks {each}" for each in origins if each and len(origins) == 1
+        )
         time_s, begins_s = max(row.time_s for row in rows), [row.begin_s for row in rows]
         places = [rank.pipeline_rank for rank in ranks]
         charts.append(
-            _chart_records((name, note, origin), run.plan(version, pipeline), places, records, begins_s, time_s)
+            _chart_records(
+                (name, note, origin), run.plan(version, pipeline), places, records, begins_s, time_s
+            )
         )
     return charts
 
@@ -138,16 +156,25 @@ def chart_run_beside_plan(run: Run) -> list[GanttChart]:
     """
     _, version = last_as_planned(run)
     charts = []
-    for pipeline, recorded in zip(sorted({rank.pipeline for rank in run.ranks}), chart_run("run", run), strict=True):
+    for pipeline, recorded in zip(
+        sorted({rank.pipeline for rank in run.ranks}), chart_run("run", run), strict=True
+    ):
         plan = run.plan(version, pipeline)
         records = predict_records(plan)
-        head, begins_s = (f"plan {version}", "predicted", origin_label(plan.origin)), [0.0] * len(records)
-        charts += [_chart_records(head, plan, range(len(records)), records, begins_s, plan.time_s), recorded]
+        head, begins_s = (
+            (f"plan {version}", "predicted", origin_label(plan.origin)),
+            [0.0] * len(records),
+        )
+        charts += [
+            _chart_records(head, plan, range(len(records)), records, begins_s, plan.time_s),
+            recorded,
+        ]
     return charts
 
 
 def last_as_planned(run: Run) -> tuple[int, int]:
-    """Return number and plan of the last iteration that ran as planned everywhere and that all ranks have kept.
+    """Return number and plan of the last iteration that ran as planned everywhere and that all
+    ranks have kept.
 
     Raises:
         RunError: If there is no such iteration.
@@ -155,8 +182,8 @@ def last_as_planned(run: Run) -> tuple[int, int]:
     kept = set.intersection(*map(_kept_as_planned, run.ranks))
     if not kept:
         raise RunError(
-            f"{run.folder}: no iteration that ran as planned on all ranks has kept its computations on all of them; "
-            "try again in a minute, or when the training has ended"
+            f"{run.folder}: no iteration that ran as planned on all ranks has kept its "
+            "computations on all of them; try again in a minute, or when the training has ended"
         )
     return max(kept)
 
@@ -185,21 +212,35 @@ def _chart_records(
     return GanttChart(*head, round(_US * time_s), lanes, programs)
 
 
-def _recorded_lane(rows: Sequence[ComputationRecord], begin_s: float, waiting_w: float, in_mhz: bool) -> Lane:
-    gaps_us, times_us = _gaps_and_times_us([(row.begin_s - begin_s, row.end_s - begin_s) for row in rows])
+def _recorded_lane(
+    rows: Sequence[ComputationRecord], begin_s: float, waiting_w: float, in_mhz: bool
+) -> Lane:
+    gaps_us, times_us = _gaps_and_times_us(
+        [(row.begin_s - begin_s, row.end_s - begin_s) for row in rows]
+    )
     achieved = [row.achieved_mhz if in_mhz else None for row in rows]
-    clocks = tuple(row.clock if mhz is None else mhz for row, mhz in zip(rows, achieved, strict=True))
+    clocks = tuple(
+        row.clock if mhz is None else mhz for row, mhz in zip(rows, achieved, strict=True)
+    )
     return Lane(gaps_us, times_us, clocks, None, None, tuple(map(_late_us, rows)), waiting_w)
 
 
 def _late_us(row: ComputationRecord) -> int | None:
     if row.is_overtaken:
         return NEVER
-    return round(_US * (row.set_end_s - row.begin_s)) if row.is_late and row.set_end_s is not None else None
+    return (
+        round(_US * (row.set_end_s - row.begin_s))
+        if row.is_late and row.set_end_s is not None
+        else None
+    )
 
 
-def _gaps_and_times_us(spans_s: Sequence[tuple[float, float]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return gaps and times in whole microseconds whose sums are never off by more than half a microsecond."""
+def _gaps_and_times_us(
+    spans_s: Sequence[tuple[float, float]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return gaps and times in whole microseconds whose sums are never off by more than half a
+    microsecond.
+    """
     starts_us, ends_us = ([round(_US * span[end]) for span in spans_s] for end in (0, 1))
     gaps_us = tuple(start - before for start, before in zip(starts_us, [0, *ends_us], strict=False))
     return gaps_us, tuple(end - start for start, end in zip(starts_us, ends_us, strict=True))

@@ -1,4 +1,6 @@
-"""What `planner inference` prints: plans of pools, and replays of traces, as tables, JSON and a figure."""
+"""What `planner inference` prints: plans of pools, and replays of traces, as tables, JSON and a
+figure.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,16 @@ AGAINST = "the highest clock and the largest tensor degree for all classes"
 
 
 def plan_view(plan: InferencePlan) -> dict[str, Any]:
-    """Return what is printed of a plan, for JSON; shares are relative, and None where the objectives cannot be met."""
+    """Return what is printed of a plan, for JSON; shares are relative, and None where the
+    objectives cannot be met.
+    """
     policies = [
-        {"policy": name, "description": POLICIES[name], **asdict(total), "saved_share": plan.saved_share(name)}
+        {
+            "policy": name,
+            "description": POLICIES[name],
+            **asdict(total),
+            "saved_share": plan.saved_share(name),
+        }
         for name, total in plan.policies.items()
     ]
     return {
@@ -49,7 +58,11 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     """Return the tables of a plan: the policies, and the pools of the first periods."""
     rows = view["policies"]
     columns = [*_saving_columns(rows), column("GPUs", [str(row["gpus"]) for row in rows])]
-    proved = f"at most {100 * view['gap']:.2g} % above its bound" if view["gap"] > 1e-6 else "proved to be the best"
+    proved = (
+        f"at most {100 * view['gap']:.2g} % above its bound"
+        if view["gap"] > 1e-6
+        else "proved to be the best"
+    )
     notes = [f"Savings are against {AGAINST}. The plan is {proved}."]
     for row in rows:
         if row["energy_j"] is None:
@@ -57,10 +70,16 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
         elif row["gpus"] > view["gpus"]:
             notes.append(f"{row['description']}: needs {row['gpus']} GPUs, more than there are.")
     if len(view["epochs"]) > _MOST_EPOCHS:
-        notes.append(f"The file has {len(view['epochs'])} periods; the pools of the first {_MOST_EPOCHS} are shown.")
+        notes.append(
+            f"The file has {len(view['epochs'])} periods; the pools of the first {_MOST_EPOCHS} "
+            "are shown."
+        )
     pools = [_pool_sheet(epoch, view["control"]) for epoch in view["epochs"][:_MOST_EPOCHS]]
     source = "Replayed from the inference profile."
-    return [*pools, Sheet(f"Pools for inference on {view['gpus']} GPUs", source, columns, "\n".join(notes))]
+    return [
+        *pools,
+        Sheet(f"Pools for inference on {view['gpus']} GPUs", source, columns, "\n".join(notes)),
+    ]
 
 
 def plan_figure(view: dict[str, Any]) -> Figure:
@@ -70,8 +89,15 @@ def plan_figure(view: dict[str, Any]) -> Figure:
     rows = [row for row in view["policies"] if row["energy_j"] is not None]
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh([row["description"] for row in rows], [(row["energy_j"] or 0.0) / 3.6e6 for row in rows])
-    axes.bar_label(bars, [f"{_percent(row['saved_share'])} % saved" for row in rows], padding=3, fontsize="small")
+    bars = axes.barh(
+        [row["description"] for row in rows], [(row["energy_j"] or 0.0) / 3.6e6 for row in rows]
+    )
+    axes.bar_label(
+        bars,
+        [f"{_percent(row['saved_share'])} % saved" for row in rows],
+        padding=3,
+        fontsize="small",
+    )
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_xlabel("energy (kWh)")
@@ -101,7 +127,9 @@ def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
 def simulation_view(
     trace: Trace, settings: Settings, replays: Sequence[Replay], left_out: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what is printed of replays, at least one, for JSON; the fields of a policy are those of `Replay`."""
+    """Return what is printed of replays, at least one, for JSON; the fields of a policy are
+    those of `Replay`.
+    """
     baseline_j = {each.policy: each.energy_j for each in replays}.get(BASELINE)
     return {
         "gpus": settings.gpus,
@@ -117,7 +145,11 @@ def simulation_view(
 
 def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
     names = ("instance_changes", "sharding_changes", "clock_changes")
-    fields = {name: value for name, value in vars(replay).items() if name not in ("requests", "changes", "periods")}
+    fields = {
+        name: value
+        for name, value in vars(replay).items()
+        if name not in ("requests", "changes", "periods")
+    }
     return {
         **fields,
         **dict(zip(names, replay.changes, strict=True)),
@@ -138,15 +170,20 @@ def simulation_text(view: dict[str, Any]) -> str:
         column("moved %", [f"{100 * row['moved'] / view['requests']:.2f}" for row in rows]),
         column("GPUs", [f"{row['gpus']:.0f}" for row in rows]),
         column("most", [str(row["most_gpus"]) for row in rows]),
-        column("changes", [f"{r['instance_changes']}/{r['sharding_changes']}/{r['clock_changes']}" for r in rows]),
+        column(
+            "changes",
+            [f"{r['instance_changes']}/{r['sharding_changes']}/{r['clock_changes']}" for r in rows],
+        ),
     ]
     predicted = "as it will be" if view["prediction"] == "perfect" else "as the one before"
     notes = [
         f"Savings are against {AGAINST}.",
-        "GPUs are those in use, on average and at most; changes are of instances, sharding and clocks.",
+        "GPUs are those in use, on average and at most; changes are of instances, sharding and "
+        "clocks.",
         *(f"Left out: {reason}." for reason in view["left_out"]),
         *(
-            f"{row['description']}: the GPUs did not carry the predicted load in {row['short_periods']} periods."
+            f"{row['description']}: the GPUs did not carry the predicted load in "
+            f"{row['short_periods']} periods."
             for row in rows
             if row["short_periods"]
         ),
@@ -178,14 +215,23 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
     for axes, label in zip(panels, ("power (kW)", "GPUs in use", "late requests"), strict=True):
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        fontsize="small",
+        loc="outside lower center",
+        ncols=3,
+    )
     panels[-1].set_xlabel("time (min)")
-    figure.suptitle(f"{view['requests']} requests on {view['gpus']} GPUs (replayed)", fontsize="medium")
+    figure.suptitle(
+        f"{view['requests']} requests on {view['gpus']} GPUs (replayed)", fontsize="medium"
+    )
     return figure
 
 
 def _saving_columns(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    energies_kwh = ["-" if row["energy_j"] is None else f"{row['energy_j'] / 3.6e6:.4g}" for row in rows]
+    energies_kwh = [
+        "-" if row["energy_j"] is None else f"{row['energy_j'] / 3.6e6:.4g}" for row in rows
+    ]
     return [
         ["chosen how", *(row["description"] for row in rows)],
         column("energy kWh", energies_kwh),

@@ -1,6 +1,8 @@
-"""Profiles, frontiers, plans and runs in a notebook: the table that the commands print, and a figure, as HTML.
+"""Profiles, frontiers, plans and runs in a notebook: the table that the commands print, and a
+figure, as HTML.
 
-All texts go through ElementTree, so that a name is never taken for HTML. Nothing is loaded and no script runs.
+All texts go through ElementTree, so that a name is never taken for HTML. Nothing is loaded and no
+script runs.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def _profile_html(profile: Profile) -> str:
 
         return draw_curves(profile, _MOST_STAGES)
 
-    return _html(profile_sheet(summarize_profile(profile)), "Energy over time of each computation", draw)
+    return _html(
+        profile_sheet(summarize_profile(profile)), "Energy over time of each computation", draw
+    )
 
 
 @html_of.register(Frontier)
@@ -88,7 +92,9 @@ def _html(sheet: Sheet, description: str = "", draw: Callable[[], Figure] | None
         except ImportError:
             from perseus_planner.views.figures import INSTALL
 
-            SubElement(SubElement(whole, "p"), "small").text = f"A figure needs matplotlib; {INSTALL}"
+            SubElement(
+                SubElement(whole, "p"), "small"
+            ).text = f"A figure needs matplotlib; {INSTALL}"
         else:
             source = f"data:image/png;base64,{b64encode(picture.getvalue()).decode()}"
             SubElement(whole, "img", alt=description, src=source, style="max-width: 100%")

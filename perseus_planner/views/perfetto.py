@@ -2,15 +2,19 @@
 
 Their requirements beyond the format's document:
 
-- Slices of one thread are nested or disjoint. Perfetto drops or moves a slice that ends within another.
-- Times are microseconds, read as whole nanoseconds. Times here are therefore whole nanoseconds after the start, written
-  with three decimals, so that neighbours share their border to the last digit.
-- Process 0 and thread 0 are Linux' idle ones, and Perfetto names a thread by its number alone, whatever its process. So
-  all numbers are above 0, and no two processes or threads share one.
+- Slices of one thread are nested or disjoint. Perfetto drops or moves a slice that ends within
+  another.
+- Times are microseconds, read as whole nanoseconds. Times here are therefore whole nanoseconds
+  after the start, written with three decimals, so that neighbours share their border to the last
+  digit.
+- Process 0 and thread 0 are Linux' idle ones, and Perfetto names a thread by its number alone,
+  whatever its process. So all numbers are above 0, and no two processes or threads share one.
 - A counter keeps a value until its next one.
-- An arrow is a flow: it starts in the slice that encloses its start and, with `"bp":"e"`, ends in the one that encloses
-  its end. At a border that is the later slice, so a flow starts one nanosecond before the end of its slice.
-- `displayTimeUnit` is left out, because older versions of Perfetto took it for the unit of all times.
+- An arrow is a flow: it starts in the slice that encloses its start and, with `"bp":"e"`, ends in
+  the one that encloses its end. At a border that is the later slice, so a flow starts one
+  nanosecond before the end of its slice.
+- `displayTimeUnit` is left out, because older versions of Perfetto took it for the unit of all
+  times.
 """
 
 from __future__ import annotations
@@ -103,10 +107,12 @@ class Process:
 
 
 def steps(spans: Iterable[tuple[int, float]], end_ns: int) -> list[tuple[int, float]]:
-    """Return the steps of a counter. The last value is repeated at the end, so that the counter can be integrated.
+    """Return the steps of a counter. The last value is repeated at the end, so that the counter can
+    be integrated.
 
     Args:
-        spans: (nanoseconds after the start, value from then on), in the order of time; the last of equal times counts.
+        spans: (nanoseconds after the start, value from then on), in the order of time; the last of
+            equal times counts.
         end_ns: when the last value ends.
     """
     found: list[tuple[int, float]] = []
@@ -120,7 +126,11 @@ def steps(spans: Iterable[tuple[int, float]], end_ns: int) -> list[tuple[int, fl
 
 def total(counters: Sequence[Counter], name: str) -> Counter:
     """Return the sum of counters that have one unit, starting when all of them have a value."""
-    changes = sorted((at_ns, number, value) for number, each in enumerate(counters) for at_ns, value in each.steps)
+    changes = sorted(
+        (at_ns, number, value)
+        for number, each in enumerate(counters)
+        for at_ns, value in each.steps
+    )
     values, known, sums = [0.0] * len(counters), set(), []
     for at_ns, number, value in changes:
         values[number] = value
@@ -130,7 +140,9 @@ def total(counters: Sequence[Counter], name: str) -> Counter:
     return Counter(name, counters[0].unit, steps(sums, changes[-1][0]))
 
 
-def write_trace(path: str | os.PathLike[str], processes: Sequence[Process], about: Mapping[str, Any]) -> None:
+def write_trace(
+    path: str | os.PathLike[str], processes: Sequence[Process], about: Mapping[str, Any]
+) -> None:
     """Write a trace, whole or not at all. Equal traces give equal bytes.
 
     Args:
@@ -155,17 +167,35 @@ def _events(processes: Sequence[Process]) -> Iterator[dict[str, Any]]:
         threads = [(next(numbers), thread) for thread in process.threads]
         for tid, thread in threads:
             yield _named("thread", thread.name, pid, tid=tid)
-            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": pid,
+                "tid": tid,
+                "args": {"sort_index": tid},
+            }
         for tid, thread in threads:
             for each in thread.slices:
                 yield _complete(each, pid, tid)
         for flow in process.flows:
             what = {"name": flow.name, "cat": "transfer", "id": next(flows), "pid": pid}
             yield {"ph": "s", **what, "tid": threads[flow.thread][0], "ts": _us(flow.from_ns - 1)}
-            yield {"ph": "f", "bp": "e", **what, "tid": threads[flow.to_thread][0], "ts": _us(flow.to_ns)}
+            yield {
+                "ph": "f",
+                "bp": "e",
+                **what,
+                "tid": threads[flow.to_thread][0],
+                "ts": _us(flow.to_ns),
+            }
         for counter in process.counters:
             for at_ns, value in counter.steps:
-                yield {"ph": "C", "name": counter.name, "pid": pid, "ts": _us(at_ns), "args": {counter.unit: value}}
+                yield {
+                    "ph": "C",
+                    "name": counter.name,
+                    "pid": pid,
+                    "ts": _us(at_ns),
+                    "args": {counter.unit: value},
+                }
 
 
 def _named(what: str, name: str, pid: int, **thread: int) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A plan: what `planner plan` and `planner show` print of it, with the timeline of its iteration."""
+"""A plan: what `planner plan` and `planner show` print of it, with the timeline of its
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class RankSummary:
         rank: number of the rank.
         lowest_clock_mhz: the lowest clock in use.
         highest_clock_mhz: the highest clock in use.
-        clock_changes: number of clock changes between computations, and back for the next iteration.
+        clock_changes: number of clock changes between computations, and back for the next
+            iteration.
         busy_s: time of computations and fixed operations, seconds.
         energy_j: energy with waiting, joules.
     """
@@ -63,11 +66,13 @@ class PlanSummary(Comparison):
         power_w: average power of all GPUs, watts.
         bound_j: the least energy that a plan of this time can have, joules.
         above_bound_share: energy above the bound, over the bound.
-        point_bound_j: a closer bound, for plans of measured clocks alone, joules; None if it is not known.
+        point_bound_j: a closer bound, for plans of measured clocks alone, joules; None if it is not
+            known.
         above_point_bound_share: energy above that bound, over it, or None.
         most_changes: clock changes of the rank that changes its clock most often.
         per_rank: the ranks.
-        beside_straggler: the comparison where both wait for the straggler that the plan was made for, or None.
+        beside_straggler: the comparison where both wait for the straggler that the plan was made
+            for, or None.
         on_time: how sure the plan is, if it was made for a probability, or None.
     """
 
@@ -86,7 +91,8 @@ class PlanSummary(Comparison):
 
 @dataclass(frozen=True, kw_only=True)
 class PlansSummary(Comparison):
-    """The plans of pipelines that wait for each other; all pipelines together, compared with all clocks at maximum.
+    """The plans of pipelines that wait for each other; all pipelines together, compared with all
+    clocks at maximum.
 
     Attributes:
         pipelines: number of pipelines.
@@ -120,13 +126,17 @@ class ComputationSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineSummary(PlanSummary):
-    """A plan with its computations, rank by rank in the order in which they run, then its fixed operations."""
+    """A plan with its computations, rank by rank in the order in which they run, then its fixed
+    operations.
+    """
 
     computations: tuple[ComputationSummary, ...]
 
 
 def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSummary:
-    """Summarize a plan; `straggler_time_s` is the iteration time of the straggler that it was made for, if any."""
+    """Summarize a plan; `straggler_time_s` is the iteration time of the straggler that it was
+    made for, if any.
+    """
     timeline = replay(plan)
     return PlanSummary(
         **vars(compare(plan.time_s, plan.energy_j, plan.baseline_time_s, plan.baseline_energy_j)),
@@ -141,14 +151,20 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         else share(plan.energy_j - plan.point_bound_j, plan.point_bound_j),
         most_changes=max(plan.changes),
         per_rank=tuple(_rank(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
-        beside_straggler=None if straggler_time_s is None else _beside_straggler(plan, straggler_time_s),
+        beside_straggler=None
+        if straggler_time_s is None
+        else _beside_straggler(plan, straggler_time_s),
         on_time=plan.on_time,
     )
 
 
-def summarize_plans(replicas: Replicas, plans: Sequence[Plan], straggler_time_s: float | None = None) -> PlansSummary:
+def summarize_plans(
+    replicas: Replicas, plans: Sequence[Plan], straggler_time_s: float | None = None
+) -> PlansSummary:
     """Summarize the plans of several frontiers, one for each of `replicas.frontiers`."""
-    together = compare(*replicas.time_and_energy(plans), replicas.baseline_time_s, replicas.baseline_energy_j)
+    together = compare(
+        *replicas.time_and_energy(plans), replicas.baseline_time_s, replicas.baseline_energy_j
+    )
     return PlansSummary(
         **vars(together),
         pipelines=sum(replicas.counts),
@@ -159,15 +175,21 @@ def summarize_plans(replicas: Replicas, plans: Sequence[Plan], straggler_time_s:
 def summarize_timeline(plan: Plan) -> TimelineSummary:
     """Summarize a plan with the timeline of its iteration."""
     computations = tuple(
-        ComputationSummary(name, rank, plan.clocks.get(name), span.start_s, span.end_s, span.power_w)
-        for rank, (name, span) in zip(plan.iteration.rank_of, replay(plan).spans.items(), strict=True)
+        ComputationSummary(
+            name, rank, plan.clocks.get(name), span.start_s, span.end_s, span.power_w
+        )
+        for rank, (name, span) in zip(
+            plan.iteration.rank_of, replay(plan).spans.items(), strict=True
+        )
     )
     return TimelineSummary(**vars(summarize_plan(plan)), computations=computations)
 
 
 def _rank(plan: Plan, timeline: Timeline, number: int) -> RankSummary:
     clocks = [plan.clocks[str(computation)] for computation in plan.schedule.ranks[number]]
-    spans = [timeline.spans[plan.iteration.names[place]] for place in plan.iteration.programs[number]]
+    spans = [
+        timeline.spans[plan.iteration.names[place]] for place in plan.iteration.programs[number]
+    ]
     busy_s = math.fsum(span.end_s - span.start_s for span in spans)
     busy_j = math.fsum(span.power_w * (span.end_s - span.start_s) for span in spans)
     energy_j = busy_j + plan.rank_waiting_w[number] * (timeline.time_s - busy_s)
@@ -176,7 +198,9 @@ def _rank(plan: Plan, timeline: Timeline, number: int) -> RankSummary:
 
 def _beside_straggler(plan: Plan, straggler_time_s: float) -> Comparison:
     waiting_w = math.fsum(plan.rank_waiting_w)
-    waiting_s = [max(0.0, straggler_time_s - time_s) for time_s in (plan.time_s, plan.baseline_time_s)]
+    waiting_s = [
+        max(0.0, straggler_time_s - time_s) for time_s in (plan.time_s, plan.baseline_time_s)
+    ]
     return compare(
         plan.time_s + waiting_s[0],
         plan.energy_j + waiting_w * waiting_s[0],
@@ -191,19 +215,27 @@ def plan_sheet(summary: PlanSummary) -> Sheet:
     rows = [
         *quantities(["{} per iteration"], "s", [summary.time_s, summary.baseline_time_s]),
         *quantities(["{} per iteration"], "J", [summary.energy_j, summary.baseline_energy_j]),
-        *quantities(["{} on average"], "W", [summary.power_w, summary.baseline_energy_j / summary.baseline_time_s]),
+        *quantities(
+            ["{} on average"],
+            "W",
+            [summary.power_w, summary.baseline_energy_j / summary.baseline_time_s],
+        ),
     ]
     names, plan, baseline = (list(map(str.strip, cells)) for cells in zip(*rows, strict=True))
     columns = [["", *names], column("this plan", plan), column(summary.baseline, baseline)]
-    changes = f" more than {summary.most_changes} times per iteration" if summary.most_changes else ""
+    changes = (
+        f" more than {summary.most_changes} times per iteration" if summary.most_changes else ""
+    )
     notes = [
-        f"It saves {saving_text(summary)} compared with {summary.baseline}, at {summary.time_ratio:.4f}x the time.",
+        f"It saves {saving_text(summary)} compared with {summary.baseline}, at "
+        f"{summary.time_ratio:.4f}x the time.",
         _bound_note(summary),
         f"No GPU changes its clock{changes}.",
     ]
     if (beside := summary.beside_straggler) is not None:
         notes.append(
-            f"Beside a straggler of {si(beside.time_s, 's', 6)} it saves {saving_text(beside)}; both wait for it."
+            f"Beside a straggler of {si(beside.time_s, 's', 6)} it saves {saving_text(beside)}; "
+            "both wait for it."
         )
     if summary.on_time is not None:
         notes += _certainty_notes(summary.on_time, summary.baseline)
@@ -216,11 +248,16 @@ def plan_sheet(summary: PlanSummary) -> Sheet:
 
 
 def _bound_note(summary: PlanSummary) -> str:
-    note = f"Its energy is {100 * summary.above_bound_share:.3f} % above the bound, the least of any plan of that time"
+    note = (
+        f"Its energy is {100 * summary.above_bound_share:.3f} % above the bound, the least of "
+        "any plan of that time"
+    )
     if summary.above_point_bound_share is None:
         return f"{note}."
     above_share = 100 * summary.above_point_bound_share
-    return f"{note}, and {above_share:.3f} % above a closer bound, for plans of measured clocks alone."
+    return (
+        f"{note}, and {above_share:.3f} % above a closer bound, for plans of measured clocks alone."
+    )
 
 
 def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
@@ -237,15 +274,23 @@ def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
         f"{100 * saved.low:.2f} to {100 * saved.high:.2f} % of its energy saved.",
     ]
     if sure.margin is None:
-        notes.append("No plan with lower clocks is that sure; measure more, or allow a longer time.")
+        notes.append(
+            "No plan with lower clocks is that sure; measure more, or allow a longer time."
+        )
     elif sure.limit_ratio is not None:
         notes.append(
-            f"A plan that takes expected times for the true ones would save {100 * sure.safety_share:.2f} % more."
+            "A plan that takes expected times for the true ones would save "
+            f"{100 * sure.safety_share:.2f} % more."
         )
     if sure.interpolated:
-        notes.append(f"{sure.interpolated} of its {sure.points} operating points were not measured but estimated.")
+        notes.append(
+            f"{sure.interpolated} of its {sure.points} operating points were not measured but "
+            "estimated."
+        )
     if not sure.has_errors:
-        notes.append("The profile has no standard errors: its noise is taken from how its rows scatter.")
+        notes.append(
+            "The profile has no standard errors: its noise is taken from how its rows scatter."
+        )
     return notes
 
 
@@ -257,17 +302,22 @@ def plan_text(summary: PlanSummary) -> str:
 def plans_text(summary: PlansSummary) -> str:
     """Return the text that `planner plan` prints of several plans, with their total."""
     time, baseline = (si(each, "s", 6) for each in (summary.time_s, summary.baseline_time_s))
-    energy, baseline_energy = (si(each, "J", 6) for each in (summary.energy_j, summary.baseline_energy_j))
+    energy, baseline_energy = (
+        si(each, "J", 6) for each in (summary.energy_j, summary.baseline_energy_j)
+    )
     return (
         "\n".join(map(plan_text, summary.plans))
-        + f"\nAll {summary.pipelines} pipelines together, each waiting for the slowest: {time} and {energy} per "
+        + f"\nAll {summary.pipelines} pipelines together, each waiting for the slowest: {time} and "
+        f"{energy} per "
         f"iteration;\nwith {summary.baseline} {baseline} and {baseline_energy}. "
         f"They save {saving_text(summary)} at {summary.time_ratio:.4f}x the time.\n"
     )
 
 
 def timeline_text(summary: TimelineSummary) -> str:
-    """Return the text that `planner show` prints: the plan, and what each rank does in an iteration."""
+    """Return the text that `planner show` prints: the plan, and what each rank does in an
+    iteration.
+    """
     ranks = summary.per_rank
     columns = [
         column("rank", [str(rank.rank) for rank in ranks]),
@@ -280,7 +330,8 @@ def timeline_text(summary: TimelineSummary) -> str:
     return (
         f"{plan_text(summary)}\n{table(columns)}\n\n"
         f"Timeline: {_STRIP} moments of the iteration; {', '.join(_legend(summary))}, . waiting.\n"
-        "Changes: clock changes from one computation to the next, and back for the next iteration.\n"
+        "Changes: clock changes from one computation to the next, and back for the next "
+        "iteration.\n"
     )
 
 
@@ -293,14 +344,21 @@ def _clock_range(rank: RankSummary) -> str:
 def _strips(summary: TimelineSummary) -> Iterable[str]:
     strips = [["."] * _STRIP for _ in summary.per_rank]
     for each in summary.computations:
-        # With a negative calibrated overhead, an iteration ends before its last computation as it is replayed.
-        first, end = (min(math.ceil(t / summary.time_s * _STRIP - 0.5), _STRIP) for t in (each.start_s, each.end_s))
+        # With a negative calibrated overhead, an iteration ends before its last computation as it
+        # is replayed.
+        first, end = (
+            min(math.ceil(t / summary.time_s * _STRIP - 0.5), _STRIP)
+            for t in (each.start_s, each.end_s)
+        )
         strips[each.rank][first:end] = _letter(each) * (end - first)
     return map("".join, strips)
 
 
 def _legend(summary: TimelineSummary) -> Iterable[str]:
-    words = {**{kind: word.replace("-", " ") for kind, word in WORDS.items()}, "o": "fixed operation"}
+    words = {
+        **{kind: word.replace("-", " ") for kind, word in WORDS.items()},
+        "o": "fixed operation",
+    }
     used = set(map(_letter, summary.computations))
     return (f"{letter} {word}" for letter, word in words.items() if letter in used)
 

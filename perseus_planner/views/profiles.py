@@ -1,4 +1,6 @@
-"""A profile: what `planner profile` and `planner show` print of it, and the time-energy curve of each computation."""
+"""A profile: what `planner profile` and `planner show` print of it, and the time-energy curve of
+each computation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.profiles.profiles import Profile
 
-_WARNINGS = ("warnings", "measured while too hot")  #: conditions of a profile that are always printed
+_WARNINGS = (
+    "warnings",
+    "measured while too hot",
+)  #: conditions of a profile that are always printed
 _LARGE_OVERHEAD = 0.1  #: of the measured iteration time
 _NANO, _MICRO = 10**9, 10**6
 
@@ -58,7 +63,9 @@ class ProfileSummary:
 
 def summarize_profile(profile: Profile) -> ProfileSummary:
     """Summarize a profile."""
-    found = tuple(_clock_range(stage, kind, rows) for (stage, kind), rows in profile.measurements.items())
+    found = tuple(
+        _clock_range(stage, kind, rows) for (stage, kind), rows in profile.measurements.items()
+    )
     return ProfileSummary(context_of_profile(profile), dict(profile.conditions), found)
 
 
@@ -70,9 +77,12 @@ def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRan
         len(rows),
         rows[0],
         rows[-1],
-        time_error=max((evidence.time_stderr_s / row.time_s for row, evidence in known), default=None),
+        time_error=max(
+            (evidence.time_stderr_s / row.time_s for row, evidence in known), default=None
+        ),
         energy_error=max(
-            (evidence.energy_stderr_j / row.energy_j for row, evidence in known if row.energy_j), default=None
+            (evidence.energy_stderr_j / row.energy_j for row, evidence in known if row.energy_j),
+            default=None,
         ),
         throttled=sum(bool(evidence.throttle) for _, evidence in known),
     )
@@ -86,14 +96,22 @@ def profile_sheet(summary: ProfileSummary) -> Sheet:
         column("stage", [str(row.stage) for row in rows]),
         column("computation", [row.instruction for row in rows]),
         column("clocks", [str(row.clocks) for row in rows]),
-        column(unit_of(context.control), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]),
+        column(
+            unit_of(context.control), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]
+        ),
         ranges("time {}", "s", [(high.time_s, low.time_s) for high, low in ends]),
         ranges("energy {}", "J", [(high.energy_j, low.energy_j) for high, low in ends]),
         *_error_columns(rows),
     ]
     made = "measured" if context.origin == "measured" else "simulated: no GPU was touched"
-    made += {"clock": "", "power-limit": "; power limits were set", "observed": "; no clock was set"}[context.control]
-    stages = f"{context.stages} stages" + (f" of {context.gpus_per_stage} GPUs" if context.gpus_per_stage > 1 else "")
+    made += {
+        "clock": "",
+        "power-limit": "; power limits were set",
+        "observed": "; no clock was set",
+    }[context.control]
+    stages = f"{context.stages} stages" + (
+        f" of {context.gpus_per_stage} GPUs" if context.gpus_per_stage > 1 else ""
+    )
     title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({made}); "
     warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
     source = "\n".join(f"{name[0].upper()}{name[1:]}: {text}" for name, text in warnings)
@@ -106,7 +124,9 @@ def profile_text(summary: ProfileSummary) -> str:
 
 
 def _error_columns(rows: Sequence[ClockRange]) -> list[list[str]]:
-    """Return the columns of standard errors and throttling; an empty list if no errors are known."""
+    """Return the columns of standard errors and throttling; an empty list if no errors are
+    known.
+    """
     if all(row.time_error is None for row in rows):
         return []
     return [
@@ -121,35 +141,45 @@ def _percent(share: float | None) -> str:
 
 
 def calibration_text(result: Calibration) -> str:
-    """Return the text that `planner calibrate` prints: the overhead and the predicted time, before and now."""
+    """Return the text that `planner calibrate` prints: the overhead and the predicted time,
+    before and now.
+    """
     before, now = (si(each, "s", 6) for each in (result.predicted_before_s, result.predicted_s))
     overheads = [si(value, "s", 6) for value in (result.overhead_before_s, result.overhead_s)]
     several = len(result.plans) > 1
     lines = [
-        f"Iteration time{f', mean of {len(result.plans)} plans' if several else ''}: {si(result.measured_s, 's', 6)} "
-        f"measured, {si(result.replayed_s, 's', 6)} replayed.",
+        f"Iteration time{f', mean of {len(result.plans)} plans' if several else ''}: "
+        f"{si(result.measured_s, 's', 6)} measured, {si(result.replayed_s, 's', 6)} replayed.",
         f"Overhead: {overheads[0]} before, {overheads[1]} now.",
     ]
     if result.hop_latency_s:
-        lines.append(f"Latency of each transfer between stages: {si(result.hop_latency_s, 's', 6)}.")
+        lines.append(
+            f"Latency of each transfer between stages: {si(result.hop_latency_s, 's', 6)}."
+        )
     if result.time_factors:
-        factors = ", ".join(f"{word_of(kind)}s {factor:.4g}x" for kind, factor in result.time_factors.items())
+        factors = ", ".join(
+            f"{word_of(kind)}s {factor:.4g}x" for kind, factor in result.time_factors.items()
+        )
         lines.append(f"Computations take longer than profiled: {factors}.")
     lines.append(
-        f"Predicted iteration time of {'these plans' if several else 'this plan'}: {before} before, {now} now."
+        f"Predicted iteration time of {'these plans' if several else 'this plan'}: {before} "
+        f"before, {now} now."
     )
     if result.left_out_error is not None:
         lines.append(
-            f"From the other plans, the time of a plan is predicted within {100 * result.left_out_error:.2f} %, mean."
+            "From the other plans, the time of a plan is predicted within "
+            f"{100 * result.left_out_error:.2f} %, mean."
         )
     if result.overhead_share > _LARGE_OVERHEAD:
         lines.append(
-            f"Warning: {100 * result.overhead_share:.0f} % of the iteration is overhead, which counts as equal for all "
-            "plans. If computations really take longer, slower plans are later than predicted; calibrate a job file "
-            "by three plans or more, of different times, to see it."
+            f"Warning: {100 * result.overhead_share:.0f} % of the iteration is overhead, which "
+            "counts as equal for all plans. If computations really take longer, slower plans are "
+            "later than predicted; calibrate a job file by three plans or more, of different "
+            "times, to see it."
         )
     lines.append(
-        "Existing frontiers and plans do not include it; make them again with `planner solve` and `planner plan`."
+        "Existing frontiers and plans do not include it; make them again with `planner solve` and "
+        "`planner plan`."
     )
     return "".join(f"{line}\n" for line in lines)
 
@@ -173,8 +203,8 @@ class MeasuredCurve:
         stage: number of the stage.
         computation: kind of computation, such as "forward".
         points: the measurements, highest clock first.
-        hull: the clocks on the lower convex hull of time and effective energy, fastest first. The solver mixes
-            neighbours on the hull; clocks above it never pay in the long run.
+        hull: the clocks on the lower convex hull of time and effective energy, fastest first. The
+            solver mixes neighbours on the hull; clocks above it never pay in the long run.
     """
 
     stage: int
@@ -187,7 +217,10 @@ def curves_of(profile: Profile) -> tuple[MeasuredCurve, ...]:
     """Return the curve of each computation of the profile."""
     return tuple(
         MeasuredCurve(
-            stage, word_of(kind), tuple(map(_point, rows)), _hull(pareto_front(rows, profile.blocking_w(stage)))
+            stage,
+            word_of(kind),
+            tuple(map(_point, rows)),
+            _hull(pareto_front(rows, profile.blocking_w(stage))),
         )
         for (stage, kind), rows in profile.measurements.items()
     )
@@ -200,7 +233,9 @@ def _point(row: Measurement) -> CurvePoint:
 
 
 def _hull(points: Sequence[OperatingPoint]) -> tuple[int, ...]:
-    scaled: dict[int, tuple[int, int]] = {}  # nanoseconds -> microjoules and clock; the cheaper of equal times is last
+    scaled: dict[
+        int, tuple[int, int]
+    ] = {}  # nanoseconds -> microjoules and clock; the cheaper of equal times is last
     for point in points:
         scaled[round(point.time_s * _NANO)] = round(point.effective_j * _MICRO), point.clock_mhz
     on_hull = lower_hull((time, cost) for time, (cost, _) in scaled.items())

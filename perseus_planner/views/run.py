@@ -1,4 +1,6 @@
-"""A training run beside its plans: the summary of what its ranks recorded, and the records that a plan predicts."""
+"""A training run beside its plans: the summary of what its ranks recorded, and the records that
+a plan predicts.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ class PlanOfRun:
         version: number of the plan.
         iterations: number of iterations by it, on the rank that has most.
         counted: number of iterations that count: those that ran as planned, without the first one.
-        time_s: iteration time on the rank where it is longest, seconds, or None if no iteration counts.
+        time_s: iteration time on the rank where it is longest, seconds, or None if no iteration
+            counts.
         planned_time_s: iteration time by the plan of the slowest pipeline, seconds.
-        energy_j: energy of an iteration over all ranks, joules, or None if that of a rank is not known.
+        energy_j: energy of an iteration over all ranks, joules, or None if that of a rank is not
+            known.
         planned_energy_j: that energy by the plan, joules.
     """
 
@@ -51,7 +55,8 @@ class PlanOfRun:
 
 @dataclass(frozen=True)
 class RankOfRun:
-    """One rank by one plan: means over the iterations that count; None if not known, or if no iteration counts.
+    """One rank by one plan: means over the iterations that count; None if not known, or if no
+    iteration counts.
 
     Attributes:
         rank: number of the rank in the job.
@@ -62,16 +67,19 @@ class RankOfRun:
         planned_busy_s: that time by the plan, seconds.
         energy_j: energy of the GPU, joules.
         planned_energy_j: that energy by the plan, joules.
-        clock: mean requested clock over the computations whose achieved clock is known, weighted by time.
+        clock: mean requested clock over the computations whose achieved clock is known, weighted by
+            time.
         achieved_mhz: mean achieved clock of these computations, MHz.
-        changes_asked: requested clock changes, in all of these iterations together, as in the next three.
+        changes_asked: requested clock changes, in all of these iterations together, as in the next
+            three.
         changes_set: changes that were made before another clock was requested.
         changes_late: changes that were made late, into the first computation (see `records.LATE`).
         changes_overtaken: changes that were not made before another clock was requested.
         planned_late: late changes by the plan.
         off_clock_s: time of computations before their requested clock was set, seconds.
         planned_off_clock_s: that time by the plan, seconds.
-        latency_p50_s: time from a request until the clock was set, median of the iterations' medians, seconds.
+        latency_p50_s: time from a request until the clock was set, median of the iterations'
+            medians, seconds.
         latency_p99_s: median of the iterations' 99th percentiles of that time, seconds.
         throttled_s: reason of throttling -> time, seconds, where that is above 0.
         temperature_c: highest temperature, degrees Celsius.
@@ -102,7 +110,9 @@ class RankOfRun:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Iterations that did not run as planned, for one reason: how many, on which ranks, and the first of them."""
+    """Iterations that did not run as planned, for one reason: how many, on which ranks, and the
+    first of them.
+    """
 
     reason: str
     times: int
@@ -116,8 +126,8 @@ class RunSummary:
 
     Attributes:
         context: the profile and the iteration of the plan `version`.
-        gpu_origin: how energy, clocks and throttling were obtained, "measured" or "simulated", or None if no GPU was
-            read or the ranks differ. Times are always measured.
+        gpu_origin: how energy, clocks and throttling were obtained, "measured" or "simulated", or
+            None if no GPU was read or the ranks differ. Times are always measured.
         pipelines: number of pipelines.
         plans: the iterations by each plan, oldest plan first.
         version: the newest plan with iterations that count; `ranks` are compared with it.
@@ -125,9 +135,11 @@ class RunSummary:
         deviations: why iterations did not run as planned, most frequent reason first.
         cut_off: ranks whose last row was cut off, and so does not count.
         attempt: number of the attempt that all of this is about.
-        totals: what ran by each plan in each attempt, and what that saved, oldest first; see `runs.Total`.
+        totals: what ran by each plan in each attempt, and what that saved, oldest first; see
+            `runs.Total`.
         total: the sum of all totals.
-        unlike_plan: that the plan `version` is of another machine, in a sentence; None if it is not.
+        unlike_plan: that the plan `version` is of another machine, in a sentence; None if it is
+            not.
     """
 
     context: Context
@@ -151,8 +163,12 @@ class RunSummary:
 
 def summarize_run(run: Run) -> RunSummary:
     """Summarize a run."""
-    version = max((each for each in run.versions if run.time_s(each) is not None), default=run.newest_version)
-    plan = run.plan(version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version)))
+    version = max(
+        (each for each in run.versions if run.time_s(each) is not None), default=run.newest_version
+    )
+    plan = run.plan(
+        version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version))
+    )
     origins = {rank.iterations[-1].origin for rank in run.ranks}
     plans = tuple(_plan(run, each) for each in run.versions)
     current = next(each for each in plans if each.version == version)
@@ -188,7 +204,9 @@ def _plan(run: Run, version: int) -> PlanOfRun:
 
 def _planned_time_s(run: Run, version: int) -> float:
     """Return the planned iteration time of the slowest pipeline, seconds."""
-    return max(run.plan(version, rank.pipeline).time_s for rank in run.ranks if rank.iterations_by(version))
+    return max(
+        run.plan(version, rank.pipeline).time_s for rank in run.ranks if rank.iterations_by(version)
+    )
 
 
 def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
@@ -197,7 +215,9 @@ def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
     for rank in run.ranks:
         if rank.iterations_by(version):
             if rank.pipeline not in planned:
-                planned[rank.pipeline] = _planned_ranks(run.plan(version, rank.pipeline), _planned_time_s(run, version))
+                planned[rank.pipeline] = _planned_ranks(
+                    run.plan(version, rank.pipeline), _planned_time_s(run, version)
+                )
             yield _rank(rank, rank.counted(version), planned[rank.pipeline][rank.pipeline_rank])
 
 
@@ -211,8 +231,12 @@ class _PlannedRank:
 
 
 def _planned_ranks(plan: Plan, time_s: float) -> list[_PlannedRank]:
-    """Return the ranks of a pipeline, as one GPU each, in an iteration that takes the slowest pipeline `time_s`."""
-    ranks = zip(summarize_plan(plan).per_rank, predict_records(plan), plan.rank_waiting_w, strict=True)
+    """Return the ranks of a pipeline, as one GPU each, in an iteration that takes the slowest
+    pipeline `time_s`.
+    """
+    ranks = zip(
+        summarize_plan(plan).per_rank, predict_records(plan), plan.rank_waiting_w, strict=True
+    )
     return [
         _PlannedRank(
             math.fsum(each.duration_s for each in computations),
@@ -224,7 +248,9 @@ def _planned_ranks(plan: Plan, time_s: float) -> list[_PlannedRank]:
 
 
 def _rank(rank: RankRecord, rows: Sequence[IterationRecord], planned: _PlannedRank) -> RankOfRun:
-    reasons = dict.fromkeys(reason for row in rows for reason, seconds in row.throttled_s.items() if seconds > 0)
+    reasons = dict.fromkeys(
+        reason for row in rows for reason, seconds in row.throttled_s.items() if seconds > 0
+    )
     clocked_s = [row.busy_s if row.achieved_mhz is not None else 0.0 for row in rows]
     return RankOfRun(
         rank=rank.rank,
@@ -246,8 +272,12 @@ def _rank(rank: RankRecord, rows: Sequence[IterationRecord], planned: _PlannedRa
         planned_off_clock_s=planned.changes.off_clock_s,
         latency_p50_s=_median([row.latency_p50_s for row in rows]),
         latency_p99_s=_median([row.latency_p99_s for row in rows]),
-        throttled_s={reason: fmean(row.throttled_s.get(reason, 0.0) for row in rows) for reason in reasons},
-        temperature_c=max((row.temperature_c for row in rows if row.temperature_c is not None), default=None),
+        throttled_s={
+            reason: fmean(row.throttled_s.get(reason, 0.0) for row in rows) for reason in reasons
+        },
+        temperature_c=max(
+            (row.temperature_c for row in rows if row.temperature_c is not None), default=None
+        ),
     )
 
 
@@ -267,7 +297,11 @@ def _weighted_mean(values: Sequence[float | None], weights: Sequence[float]) -> 
     """Return the mean of the known values by weight; unknown values must have weight 0."""
     whole = math.fsum(weights)
     pairs = zip(values, weights, strict=True)
-    return math.fsum(value * weight for value, weight in pairs if value is not None) / whole if whole > 0 else None
+    return (
+        math.fsum(value * weight for value, weight in pairs if value is not None) / whole
+        if whole > 0
+        else None
+    )
 
 
 def _deviations(run: Run) -> tuple[Deviation, ...]:
@@ -284,7 +318,9 @@ def _deviations(run: Run) -> tuple[Deviation, ...]:
 
 
 def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
-    """Predict the computations of each rank; times are seconds after the start of the iteration, number 0."""
+    """Predict the computations of each rank; times are seconds after the start of the iteration,
+    number 0.
+    """
     spans, calls = replay(plan).spans, clock_calls(plan)
     ranks = []
     for number, program in enumerate(plan.schedule.ranks):
@@ -292,9 +328,15 @@ def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
         clocks = [plan.clocks[str(each)] for each in program]
         of_rank = [call for call in calls if call.rank == number]
         previous = [clocks[-1], *(call.clock_mhz for call in of_rank)]
-        changes = [_change(call, spans_s, before) for call, before in zip(of_rank, previous, strict=False)]
+        changes = [
+            _change(call, spans_s, before) for call, before in zip(of_rank, previous, strict=False)
+        ]
         asked_s = min([0.0, *(call.requested_s for call in of_rank)])
-        ranks.append(match_changes(0, program, clocks, spans_s, changes, first_asked_s=asked_s, in_force=clocks[-1]))
+        ranks.append(
+            match_changes(
+                0, program, clocks, spans_s, changes, first_asked_s=asked_s, in_force=clocks[-1]
+            )
+        )
     return tuple(ranks)
 
 

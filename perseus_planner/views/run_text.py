@@ -28,18 +28,24 @@ def run_sheet(summary: RunSummary) -> Sheet:
     """Return a table of the recorded iterations beside what was planned, a row for each plan."""
     pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
     overhead_s = summary.context.overhead_s
-    overhead = f" The planned time includes {si(overhead_s, 's', 6)} of calibrated overhead." if overhead_s else ""
+    overhead = (
+        f" The planned time includes {si(overhead_s, 's', 6)} of calibrated overhead."
+        if overhead_s
+        else ""
+    )
     return Sheet(
         f"Run of {pipeline_text(summary.context)}{pipelines}",
         f"{run_origin_text(summary)}.{overhead}",
         list(_plan_columns(summary)),
-        "All figures are means over the iterations that count: those that ran as planned, without the first one by "
-        "each plan.",
+        "All figures are means over the iterations that count: those that ran as planned, without "
+        "the first one by each plan.",
     )
 
 
 def run_text(summary: RunSummary) -> str:
-    """Return the text that `planner show` prints: the run by plan, its ranks, their clock changes, and deviations."""
+    """Return the text that `planner show` prints: the run by plan, its ranks, their clock
+    changes, and deviations.
+    """
     counted = max((rank.iterations for rank in summary.ranks), default=0)
     parts = [
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
@@ -47,12 +53,18 @@ def run_text(summary: RunSummary) -> str:
         table(list(_load_columns(summary))),
         f"Clock changes, in all {counted} iterations that count:",
         table(list(_clock_columns(summary))),
-        f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: not set before "
-        "another clock\nwas requested. Off clock: share of the computing time before the clock was set. Delay: from "
-        "the request until\nthe clock was set.",
-        *([] if summary.unlike_plan and not summary.deviations else _deviations_text(summary.deviations)),
+        f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: "
+        "not set before another clock\nwas requested. Off clock: share of the computing time "
+        "before the clock was set. Delay: from the request until\nthe clock was set.",
+        *(
+            []
+            if summary.unlike_plan and not summary.deviations
+            else _deviations_text(summary.deviations)
+        ),
         *_cut_off_text(summary.cut_off),
-        totals_text(summary.totals, summary.total, ALL_MAXIMUM if summary.unlike_plan is None else None),
+        totals_text(
+            summary.totals, summary.total, ALL_MAXIMUM if summary.unlike_plan is None else None
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -64,7 +76,10 @@ def run_origin_text(summary: RunSummary) -> str:
         "measured": "energy and clocks measured",
         "simulated": "energy and clocks simulated",
     }
-    return f"Run: times measured, {read[summary.gpu_origin]}. Plan: replayed from a {summary.context.origin} profile"
+    return (
+        f"Run: times measured, {read[summary.gpu_origin]}. Plan: replayed from a "
+        f"{summary.context.origin} profile"
+    )
 
 
 def _plan_columns(summary: RunSummary) -> Iterator[list[str]]:
@@ -95,14 +110,19 @@ def _load_columns(summary: RunSummary) -> Iterator[list[str]]:
     energies_j = [rank.energy_j for rank in ranks], [rank.planned_energy_j for rank in ranks]
     yield from quantities(["energy {}", "planned"], "J", *energies_j)
     yield column("off %", [_off(rank.energy_j, rank.planned_energy_j) for rank in ranks])
-    yield column("deg C", ["-" if rank.temperature_c is None else f"{rank.temperature_c:.0f}" for rank in ranks])
+    yield column(
+        "deg C",
+        ["-" if rank.temperature_c is None else f"{rank.temperature_c:.0f}" for rank in ranks],
+    )
     yield ["  throttled", *(f"  {_throttled(rank)}" for rank in ranks)]
 
 
 def _clock_columns(summary: RunSummary) -> Iterator[list[str]]:
     ranks = summary.ranks
     yield from _rank_columns(summary)
-    yield column(f"{unit_of(summary.context.control)} requested", [_clock(rank.clock) for rank in ranks])
+    yield column(
+        f"{unit_of(summary.context.control)} requested", [_clock(rank.clock) for rank in ranks]
+    )
     yield column("MHz achieved", [_clock(rank.achieved_mhz) for rank in ranks])
     yield column("changes", [str(rank.changes_asked) for rank in ranks])
     yield column("set", [str(rank.changes_set) for rank in ranks])
@@ -110,7 +130,9 @@ def _clock_columns(summary: RunSummary) -> Iterator[list[str]]:
     yield column("planned", [str(rank.planned_late) for rank in ranks])
     yield column("overtaken", [str(rank.changes_overtaken) for rank in ranks])
     yield column("off clock %", [_share(rank.off_clock_s, rank.busy_s) for rank in ranks])
-    yield column("planned", [_share(rank.planned_off_clock_s, rank.planned_busy_s) for rank in ranks])
+    yield column(
+        "planned", [_share(rank.planned_off_clock_s, rank.planned_busy_s) for rank in ranks]
+    )
     yield column("delay ms p50", [_ms(rank.latency_p50_s) for rank in ranks])
     yield column("p99", [_ms(rank.latency_p99_s) for rank in ranks])
 
@@ -131,16 +153,25 @@ def _deviations_text(deviations: tuple[Deviation, ...]) -> Iterator[str]:
 
 def _cut_off_text(ranks: tuple[int, ...]) -> Iterator[str]:
     if ranks:
-        yield f"Not counted: the last row of rank{'s' * (len(ranks) > 1)} {_listed(ranks)}, which was cut off."
+        yield (
+            f"Not counted: the last row of rank{'s' * (len(ranks) > 1)} {_listed(ranks)}, which "
+            "was cut off."
+        )
 
 
 def totals_text(totals: Sequence[Total], total: Total, baseline: str | None) -> str:
-    """Return a table of what each attempt ran and saved against the baseline, if any, with their sum at the end."""
-    attempts = [reduce(Total.plus, group) for _, group in groupby(totals, key=lambda each: each.attempt)]
+    """Return a table of what each attempt ran and saved against the baseline, if any, with their
+    sum at the end.
+    """
+    attempts = [
+        reduce(Total.plus, group) for _, group in groupby(totals, key=lambda each: each.attempt)
+    ]
     shown = attempts[-_MOST_ATTEMPTS:]
     if (older := attempts[:-_MOST_ATTEMPTS]) != []:
         shown.insert(0, reduce(Total.plus, older))
-    names = ["older" if each.attempt == 0 else attempt_path(Path(), each.attempt).name for each in shown]
+    names = [
+        "older" if each.attempt == 0 else attempt_path(Path(), each.attempt).name for each in shown
+    ]
     if len(shown) > 1:
         names, shown = [*names, "all"], [*shown, total]
     columns = [
@@ -154,11 +185,18 @@ def totals_text(totals: Sequence[Total], total: Total, baseline: str | None) -> 
     else:
         saved_j = [each.saved_j if each.origin else None for each in shown]
         columns += quantities(["energy {}", "saved {}"], "J", energies_j, saved_j)
-        columns.append(column("saved %", [f"{100 * each.saved_share:.2f}" if each.origin else "-" for each in shown]))
+        columns.append(
+            column(
+                "saved %",
+                [f"{100 * each.saved_share:.2f}" if each.origin else "-" for each in shown],
+            )
+        )
     saved = "" if baseline is None else f", saved against {baseline} in as much time"
     lines = [f"All attempts, energy {total.origin or 'unknown'}{saved}:\n", table(columns)]
     if total.metered_iterations < total.iterations:
-        lines.append(f"\nThe energy of {total.metered_iterations} of {total.iterations} iterations is known.")
+        lines.append(
+            f"\nThe energy of {total.metered_iterations} of {total.iterations} iterations is known."
+        )
     return "\n".join(lines)
 
 
@@ -188,4 +226,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _throttled(rank: RankOfRun) -> str:
-    return ", ".join(f"{reason} {si(seconds, 's', 3)}" for reason, seconds in rank.throttled_s.items()) or "-"
+    return (
+        ", ".join(f"{reason} {si(seconds, 's', 3)}" for reason, seconds in rank.throttled_s.items())
+        or "-"
+    )

@@ -12,7 +12,13 @@ from perseus_planner.views.columns import column, table
 from perseus_planner.views.context import ALL_MAXIMUM, share
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import Answer, JobStatus, JobSummary, JobTelemetry, JobTotals
+    from perseus_planner.service.answers import (
+        Answer,
+        JobStatus,
+        JobSummary,
+        JobTelemetry,
+        JobTotals,
+    )
     from perseus_planner.service.history import Event
     from perseus_planner.service.model import Report
 
@@ -28,7 +34,11 @@ def answer_text(answer: Answer) -> str:
     changed = effect if answer.changed else f"nothing changes; {effect}"
     key = f"\nReport {answer.report.key}" if answer.report is not None else ""
     saved_w = answer.expected_saving_w
-    saving = "the saving is not known yet" if saved_w is None else f"reports are expected to save {si(saved_w, 'W')}"
+    saving = (
+        "the saving is not known yet"
+        if saved_w is None
+        else f"reports are expected to save {si(saved_w, 'W')}"
+    )
     return f"Job {answer.job}: {changed}; {saving}\n{answer.reason}{key}"
 
 
@@ -43,7 +53,13 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         column("slow", [str(len(each.decision.stragglers)) for each in jobs]),
         column("iteration s", [f"{each.decision.straggler_time_s:.6g}" for each in jobs]),
         column("saving W", [f"{each.expected_saving_w:.4g}" for each in jobs]),
-        ["", *(each.decision.reason if each.autopilot is None else f"autopilot: {each.autopilot}" for each in jobs)],
+        [
+            "",
+            *(
+                each.decision.reason if each.autopilot is None else f"autopilot: {each.autopilot}"
+                for each in jobs
+            ),
+        ],
     ]
     return table(columns)
 
@@ -57,25 +73,42 @@ def totals_text(jobs: Sequence[JobTotals]) -> str:
     columns = [
         ["job", *(each.name for each in jobs), "all"],
         ["since", *(_moment(each.since_s) for each in jobs), ""],
-        ["until", *("it runs" if each.ended_s is None else _moment(each.ended_s) for each in jobs), ""],
+        [
+            "until",
+            *("it runs" if each.ended_s is None else _moment(each.ended_s) for each in jobs),
+            "",
+        ],
         column("iterations", [str(row[0]) for row in rows]),
         column("seconds", [f"{row[1]:.6g}" for row in rows]),
         column("joules", [f"{row[2]:.6g}" for row in rows]),
         column("saved", [f"{row[3]:.6g}" for row in rows]),
         column("saved %", [f"{100 * share(row[3], row[2] + row[3]):.2f}" for row in rows]),
-        ["  energy is", *(f"  {(each.telemetry and each.telemetry.energy_is) or '-'}" for each in jobs), ""],
+        [
+            "  energy is",
+            *(f"  {(each.telemetry and each.telemetry.energy_is) or '-'}" for each in jobs),
+            "",
+        ],
     ]
-    return f"{table(columns)}\n\nSaved: joules against {ALL_MAXIMUM} in iterations as long, by the profile."
+    return (
+        f"{table(columns)}\n\nSaved: joules against {ALL_MAXIMUM} in iterations as long, by the "
+        "profile."
+    )
 
 
 def _sums(sent: JobTelemetry | None) -> tuple[float, ...]:
-    return (0, 0.0, 0.0, 0.0) if sent is None else (sent.iterations, sent.time_s, sent.energy_j, sent.saved_j)
+    return (
+        (0, 0.0, 0.0, 0.0)
+        if sent is None
+        else (sent.iterations, sent.time_s, sent.energy_j, sent.saved_j)
+    )
 
 
 def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     """Describe one job in full, with the events that are given, oldest first."""
     job, decision = status.job, status.decision
-    targets = list(dict.fromkeys((each.time_s, tuple(each.slow_stages.items())) for each in decision.targets))
+    targets = list(
+        dict.fromkeys((each.time_s, tuple(each.slow_stages.items())) for each in decision.targets)
+    )
     numbers = [
         [
             number
@@ -85,12 +118,17 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
         for one in targets
     ]
     lines = [
-        f"Job {job.name}: {job.pipelines} pipeline{'s' * (job.pipelines > 1)}, {job.ranks} ranks known, "
-        f"since {_moment(job.since_s)}; settings: {_settings(job)}",
-        f"Plans: {_version(status)}; reports are expected to save {si(status.expected_saving_w, 'W')}",
+        f"Job {job.name}: {job.pipelines} pipeline{'s' * (job.pipelines > 1)}, {job.ranks} ranks "
+        f"known, since {_moment(job.since_s)}; settings: {_settings(job)}",
+        f"Plans: {_version(status)}; reports are expected to save "
+        f"{si(status.expected_saving_w, 'W')}",
         f"Power: {_power(status)}",
         *([] if status.unlike_plan is None else [f"{status.unlike_plan}."]),
-        *([] if status.telemetry is None else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]),
+        *(
+            []
+            if status.telemetry is None
+            else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]
+        ),
         *([] if status.autopilot is None else [f"Autopilot: {status.autopilot}"]),
         decision.reason,
         "",
@@ -98,7 +136,13 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
             [
                 ["pipelines", *(_ranges(each) for each in numbers)],
                 column("plan s", [f"{time_s:.6g}" for time_s, _ in targets]),
-                ["slow stages", *(", ".join(f"{each[0]}: {each[1]:.4g}x" for each in slow) for _, slow in targets)],
+                [
+                    "slow stages",
+                    *(
+                        ", ".join(f"{each[0]}: {each[1]:.4g}x" for each in slow)
+                        for _, slow in targets
+                    ),
+                ],
             ]
         ),
     ]
@@ -139,7 +183,8 @@ def _power(job: JobStatus) -> str:
     expected = job.expected
     how = "replayed from a measured profile" if expected.origin == "measured" else "simulated"
     of_plans = (
-        f"{si(expected.power_w, 'W')} with these plans, {si(expected.baseline_power_w, 'W')} with all clocks at maximum"
+        f"{si(expected.power_w, 'W')} with these plans, {si(expected.baseline_power_w, 'W')} with "
+        "all clocks at maximum"
     )
     recent = (
         ""
@@ -158,7 +203,9 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
         text += f"; {si(sent.energy_j, 'J')}, {sent.energy_is}"
         text += f", saved {si(sent.saved_j, 'J')} against all clocks at maximum" if saves else ""
     if sent.set_p50_s is not None and sent.set_p99_s is not None:
-        text += f"; clocks set in {si(sent.set_p50_s, 's', 3)}, 99 % in {si(sent.set_p99_s, 's', 3)}"
+        text += (
+            f"; clocks set in {si(sent.set_p50_s, 's', 3)}, 99 % in {si(sent.set_p99_s, 's', 3)}"
+        )
     text += f", {sent.late_changes} late"
     if sent.off_plan_since_s is not None:
         since = _moment(sent.off_plan_since_s)
@@ -168,11 +215,15 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
 
 def _settings(job: JobSummary) -> str:
     text = (
-        "as fast as all clocks at maximum" if job.deadline_s is None else f"{si(job.deadline_s, 's', 6)} an iteration"
+        "as fast as all clocks at maximum"
+        if job.deadline_s is None
+        else f"{si(job.deadline_s, 's', 6)} an iteration"
     )
     text += "" if job.power_w is None else f", at most {si(job.power_w, 'W', 6)}"
     if (step := job.next_power) is not None:
-        budget = "no power budget" if step.power_w is None else f"at most {si(step.power_w, 'W', 6)}"
+        budget = (
+            "no power budget" if step.power_w is None else f"at most {si(step.power_w, 'W', 6)}"
+        )
         text += f", {budget} from {_moment(step.start_s)}"
     limit_w = job.gpu_power_limit_w
     return text if limit_w is None else f"{text}, each GPU limited to {si(limit_w, 'W', 6)}"
@@ -183,7 +234,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
     return ", ".join(
-        str(start) if start == end else f"{start} to {end}" for start, end in zip(starts, ends, strict=True)
+        str(start) if start == end else f"{start} to {end}"
+        for start, end in zip(starts, ends, strict=True)
     )
 
 
@@ -194,7 +246,11 @@ def _scope(report: Report) -> str:
 
 
 def _how(report: Report) -> str:
-    return f"{report.slowdown:.4g}x" if report.slowdown is not None else si(report.iteration_s or 0.0, "s", 6)
+    return (
+        f"{report.slowdown:.4g}x"
+        if report.slowdown is not None
+        else si(report.iteration_s or 0.0, "s", 6)
+    )
 
 
 def _begin(report: Report) -> str:
@@ -210,4 +266,8 @@ def _end(report: Report) -> str:
 def _moment(since_epoch_s: float) -> str:
     """Write a moment in local time to the second; only the time of day if it is today."""
     then = datetime.fromtimestamp(since_epoch_s).astimezone()
-    return f"{then:%H:%M:%S}" if then.date() == datetime.now().astimezone().date() else f"{then:%Y-%m-%d %H:%M:%S}"
+    return (
+        f"{then:%H:%M:%S}"
+        if then.date() == datetime.now().astimezone().date()
+        else f"{then:%Y-%m-%d %H:%M:%S}"
+    )

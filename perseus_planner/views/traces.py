@@ -10,7 +10,17 @@ from perseus_planner.errors import RunError
 from perseus_planner.plans.replay import Span, Timeline, replay
 from perseus_planner.profiles.csv_file import setting_of, unit_of
 from perseus_planner.views.context import ALL_MAXIMUM, origin_text, pipeline_text
-from perseus_planner.views.perfetto import WAITING, Counter, Flow, Process, Slice, Thread, steps, total, write_trace
+from perseus_planner.views.perfetto import (
+    WAITING,
+    Counter,
+    Flow,
+    Process,
+    Slice,
+    Thread,
+    steps,
+    total,
+    write_trace,
+)
 from perseus_planner.views.run import NO_PLAN, summarize_run
 from perseus_planner.views.run_text import run_origin_text
 
@@ -21,9 +31,11 @@ if TYPE_CHECKING:
 
 
 def trace_plan(plan: Plan, path: str | os.PathLike[str], baseline: Plan | None = None) -> None:
-    """Write the replayed iteration of a plan: a thread for each rank, power and clock of its GPUs, and transfers.
+    """Write the replayed iteration of a plan: a thread for each rank, power and clock of its GPUs,
+    and transfers.
 
-    With a negative calibrated overhead, the trace ends with the replay, which is later than `plan.time_s`.
+    With a negative calibrated overhead, the trace ends with the replay, which is later than
+    `plan.time_s`.
 
     Args:
         plan: the plan.
@@ -62,11 +74,18 @@ def _planned_process(name: str, plan: Plan) -> Process:
     clocks = [_planned_clock(plan, rank, slices[rank]) for rank in ranks]
     gpus = "" if plan.gpus_per_stage == 1 else f" ({plan.gpus_per_stage} GPUs)"
     threads = [Thread(f"rank {rank}{gpus}", slices[rank]) for rank in ranks]
-    return Process(name, threads, [total(powers, "pipeline power"), *powers, *clocks], list(_transfers(plan, timeline)))
+    return Process(
+        name,
+        threads,
+        [total(powers, "pipeline power"), *powers, *clocks],
+        list(_transfers(plan, timeline)),
+    )
 
 
 def _transfers(plan: Plan, timeline: Timeline) -> Iterator[Flow]:
-    """Yield what each computation gets from another rank: activations for a forward, else gradients."""
+    """Yield what each computation gets from another rank: activations for a forward, else
+    gradients.
+    """
     iteration, spans = plan.iteration, list(timeline.spans.values())
     for place, computation in enumerate(iteration.computations):
         for other in iteration.predecessors[place]:
@@ -76,7 +95,13 @@ def _transfers(plan: Plan, timeline: Timeline) -> Iterator[Flow]:
             from_ns, to_ns = _ns(spans[other].end_s), _ns(spans[place].start_s)
             if from_ns > _ns(spans[other].start_s):
                 name = "activations" if computation.kind == "F" else "gradients"
-                yield Flow(f"{name} of microbatch {computation.microbatch}", ranks[0], from_ns, ranks[1], to_ns)
+                yield Flow(
+                    f"{name} of microbatch {computation.microbatch}",
+                    ranks[0],
+                    from_ns,
+                    ranks[1],
+                    to_ns,
+                )
 
 
 def _planned_slices(plan: Plan, timeline: Timeline, rank: int) -> Iterator[Slice]:
@@ -95,11 +120,19 @@ def _planned_slices(plan: Plan, timeline: Timeline, rank: int) -> Iterator[Slice
 
 def _planned_slice(plan: Plan, place: int, name: str, span: Span) -> Slice:
     computations = plan.iteration.computations
-    details: dict[str, Any] = {"joules": span.power_w * (span.end_s - span.start_s), "watts": span.power_w}
+    details: dict[str, Any] = {
+        "joules": span.power_w * (span.end_s - span.start_s),
+        "watts": span.power_w,
+    }
     if place >= len(computations):
         return Slice(name, "operation of fixed time", _ns(span.start_s), _ns(span.end_s), details)
     one, (_, kind) = computations[place], plan.iteration.keys[place]
-    what = {"stage": one.stage, "kind": kind, "microbatch": one.microbatch, setting_of(plan.control): plan.clocks[name]}
+    what = {
+        "stage": one.stage,
+        "kind": kind,
+        "microbatch": one.microbatch,
+        setting_of(plan.control): plan.clocks[name],
+    }
     return Slice(name, "computation", _ns(span.start_s), _ns(span.end_s), {**what, **details})
 
 
@@ -107,21 +140,35 @@ def _planned_waiting(name: str, start_s: float, end_s: float, power_w: float) ->
     """Yield a slice of waiting, unless it takes no time."""
     start_ns, end_ns = _ns(start_s), _ns(end_s)
     if end_ns > start_ns:
-        yield Slice(name, WAITING, start_ns, end_ns, {"joules": power_w * (end_s - start_s), "watts": power_w})
+        yield Slice(
+            name,
+            WAITING,
+            start_ns,
+            end_ns,
+            {"joules": power_w * (end_s - start_s), "watts": power_w},
+        )
 
 
 def _planned_power(name: str, slices: list[Slice]) -> Counter:
-    return Counter(name, "W", steps(((each.start_ns, each.details["watts"]) for each in slices), slices[-1].end_ns))
+    return Counter(
+        name,
+        "W",
+        steps(((each.start_ns, each.details["watts"]) for each in slices), slices[-1].end_ns),
+    )
 
 
 def _planned_clock(plan: Plan, rank: int, slices: list[Slice]) -> Counter:
-    """Return the clock or the power limit: that of a computation lasts until the next one begins."""
+    """Return the clock or the power limit: that of a computation lasts until the next one
+    begins.
+    """
     setting = setting_of(plan.control)
     spans = [(each.start_ns, each.details[setting]) for each in slices if setting in each.details]
     return _clock_counter(plan, rank, [(0, spans[0][1]), *spans], slices[-1].end_ns)
 
 
-def _clock_counter(plan: Plan, rank: int, spans: Sequence[tuple[int, float]], end_ns: int) -> Counter:
+def _clock_counter(
+    plan: Plan, rank: int, spans: Sequence[tuple[int, float]], end_ns: int
+) -> Counter:
     name = "power limit" if plan.control == "power-limit" else "clock"
     return Counter(f"rank {rank} {name}", unit_of(plan.control), steps(spans, end_ns))
 
@@ -132,11 +179,12 @@ def _ns(time_s: float) -> int:
 
 
 def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
-    """Write the iterations of a run whose computations were kept: a process for each pipeline, a thread for each rank.
+    """Write the iterations of a run whose computations were kept: a process for each pipeline, a
+    thread for each rank.
 
-    Each computation has its planned time and energy beside it, and each iteration its mean power. The clocks of nodes
-    may differ, so the times of ranks are not comparable: each rank's times count from where the first iteration began
-    that all ranks have kept.
+    Each computation has its planned time and energy beside it, and each iteration its mean power.
+    The clocks of nodes may differ, so the times of ranks are not comparable: each rank's times
+    count from where the first iteration began that all ranks have kept.
 
     Raises:
         RunError: If there is no iteration whose computations all ranks have kept.
@@ -147,7 +195,8 @@ def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
     sources = run_origin_text(summary)
     pipelines = sorted({rank.pipeline for rank in run.ranks})
     about = {
-        "what": f"iterations of a training run from number {first} on, of {pipeline_text(summary.context)}",
+        "what": f"iterations of a training run from number {first} on, of "
+        f"{pipeline_text(summary.context)}",
         "origin": sources,
         "gpu": summary.context.gpu or "unknown",
         "times": f"of each rank from the start of its iteration {first}",
@@ -161,26 +210,35 @@ def _first_kept(run: Run) -> int:
     kept = set.intersection(*({row.iteration for row in _kept(rank, 0)} for rank in run.ranks))
     if not kept:
         raise RunError(
-            f"{run.folder}: there is no iteration whose computations all ranks have kept; try again in a minute, or "
-            "when the training has ended"
+            f"{run.folder}: there is no iteration whose computations all ranks have kept; try "
+            "again in a minute, or when the training has ended"
         )
     return min(kept)
 
 
 def _kept(rank: RankRecord, first: int) -> list[IterationRecord]:
     """Return the iterations of `rank` from number `first` on whose computations were kept."""
-    return [row for row in rank.iterations if row.iteration >= first and row.iteration in rank.computations]
+    return [
+        row
+        for row in rank.iterations
+        if row.iteration >= first and row.iteration in rank.computations
+    ]
 
 
 def _recorded_pipeline(run: Run, pipeline: int, first: int, sources: str) -> Process:
-    ranks = sorted((rank for rank in run.ranks if rank.pipeline == pipeline), key=lambda rank: rank.pipeline_rank)
+    ranks = sorted(
+        (rank for rank in run.ranks if rank.pipeline == pipeline),
+        key=lambda rank: rank.pipeline_rank,
+    )
     threads: list[Thread] = []
     counters: list[Counter] = []
     clocks: list[Counter] = []
     for rank in ranks:
         rows = _kept(rank, first)
         of_job = "" if rank.rank == rank.pipeline_rank else f" (of the job: {rank.rank})"
-        threads.append(Thread(f"rank {rank.pipeline_rank}{of_job}", list(_recorded_slices(run, rank, rows))))
+        threads.append(
+            Thread(f"rank {rank.pipeline_rank}{of_job}", list(_recorded_slices(run, rank, rows)))
+        )
         counters += _recorded_power(rank, rows)
         clocks += _recorded_clock(run, rank, rows)
     if len(counters) == len(ranks):
@@ -196,11 +254,19 @@ def _recorded_power(rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterat
         if row.energy_j is not None and row.time_s > 0
     ]
     if len(spans) == len(rows):
-        yield Counter(f"rank {rank.pipeline_rank} power", "W", steps(spans, _ns(rows[-1].end_s - rows[0].begin_s)))
+        yield Counter(
+            f"rank {rank.pipeline_rank} power",
+            "W",
+            steps(spans, _ns(rows[-1].end_s - rows[0].begin_s)),
+        )
 
 
-def _recorded_clock(run: Run, rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Counter]:
-    """Yield the clock or the power limit that was set, from when it was; nothing where no iteration ran by a plan."""
+def _recorded_clock(
+    run: Run, rank: RankRecord, rows: Sequence[IterationRecord]
+) -> Iterator[Counter]:
+    """Yield the clock or the power limit that was set, from when it was; nothing where no
+    iteration ran by a plan.
+    """
     zero_s, spans, control = rows[0].begin_s, list[tuple[int, float]](), None
     for row in rows:
         if row.version is None:
@@ -208,14 +274,22 @@ def _recorded_clock(run: Run, rank: RankRecord, rows: Sequence[IterationRecord])
         control = run.plan(row.version, rank.pipeline)
         for each in rank.computations[row.iteration]:
             if each.clock is not None and not each.is_overtaken:
-                set_s = each.begin_s if each.set_end_s is None else max(each.begin_s, each.set_end_s)
+                set_s = (
+                    each.begin_s if each.set_end_s is None else max(each.begin_s, each.set_end_s)
+                )
                 spans.append((max(spans[-1][0] if spans else 0, _ns(set_s - zero_s)), each.clock))
     if control is not None and spans:
-        yield _clock_counter(control, rank.pipeline_rank, spans, max(spans[-1][0], _ns(rows[-1].end_s - zero_s)))
+        yield _clock_counter(
+            control, rank.pipeline_rank, spans, max(spans[-1][0], _ns(rows[-1].end_s - zero_s))
+        )
 
 
-def _recorded_slices(run: Run, rank: RankRecord, rows: Sequence[IterationRecord]) -> Iterator[Slice]:
-    """Yield the computations and the rest of each iteration; overlapping slices are cut to follow each other."""
+def _recorded_slices(
+    run: Run, rank: RankRecord, rows: Sequence[IterationRecord]
+) -> Iterator[Slice]:
+    """Yield the computations and the rest of each iteration; overlapping slices are cut to
+    follow each other.
+    """
     zero_s, done_ns = rows[0].begin_s, 0
     for row in rows:
         plan = None if row.version is None else run.plan(row.version, rank.pipeline)
@@ -224,7 +298,9 @@ def _recorded_slices(run: Run, rank: RankRecord, rows: Sequence[IterationRecord]
             start_ns = max(done_ns, _ns(each.begin_s - zero_s))
             yield from _rest(row, done_ns, start_ns)
             done_ns = max(start_ns, _ns(each.end_s - zero_s))
-            yield Slice(str(each.computation), "computation", start_ns, done_ns, _details(row, each, plan))
+            yield Slice(
+                str(each.computation), "computation", start_ns, done_ns, _details(row, each, plan)
+            )
         end_ns = _ns(row.end_s - zero_s)
         yield from _rest(row, done_ns, end_ns)
         done_ns = max(done_ns, end_ns)
@@ -232,7 +308,9 @@ def _recorded_slices(run: Run, rank: RankRecord, rows: Sequence[IterationRecord]
 
 def _rest(row: IterationRecord, start_ns: int, end_ns: int) -> Iterator[Slice]:
     if end_ns > start_ns:
-        yield Slice("waiting or other work", WAITING, start_ns, end_ns, {"iteration": row.iteration})
+        yield Slice(
+            "waiting or other work", WAITING, start_ns, end_ns, {"iteration": row.iteration}
+        )
 
 
 def _details(row: IterationRecord, record: ComputationRecord, plan: Plan | None) -> dict[str, Any]:

@@ -27,8 +27,14 @@ def unplanned_text(summary: dict[str, Any]) -> str:
     """Return the text that `planner show` prints."""
     status = summary["autopilot"]
     pipelines = f", {summary['pipelines']} pipelines" if summary["pipelines"] > 1 else ""
-    lines = [f"Run of {summary['ranks']} ranks{pipelines}, without a plan.", "", f"Autopilot: {status}."]
+    lines = [
+        f"Run of {summary['ranks']} ranks{pipelines}, without a plan.",
+        "",
+        f"Autopilot: {status}.",
+    ]
     if status.reference_s is not None:
-        lines.append(f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks.")
+        lines.append(
+            f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks."
+        )
     text = totals_text(summary["totals"], summary["total"], "the last iterations at full clocks")
     return "\n".join([*lines, "", text]) + "\n"

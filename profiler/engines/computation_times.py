@@ -1,4 +1,6 @@
-"""How long forwards and backwards take inside a training iteration, seen through hooks on a function's results."""
+"""How long forwards and backwards take inside a training iteration, seen through hooks on a
+function's results.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class ComputationTimes:
         return wrapper
 
     def add_forward(self, begin: object, result: object) -> None:
-        """Note that a forward which began at `begin` has given `result`, and watch for its backward."""
+        """Note that a forward which began at `begin` has given `result`, and watch for its
+        backward.
+        """
         self._forwards.append((begin, mark()))
         begun = False
 
@@ -57,7 +61,9 @@ class ComputationTimes:
         from torch.autograd import Variable
 
         begin, engine = mark(), cast("Any", Variable)._execution_engine
-        engine.queue_callback(lambda: self._backwards.append((begin, mark())))  # at the end of this backward
+        engine.queue_callback(
+            lambda: self._backwards.append((begin, mark()))
+        )  # at the end of this backward
 
 
 def mark() -> Any:

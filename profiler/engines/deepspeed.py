@@ -22,7 +22,10 @@ from perseus_planner.training.values import first_device
 def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
     """Find the stage of a PipelineEngine while it runs an iteration."""
     if any(each.__name__ == "DualPipeVEngine" for each in type(engine).__mro__):
-        problem = "DualPipeV engines cannot be profiled; give `planner profile` a function that builds the stages"
+        problem = (
+            "DualPipeV engines cannot be profiled; give `planner profile` a function that "
+            "builds the stages"
+        )
         yield lambda: EngineStages.unmeasurable(problem)
         return
     module, number = engine.module, engine.stage_id
@@ -32,7 +35,8 @@ def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
             function, loss, loss_times = module.loss_fn, None, None
             if engine.is_last_stage() and function is not None:
                 loss, loss_times = bind_loss(function, loss_call), loss_call.times
-            # `forward` skips the engine's hooks on the module, which prepare for a backward that it would run.
+            # `forward` skips the engine's hooks on the module, which prepare for a backward that it
+            # would run.
             stage = local_stage(
                 number,
                 module,
@@ -43,9 +47,14 @@ def record_deepspeed(engine: Any) -> Iterator[Callable[[], EngineStages]]:
                 preserve_state=lambda: _preserve_offset(module),
             )
             device = first_device(list(module.parameters()))
-            iteration: dict[str, str | int] = {"schedule": "1f1b", "microbatches": engine.micro_batches}
+            iteration: dict[str, str | int] = {
+                "schedule": "1f1b",
+                "microbatches": engine.micro_batches,
+            }
             problem = sharding_problem([module])
-            return EngineStages((stage,), engine.grid.get_slice_parallel_rank(), device, iteration, problem)
+            return EngineStages(
+                (stage,), engine.grid.get_slice_parallel_rank(), device, iteration, problem
+            )
 
         yield stages
 

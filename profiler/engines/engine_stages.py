@@ -1,4 +1,6 @@
-"""What the adapters of all engines share: recorded calls of modules and losses, and stages made from them."""
+"""What the adapters of all engines share: recorded calls of modules and losses, and stages made
+from them.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ class EngineStages:
 class RecordedCall:
     """The arguments of the last call that trains; `args` is None until there was one.
 
-    The last call counts because engines may call modules before the first microbatch, with tensors that hold nothing,
-    to find the shapes.
+    The last call counts because engines may call modules before the first microbatch, with tensors
+    that hold nothing, to find the shapes.
 
     Attributes:
         args: Its arguments by position.
@@ -68,7 +70,9 @@ class RecordedCall:
     times: ComputationTimes = field(default_factory=ComputationTimes)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Keep copies of the arguments; return False for a call that only infers shapes or evaluates."""
+        """Keep copies of the arguments; return False for a call that only infers shapes or
+        evaluates.
+        """
         if not is_training(args, kwargs):
             return False
         self.count += 1
@@ -88,7 +92,8 @@ class RecordedCall:
         """
         if self.args is None:
             raise UsageError(
-                f"{name} did not run inside the block of profile_pipeline; run one whole training iteration there"
+                f"{name} did not run inside the block of profile_pipeline; run one whole training "
+                "iteration there"
             )
         return {"args": self.args, "kwargs": self.kwargs}
 
@@ -107,7 +112,10 @@ def record_module(module: torch.nn.Module) -> Iterator[RecordedCall]:
         if begin is not None:
             call.times.add_forward(begin, result)
 
-    handles = [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+    handles = [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave),
+    ]
     try:
         yield call
     finally:
@@ -117,7 +125,9 @@ def record_module(module: torch.nn.Module) -> Iterator[RecordedCall]:
 
 @contextmanager
 def record_attribute(owner: object, name: str) -> Iterator[RecordedCall]:
-    """Record the calls of the function, method or module that is attribute `name` of `owner`, if it is not None."""
+    """Record the calls of the function, method or module that is attribute `name` of `owner`, if
+    it is not None.
+    """
     import torch
 
     target: Callable[..., Any] | None = getattr(owner, name)
@@ -192,8 +202,12 @@ def local_stage(
     return LocalStage(number, opened, _trained_s(call.times, loss_times, split_backward))
 
 
-def _trained_s(times: ComputationTimes, loss_times: ComputationTimes | None, split_backward: bool) -> dict[str, float]:
-    """Return kind -> its time in the iteration; of a stage that splits its backward, only that of the forward."""
+def _trained_s(
+    times: ComputationTimes, loss_times: ComputationTimes | None, split_backward: bool
+) -> dict[str, float]:
+    """Return kind -> its time in the iteration; of a stage that splits its backward, only that
+    of the forward.
+    """
     parts = [times, *([] if loss_times is None else [loss_times])]
     forward_s = [part.least_forward_s() for part in parts]
     backward_s = None if split_backward else parts[-1].least_backward_s()

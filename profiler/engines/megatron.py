@@ -45,13 +45,18 @@ class MegatronLoss:
 
 
 @contextmanager
-def record_megatron(chunks: Sequence[Any], loss: MegatronLoss) -> Iterator[Callable[[], EngineStages]]:
-    """Find the stages of the model chunks, first to last on this rank, while they run an iteration."""
+def record_megatron(
+    chunks: Sequence[Any], loss: MegatronLoss
+) -> Iterator[Callable[[], EngineStages]]:
+    """Find the stages of the model chunks, first to last on this rank, while they run an
+    iteration.
+    """
     from megatron.core import parallel_state
 
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         problem = (
-            "expert parallelism spreads experts over replicas, so no stage can be measured alone; profile without it"
+            "expert parallelism spreads experts over replicas, so no stage can be measured "
+            "alone; profile without it"
         )
         yield lambda: EngineStages.unmeasurable(problem)
         return
@@ -61,11 +66,16 @@ def record_megatron(chunks: Sequence[Any], loss: MegatronLoss) -> Iterator[Calla
     )
     with ExitStack() as stack:
         calls = [stack.enter_context(record_module(chunk)) for chunk in chunks]
-        received = [stack.enter_context(record_attribute(_receiver(chunk), "set_input_tensor")) for chunk in chunks]
+        received = [
+            stack.enter_context(record_attribute(_receiver(chunk), "set_input_tensor"))
+            for chunk in chunks
+        ]
 
         def stages() -> EngineStages:
             found = []
-            for index, (chunk, call, tensor) in enumerate(zip(chunks, calls, received, strict=True)):
+            for index, (chunk, call, tensor) in enumerate(
+                zip(chunks, calls, received, strict=True)
+            ):
                 number = index * ranks + rank
                 last = number == ranks * len(chunks) - 1
                 stage = local_stage(
@@ -81,7 +91,9 @@ def record_megatron(chunks: Sequence[Any], loss: MegatronLoss) -> Iterator[Calla
                 found.append(stage)
             device = first_device(list(chunks[0].parameters()))
             iteration = _iteration(chunks, calls[0].count)
-            return EngineStages(tuple(found), _tensor_rank(), device, iteration, sharding_problem(chunks))
+            return EngineStages(
+                tuple(found), _tensor_rank(), device, iteration, sharding_problem(chunks)
+            )
 
         yield stages
 
@@ -128,8 +140,8 @@ def _forward(chunk: Any) -> Callable[..., Any]:
 def _scalar_loss(function: Callable[..., Any] | None) -> Callable[[Any], Any]:
     if function is None:
         raise UsageError(
-            "the loss of the last stage is not known: inside the block of profile_pipeline, give Megatron "
-            "`profiling.watched(forward_step)` as its forward_step_func"
+            "the loss of the last stage is not known: inside the block of profile_pipeline, give "
+            "Megatron `profiling.watched(forward_step)` as its forward_step_func"
         )
     # It returns the loss and what to report, or the loss, the number of tokens and what to report.
     return lambda output: function(output)[0]

@@ -30,7 +30,9 @@ _SCHEDULES = {
 
 @contextmanager
 def record_torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[[], EngineStages]]:
-    """Find the stages of a schedule while it runs an iteration. If it runs I and W, these are measured too."""
+    """Find the stages of a schedule while it runs an iteration. If it runs I and W, these are
+    measured too.
+    """
     # torch offers no public access to the stages and the loss.
     parts = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
     split = _splits_backward(schedule)
@@ -42,22 +44,36 @@ def record_torch_schedule(schedule: Any, tensor_rank: int) -> Iterator[Callable[
         def stages() -> EngineStages:
             found = []
             for part, call in zip(parts, calls, strict=True):
-                loss = (bind_loss(function, loss_call), loss_call.times) if part.is_last else (None,)
+                loss = (
+                    (bind_loss(function, loss_call), loss_call.times) if part.is_last else (None,)
+                )
                 forward = unpacked(part.submod)
-                found.append(local_stage(part.stage_index, part.submod, forward, call, *loss, split_backward=split))
+                found.append(
+                    local_stage(
+                        part.stage_index, part.submod, forward, call, *loss, split_backward=split
+                    )
+                )
             problem = sharding_problem(part.submod for part in parts)
-            return EngineStages(tuple(found), tensor_rank, parts[0].device, _iteration(schedule, parts), problem)
+            return EngineStages(
+                tuple(found), tensor_rank, parts[0].device, _iteration(schedule, parts), problem
+            )
 
         yield stages
 
 
 def _iteration(schedule: Any, parts: Sequence[Any]) -> dict[str, str | int]:
-    """Return how a schedule of torch is generated; nothing for one that is read from a file or the user's own."""
+    """Return how a schedule of torch is generated; nothing for one that is read from a file or
+    the user's own.
+    """
     name = _SCHEDULES.get(type(schedule).__name__)
     if name is None:
         return {}
     microbatches: int = schedule._n_microbatches
-    iteration: dict[str, str | int] = {"schedule": name, "microbatches": microbatches, "virtual_stages": len(parts)}
+    iteration: dict[str, str | int] = {
+        "schedule": name,
+        "microbatches": microbatches,
+        "virtual_stages": len(parts),
+    }
     if name == "interleaved-1f1b":
         iteration["microbatch_group"] = microbatches // max(1, microbatches // parts[0].group_size)
     return iteration
@@ -66,4 +82,6 @@ def _iteration(schedule: Any, parts: Sequence[Any]) -> dict[str, str | int]:
 def _splits_backward(schedule: Any) -> bool:
     order: Mapping[int, Any] = getattr(schedule, "pipeline_order", None) or {}
     actions = (action for row in order.values() for action in row if action is not None)
-    return any(getattr(action.computation_type, "name", "") == "BACKWARD_INPUT" for action in actions)
+    return any(
+        getattr(action.computation_type, "name", "") == "BACKWARD_INPUT" for action in actions
+    )

@@ -1,8 +1,10 @@
-"""Ranks that profile a pipeline together, coordinated through the store of their torch.distributed process group.
+"""Ranks that profile a pipeline together, coordinated through the store of their torch.distributed
+process group.
 
-Each stage is measured by the ranks that hold it, all stages at once. The ranks of one stage (tensor parallelism)
-measure in step; different stages wait for each other only at the end. If one rank ends, all end: the store carries its
-error to the others, and a rank without a heartbeat for some time is presumed dead.
+Each stage is measured by the ranks that hold it, all stages at once. The ranks of one stage (tensor
+parallelism) measure in step; different stages wait for each other only at the end. If one rank
+ends, all end: the store carries its error to the others, and a rank without a heartbeat for some
+time is presumed dead.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ TIMEOUT_S = 120.0
 """A rank without a heartbeat for this long is presumed dead, seconds."""
 
 _HEARTBEAT_S = 0.25  # between two heartbeats, and between two checks of the others'
-_LEAVE_S = 2.0  # how long a leaving rank, which may hold the store, waits for the others to read the last message
+# how long a leaving rank, which may hold the store, waits for the others to read the last message
+_LEAVE_S = 2.0
 _MAX_POLL_S = 0.05
 _sessions = count()
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The position of a rank in a pipeline of `stages`, each on `tensor_parallel` GPUs; both ranks count from 0."""
+    """The position of a rank in a pipeline of `stages`, each on `tensor_parallel` GPUs; both
+    ranks count from 0.
+    """
 
     stage: int
     stages: int
@@ -46,7 +51,8 @@ class RankPosition:
 
 
 def position_of(rank: int, world: int, stages: int, tensor_parallel: int) -> RankPosition:
-    """Return the position of `rank` among `world`: stage by stage, with the ranks of a stage next to each other.
+    """Return the position of `rank` among `world`: stage by stage, with the ranks of a stage next
+    to each other.
 
     Raises:
         UsageError: If there are not as many ranks as GPUs in the pipeline.
@@ -54,18 +60,19 @@ def position_of(rank: int, world: int, stages: int, tensor_parallel: int) -> Ran
     if world != stages * tensor_parallel:
         raise UsageError(
             f"{stages} stages on {tensor_parallel} GPU{'s' * (tensor_parallel != 1)} each need "
-            f"{stages * tensor_parallel} ranks, but there are {world}; start {stages * tensor_parallel} ranks, of one "
-            "pipeline only"
+            f"{stages * tensor_parallel} ranks, but there are {world}; start "
+            f"{stages * tensor_parallel} ranks, of one pipeline only"
         )
     return RankPosition(rank // tensor_parallel, stages, rank % tensor_parallel, tensor_parallel)
 
 
 @contextmanager
 def process_group() -> Iterator[tuple[int, int] | None]:
-    """Yield this rank and the number of ranks, inside torch's process group; None if this process is not a rank.
+    """Yield this rank and the number of ranks, inside torch's process group; None if this process
+    is not a rank.
 
-    An existing group is used. Otherwise one is made from the environment that torchrun or the deepspeed launcher set,
-    and destroyed on leaving.
+    An existing group is used. Otherwise one is made from the environment that torchrun or the
+    deepspeed launcher set, and destroyed on leaving.
 
     Raises:
         UsageError: If the environment names a rank, but not how to reach the others.
@@ -102,11 +109,15 @@ def _init_process_group() -> None:
     import torch
     import torch.distributed as dist
 
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
+    ]
     if missing:
         raise UsageError(
-            f"the environment has a rank but no {' and no '.join(missing)}; start with torchrun, or unset RANK and "
-            "WORLD_SIZE to profile in one process"
+            f"the environment has a rank but no {' and no '.join(missing)}; start with torchrun, "
+            "or unset RANK and WORLD_SIZE to profile in one process"
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
@@ -117,7 +128,8 @@ def _init_process_group() -> None:
 
 
 class RankGroup:
-    """All ranks of a process group; a context manager that every rank enters. If one leaves by an error, all do.
+    """All ranks of a process group; a context manager that every rank enters. If one leaves by an
+    error, all do.
 
     Args:
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
@@ -128,13 +140,19 @@ class RankGroup:
         from torch.distributed.distributed_c10d import _get_default_store
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.store: Store = dist.PrefixStore(f"perseus-planner/{next(_sessions)}", _get_default_store())
+        self.store: Store = dist.PrefixStore(
+            f"perseus-planner/{next(_sessions)}", _get_default_store()
+        )
         self._timeout_s = timeout_s
         self._turns: Counter[str] = Counter()
-        self._heartbeats = [(b"", time.monotonic())] * self.size  # the last one of each rank, and when it was new
+        self._heartbeats = [
+            (b"", time.monotonic())
+        ] * self.size  # the last one of each rank, and when it was new
         self._checked_s = 0.0
         self._left = threading.Event()
-        self._heart = threading.Thread(target=self._beat, daemon=True, name="perseus-planner heartbeat")
+        self._heart = threading.Thread(
+            target=self._beat, daemon=True, name="perseus-planner heartbeat"
+        )
 
     def __enter__(self) -> RankGroup:
         self._heart.start()
@@ -153,7 +171,8 @@ class RankGroup:
             raise EndedElsewhere(text) from error
 
     def gather(self, value: T, ranks: Sequence[int] | None = None) -> list[T]:
-        """Return the values of all of `ranks`, each of which calls this, in their order; of all ranks if None.
+        """Return the values of all of `ranks`, each of which calls this, in their order; of all
+        ranks if None.
 
         Raises:
             RankError: If another rank has ended, or is presumed dead.
@@ -186,7 +205,9 @@ class RankGroup:
                 self._check_heartbeat(rank)
 
     def rank_error(self, text: str) -> RankError:
-        """Return the error to raise when another rank has ended; only the first rank to notice reports `text`."""
+        """Return the error to raise when another rank has ended; only the first rank to notice
+        reports `text`.
+        """
         return RankError(text) if self._report_end(text) else EndedElsewhere(text)
 
     def _check_heartbeat(self, rank: int) -> None:
@@ -196,7 +217,10 @@ class RankGroup:
         if beat != last:
             self._heartbeats[rank] = (beat, now_s)
         elif now_s - since_s > self._timeout_s:
-            text = f"rank {rank} has shown no sign of life for {self._timeout_s:.6g} s; see why it ended, and resume"
+            text = (
+                f"rank {rank} has shown no sign of life for {self._timeout_s:.6g} s; see why it "
+                "ended, and resume"
+            )
             raise self.rank_error(text)
 
     def _wait_for(self, keys: list[str]) -> None:
@@ -215,7 +239,9 @@ class RankGroup:
         return True
 
     def _wait_for_others(self) -> None:
-        """Wait until the other ranks leave too, for a limited time, as one of them may have died."""
+        """Wait until the other ranks leave too, for a limited time, as one of them may have
+        died.
+        """
         until_s = time.monotonic() + _LEAVE_S
         with suppress(RuntimeError):  # the rank that holds the store may have ended already
             self.store.set(f"left/{self.rank}", "")
@@ -230,7 +256,9 @@ class RankGroup:
         except PlannerError:
             raise
         except RuntimeError as error:
-            raise RankError("the rank that holds the store of all ranks has ended; see why, and resume") from error
+            raise RankError(
+                "the rank that holds the store of all ranks has ended; see why, and resume"
+            ) from error
 
     def _beat(self) -> None:
         for beat in count():

@@ -1,4 +1,6 @@
-"""Measure the stages that this process holds, alone or beside other ranks, and assemble the profile of all stages."""
+"""Measure the stages that this process holds, alone or beside other ranks, and assemble the
+profile of all stages.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,10 @@ class LocalStage:
 
     Attributes:
         number: The number of the stage in the pipeline, from 0.
-        open: Opens the stage on a GPU for as long as it is measured, given the function that blocks it on its neighbour
-            (None if it has none).
-        trained_s: Kind -> its time in the training iteration that the stage repeats, seconds; empty if there is none.
+        open: Opens the stage on a GPU for as long as it is measured, given the function that blocks
+            it on its neighbour (None if it has none).
+        trained_s: Kind -> its time in the training iteration that the stage repeats, seconds; empty
+            if there is none.
     """
 
     number: int
@@ -54,7 +57,8 @@ class ProfileRequest:
     Attributes:
         gpu: Each rank's GPU, as in `gpu_text`.
         settings: How to measure.
-        output: The profile to write, .yaml, beside which finished rows are kept until then; None to write nothing.
+        output: The profile to write, .yaml, beside which finished rows are kept until then; None to
+            write nothing.
         resume: Whether to go on from the rows that were kept.
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
@@ -74,22 +78,32 @@ class ProfileRequest:
     force: bool = False
 
 
-def measure_alone(stages: Sequence[LocalStage], request: ProfileRequest, device: torch.device) -> Profile:
-    """Measure all stages of a pipeline in this process, one after the other, and write their profile.
+def measure_alone(
+    stages: Sequence[LocalStage], request: ProfileRequest, device: torch.device
+) -> Profile:
+    """Measure all stages of a pipeline in this process, one after the other, and write their
+    profile.
 
     Raises:
         UsageError: If the stages would not run on the GPU that is measured.
         GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
     """
     with _lease_gpu(request, device) as gpu:
-        rows = with_one_power([_measure(gpu, stage, request, len(stages), len(stages)) for stage in stages])
+        rows = with_one_power(
+            [_measure(gpu, stage, request, len(stages), len(stages)) for stage in stages]
+        )
     return _write_profile(rows, request)
 
 
 def measure_with_ranks(
-    group: RankGroup, stages: Sequence[LocalStage], tensor_rank: int, request: ProfileRequest, device: torch.device
+    group: RankGroup,
+    stages: Sequence[LocalStage],
+    tensor_rank: int,
+    request: ProfileRequest,
+    device: torch.device,
 ) -> Profile | None:
-    """Measure the stages of this rank while the others measure theirs. All ranks call this; rank 0 gets the profile.
+    """Measure the stages of this rank while the others measure theirs. All ranks call this; rank 0
+    gets the profile.
 
     Of data-parallel replicas, the one with the lowest ranks measures while the others wait.
 
@@ -101,14 +115,19 @@ def measure_with_ranks(
         device: Where this rank computes.
 
     Raises:
-        UsageError: If the stages would not run on the GPU that is measured, or two ranks would measure the same GPU.
+        UsageError: If the stages would not run on the GPU that is measured, or two ranks would
+            measure the same GPU.
         RankError: If another rank has ended.
         GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
     """
     holdings = group.gather((tuple(stage.number for stage in stages), tensor_rank))
     measuring = [rank for rank, holding in enumerate(holdings) if holdings.index(holding) == rank]
-    by_tensor_rank = {each: [rank for rank in measuring if holdings[rank][1] == each] for _, each in holdings}
-    pipelines = [sorted(ranks, key=lambda rank: holdings[rank]) for ranks in by_tensor_rank.values()]
+    by_tensor_rank = {
+        each: [rank for rank in measuring if holdings[rank][1] == each] for _, each in holdings
+    }
+    pipelines = [
+        sorted(ranks, key=lambda rank: holdings[rank]) for ranks in by_tensor_rank.values()
+    ]
     total = len({number for numbers, _ in holdings for number in numbers})
     rows: list[StageRows] = []
     messages = pipelines if request.blocking_power_w is None else []
@@ -120,10 +139,22 @@ def measure_with_ranks(
             stage_group = StageGroup(group, sorted(sharing, key=lambda rank: holdings[rank][1]))
             block = neighbour.block if neighbour.exists else None
             with _lease_gpu(request, device) as gpu:
-                _refuse_shared_gpus(group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings)))
+                _refuse_shared_gpus(
+                    group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings))
+                )
                 with _rank_errors(group):
                     rows = [
-                        _measure(gpu, stage, request, len(stages), total, group, stage_group, block, tensor_rank)
+                        _measure(
+                            gpu,
+                            stage,
+                            request,
+                            len(stages),
+                            total,
+                            group,
+                            stage_group,
+                            block,
+                            tensor_rank,
+                        )
                         for stage in stages
                     ]
         rows = with_one_power(rows)
@@ -137,7 +168,9 @@ def measure_with_ranks(
 
 @contextmanager
 def _rank_errors(group: RankGroup) -> Iterator[None]:
-    """Turn the error of a stage's collective that lost a rank into the one that all ranks agree on."""
+    """Turn the error of a stage's collective that lost a rank into the one that all ranks agree
+    on.
+    """
     import torch.distributed as dist
 
     try:
@@ -145,14 +178,17 @@ def _rank_errors(group: RankGroup) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "Connection closed by peer" not in str(error):
             raise
-        raise group.rank_error("a rank that shares a stage has ended; see why, and resume") from error
+        raise group.rank_error(
+            "a rank that shares a stage has ended; see why, and resume"
+        ) from error
 
 
 @contextmanager
 def _lease_gpu(request: ProfileRequest, device: torch.device) -> Iterator[Gpu]:
     """Open this process's GPU, which no other process of the planner can set meanwhile.
 
-    Of an emulated GPU, open the simulated one that it behaves like: the same times and energies, without the wait.
+    Of an emulated GPU, open the simulated one that it behaves like: the same times and energies,
+    without the wait.
     """
     gpu = open_gpu(gpu_text(request.gpu, device))
     if isinstance(gpu, EmulatedGpu):
@@ -175,8 +211,8 @@ def _refuse_shared_gpus(gpus: Sequence[tuple[str, str, bool] | None]) -> None:
     for gpu in gpus:
         if gpu is not None and gpu[2] and gpu in found:
             raise UsageError(
-                f"two ranks on {gpu[0]} would measure the same GPU, {gpu[1]}; name the back-end alone, such as nvml, "
-                "and each rank measures the GPU that it computes on"
+                f"two ranks on {gpu[0]} would measure the same GPU, {gpu[1]}; name the back-end "
+                "alone, such as nvml, and each rank measures the GPU that it computes on"
             )
         found.add(gpu)
 
@@ -198,7 +234,11 @@ def _measure(
         if request.progress is not None:
             request.progress(done, total)
 
-    rows_file = rows_path(request.output, stage.number) if request.output is not None and tensor_rank == 0 else None
+    rows_file = (
+        rows_path(request.output, stage.number)
+        if request.output is not None and tensor_rank == 0
+        else None
+    )
     with stage.open(gpu, block) as opened:
         difference = _difference_from_training(gpu, opened, stage, request)
         rows = measure_stage(
@@ -212,10 +252,16 @@ def _measure(
             progress=progress,
             stages=stages,
         )
-    return rows if difference is None else replace(rows, conditions={**rows.conditions, "unlike training": difference})
+    return (
+        rows
+        if difference is None
+        else replace(rows, conditions={**rows.conditions, "unlike training": difference})
+    )
 
 
-def _difference_from_training(gpu: Gpu, opened: Stage, stage: LocalStage, request: ProfileRequest) -> str | None:
+def _difference_from_training(
+    gpu: Gpu, opened: Stage, stage: LocalStage, request: ProfileRequest
+) -> str | None:
     """Return how the repeated computations differ from those of the iteration; None if they do not.
 
     Raises:
@@ -226,9 +272,10 @@ def _difference_from_training(gpu: Gpu, opened: Stage, stage: LocalStage, reques
     difference = difference_from_training(opened, stage.number, stage.trained_s)
     if difference is not None and not request.force:
         raise ProfileError(
-            f"{difference}, over {TOLERANCE:.0%} apart, so the profile would not be that of the training; profile an "
-            "iteration after the first ones, of several microbatches, while nothing else runs on the GPU; or measure "
-            "all the same, with profile_pipeline(..., force=True)"
+            f"{difference}, over {TOLERANCE:.0%} apart, so the profile would not be that of the "
+            "training; profile an iteration after the first ones, of several microbatches, while "
+            "nothing else runs on the GPU; or measure all the same, with profile_pipeline(..., "
+            "force=True)"
         )
     if difference is not None:
         _logger.warning("%s; measured all the same, as force is given", difference)
@@ -241,7 +288,10 @@ def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profil
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     conditions = {"measured at": now, "torch": str(torch.__version__)}
     profile = assemble_profile(
-        rows, blocking_power_w=request.blocking_power_w, iteration=request.iteration, conditions=conditions
+        rows,
+        blocking_power_w=request.blocking_power_w,
+        iteration=request.iteration,
+        conditions=conditions,
     )
     if request.output is not None:
         profile.save(request.output)

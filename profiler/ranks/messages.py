@@ -1,4 +1,6 @@
-"""Send messages both ways between the ranks of neighbouring stages, and find those that do not arrive."""
+"""Send messages both ways between the ranks of neighbouring stages, and find those that do not
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Exchange:
     Attributes:
         received: The messages that came.
         problems: What did not come or go, and what to do.
-        is_stuck: Whether a thread of this process still waits, so that its process group cannot be left in order.
+        is_stuck: Whether a thread of this process still waits, so that its process group cannot be
+            left in order.
     """
 
     received: tuple[Message, ...]
@@ -50,8 +53,8 @@ class Exchange:
 def exchange(group: RankGroup, stages: int, device: torch.device, limit_s: float) -> Exchange:
     """Exchange messages with the ranks of the stages before and after. All ranks call this.
 
-    Even stages exchange with the next ones first, then odd ones, so no pair waits for another. A pair whose messages
-    did not arrive is left alone, and named by both of its ranks.
+    Even stages exchange with the next ones first, then odd ones, so no pair waits for another. A
+    pair whose messages did not arrive is left alone, and named by both of its ranks.
 
     Args:
         group: All ranks; those of a stage are next to each other.
@@ -74,7 +77,9 @@ def exchange(group: RankGroup, stages: int, device: torch.device, limit_s: float
         pair: _Pair | None = None
         if 0 <= other < group.size and group.rank not in stuck:
             if other in stuck:
-                problems.append(f"messages with rank {other} were not tried, as another one hangs there")
+                problems.append(
+                    f"messages with rank {other} were not tried, as another one hangs there"
+                )
             else:
                 pair = _Pair(group.rank, other, is_first, device, channel, limit_s)
                 received += pair.received
@@ -85,24 +90,34 @@ def exchange(group: RankGroup, stages: int, device: torch.device, limit_s: float
 
 
 class _Pair:
-    """The messages of two ranks, exchanged by a thread that is left alone when it takes too long."""
+    """The messages of two ranks, exchanged by a thread that is left alone when it takes too
+    long.
+    """
 
     def __init__(
-        self, rank: int, other: int, is_first: bool, device: torch.device, channel: Any, limit_s: float
+        self,
+        rank: int,
+        other: int,
+        is_first: bool,
+        device: torch.device,
+        channel: Any,
+        limit_s: float,
     ) -> None:
         self._rank, self._other, self._is_first = rank, other, is_first
         self._device, self._channel = device, channel
         self._awaited = ""  # the message that this rank sends or receives now
         self.received: list[Message] = []
         self.problems: list[str] = []
-        thread = threading.Thread(target=self._exchange, daemon=True, name="perseus-planner messages")
+        thread = threading.Thread(
+            target=self._exchange, daemon=True, name="perseus-planner messages"
+        )
         thread.start()
         thread.join(limit_s)
         self.is_stuck = thread.is_alive()
         if self.is_stuck:
             self.problems = [
-                f"{self._awaited} has not arrived within {limit_s:g} s; see with NCCL_DEBUG=INFO whether their GPUs "
-                "can reach each other"
+                f"{self._awaited} has not arrived within {limit_s:g} s; see with NCCL_DEBUG=INFO "
+                "whether their GPUs can reach each other"
             ]
 
     def _exchange(self) -> None:
@@ -116,7 +131,9 @@ class _Pair:
                 for sends in (self._is_first, not self._is_first):
                     self._pass_on(torch.zeros(numbers, device=self._device), sends)
         except RuntimeError as error:
-            self.problems.append(f"{self._awaited} failed: {describe_error(error)}; see why with NCCL_DEBUG=INFO")
+            self.problems.append(
+                f"{self._awaited} failed: {describe_error(error)}; see why with NCCL_DEBUG=INFO"
+            )
 
     def _pass_on(self, message: torch.Tensor, sends: bool) -> None:
         import torch

@@ -1,4 +1,6 @@
-"""Block a rank on a receive, as in training, by having its neighbour in the pipeline delay the message."""
+"""Block a rank on a receive, as in training, by having its neighbour in the pipeline delay the
+message.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,21 @@ if TYPE_CHECKING:
     from perseus_planner.profiler.ranks.group import RankGroup
 
 LIMIT_S = 60.0
-"""A message may come this much later than it was asked for, seconds; its sender may be sending another one first."""
+"""A message may come this much later than it was asked for, seconds; its sender may be sending
+another one first.
+"""
 
 _POLL_S = 0.02
 _POLL_MESSAGE_S = 1e-3
 
 
 def neighbours(pipelines: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return rank -> the rank whose messages it waits for: the next stage's; for the last stage the one before.
+    """Return rank -> the rank whose messages it waits for: the next stage's; for the last stage the
+    one before.
 
     Args:
-        pipelines: For each tensor rank, the ranks from the first stage to the last. A rank alone has no neighbour.
+        pipelines: For each tensor rank, the ranks from the first stage to the last. A rank alone
+            has no neighbour.
     """
     pairs: dict[int, int] = {}
     for ranks in pipelines:
@@ -37,18 +43,24 @@ def neighbours(pipelines: Sequence[Sequence[int]]) -> dict[int, int]:
 class Neighbour:
     """The messages that this rank waits for, and those that it sends to others after a delay.
 
-    A rank asks its neighbour for a message after a given time, and its GPU blocks in a receive until it comes. The
-    neighbour sends it from a thread, so no rank interrupts its own measurements for another's.
+    A rank asks its neighbour for a message after a given time, and its GPU blocks in a receive
+    until it comes. The neighbour sends it from a thread, so no rank interrupts its own measurements
+    for another's.
 
-    Two ranks may block on each other at once. So on a GPU nothing that a send needs may be queued behind a receive: the
-    thread has a stream of its own, and messages are awaited on the host, as a stream that waits would also hold up the
-    other streams if they share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-core sets it).
+    Two ranks may block on each other at once. So on a GPU nothing that a send needs may be queued
+    behind a receive: the thread has a stream of its own, and messages are awaited on the host, as a
+    stream that waits would also hold up the other streams if they share one queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-core sets it).
     """
 
-    def __init__(self, group: RankGroup, pairs: Mapping[int, int], channels: Mapping[int, Any], device: Any) -> None:
+    def __init__(
+        self, group: RankGroup, pairs: Mapping[int, int], channels: Mapping[int, Any], device: Any
+    ) -> None:
         self._group, self._pairs, self._channels, self._device = group, pairs, channels, device
         self._stopped = threading.Event()
-        self._sender = threading.Thread(target=self._serve, daemon=True, name="perseus-planner messages")
+        self._sender = threading.Thread(
+            target=self._serve, daemon=True, name="perseus-planner messages"
+        )
 
     @property
     def exists(self) -> bool:
@@ -74,12 +86,16 @@ class Neighbour:
             self._await(work, limit_s, self._group.check)
         except TimeoutError:
             raise self._group.rank_error(
-                f"rank {sender} is alive, but a message that rank {rank} waits for has not come within "
-                f"{limit_s:.6g} s; see with NCCL_DEBUG=INFO whether their GPUs can reach each other, or give "
-                "--blocking-power W (in Python blocking_power_w=), which needs no messages"
+                f"rank {sender} is alive, but a message that rank {rank} waits for has not come "
+                f"within {limit_s:.6g} s; see with NCCL_DEBUG=INFO whether their GPUs can reach "
+                "each other, or give --blocking-power W (in Python blocking_power_w=), which "
+                "needs no messages"
             ) from None
         except RuntimeError as error:
-            text = f"rank {sender} has not sent the message that rank {rank} waits for; see why it ended, and resume"
+            text = (
+                f"rank {sender} has not sent the message that rank {rank} waits for; see why it "
+                "ended, and resume"
+            )
             raise self._group.rank_error(text) from error
 
     def start(self) -> None:
@@ -133,7 +149,8 @@ class Neighbour:
                 self._group.store.delete_key(key)
                 self._send(receiver, duration_s)
             except (RuntimeError, TimeoutError):
-                return  # the store or the receiver has ended: all other ranks notice it where they wait
+                # the store or the receiver has ended: all other ranks notice it where they wait
+                return
 
     def _send(self, receiver: int, duration_s: float) -> None:
         import torch
@@ -141,7 +158,9 @@ class Neighbour:
 
         self._stopped.wait(duration_s)
         message = torch.zeros(1, device=self._device)
-        self._await(dist.isend(message, receiver, self._channels[receiver]), LIMIT_S, self._check_wanted)
+        self._await(
+            dist.isend(message, receiver, self._channels[receiver]), LIMIT_S, self._check_wanted
+        )
 
     def _check_wanted(self) -> None:
         if self._stopped.is_set():  # the receiver has given up
@@ -149,8 +168,11 @@ class Neighbour:
 
 
 @contextmanager
-def connect_neighbour(group: RankGroup, pipelines: Sequence[Sequence[int]], device: Any) -> Iterator[Neighbour]:
-    """Yield the neighbour of this rank, with process groups for these messages; all ranks enter and leave together.
+def connect_neighbour(
+    group: RankGroup, pipelines: Sequence[Sequence[int]], device: Any
+) -> Iterator[Neighbour]:
+    """Yield the neighbour of this rank, with process groups for these messages; all ranks enter and
+    leave together.
 
     Args:
         group: All ranks.
@@ -164,8 +186,11 @@ def connect_neighbour(group: RankGroup, pipelines: Sequence[Sequence[int]], devi
 
     pairs = neighbours(pipelines)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # One for each direction: on a shared one, two neighbours that wait for each other would never stop waiting.
-    channels = {rank: dist.new_group([rank, sender], backend=backend) for rank, sender in pairs.items()}
+    # One for each direction: on a shared one, two neighbours that wait for each other would never
+    # stop waiting.
+    channels = {
+        rank: dist.new_group([rank, sender], backend=backend) for rank, sender in pairs.items()
+    }
     neighbour = Neighbour(group, pairs, channels, device)
     neighbour.start()
     try:

@@ -1,8 +1,9 @@
-"""The service's part in a training job: rank 0 registers the job, follows its plans, and reports what ranks detect.
+"""The service's part in a training job: rank 0 registers the job, follows its plans, and reports
+what ranks detect.
 
-Training waits for nothing here. While the service is away, the job continues with the plan it has; rank 0 tries again,
-less and less often, and keeps the last detection of each rank. A service that no longer knows the job is sent
-everything again.
+Training waits for nothing here. While the service is away, the job continues with the plan it has;
+rank 0 tries again, less and less often, and keeps the last detection of each rank. A service that
+no longer knows the job is sent everything again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _END_S = 2.0  #: for telling the service that the job has ended
 
 
 class ServiceLink:
-    """What every rank does for the service: it passes its location, detections and counts to rank 0.
+    """What every rank does for the service: it passes its location, detections and counts to rank
+    0.
 
     Args:
         settings: The service, of which rank 0's settings count.
@@ -80,21 +82,32 @@ class ServiceLink:
         """
         gpu = "" if context.attachment.gpu is None else context.attachment.gpu.uuid
         location = RankLocation(
-            self._job.rank, context.pipeline, context.engine.pipeline_rank.rank, socket.gethostname(), gpu
+            self._job.rank,
+            context.pipeline,
+            context.engine.pipeline_rank.rank,
+            socket.gethostname(),
+            gpu,
         )
         with suppress(RuntimeError):  # the job's store is gone, which training itself will report
             self._messages.write_location(location)
         if self._job.rank == 0:
             if exchange is None:
-                self._agent = Agent(self.settings, self._job, context.pipelines, plan, switch_to, self._warnings)
+                self._agent = Agent(
+                    self.settings, self._job, context.pipelines, plan, switch_to, self._warnings
+                )
             else:
                 from perseus_planner.runtime.agent.learnt import LearningAgent
 
-                self._agent = LearningAgent(self.settings, self._job, context.pipelines, exchange, self._warnings)
+                self._agent = LearningAgent(
+                    self.settings, self._job, context.pipelines, exchange, self._warnings
+                )
             self._agent.start()
 
-    def on_straggling(self, then: Callable[[StragglerDetection], None] | None) -> Callable[[StragglerDetection], None]:
-        """Return a callback for detections of this rank that informs the service and then calls `then`.
+    def on_straggling(
+        self, then: Callable[[StragglerDetection], None] | None
+    ) -> Callable[[StragglerDetection], None]:
+        """Return a callback for detections of this rank that informs the service and then calls
+        `then`.
 
         It takes two operations of the job's store.
         """
@@ -124,7 +137,8 @@ class ServiceLink:
 
 
 class Pauses:
-    """The pauses between tries: each twice as long as the one before, with a random part so that jobs do not align.
+    """The pauses between tries: each twice as long as the one before, with a random part so that
+    jobs do not align.
 
     Args:
         chance: Returns a random number of at least 0 and below 1.
@@ -144,7 +158,8 @@ class Pauses:
 
 
 class Agent:
-    """Rank 0's agent, with two threads: one follows the plans, one sends detections, counts and taken versions.
+    """Rank 0's agent, with two threads: one follows the plans, one sends detections, counts and
+    taken versions.
 
     Args:
         settings: The service.
@@ -179,8 +194,13 @@ class Agent:
         self._registering = threading.Lock()  #: while the job is being registered
         self._away: set[str] = set()  #: for which threads the service is away
         self._registration: Registration | None = None
-        self._seen, self._wait_s = 0, 0.0  #: version of the plans, and how long to wait for a newer one
-        self._open: tuple[PlanSet, Proposal, float] | None = None  #: the last proposal, and when it was made
+        self._seen, self._wait_s = (
+            0,
+            0.0,
+        )  #: version of the plans, and how long to wait for a newer one
+        self._open: tuple[PlanSet, Proposal, float] | None = (
+            None  #: the last proposal, and when it was made
+        )
         self._counts = JobCounts(self._messages, job.ranks)
         self._follower, self._sender = (
             threading.Thread(target=run, daemon=True, name=f"perseus-planner service {what}")
@@ -197,9 +217,13 @@ class Agent:
         self._stopped.set()
 
     def close(self) -> None:
-        """End, and tell the service that the job has ended, without waiting for a service that is away."""
+        """End, and tell the service that the job has ended, without waiting for a service that
+        is away.
+        """
         self.stop()
-        self._sender.join(_END_S)  # the follower may still wait at the service, and does nothing after that
+        self._sender.join(
+            _END_S
+        )  # the follower may still wait at the service, and does nothing after that
         if self._registering.acquire(timeout=_END_S):
             self._registering.release()
         self._has_left.set()
@@ -229,7 +253,11 @@ class Agent:
         pauses = Pauses()
         try:
             self._prepare()
-        except (PlannerError, OSError, RuntimeError) as error:  # the frontier file, or the job's store
+        except (
+            PlannerError,
+            OSError,
+            RuntimeError,
+        ) as error:  # the frontier file, or the job's store
             self._warnings.warn("service", f"the service is not used: {error}", by="rank 0")
             return
         service: Client | None = None
@@ -252,7 +280,9 @@ class Agent:
 
     def _prepare(self) -> None:
         """Do what has to be done once, before the service is asked."""
-        self._registration = self._settings.registration(self._locations(), self._pipelines, self._plan)
+        self._registration = self._settings.registration(
+            self._locations(), self._pipelines, self._plan
+        )
 
     def _ask(self, service: Client) -> bool:
         """Ask the service once, and do what it says; return whether it has said nothing new."""
@@ -271,7 +301,11 @@ class Agent:
         """Return the locations of all ranks once they have passed them on, or time is up."""
         until_s = time.monotonic() + _LOCATIONS_S
         found: dict[int, RankLocation] = {}
-        while len(found) < self._job.ranks and time.monotonic() < until_s and not self._stopped.wait(0.01):
+        while (
+            len(found) < self._job.ranks
+            and time.monotonic() < until_s
+            and not self._stopped.wait(0.01)
+        ):
             for rank in set(range(self._job.ranks)) - set(found):
                 location = self._messages.location(rank)
                 if location is not None:
@@ -288,7 +322,9 @@ class Agent:
             except ServiceRefusal as error:
                 if self._embedded is None or error.status != HTTPStatus.CONFLICT:
                     raise
-                service.end(self._name)  # the job was killed and has restarted with other GPUs or another frontier
+                service.end(
+                    self._name
+                )  # the job was killed and has restarted with other GPUs or another frontier
                 registered = service.register(registration)
             if registered.is_new:
                 self._is_new.set()
@@ -298,12 +334,16 @@ class Agent:
             return registered.is_new
 
     def _propose(self, found: PlanSet) -> None:
-        """Propose plans to all ranks, in place of an earlier proposal. The caller holds the lock."""
+        """Propose plans to all ranks, in place of an earlier proposal. The caller holds the
+        lock.
+        """
         self._open = None
         try:
             proposal = self._switch_to(dict(enumerate(found.plans)))
         except PlannerError as error:
-            self._warnings.warn("service plan", f"the service's plans cannot be taken: {error}", by="rank 0")
+            self._warnings.warn(
+                "service plan", f"the service's plans cannot be taken: {error}", by="rank 0"
+            )
         else:
             self._open = (found, proposal, time.monotonic())
 
@@ -357,28 +397,38 @@ class Agent:
         return was_answered
 
     def _send_counts(self, service: Client) -> bool:
-        """Send new counts once, and return whether there were any; if that fails, the next counts include them."""
+        """Send new counts once, and return whether there were any; if that fails, the next
+        counts include them.
+        """
         counters = self._counts.take()
         if counters is not None:
             service.telemetry(self._name, counters)
         return counters is not None
 
     def _taken(self) -> tuple[PlanSet, Acceptance] | None:
-        """Return the plans proposed last once all ranks take them; plans that were refused are proposed again."""
+        """Return the plans proposed last once all ranks take them; plans that were refused are
+        proposed again.
+        """
         with self._lock:
             if self._open is None:
                 return None
             plans, proposal, since_s = self._open
             outcome = proposal.outcome
             if isinstance(outcome, Rejection) and not self._stopped.is_set():
-                self._warnings.warn("service plan", f"the service's plans were not taken: {outcome.text}", by="rank 0")
+                self._warnings.warn(
+                    "service plan",
+                    f"the service's plans were not taken: {outcome.text}",
+                    by="rank 0",
+                )
                 if time.monotonic() - since_s > _AGAIN_S:
                     self._propose(plans)
             return (plans, outcome) if isinstance(outcome, Acceptance) else None
 
     @contextmanager
     def _refusals_reported(self) -> Iterator[None]:
-        """Warn of a refusal and continue. The request is not repeated unless the service does not know the job."""
+        """Warn of a refusal and continue. The request is not repeated unless the service does
+        not know the job.
+        """
         try:
             yield
         except ServiceRefusal as error:

@@ -1,13 +1,14 @@
-"""The embedded service: `planner serve` as a process of rank 0, which ends with it however rank 0 ends.
+"""The embedded service: `planner serve` as a process of rank 0, which ends with it however rank 0
+ends.
 
-It is a process, as a thread would compete with training for Python's global lock. It has a low priority, so that
-training has the cores. By default it listens on a free port of loopback.
+It is a process, as a thread would compete with training for Python's global lock. It has a low
+priority, so that training has the cores. By default it listens on a free port of loopback.
 
 What it acknowledges is kept in the node's state folder, `services-UID/` in $PLANNER_STATE_DIR or
-/dev/shm/perseus-planner, in one database for each job name. So a job that is killed and restarted on this node finds
-its reports, as a GPU that was slow still is; and no locks on a network file system are needed, as they would be next to
-the run. A job that ends normally leaves nothing behind. Next to the database is the log of the service, a file that
-ends with `.log`.
+/dev/shm/perseus-planner, in one database for each job name. So a job that is killed and restarted
+on this node finds its reports, as a GPU that was slow still is; and no locks on a network file
+system are needed, as they would be next to the run. A job that ends normally leaves nothing behind.
+Next to the database is the log of the service, a file that ends with `.log`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from perseus_planner.processes import child_environment, is_readable, state_fold
 TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
 """As for `planner serve`: a line `token role name` for each client."""
 
-_EMBEDDED = re.compile(r"embedded(:(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]))??(:(?P<port>[0-9]{1,5}))?")
+_EMBEDDED = re.compile(
+    r"embedded(:(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]))??(:(?P<port>[0-9]{1,5}))?"
+)
 _NICENESS = 10  #: a tenth of the share of a training thread when cores are scarce
 _START_S = 120.0  #: until it listens
 _END_S = 2.0  #: from SIGTERM until it is killed
@@ -55,18 +58,21 @@ class Embedding:
         """Parse an address; None if it is not that of an embedded service.
 
         Raises:
-            UsageError: If what follows "embedded" is not an address, or other machines can reach it without tokens.
+            UsageError: If what follows "embedded" is not an address, or other machines can reach it
+                without tokens.
         """
         if text != "embedded" and not text.startswith("embedded:"):
             return None
         match = _EMBEDDED.fullmatch(text)
         if match is None or int(match["port"] or 0) > 65535:
-            raise UsageError(f"service={text!r}: write embedded, embedded:PORT or embedded:HOST:PORT")
+            raise UsageError(
+                f"service={text!r}: write embedded, embedded:PORT or embedded:HOST:PORT"
+            )
         found = cls((match["host"] or cls.host).strip("[]"), int(match["port"] or cls.port))
         if not found.is_loopback and not os.environ.get(TOKENS_VARIABLE, "").strip():
             raise UsageError(
-                f"service={text!r}: other machines can reach it, so clients need tokens; set {TOKENS_VARIABLE} as for "
-                "`planner serve`, or leave the host out"
+                f"service={text!r}: other machines can reach it, so clients need tokens; set "
+                f"{TOKENS_VARIABLE} as for `planner serve`, or leave the host out"
             )
         return found
 
@@ -112,7 +118,9 @@ class EmbeddedService:
                 self._start()
             except (OSError, PlannerError) as error:
                 self._end(0.0)
-                raise ServiceAway(f"the service of this job could not be started: {error}") from error
+                raise ServiceAway(
+                    f"the service of this job could not be started: {error}"
+                ) from error
         return self._url
 
     def close(self) -> None:
@@ -133,7 +141,9 @@ class EmbeddedService:
         assert process.stdout is not None  # PIPE was asked for
         with process.stdout as output:
             has_started = is_readable(output.fileno(), _START_S)
-            match = re.match(r"Listening at (\S+),", output.readline().decode() if has_started else "")
+            match = re.match(
+                r"Listening at (\S+),", output.readline().decode() if has_started else ""
+            )
         if match is None:
             raise ServiceAway(_last_line(log) or f"it did not start within {_START_S:g} s")
         self._url = match[1]
@@ -146,7 +156,15 @@ class EmbeddedService:
             if self._is_closed:
                 raise ServiceAway("the job is ending")
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "perseus_planner", "serve", *options, "--owner", str(os.getpid())],
+                [
+                    sys.executable,
+                    "-m",
+                    "perseus_planner",
+                    "serve",
+                    *options,
+                    "--owner",
+                    str(os.getpid()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -169,7 +187,9 @@ class EmbeddedService:
     def _environment(self) -> dict[str, str]:
         environment = child_environment()
         if self.token is not None:
-            environment[TOKENS_VARIABLE] = f"{environment[TOKENS_VARIABLE]}\n{self.token} operate rank-0\n"
+            environment[TOKENS_VARIABLE] = (
+                f"{environment[TOKENS_VARIABLE]}\n{self.token} operate rank-0\n"
+            )
         return environment
 
     def _database(self) -> Path:
@@ -180,7 +200,10 @@ class EmbeddedService:
                 folder.mkdir(0o700)
             status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise UsageError(f"{folder}: is not a folder of this user; remove it, or set another PLANNER_STATE_DIR")
+            raise UsageError(
+                f"{folder}: is not a folder of this user; remove it, or set another "
+                "PLANNER_STATE_DIR"
+            )
         return folder / f"{self._name}.sqlite"
 
 

@@ -1,4 +1,6 @@
-"""Rank 0's agent while the autopilot plans: what is learnt goes to the service, and its stragglers come back."""
+"""Rank 0's agent while the autopilot plans: what is learnt goes to the service, and its
+stragglers come back.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ _LONGER = 1e-6  #: by how much a pipeline must be allowed to take longer
 
 
 class LearningAgent(Agent):
-    """An agent that registers the job with the frontier that it has learnt, again whenever that has grown.
+    """An agent that registers the job with the frontier that it has learnt, again whenever that has
+    grown.
 
-    The plans of the service are not run: it says how long pipelines may take beside a slower one, and the autopilot
-    plans for that.
+    The plans of the service are not run: it says how long pipelines may take beside a slower one,
+    and the autopilot plans for that.
 
     Args:
         settings: The service.
@@ -95,10 +98,14 @@ class LearningAgent(Agent):
         return found is None
 
     def _register_learnt(self, service: Client, learnt: Learnt) -> None:
-        """Register the job with what was learnt; after a try without an answer, with the same as then."""
+        """Register the job with what was learnt; after a try without an answer, with the same as
+        then.
+        """
         self._asked = asked = self._asked or learnt
         try:
-            if self._register(service, self._settings.learnt_registration(self._places, self._pipelines, asked)):
+            if self._register(
+                service, self._settings.learnt_registration(self._places, self._pipelines, asked)
+            ):
                 self._seen = 0
         except ServiceRefusal:
             self._asked = None
@@ -120,10 +127,15 @@ class LearningAgent(Agent):
             self._kept = learnt
 
     def _waits_s(self, pipelines: Sequence[PipelineStatus]) -> tuple[float, ...]:
-        """Return how long pipelines may take that wait; one that is slow itself is to be as fast as agreed."""
+        """Return how long pipelines may take that wait; one that is slow itself is to be as fast
+        as agreed.
+        """
         assert self._registered is not None
         own_s = self._settings.slowdown * self._registered.time_s
-        allowed_s = [0.0 if each.report is not None else max(each.target_s, each.time_s) for each in pipelines]
+        allowed_s = [
+            0.0 if each.report is not None else max(each.target_s, each.time_s)
+            for each in pipelines
+        ]
         waits_s = tuple(each if each > own_s * (1 + _LONGER) else 0.0 for each in allowed_s)
         return waits_s if any(waits_s) else ()
 

@@ -1,4 +1,6 @@
-"""What rank 0 has to send to the service: the last detection of each rank, and the counts of all ranks."""
+"""What rank 0 has to send to the service: the last detection of each rank, and the counts of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TTL_S = 900.0
 
 @dataclass(frozen=True)
 class _Kept:
-    """A detection, the number of its report, and when it was observed and sent; None if it was not sent."""
+    """A detection, the number of its report, and when it was observed and sent; None if it was
+    not sent.
+    """
 
     detection: Detection
     number: int
@@ -36,8 +40,8 @@ class _Kept:
 class Detections:
     """The last detection of each rank, and which of them have to be sent to the service.
 
-    Rank 0's clock says when each was observed, so they are in order whatever the clocks of other ranks say. A detection
-    that stands is sent again before it expires.
+    Rank 0's clock says when each was observed, so they are in order whatever the clocks of other
+    ranks say. A detection that stands is sent again before it expires.
 
     Args:
         now_s: Returns seconds since the epoch; by default a `SteadyClock`.
@@ -61,7 +65,9 @@ class Detections:
         return [self._request(kept) for kept in self._kept.values() if kept.sent_s is None]
 
     def sent(self, request: ReportRequest) -> None:
-        """Note that the service has answered a report. A recovery does not have to be sent again."""
+        """Note that the service has answered a report. A recovery does not have to be sent
+        again.
+        """
         for rank, kept in list(self._kept.items()):
             if self._key(kept) == request.key:
                 self._kept[rank] = replace(kept, sent_s=self._now_s())
@@ -77,11 +83,14 @@ class Detections:
 
     def _request(self, kept: _Kept) -> ReportRequest:
         straggling, rank = kept.detection.straggling, kept.detection.rank
-        return straggling_report(straggling, rank, key=self._key(kept), observed_s=kept.observed_s, ttl_s=TTL_S)
+        return straggling_report(
+            straggling, rank, key=self._key(kept), observed_s=kept.observed_s, ttl_s=TTL_S
+        )
 
 
 class JobCounts:
-    """The counts of all ranks since the beginning of this run, added up by rank 0 from time to time.
+    """The counts of all ranks since the beginning of this run, added up by rank 0 from time to
+    time.
 
     Args:
         messages: Has the counts of the ranks.
@@ -114,8 +123,8 @@ class JobCounts:
 def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
     """Return the counters of a run from the counts of all its ranks at one iteration.
 
-    An iteration in which a rank does not know its energy is not metered, but the energy of the other ranks in it
-    counts, so that the saving is never overstated.
+    An iteration in which a rank does not know its energy is not metered, but the energy of the
+    other ranks in it counts, so that the saving is never overstated.
     """
     metered = min(each.metered_iterations for each in ranks)
     p50_s = [each.set_p50_s for each in ranks if each.set_p50_s is not None]
@@ -136,5 +145,7 @@ def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
         off_plan_since_s=min(off_plan_s, default=None),
         set_p50_s=median(p50_s) if p50_s else None,
         set_p99_s=max(p99_s, default=None),
-        gpu_power_limit_w=min((each.site_limit_w for each in ranks if each.site_limit_w is not None), default=None),
+        gpu_power_limit_w=min(
+            (each.site_limit_w for each in ranks if each.site_limit_w is not None), default=None
+        ),
     )

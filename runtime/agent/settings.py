@@ -28,7 +28,8 @@ class ServiceSettings:
     """The service of a training job, as the caller of `planner_runtime` gave it.
 
     Attributes:
-        address: Of the service, as for `Client`, or where an embedded service is to listen, as for `Embedding`.
+        address: Of the service, as for `Client`, or where an embedded service is to listen, as for
+            `Embedding`.
         name: Name of the job. Like `frontier`, it is not None after `check`.
         frontier: The frontier file.
         max_changes: Switch budget of the plans, as for `Frontier.plan_for`.
@@ -47,31 +48,39 @@ class ServiceSettings:
         """Check that the job can be registered, without asking the service.
 
         Raises:
-            UsageError: If the name or the frontier is missing, there is a frontier without a plan, or the address is
-                malformed.
+            UsageError: If the name or the frontier is missing, there is a frontier without a plan,
+                or the address is malformed.
             FrontierError: If the file cannot be read.
         """
         if self.is_learning and self.frontier is not None:
             raise UsageError(
-                "frontier= is for training with plan=; without a plan the frontier is learnt, so leave it out"
+                "frontier= is for training with plan=; without a plan the frontier is learnt, so "
+                "leave it out"
             )
         if not self.name or (self.frontier is None and not self.is_learning):
             missing = (
-                "frontier=, the file that `planner solve` wrote" if self.name else "job=, a name for this training"
+                "frontier=, the file that `planner solve` wrote"
+                if self.name
+                else "job=, a name for this training"
             )
-            raise UsageError(f"service={self.address!r} needs {missing}; give it to planner_runtime")
+            raise UsageError(
+                f"service={self.address!r} needs {missing}; give it to planner_runtime"
+            )
         if Embedding.parse(self.address) is None:
             Client(self.address).close()
         if self.frontier is not None:
             Frontier.load(self.frontier)
 
-    def registration(self, locations: Iterable[RankLocation], pipelines: int, plan: Plan | None) -> Registration:
+    def registration(
+        self, locations: Iterable[RankLocation], pipelines: int, plan: Plan | None
+    ) -> Registration:
         """Return the registration of the job.
 
         Args:
             locations: The locations of its ranks.
             pipelines: Number of data-parallel pipelines.
-            plan: The plan it starts with, which gives deadline, dwell time and the probability of being on time.
+            plan: The plan it starts with, which gives deadline, dwell time and the probability of
+                being on time.
 
         Raises:
             FrontierError: If the file can no longer be read.
@@ -81,7 +90,9 @@ class ServiceSettings:
         frontier = Frontier.load(self.frontier)
         sure = None if plan is None else plan.on_time
         deadline_s = None if plan is None else plan.deadline_s
-        if sure is not None and sure.limit_ratio is not None:  # the plan's own is that of estimated times
+        if (
+            sure is not None and sure.limit_ratio is not None
+        ):  # the plan's own is that of estimated times
             deadline_s = sure.limit_ratio * frontier.baseline_time_s
         return Registration(
             name=self.name,
@@ -94,7 +105,9 @@ class ServiceSettings:
             on_time=None if sure is None else sure.probability,
         )
 
-    def learnt_registration(self, locations: Iterable[RankLocation], pipelines: int, learnt: Learnt) -> Registration:
+    def learnt_registration(
+        self, locations: Iterable[RankLocation], pipelines: int, learnt: Learnt
+    ) -> Registration:
         """Return the registration of the job with what its autopilot has learnt.
 
         Args:
@@ -117,7 +130,9 @@ class ServiceSettings:
 
 
 def _places(locations: Iterable[RankLocation], schedule: Schedule) -> tuple[Place, ...]:
-    stages = [tuple(sorted({computation.stage for computation in program})) for program in schedule.ranks]
+    stages = [
+        tuple(sorted({computation.stage for computation in program})) for program in schedule.ranks
+    ]
     return tuple(
         Place(each.rank, each.pipeline, stages[each.pipeline_rank], each.node, each.gpu)
         for each in locations

@@ -1,4 +1,5 @@
-"""Messages from the ranks of a job to its rank 0, through the job's store: locations, detections and counts.
+"""Messages from the ranks of a job to its rank 0, through the job's store: locations, detections
+and counts.
 
 So only rank 0 connects to the service and needs its token.
 """
@@ -72,7 +73,9 @@ class StoreMessages:
         self._store.set(f"findings/{number}", json.dumps(asdict(detection)))
 
     def new_detections(self) -> list[Detection]:
-        """Return the detections that have not been read yet, on rank 0; one store operation if there are none."""
+        """Return the detections that have not been read yet, on rank 0; one store operation if
+        there are none.
+        """
         newest = int(read(self._store, "findings") or 0)
         wanted = [*self._missing, *range(self._read + 1, newest + 1)]
         self._read, self._missing, found = newest, [], []

@@ -1,7 +1,9 @@
-"""Learns what clocks cost while training runs, and decides the clocks of each iteration, within a bound on slowdown.
+"""Learns what clocks cost while training runs, and decides the clocks of each iteration, within a
+bound on slowdown.
 
-`Autopilot` is told what each rank observed and decides the clocks of iterations ahead; it knows nothing of processes,
-threads, sockets, torch or the time of day. Each rank carries a `Ledger`, which bounds what learning may cost.
+`Autopilot` is told what each rank observed and decides the clocks of iterations ahead; it knows
+nothing of processes, threads, sockets, torch or the time of day. Each rank carries a `Ledger`,
+which bounds what learning may cost.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.decision import Decision, Phase
     from perseus_planner.runtime.autopilot.job import AutopilotJob, AutopilotSettings
     from perseus_planner.runtime.autopilot.ledger import Ledger
-    from perseus_planner.runtime.autopilot.observations import ComputationObservation, RankObservation
+    from perseus_planner.runtime.autopilot.observations import (
+        ComputationObservation,
+        RankObservation,
+    )
 
 __all__ = [
     "Autopilot",

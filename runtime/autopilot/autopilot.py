@@ -1,4 +1,6 @@
-"""The autopilot: learns what clocks cost from the training's own iterations, and decides the clocks of those ahead."""
+"""The autopilot: learns what clocks cost from the training's own iterations, and decides the
+clocks of those ahead.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,31 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 _REFERENCES = 2  #: iterations at full clocks before the first trial
-_AUDIT, _LEAST_AUDIT = 200, 8  #: iterations between two at full clocks that check the reference, and after events
+_AUDIT, _LEAST_AUDIT = (
+    200,
+    8,
+)  #: iterations between two at full clocks that check the reference, and after events
 _BURST = 0.005  #: what the ledger may owe, as a share of the reference
 _TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
 _TRIAL, _LATE_TRIAL = 0.0028, 0.0014  #: likewise with trials, early and later
-_EARLY, _ENOUGH = 36, 0.75  #: early are so many iterations of one pipeline, and until so many rows may be planned on
-_LATE = 0.003  #: how much longer than replayed iterations may be before plans are made shorter for it
+_EARLY, _ENOUGH = (
+    36,
+    0.75,
+)  #: early are so many iterations of one pipeline, and until so many rows may be planned on
+_LATE = (
+    0.003  #: how much longer than replayed iterations may be before plans are made shorter for it
+)
 _MOST_SHORTER = 0.0015  #: how much shorter at most, as a share of the reference
 _REMEMBERED = 20  #: iterations from which it is known how much longer they are than replayed
-_DOUBT, _MORE_DOUBT = 0.01, 0.002  #: how much longer it may be if rows are over the bound; and while trials are ahead
-_EVENT = 0.01  #: relative change of the replayed time at full clocks that is an event, as a GPU that became slower
-_AGAIN = 4  #: iterations between two solutions for the same rows, whose powers are known better by then
+_DOUBT, _MORE_DOUBT = (
+    0.01,
+    0.002,
+)  #: how much longer it may be if rows are over the bound; and while trials are ahead
+#: relative change of the replayed time at full clocks that is an event, as a GPU that became slower
+_EVENT = 0.01
+_AGAIN = (
+    4  #: iterations between two solutions for the same rows, whose powers are known better by then
+)
 _REPEAT = 6  #: iterations before a trial is tried again
 _GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
 
@@ -55,61 +71,88 @@ class _Ran(NamedTuple):
 class Autopilot:
     """Decides the clocks of a training job's iterations while it learns what they cost.
 
-    Call `observe` for each iteration that has ended and `decide` for each one ahead, both in order. Decisions may be
-    several iterations ahead of observations. Equal calls give equal decisions.
+    Call `observe` for each iteration that has ended and `decide` for each one ahead, both in order.
+    Decisions may be several iterations ahead of observations. Equal calls give equal decisions.
 
     Args:
         job: the job.
         settings: what it may do.
-        prior: a profile of its stages, whose rows are taken as measured until iterations tell otherwise.
+        prior: a profile of its stages, whose rows are taken as measured until iterations tell
+            otherwise.
     """
 
     def __init__(
-        self, job: AutopilotJob, settings: AutopilotSettings | None = None, prior: Profile | None = None
+        self,
+        job: AutopilotJob,
+        settings: AutopilotSettings | None = None,
+        prior: Profile | None = None,
     ) -> None:
         self.job, self.settings = job, settings or AutopilotSettings()
         self._search = Searcher(job, self.settings.max_changes)
-        self._learner = Learner(job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn)
-        self._early = max(1, round(_EARLY / math.sqrt(job.pipelines)))  # replicas share what they learn
+        self._learner = Learner(
+            job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn
+        )
+        self._early = max(
+            1, round(_EARLY / math.sqrt(job.pipelines))
+        )  # replicas share what they learn
         self._random = np.random.default_rng([self.settings.seed, 1])
         self._ledger: Ledger | None = None
-        self._plan: dict[tuple[float, ...], Integers] = {}  # the running plan of each group of equal pipelines
-        self._target: Integers | None = None  # what the plan would be if all rows cost what is hoped
-        self._solved_rows = self._target_rows = 0.0  # how many rows were known when they were solved for
+        self._plan: dict[
+            tuple[float, ...], Integers
+        ] = {}  # the running plan of each group of equal pipelines
+        self._target: Integers | None = (
+            None  # what the plan would be if all rows cost what is hoped
+        )
+        self._solved_rows = self._target_rows = (
+            0.0  # how many rows were known when they were solved for
+        )
         self._last = (self._search.full(),) * job.pipelines
         self._version = 0
         self._ahead: dict[int, _Ran] = {}
-        self._tried: dict[tuple[int, int], int] = {}  # (rank, clock) -> the iteration of its last trial
+        self._tried: dict[
+            tuple[int, int], int
+        ] = {}  # (rank, clock) -> the iteration of its last trial
         # Medians, as a pause in an iteration says nothing of the others.
-        self._full_s: deque[float] = deque(maxlen=_REMEMBERED)  # iterations at full clocks since the last event
+        self._full_s: deque[float] = deque(
+            maxlen=_REMEMBERED
+        )  # iterations at full clocks since the last event
         self._replayed_s = 0.0  # the replayed time at full clocks when the last of them ended
         self._full_ratio = 1.0  # the reference over the replayed time at full clocks
-        self._lates: deque[float] = deque([0.0] * 4, maxlen=_REMEMBERED)  # how much larger that is under plans
-        self._waits_s = (0.0,) * job.pipelines  # how long each pipeline may take beside a slower one
+        self._lates: deque[float] = deque(
+            [0.0] * 4, maxlen=_REMEMBERED
+        )  # how much larger that is under plans
+        self._waits_s = (
+            0.0,
+        ) * job.pipelines  # how long each pipeline may take beside a slower one
         self._observed = -1
         self._audited = self._audits_due = 0
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
-        """Learn from what ranks observed of one iteration; ranks that observed nothing may be left out.
+        """Learn from what ranks observed of one iteration; ranks that observed nothing may be left
+        out.
 
         Raises:
-            UsageError: If the observations are of more than one iteration, or a rank's do not fit its program.
+            UsageError: If the observations are of more than one iteration, or a rank's do not fit
+                its program.
         """
         if len({seen.iteration for seen in observations}) > 1:
-            raise UsageError("observations: are of more than one iteration; give those of one at a time")
+            raise UsageError(
+                "observations: are of more than one iteration; give those of one at a time"
+            )
         if observations:
             self._learner.observe(observations)
             self._account(observations)
             self._observed = observations[0].iteration
 
     def wait_for(self, times_s: Sequence[float]) -> None:
-        """Let pipelines take longer than agreed from the next decision on, because all wait for a slower one.
+        """Let pipelines take longer than agreed from the next decision on, because all wait for a
+        slower one.
 
         What the ledger owes by now is forgotten if one may: the slower pipeline owes it.
 
         Args:
-            times_s: for each pipeline, the seconds of an iteration that it may take, as replayed from the learnt
-                profile; 0 for as long as agreed.
+            times_s: for each pipeline, the seconds of an iteration that it may take, as replayed
+                from the learnt profile; 0 for as long as agreed.
         """
         if tuple(times_s) != self._waits_s:
             self._waits_s = tuple(times_s)
@@ -122,9 +165,11 @@ class Autopilot:
         self.job = self._learner.job = self._search.job
 
     def busy_s(self) -> tuple[tuple[float, ...], ...]:
-        """Return the seconds that each pipeline's ranks compute by the last decision, were GPUs as fast as at first.
+        """Return the seconds that each pipeline's ranks compute by the last decision, were GPUs as
+        fast as at first.
 
-        A GPU that takes longer has become slower. Empty if not every stage was observed at full clocks yet.
+        A GPU that takes longer has become slower. Empty if not every stage was observed at full
+        clocks yet.
         """
         if not self._learner.is_ready:
             return ()
@@ -133,17 +178,26 @@ class Autopilot:
         factors = self._learner.times.factor.reshape(self.job.pipelines, ranks)
         return tuple(
             tuple(
-                (np.bincount(rank[computed], costs.time_s[member[computed], program[computed]], ranks) / each).tolist()
+                (
+                    np.bincount(
+                        rank[computed], costs.time_s[member[computed], program[computed]], ranks
+                    )
+                    / each
+                ).tolist()
             )
             for program, costs, each in zip(self._last, self._learner.costs(), factors, strict=True)
         )
 
     def _slowdown(self, replayed_s: float) -> float:
-        """Return the agreed slowdown, or that of the pipeline for which others wait, if it is larger."""
+        """Return the agreed slowdown, or that of the pipeline for which others wait, if it is
+        larger.
+        """
         return max(self.settings.slowdown, max(self._waits_s) / replayed_s)
 
     def _account(self, observations: Sequence[RankObservation]) -> None:
-        """Add an iteration to the ledger, and learn how much longer iterations are than replayed ones."""
+        """Add an iteration to the ledger, and learn how much longer iterations are than replayed
+        ones.
+        """
         iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
         ran = self._ahead.pop(iteration, None)
         for earlier in [number for number in self._ahead if number < iteration]:
@@ -151,7 +205,9 @@ class Autopilot:
         full = all(seen.version == 0 for seen in observations)
         if not self._learner.is_ready:
             limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * time_s
-            self._ledger = (self._ledger or Ledger(time_s, *limits)).add(time_s, full_clocks=full, iteration=iteration)
+            self._ledger = (self._ledger or Ledger(time_s, *limits)).add(
+                time_s, full_clocks=full, iteration=iteration
+            )
             return
         costs = self._learner.costs()
         clean = not any(seen.throttled_s for seen in observations)
@@ -162,11 +218,19 @@ class Autopilot:
             self._replayed_s = replayed_s
         reference_s = median(self._full_s) if self._full_s else replayed_s * self._full_ratio
         self._full_ratio = reference_s / replayed_s
-        if not full and clean and ran is not None and all(seen.version == ran.version for seen in observations):
-            planned_s = max(self._search.replay(p, each)[0] for p, each in zip(ran.programs, costs, strict=True))
+        if (
+            not full
+            and clean
+            and ran is not None
+            and all(seen.version == ran.version for seen in observations)
+        ):
+            planned_s = max(
+                self._search.replay(p, each)[0] for p, each in zip(ran.programs, costs, strict=True)
+            )
             self._lates.append(time_s / planned_s / self._full_ratio - 1)
         limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * reference_s
-        # Ranks account for iterations that are ahead by these terms, so the largest of theirs count.
+        # Ranks account for iterations that are ahead by these terms, so the largest of theirs
+        # count.
         ahead = [each.slowdown for each in (ran, *self._ahead.values()) if each is not None]
         slowdown = max([self._slowdown(replayed_s), *ahead])
         ledger = replace(self._ledger or Ledger(reference_s, *limits), slowdown=slowdown)
@@ -175,10 +239,11 @@ class Autopilot:
         )
 
     def _is_event(self, replayed_s: float, iteration: int) -> bool:
-        """Return whether iterations take another time than before, for example because a GPU has become slower.
+        """Return whether iterations take another time than before, for example because a GPU has
+        become slower.
 
-        The reference is what iterations at full clocks took, and not what replays of learnt rows say, which err. It
-        follows them only after an event, and until it is measured again.
+        The reference is what iterations at full clocks took, and not what replays of learnt rows
+        say, which err. It follows them only after an event, and until it is measured again.
         """
         times = self._learner.times
         limit = max(_EVENT, 4 * times.noise / math.sqrt(float(times.count[:, 0].min())))
@@ -186,14 +251,21 @@ class Autopilot:
             return False
         self._full_s.clear()
         self._replayed_s = replayed_s
-        if iteration - self._audited >= _LEAST_AUDIT:  # else it waits, so that a noisy job is not only audited
+        if (
+            iteration - self._audited >= _LEAST_AUDIT
+        ):  # else it waits, so that a noisy job is not only audited
             self._audits_due = _REFERENCES
         return True
 
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""
         full = (self._search.full(),) * self.job.pipelines
-        if not self._learner.is_ready or iteration < _REFERENCES or self._ledger is None or self._observed < 0:
+        if (
+            not self._learner.is_ready
+            or iteration < _REFERENCES
+            or self._ledger is None
+            or self._observed < 0
+        ):
             return self._decision(iteration, "reference", full)
         if self._ledger.is_overdrawn:
             return self._decision(iteration, "paying", full)
@@ -218,7 +290,9 @@ class Autopilot:
         for pipeline, costs in enumerate(plan):
             group, deadline_s = self._group(pipeline), deadlines_s[pipeline]
             if group not in plans:
-                plans[group] = self._best(group, costs, mean[pipeline], deadline_s, iteration, solve=solve)
+                plans[group] = self._best(
+                    group, costs, mean[pipeline], deadline_s, iteration, solve=solve
+                )
             programs.append(plans[group])
         self._plan = plans
         if solve:
@@ -235,7 +309,9 @@ class Autopilot:
                 most_s = max(limit_s, self._waits_s[pipeline])
                 limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
                 known = self._learner.times.known
-                run[pipeline], tried = search.with_trials(program, limits, wanted, is_open, known, self._random)
+                run[pipeline], tried = search.with_trials(
+                    program, limits, wanted, is_open, known, self._random
+                )
                 for rank, clock in tried:
                     self._tried[rank, clock] = iteration
                     trials += int((~known[search.classes[rank], clock]).sum())
@@ -257,7 +333,8 @@ class Autopilot:
 
     @property
     def _shorter(self) -> float:
-        """By how much plans are made shorter because iterations are longer than replayed, as a share of the reference.
+        """By how much plans are made shorter because iterations are longer than replayed, as a
+        share of the reference.
 
         A plan that is much shorter than an iteration at full clocks does not exist.
         """
@@ -297,24 +374,45 @@ class Autopilot:
         full = search.full()
         return full if worth_j >= search.replay(full, mean)[1] else best
 
-    def _polished(self, starts: Sequence[Integers], costs: Costs, deadline_s: float) -> tuple[Integers, float]:
-        """Return the best of programs, each polished, and its joules, with a price on what it is late."""
+    def _polished(
+        self, starts: Sequence[Integers], costs: Costs, deadline_s: float
+    ) -> tuple[Integers, float]:
+        """Return the best of programs, each polished, and its joules, with a price on what it is
+        late.
+        """
         seed = int(self._random.integers(2**31))
         found = [self._search.polish(start, costs, deadline_s, seed) for start in starts]
-        worths_j = [joules * (1 + 200 * max(0.0, time_s / deadline_s - 1)) for _, time_s, joules in found]
+        worths_j = [
+            joules * (1 + 200 * max(0.0, time_s / deadline_s - 1)) for _, time_s, joules in found
+        ]
         best = worths_j.index(min(worths_j))
         return found[best][0], worths_j[best]
 
-    def _aim(self, mean: Sequence[Costs], rows: float, program: Integers, deadline_s: float, iteration: int) -> None:
-        """Find what the plan would be if all rows cost what is expected of them, or a little less."""
+    def _aim(
+        self,
+        mean: Sequence[Costs],
+        rows: float,
+        program: Integers,
+        deadline_s: float,
+        iteration: int,
+    ) -> None:
+        """Find what the plan would be if all rows cost what is expected of them, or a little
+        less.
+        """
         hopeful = self._learner.costs("mean", 1.0)[0]
         if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
             self._target_rows = rows
             self._target = self._search.solve(hopeful, deadline_s, iteration)
-        self._target, _ = self._polished([program if self._target is None else self._target], hopeful, deadline_s)
+        self._target, _ = self._polished(
+            [program if self._target is None else self._target], hopeful, deadline_s
+        )
 
-    def _wanted(self, iteration: int, pipeline: int, *, is_early: bool) -> tuple[list[list[int]], NDArray[np.bool_]]:
-        """Return the clocks that each rank should try, those first that the best plan might use; and which it may."""
+    def _wanted(
+        self, iteration: int, pipeline: int, *, is_early: bool
+    ) -> tuple[list[list[int]], NDArray[np.bool_]]:
+        """Return the clocks that each rank should try, those first that the best plan might use;
+        and which it may.
+        """
         known, search = self._learner.times.known, self._search
         clocks = len(self.job.clocks_mhz)
         sweep = _bit_reversed(clocks)
@@ -324,13 +422,23 @@ class Autopilot:
             for clock in range(clocks):
                 recent = iteration - self._tried.get((rank, clock), -_REPEAT) < _REPEAT
                 is_open[rank, clock] = not recent and not known[classes, clock].all()
-            used = np.bincount(self._target[first:stop], minlength=clocks) if self._target is not None else sweep
-            hoped = [c for c in np.argsort(-np.asarray(used), kind="stable").tolist() if used[c] and is_open[rank, c]]
+            used = (
+                np.bincount(self._target[first:stop], minlength=clocks)
+                if self._target is not None
+                else sweep
+            )
+            hoped = [
+                c
+                for c in np.argsort(-np.asarray(used), kind="stable").tolist()
+                if used[c] and is_open[rank, c]
+            ]
             begin = (rank * 5 + pipeline * 3 + iteration) % clocks
             turned = [sweep[(begin + i) % clocks] for i in range(clocks)]
             some = [c for c in turned if is_open[rank, c] and c not in hoped]
             if is_early:
-                wanted.append([c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None])
+                wanted.append(
+                    [c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None]
+                )
             elif (iteration + rank) % (2 if iteration < self._early else 8) == 0:
                 wanted.append([*hoped[:2], *some[:1]])
             else:
@@ -344,7 +452,11 @@ class Autopilot:
         for each in (program, self._search.full()):
             seconds, waiting_s = np.zeros_like(costs.time_s), np.zeros(self.job.ranks)
             computed = member >= 0
-            np.add.at(seconds, (member[computed], each[computed]), costs.time_s[member[computed], each[computed]])
+            np.add.at(
+                seconds,
+                (member[computed], each[computed]),
+                costs.time_s[member[computed], each[computed]],
+            )
             np.add.at(waiting_s, rank[computed], -costs.time_s[member[computed], each[computed]])
             waiting_s += self._search.replay(each, costs)[0]
             found.append(self._learner.powers.energy(seconds, waiting_s))
@@ -371,7 +483,9 @@ class Autopilot:
         self._ahead[iteration] = _Ran(version, programs, slowdown)
         clocks = tuple(self._search.clocks_mhz(program) for program in programs)
         unknown = int((~self._learner.times.known).sum())
-        return Decision(iteration, version, phase, clocks, self._ledger, trials, unknown, time_s, *saving)
+        return Decision(
+            iteration, version, phase, clocks, self._ledger, trials, unknown, time_s, *saving
+        )
 
     def learned(self) -> Profile:
         """Return what was learnt as a profile: measured rows, with standard errors.
@@ -385,7 +499,9 @@ class Autopilot:
 
 
 def _bit_reversed(count: int) -> list[int]:
-    """Return 0 to `count` - 1 in the order of their reversed bits, so that any few of them are spread out."""
+    """Return 0 to `count` - 1 in the order of their reversed bits, so that any few of them are
+    spread out.
+    """
     bits = max(1, (count - 1).bit_length())
     order = sorted(range(2**bits), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
     return [i for i in order if i < count]

@@ -18,12 +18,15 @@ class Decision:
 
     Attributes:
         iteration: its number, from 0.
-        version: the number of the program: 0 for full clocks, and equal for equal clocks one after the other.
-        phase: "reference" while nothing but full clocks was run, "learning" with trials, "following" without,
-            "audit" for an iteration at full clocks that checks the reference, "paying" for one that pays the ledger.
-        clocks: for each pipeline and rank, the clock of each computation in the order of its program, MHz.
-        ledger: the ledger after the iterations that were observed; None before the first one. A rank takes it over with
-            `Ledger.renewed`.
+        version: the number of the program: 0 for full clocks, and equal for equal clocks one after
+            the other.
+        phase: "reference" while nothing but full clocks was run, "learning" with trials,
+            "following" without, "audit" for an iteration at full clocks that checks the reference,
+            "paying" for one that pays the ledger.
+        clocks: for each pipeline and rank, the clock of each computation in the order of its
+            program, MHz.
+        ledger: the ledger after the iterations that were observed; None before the first one. A
+            rank takes it over with `Ledger.renewed`.
         trials: number of operating points that the iteration runs though they were not measured.
         unknown: number of operating points that a plan might use and that were not measured yet.
         time_s: the expected time of the iteration, seconds; None before the first one was observed.

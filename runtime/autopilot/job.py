@@ -12,7 +12,11 @@ from perseus_planner.quantities import CHANGES, CLOCK, COUNT, INDEX, WAIT, Rule,
 if TYPE_CHECKING:
     from perseus_planner.schedules.iteration import Iteration
 
-_SLOWDOWN = Rule(float, False, "a slowdown: give the longest iteration as a multiple of one at full clocks, such as 1")
+_SLOWDOWN = Rule(
+    float,
+    False,
+    "a slowdown: give the longest iteration as a multiple of one at full clocks, such as 1",
+)
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,10 @@ class AutopilotJob:
 
     Attributes:
         iteration: the nodes of one pipeline's iteration, and what they wait for.
-        clocks_mhz: the clocks that its GPUs support and the autopilot may set, MHz, highest first; at least one.
-        pipelines: number of data-parallel pipelines, which are replicas: they run the same iteration on equal GPUs, end
-            it together, and share what they learn.
+        clocks_mhz: the clocks that its GPUs support and the autopilot may set, MHz, highest first;
+            at least one.
+        pipelines: number of data-parallel pipelines, which are replicas: they run the same
+            iteration on equal GPUs, end it together, and share what they learn.
         clock_change: what setting a clock costs, and how many GPUs share a driver's lock.
         gpus_per_stage: GPUs of a rank.
         gpu: the GPU's name.
@@ -43,7 +48,10 @@ class AutopilotJob:
         check_fields(self, {"pipelines": COUNT, "gpus_per_stage": COUNT}, UsageError, "job, ")
         clocks = {CLOCK.check(clock, "job, clocks_mhz", UsageError) for clock in self.clocks_mhz}
         if not clocks:
-            raise UsageError("job, clocks_mhz: is empty; give the clocks that the GPUs support, at least the highest")
+            raise UsageError(
+                "job, clocks_mhz: is empty; give the clocks that the GPUs support, at least the "
+                "highest"
+            )
         object.__setattr__(self, "clocks_mhz", tuple(sorted(clocks, reverse=True)))
 
     @property
@@ -58,10 +66,12 @@ class AutopilotSettings:
 
     Attributes:
         slowdown: the agreed iteration time, as a multiple of one at full clocks; at least 1.
-        max_slowdown: how much longer iterations may be on average, as a share of one at full clocks: the ledger.
-        max_changes: how often a GPU may change its clock in an iteration, trials included; None for any number.
-        learn: whether to run trials of clocks that were not measured. Without, it plans on the profile that it is given
-            and on what it sees by itself.
+        max_slowdown: how much longer iterations may be on average, as a share of one at full
+            clocks: the ledger.
+        max_changes: how often a GPU may change its clock in an iteration, trials included; None for
+            any number.
+        learn: whether to run trials of clocks that were not measured. Without, it plans on the
+            profile that it is given and on what it sees by itself.
         seed: of all random choices: equal observations, equal decisions.
 
     Raises:

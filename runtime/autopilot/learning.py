@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = "tuple[int, str]"
 _OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
-_SURE = 0.0025  #: relative standard error of rows from which it is told that a GPU has become slower
+_SURE = (
+    0.0025  #: relative standard error of rows from which it is told that a GPU has become slower
+)
 _FEW = 3  #: computations of a row, or of a GPU, that say nothing of the others
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 2.0  #: how many observations one of its times counts for
@@ -47,7 +49,13 @@ class Learner:
     """
 
     def __init__(
-        self, job: AutopilotJob, keys: Sequence[Key], class_rank: Integers, prior: Profile | None, *, learn: bool
+        self,
+        job: AutopilotJob,
+        keys: Sequence[Key],
+        class_rank: Integers,
+        prior: Profile | None,
+        *,
+        learn: bool,
     ) -> None:
         self._learn = learn
         self.job, self._keys, self._class_rank, self._prior = job, keys, class_rank, prior
@@ -81,8 +89,8 @@ class Learner:
         for seen in observations:
             if seen.computations and len(seen.computations) != len(self._programs[seen.rank]):
                 raise UsageError(
-                    f"observations, rank {seen.rank}: has {len(seen.computations)} computations and its program "
-                    f"{len(self._programs[seen.rank])}; give one for each, or none"
+                    f"observations, rank {seen.rank}: has {len(seen.computations)} computations "
+                    f"and its program {len(self._programs[seen.rank])}; give one for each, or none"
                 )
         found = [(seen, *self._rows_of(seen)) for seen in observations if not seen.throttled_s]
         for seen, rows, _ in found:
@@ -97,7 +105,9 @@ class Learner:
         self._tables = None
 
     def _rows_of(self, seen: RankObservation) -> tuple[list[tuple[int, int, float]], Floats]:
-        """Return the (class, clock, seconds) that a rank's computations tell, and the seconds at each row."""
+        """Return the (class, clock, seconds) that a rank's computations tell, and the seconds at
+        each row.
+        """
         factor = self.times.factor[seen.pipeline * self.job.ranks + seen.rank]
         rows, seconds = [], np.zeros((len(self._class_of), len(self.job.clocks_mhz)))
         for row, each in zip(self._programs[seen.rank], seen.computations, strict=False):
@@ -105,7 +115,11 @@ class Learner:
                 continue
             duration_s, first = each.end_s - each.begin_s, self._number[each.clock_mhz]
             last = self._number.get(each.changed_mhz or each.clock_mhz)
-            before_s = duration_s if each.change_s is None else min(max(each.change_s - each.begin_s, 0.0), duration_s)
+            before_s = (
+                duration_s
+                if each.change_s is None
+                else min(max(each.change_s - each.begin_s, 0.0), duration_s)
+            )
             seconds[row, first] += before_s
             if last is None:
                 continue
@@ -119,7 +133,9 @@ class Learner:
         return rows, seconds
 
     def _learn_times(self, seen: RankObservation, rows: list[tuple[int, int, float]]) -> None:
-        """Count times, after it was found whether the GPU has become slower or faster as a whole."""
+        """Count times, after it was found whether the GPU has become slower or faster as a
+        whole.
+        """
         gpu, times = seen.pipeline * self.job.ranks + seen.rank, self.times
         misses = [
             math.log(time_s / times.factor[gpu]) - float(times.mean[row, clock])
@@ -134,7 +150,8 @@ class Learner:
         for row, clock, time_s in rows:
             by_row.setdefault((row, clock), []).append(time_s / float(times.factor[gpu]))
         for (row, clock), found in by_row.items():
-            # A row that changed while others did not, as after a change of the power limit, is learnt anew.
+            # A row that changed while others did not, as after a change of the power limit, is
+            # learnt anew.
             miss = float(np.median(np.log(found))) - float(times.mean[row, clock])
             count = float(times.count[row, clock])
             limit = max(_OUTLIER, 4 * times.noise * math.sqrt(1 / len(found) + 1 / max(count, 1.0)))
@@ -144,7 +161,9 @@ class Learner:
                 times.add(row, clock, each)
 
     def _start_powers(self, found: Sequence[tuple[RankObservation, Floats]]) -> None:
-        counted = [(seen, seconds) for seen, seconds in found if seen.energy_j and seen.computations]
+        counted = [
+            (seen, seconds) for seen, seconds in found if seen.energy_j and seen.computations
+        ]
         if not counted:
             return
         busy_s = float(sum(seconds.sum() for _, seconds in counted))
@@ -164,13 +183,17 @@ class Learner:
         """Return the share of all rows that may be planned on."""
         return float(np.isfinite(self.costs("plan")[0].time_s).mean())
 
-    def costs(self, kind: Literal["mean", "plan", "safe", "doubt"] = "mean", optimism: float = 0.0) -> list[Costs]:
+    def costs(
+        self, kind: Literal["mean", "plan", "safe", "doubt"] = "mean", optimism: float = 0.0
+    ) -> list[Costs]:
         """Return the costs for each pipeline."""
         if self._tables is None:
             self._tables = self.times.tables(between=self._learn)
         tables = self._tables
         table: Floats = getattr(tables, f"{kind}_s")
-        power_w, error_w, waiting_w = self.powers.tables() if self.powers.top_w else _unknown_power(table)
+        power_w, error_w, waiting_w = (
+            self.powers.tables() if self.powers.top_w else _unknown_power(table)
+        )
         power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
         ranks, found = self.job.ranks, []
         for pipeline in range(self.job.pipelines):
@@ -187,7 +210,9 @@ class Learner:
             UsageError: If not every stage was observed at full clocks yet.
         """
         if not self.is_ready:
-            raise UsageError("the autopilot has not observed all stages at full clocks; there is no profile yet")
+            raise UsageError(
+                "the autopilot has not observed all stages at full clocks; there is no profile yet"
+            )
         power_w, error_w, waiting_w = self.powers.tables()
         table = {}
         for key, row in self._class_of.items():
@@ -214,7 +239,9 @@ class Learner:
                 conditions={"learnt": "while training"},
             )
         except ProfileError as error:  # pragma: no cover
-            raise AssertionError(f"a learnt profile is refused: {error}; please report this") from error
+            raise AssertionError(
+                f"a learnt profile is refused: {error}; please report this"
+            ) from error
 
 
 def _unknown_power(table: Floats) -> tuple[Floats, Floats, Floats]:

@@ -1,4 +1,6 @@
-"""The ledger: how much slower than at full clocks a rank may have become, enforced by the rank itself."""
+"""The ledger: how much slower than at full clocks a rank may have become, enforced by the rank
+itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from typing import Any
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import TIME, WAIT, Rule, check_fields
 
-_SLOWDOWN = Rule(float, False, "a slowdown: give the longest iteration as a multiple of one at full clocks, such as 1")
+_SLOWDOWN = Rule(
+    float,
+    False,
+    "a slowdown: give the longest iteration as a multiple of one at full clocks, such as 1",
+)
 _CREDIT = 4.0  #: the most that fast iterations earn for later ones, as a multiple of `burst_s`
 _RECENT = 16  #: iterations that are added again when the reference changes
 
@@ -19,14 +25,15 @@ _RECENT = 16  #: iterations that are added again when the reference changes
 class Ledger:
     """What a rank owes for iterations that were longer than agreed.
 
-    While it `is_overdrawn`, the rank runs at full clocks. So, if the reference is right, after any number of iterations
+    While it `is_overdrawn`, the rank runs at full clocks. So, if the reference is right, after any
+    number of iterations
 
         sum of their times <= (slowdown + max_slowdown) * sum of what they take at full clocks
                               + burst_s + the excess of the one iteration that overdrew it.
 
-    Nothing is assumed about what clocks do to the GPU. An iteration at full clocks costs nothing, however long it
-    takes: it is its own reference. Each rank carries a ledger and adds its own iterations; clocks never decide what is
-    computed, so ranks need not agree.
+    Nothing is assumed about what clocks do to the GPU. An iteration at full clocks costs nothing,
+    however long it takes: it is its own reference. Each rank carries a ledger and adds its own
+    iterations; clocks never decide what is computed, so ranks need not agree.
 
     Attributes:
         reference_s: seconds of an iteration at full clocks.
@@ -35,7 +42,8 @@ class Ledger:
         burst_s: how much may be owed, seconds.
         owed_s: what is owed now; negative for credit, of at most four bursts.
         last: the number of the iteration that was added last; -1 for none.
-        recent: the last ones that were added, up to 16: number, seconds, and whether it ran at full clocks.
+        recent: the last ones that were added, up to 16: number, seconds, and whether it ran at full
+            clocks.
 
     Raises:
         UsageError: If a number is out of range.
@@ -55,7 +63,9 @@ class Ledger:
         if self.slowdown < 1.0:
             raise UsageError(f"ledger, slowdown: {self.slowdown} is not {_SLOWDOWN.wanted} or more")
         object.__setattr__(
-            self, "recent", tuple((int(n), float(time_s), bool(full)) for n, time_s, full in self.recent)
+            self,
+            "recent",
+            tuple((int(n), float(time_s), bool(full)) for n, time_s, full in self.recent),
         )
 
     @property
@@ -63,7 +73,9 @@ class Ledger:
         """Whether more is owed than the burst, so that the next iteration runs at full clocks."""
         return self.owed_s > self.burst_s
 
-    def add(self, time_s: float, *, full_clocks: bool = False, iteration: int | None = None) -> Ledger:
+    def add(
+        self, time_s: float, *, full_clocks: bool = False, iteration: int | None = None
+    ) -> Ledger:
         """Return the ledger after one more iteration.
 
         Args:
@@ -84,17 +96,23 @@ class Ledger:
         return ledger
 
     def renewed(self, terms: Ledger) -> Ledger:
-        """Return the ledger that comes with a program, with the iterations added that this rank has run since.
+        """Return the ledger that comes with a program, with the iterations added that this rank has
+        run since.
 
         A rank takes over the reference of `terms`, which is the better one, and what is owed by it.
 
         Args:
-            terms: a ledger of the first iterations of this one, or all. If it ends before what this one remembers, what
-                is owed stays.
+            terms: a ledger of the first iterations of this one, or all. If it ends before what this
+                one remembers, what is owed stays.
         """
         later = [each for each in self.recent if each[0] > terms.last]
         if len(later) == _RECENT:
-            return replace(terms, owed_s=max(self.owed_s, -_CREDIT * terms.burst_s), last=self.last, recent=self.recent)
+            return replace(
+                terms,
+                owed_s=max(self.owed_s, -_CREDIT * terms.burst_s),
+                last=self.last,
+                recent=self.recent,
+            )
         return terms._added(*later) if later else terms
 
     def corrected(self, reference_s: float, burst_s: float, count: int) -> Ledger:
@@ -108,7 +126,9 @@ class Ledger:
         owed_s, share = self.owed_s, self.slowdown + self.max_slowdown
         for _, _, full_clocks in self.recent[max(0, len(self.recent) - count) :]:
             owed_s -= 0.0 if full_clocks else share * (reference_s - self.reference_s)
-        return replace(self, reference_s=reference_s, burst_s=burst_s, owed_s=max(owed_s, -_CREDIT * burst_s))
+        return replace(
+            self, reference_s=reference_s, burst_s=burst_s, owed_s=max(owed_s, -_CREDIT * burst_s)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ledger as plain values, which JSON can hold."""

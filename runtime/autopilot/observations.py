@@ -11,9 +11,10 @@ class ComputationObservation(NamedTuple):
     Attributes:
         begin_s: seconds from the begin of the iteration, by this rank's own clock.
         end_s: likewise.
-        clock_mhz: the clock in force at its begin, MHz; None if it is not known, and then it teaches nothing.
-        change_s: when another clock came into force while it ran, seconds from the begin of the iteration; None if
-            none did.
+        clock_mhz: the clock in force at its begin, MHz; None if it is not known, and then it
+            teaches nothing.
+        change_s: when another clock came into force while it ran, seconds from the begin of the
+            iteration; None if none did.
         changed_mhz: that clock, MHz. With more than one change in it, give `clock_mhz` None.
     """
 
@@ -33,15 +34,16 @@ class RankObservation(NamedTuple):
         pipeline: the data-parallel replica, from 0.
         rank: the rank in its pipeline, from 0.
         iteration: the number of the iteration, from 0.
-        version: the `Decision.version` of the program that it ran; 0 for none, which is the maximum clock. A rank whose
-            ledger made it run at full clocks reports 0.
+        version: the `Decision.version` of the program that it ran; 0 for none, which is the maximum
+            clock. A rank whose ledger made it run at full clocks reports 0.
         time_s: seconds from the begin of the iteration to the begin of the next one.
         computations: what it ran, in the order of its program; empty if it was not observed.
-        energy_j: joules that the rank's GPUs drew in the iteration, from their counters at its begin and end; None if
-            it is not known.
-        energy_step_s: how old a reading of the counter can be, seconds; NVIDIA's counters step every 0.1 s.
-        throttled_s: seconds in which a GPU of the rank was slowed down by heat or power; such an iteration teaches
-            nothing.
+        energy_j: joules that the rank's GPUs drew in the iteration, from their counters at its
+            begin and end; None if it is not known.
+        energy_step_s: how old a reading of the counter can be, seconds; NVIDIA's counters step
+            every 0.1 s.
+        throttled_s: seconds in which a GPU of the rank was slowed down by heat or power; such an
+            iteration teaches nothing.
     """
 
     pipeline: int
@@ -55,12 +57,16 @@ class RankObservation(NamedTuple):
     throttled_s: float = 0.0
 
 
-def time_at_last_clock(seen: ComputationObservation, times_s: dict[int, float]) -> tuple[int, float] | None:
-    """Return a clock and the time that the whole computation takes at it, as one observation tells; None if it cannot.
+def time_at_last_clock(
+    seen: ComputationObservation, times_s: dict[int, float]
+) -> tuple[int, float] | None:
+    """Return a clock and the time that the whole computation takes at it, as one observation tells;
+    None if it cannot.
 
-    A computation in which the clock changed ran for a time tau at the old clock, at which it would have taken t_old, so
-    the share tau / t_old of it was done then, and the rest of its duration d tells the time at the new clock:
-    (d - tau) / (1 - tau / t_old). If most of it ran at the old clock, the rest tells too little.
+    A computation in which the clock changed ran for a time tau at the old clock, at which it would
+    have taken t_old, so the share tau / t_old of it was done then, and the rest of its duration d
+    tells the time at the new clock: (d - tau) / (1 - tau / t_old). If most of it ran at the old
+    clock, the rest tells too little.
 
     Args:
         seen: the observation.
@@ -81,4 +87,6 @@ def time_at_last_clock(seen: ComputationObservation, times_s: dict[int, float]) 
     return seen.changed_mhz, (duration_s - before_s) / (1.0 - before_s / old_s)
 
 
-_MOST_BEFORE = 0.5  #: share of a computation at the old clock up to which it tells the time at the new one
+_MOST_BEFORE = (
+    0.5  #: share of a computation at the old clock up to which it tells the time at the new one
+)

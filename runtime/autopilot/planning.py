@@ -1,4 +1,6 @@
-"""Plans from learnt rows: fresh ones from the solver, polished with what changes cost, and trials that ride on them."""
+"""Plans from learnt rows: fresh ones from the solver, polished with what changes cost, and
+trials that ride on them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 _WORK = 1_200_000  #: nodes that the polishing of one plan replays
 _TRIES = (600, 4000)  #: least and most programs that it tries
 _HEAT = 3e-5
-_BLOCK = 4  #: most computations of a trial that is not a whole phase, and at most a twelfth of the rank's
+#: most computations of a trial that is not a whole phase, and at most a twelfth of the rank's
+_BLOCK = 4
 _MOST_TRIALS = 4  #: clocks that are tried on one rank in an iteration
 
 
@@ -45,12 +48,16 @@ class Costs(NamedTuple):
 
 
 class Searcher:
-    """Searches programs of one pipeline: (n,) clocks by number, highest first, of the nodes of a `Layout`."""
+    """Searches programs of one pipeline: (n,) clocks by number, highest first, of the nodes of a
+    `Layout`.
+    """
 
     def __init__(self, job: AutopilotJob, max_changes: int | None) -> None:
         self.job, self._max_changes = job, max_changes
         ranks = job.ranks
-        self.layout, self._places = layout(job.iteration, job.clock_change, job.gpus_per_stage, np.zeros(ranks))
+        self.layout, self._places = layout(
+            job.iteration, job.clock_change, job.gpus_per_stage, np.zeros(ranks)
+        )
         self.keys = list(dict.fromkeys(sorted(job.iteration.keys)))
         count = len(self._places)
         self._budget = np.full(ranks, count if max_changes is None else max_changes)
@@ -60,14 +67,17 @@ class Searcher:
             if member >= 0:
                 self.class_rank[member] = rank
         self.classes = [
-            sorted({int(c) for c in self.layout.member[first:stop] if c >= 0}) for first, stop in pairwise(starts)
+            sorted({int(c) for c in self.layout.member[first:stop] if c >= 0})
+            for first, stop in pairwise(starts)
         ]
         self._tail_s = np.zeros(ranks)
 
     def set_clock_change(self, change: ClockChange) -> None:
         """Replay and plan with other costs of clock changes from now on."""
         self.job = replace(self.job, clock_change=change)
-        self.layout, _ = layout(self.job.iteration, change, self.job.gpus_per_stage, np.zeros(self.job.ranks))
+        self.layout, _ = layout(
+            self.job.iteration, change, self.job.gpus_per_stage, np.zeros(self.job.ranks)
+        )
 
     def full(self) -> Integers:
         """Return the program of full clocks."""
@@ -83,38 +93,65 @@ class Searcher:
         seconds, joules = replay(self.layout, *costs, clock, self._tail_s, end_s)
         return seconds, joules, end_s
 
-    def polish(self, clock: Integers, costs: Costs, deadline_s: float, seed: int) -> tuple[Integers, float, float]:
-        """Return a program that is better than `clock`, if one is found, its seconds and its joules."""
+    def polish(
+        self, clock: Integers, costs: Costs, deadline_s: float, seed: int
+    ) -> tuple[Integers, float, float]:
+        """Return a program that is better than `clock`, if one is found, its seconds and its
+        joules.
+        """
         seconds, _, end_s = self._replayed(clock, costs)
         self._tail_s = np.maximum(0.0, seconds - end_s[self.layout.rank_start[1:] - 1])
         usable, counts = self._usable(costs)
         tries = int(np.clip(_WORK // len(clock), *_TRIES))
         found = anneal(
-            self.layout, *costs, usable, counts, clock, self._tail_s, deadline_s, self._budget, tries, _HEAT, seed
+            self.layout,
+            *costs,
+            usable,
+            counts,
+            clock,
+            self._tail_s,
+            deadline_s,
+            self._budget,
+            tries,
+            _HEAT,
+            seed,
         )
         return found, *self.replay(found, costs)
 
     def _usable(self, costs: Costs) -> tuple[Integers, Integers]:
         clocks = len(self.job.clocks_mhz)
-        usable, counts = np.zeros((self.job.ranks, clocks), np.int64), np.zeros(self.job.ranks, np.int64)
+        usable, counts = (
+            np.zeros((self.job.ranks, clocks), np.int64),
+            np.zeros(self.job.ranks, np.int64),
+        )
         for rank, classes in enumerate(self.classes):
-            good = np.flatnonzero(np.isfinite(costs.time_s[classes]).all(axis=0)) if classes else np.array([0])
+            good = (
+                np.flatnonzero(np.isfinite(costs.time_s[classes]).all(axis=0))
+                if classes
+                else np.array([0])
+            )
             usable[rank, : len(good)], counts[rank] = good, len(good)
         return usable, counts
 
     def repaired(self, program: Integers, costs: Costs) -> Integers:
-        """Return the program with the next higher clock of the rank wherever one may not be planned on."""
+        """Return the program with the next higher clock of the rank wherever one may not be
+        planned on.
+        """
         usable, counts = self._usable(costs)
         repaired = program.copy()
-        for k, (rank, clock) in enumerate(zip(self.layout.rank.tolist(), program.tolist(), strict=True)):
+        for k, (rank, clock) in enumerate(
+            zip(self.layout.rank.tolist(), program.tolist(), strict=True)
+        ):
             good = usable[rank, : counts[rank]]
             repaired[k] = good[good <= clock].max(initial=0)
         return repaired
 
     def solve(self, costs: Costs, deadline_s: float, attempt: int) -> Integers | None:
-        """Return the plan of the project's solver, as if clock changes cost nothing; None if there is none in time.
+        """Return the plan of the project's solver, as if clock changes cost nothing; None if there
+        is none in time.
 
-        Attempts begin with different numbers of changes, so that several of them find different plans.
+        Attempts begin with different numbers of changes, so that several of them find different
+        plans.
         """
         job, table = self.job, {}
         usable, counts = self._usable(costs)
@@ -128,7 +165,9 @@ class Searcher:
                 for c in usable[rank, : counts[rank]].tolist()
             )  # fmt: skip
         stages = sorted({stage for stage, _ in self.keys})
-        waiting_w = tuple(float(costs.waiting_w[job.iteration.schedule.stage_ranks[stage]]) for stage in stages)
+        waiting_w = tuple(
+            float(costs.waiting_w[job.iteration.schedule.stage_ranks[stage]]) for stage in stages
+        )
         try:
             dag = PipelineDag(Profile(table, waiting_w), job.iteration)
             frontier = solve_dag(dag)
@@ -151,9 +190,13 @@ class Searcher:
         for first, stop in pairwise(self.layout.rank_start):
             at = [k for k in range(first, stop) if self._places[k] in clock_of]
             if at:
-                program[first:stop] = clock_of[self._places[at[-1]]]  # operations before the first computation
+                program[first:stop] = clock_of[
+                    self._places[at[-1]]
+                ]  # operations before the first computation
             for k in range(first, stop):
-                program[k] = clock_of.get(self._places[k], program[k - 1] if k > first else program[k])
+                program[k] = clock_of.get(
+                    self._places[k], program[k - 1] if k > first else program[k]
+                )
         return program
 
     def clocks_mhz(self, program: Integers) -> tuple[tuple[int, ...], ...]:
@@ -165,7 +208,9 @@ class Searcher:
         )
 
     def joined(self, program: Integers, before: Integers) -> Integers:
-        """Return the program with one change less where the step from the one before to it would be one too many."""
+        """Return the program with one change less where the step from the one before to it would
+        be one too many.
+        """
         if self._max_changes is None:
             return program
         joined = program.copy()
@@ -189,14 +234,16 @@ class Searcher:
     ) -> tuple[Integers, list[tuple[int, int]]]:
         """Return the program with trials, and the (rank, clock) that are tried.
 
-        Where a wanted clock could take too long, the slowest open one on the way to it that could not is tried.
+        Where a wanted clock could take too long, the slowest open one on the way to it that could
+        not is tried.
 
         Args:
             program: the plan.
             limits: what rows may cost, and the longest iteration then, seconds; each must hold.
             wanted: of each rank, the clocks to try, best first.
             is_open: (ranks, clocks) whether a clock may be tried.
-            known: (classes, clocks) whether a row was measured; a trial is where it measures the most new ones.
+            known: (classes, clocks) whether a row was measured; a trial is where it measures the
+                most new ones.
             random: the source of chance.
         """
         tried: list[tuple[int, int]] = []
@@ -204,9 +251,9 @@ class Searcher:
 
         def fits(first: int, stop: int, rank: int, clock: int) -> bool:
             trial[first:stop] = clock
-            return bool(changes_of(trial, starts[rank], starts[rank + 1]) <= self._budget[rank]) and all(
-                self.replay(trial, costs)[0] <= limit_s for costs, limit_s in limits
-            )
+            return bool(
+                changes_of(trial, starts[rank], starts[rank + 1]) <= self._budget[rank]
+            ) and all(self.replay(trial, costs)[0] <= limit_s for costs, limit_s in limits)
 
         for rank in random.permutation(self.job.ranks).tolist():
             still_open = is_open[rank].copy()
@@ -214,7 +261,9 @@ class Searcher:
                 spots = list(self._spots(trial, rank, clock, random))
                 news = {spot: self._news(spot, known) for spot in spots}
                 for spot in sorted(spots, key=lambda spot: -int(news[spot][clock])):
-                    deepest = self._deepest(trial, rank, spot, clock, still_open & (news[spot] > 0), fits)
+                    deepest = self._deepest(
+                        trial, rank, spot, clock, still_open & (news[spot] > 0), fits
+                    )
                     if deepest is not None:
                         tried.append((rank, deepest))
                         still_open[deepest] = False
@@ -224,7 +273,9 @@ class Searcher:
         return trial, tried
 
     def _news(self, spot: tuple[int, int], known: NDArray[np.bool_]) -> Integers:
-        """Return how many rows that are not measured yet a spot would measure at each clock: (clocks,)."""
+        """Return how many rows that are not measured yet a spot would measure at each clock:
+        (clocks,).
+        """
         members = np.unique(self.layout.member[spot[0] : spot[1]])
         news: Integers = (~known[members[members >= 0]]).sum(axis=0)
         return news
@@ -238,10 +289,14 @@ class Searcher:
         is_open: NDArray[np.bool_],
         fits: Callable[[int, int, int, int], bool],
     ) -> int | None:
-        """Set the spot to the open clock nearest to a wanted one that fits, and return it; None if none does."""
+        """Set the spot to the open clock nearest to a wanted one that fits, and return it; None
+        if none does.
+        """
         begin = int(trial[spot[0]])
         ahead = (
-            [c for c in range(begin + 1, clock + 1) if is_open[c]] if clock > begin else [clock] * int(is_open[clock])
+            [c for c in range(begin + 1, clock + 1) if is_open[c]]
+            if clock > begin
+            else [clock] * int(is_open[clock])
         )
         low, high = 0, len(ahead)  # the first `low` fit, as far as is known
         found = None
@@ -259,11 +314,23 @@ class Searcher:
     def _spots(
         self, program: Integers, rank: int, clock: int, random: np.random.Generator
     ) -> Iterator[tuple[int, int]]:
-        """Yield where a rank could try a clock: whole phases, the nearest clock first; at their borders; anywhere."""
+        """Yield where a rank could try a clock: whole phases, the nearest clock first; at their
+        borders; anywhere.
+        """
         first, stop = (int(k) for k in self.layout.rank_start[rank : rank + 2])
-        borders = [first, *(k for k in range(first + 1, stop) if program[k] != program[k - 1]), stop]
-        phases = sorted(pairwise(borders), key=lambda phase: (abs(int(program[phase[0]]) - clock), phase))
-        yield from (phase for phase in phases[:4] if phase[1] - phase[0] <= max(_BLOCK * 3, (stop - first) // 4))
+        borders = [
+            first,
+            *(k for k in range(first + 1, stop) if program[k] != program[k - 1]),
+            stop,
+        ]
+        phases = sorted(
+            pairwise(borders), key=lambda phase: (abs(int(program[phase[0]]) - clock), phase)
+        )
+        yield from (
+            phase
+            for phase in phases[:4]
+            if phase[1] - phase[0] <= max(_BLOCK * 3, (stop - first) // 4)
+        )
         block = min(_BLOCK, max(1, (stop - first) // 12))
         for length in sorted({block, max(1, block // 2)}, reverse=True):
             for begin, end in phases[:3]:

@@ -1,8 +1,10 @@
-"""What clocks cost in power, by regression: each GPU's counter tells the energy of all that it ran in an iteration.
+"""What clocks cost in power, by regression: each GPU's counter tells the energy of all that it ran
+in an iteration.
 
-Power is linear between a few clocks, at which stages share a curve and deviate from it; everything is linear and
-Gaussian, so each reading of a counter is one update of a Kalman filter. What the counter had not shown yet at the end
-of an iteration it shows in the next one; that is a part of the state as well.
+Power is linear between a few clocks, at which stages share a curve and deviate from it; everything
+is linear and Gaussian, so each reading of a counter is one update of a Kalman filter. What the
+counter had not shown yet at the end of an iteration it shows in the next one; that is a part of the
+state as well.
 """
 
 from __future__ import annotations
@@ -19,10 +21,15 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 _KNOTS = 7
-_WAITING, _WAITING_DOUBT, _OWN_WAITING = 0.2, 0.08, 0.01  #: power of a waiting GPU, relative to the highest
+_WAITING, _WAITING_DOUBT, _OWN_WAITING = (
+    0.2,
+    0.08,
+    0.01,
+)  #: power of a waiting GPU, relative to the highest
 _NOISE = 0.002  #: standard deviation of an energy, relative
 _DRIFT = 0.002  #: of the level of a stage's power between iterations, relative
-_UNREAD = 0.35  #: of the energy that a counter has not shown, as a part of the highest power times its step
+#: of the energy that a counter has not shown, as a part of the highest power times its step
+_UNREAD = 0.35
 
 
 class PowerRows:
@@ -37,33 +44,46 @@ class PowerRows:
     """
 
     def __init__(
-        self, clocks_mhz: Sequence[int], kinds: Sequence[int], stages: Sequence[int], ranks: Sequence[int], gpus: int
+        self,
+        clocks_mhz: Sequence[int],
+        kinds: Sequence[int],
+        stages: Sequence[int],
+        ranks: Sequence[int],
+        gpus: int,
     ) -> None:
         clocks = np.asarray(clocks_mhz, dtype=np.float64)
         x = clocks / clocks[0]
         knots = np.linspace(x[0], x[-1], min(_KNOTS, len(clocks))) if len(clocks) > 1 else x
-        self._hats = np.array([np.interp(-x, -knots, each) for each in np.eye(len(knots))]).T  # (clocks, knots)
+        self._hats = np.array(
+            [np.interp(-x, -knots, each) for each in np.eye(len(knots))]
+        ).T  # (clocks, knots)
         self._classes, self._knots = len(kinds), len(knots)
         self._ranks, self._gpus = max(ranks) + 1, gpus
         self._class_ranks = np.asarray(ranks)
         self.top_w = 0.0  #: the highest power, roughly; 0 before it is known
         size = self._classes * self._knots
         self._waiting = size  # where the power of each rank's waiting begins
-        self._unread = size + self._ranks  # where what each counter has not shown begins; the last one is the next
+        self._unread = (
+            size + self._ranks
+        )  # where what each counter has not shown begins; the last one is the next
         self._mean = np.zeros(self._unread + gpus + 1)
         self._mean[:size] = np.tile(0.3 + 0.7 * knots**2, self._classes)
         self._mean[self._waiting : self._unread] = _WAITING
         self._covariance = np.zeros((len(self._mean), len(self._mean)))
         self._covariance[:size, :size] = _prior(1.0 - knots, np.asarray(kinds), np.asarray(stages))
         waiting = slice(self._waiting, self._unread)
-        self._covariance[waiting, waiting] = _WAITING_DOUBT**2 + _OWN_WAITING**2 * np.eye(self._ranks)
+        self._covariance[waiting, waiting] = _WAITING_DOUBT**2 + _OWN_WAITING**2 * np.eye(
+            self._ranks
+        )
         self._steps_s = np.zeros(gpus)
 
     def start(self, energy_j: float, busy_s: float, waiting_s: float) -> None:
         """Find the scale of all powers from what GPUs drew at full clocks."""
         self.top_w = energy_j / (busy_s + _WAITING * waiting_s)
 
-    def add(self, gpu: int, seconds: Floats, waiting_s: float, energy_j: float, step_s: float) -> None:
+    def add(
+        self, gpu: int, seconds: Floats, waiting_s: float, energy_j: float, step_s: float
+    ) -> None:
         """Learn from the energy of one GPU in one iteration.
 
         Args:
@@ -100,17 +120,24 @@ class PowerRows:
         self._update(at, value, (doubt * value) ** 2)
 
     def tables(self) -> tuple[Floats, Floats, Floats]:
-        """Return the power of each row and its standard error, (classes, clocks), and of waiting, (ranks,): watts."""
+        """Return the power of each row and its standard error, (classes, clocks), and of
+        waiting, (ranks,): watts.
+        """
         size, hats = self._waiting, self._hats
         mean = self._mean[:size].reshape(self._classes, self._knots) @ hats.T
-        blocks = [self._covariance[i : i + self._knots, i : i + self._knots] for i in range(0, size, self._knots)]
+        blocks = [
+            self._covariance[i : i + self._knots, i : i + self._knots]
+            for i in range(0, size, self._knots)
+        ]
         variance = np.array([np.einsum("ck,kl,cl->c", hats, block, hats) for block in blocks])
         waiting = np.maximum(self._mean[self._waiting : self._unread], 0.02)
         error = np.sqrt(np.maximum(variance, 0.0))
         return self.top_w * np.maximum(mean, 0.05), self.top_w * error, self.top_w * waiting
 
     def energy(self, seconds: Floats, waiting_s: Floats) -> tuple[float, Floats]:
-        """Return joules of (classes, clocks) seconds and (ranks,) waits, and their gradient in the state."""
+        """Return joules of (classes, clocks) seconds and (ranks,) waits, and their gradient in
+        the state.
+        """
         row = np.zeros(len(self._mean))
         row[: self._waiting] = (seconds @ self._hats).ravel()
         row[self._waiting : self._unread] = waiting_s
@@ -139,7 +166,8 @@ class PowerRows:
 
 
 def _prior(u: Floats, kinds: NDArray[np.int64], stages: NDArray[np.int64]) -> Floats:
-    """Return the covariance of the powers of all classes at the knots, relative to the highest power.
+    """Return the covariance of the powers of all classes at the knots, relative to the highest
+    power.
 
     Args:
         u: (knots,) how far each is below the highest clock, relative.
@@ -153,6 +181,13 @@ def _prior(u: Floats, kinds: NDArray[np.int64], stages: NDArray[np.int64]) -> Fl
     own = 0.02**2 + 0.07**2 * line + 0.02**2 * walk
     same_kind, same_stage = kinds[:, None] == kinds, stages[:, None] == stages
     ones = np.ones_like(same_kind)
-    parts = ((ones, every), (same_kind, of_kind), (same_stage, of_stage), (np.eye(len(kinds), dtype=bool), own))
-    total: Floats = sum((np.kron(mask, part) for mask, part in parts), np.zeros((len(kinds) * len(u),) * 2))
+    parts = (
+        (ones, every),
+        (same_kind, of_kind),
+        (same_stage, of_stage),
+        (np.eye(len(kinds), dtype=bool), own),
+    )
+    total: Floats = sum(
+        (np.kron(mask, part) for mask, part in parts), np.zeros((len(kinds) * len(u),) * 2)
+    )
     return total

@@ -1,7 +1,8 @@
-"""Search for the clocks of an iteration in which clock changes take time: a compiled replay, and annealing with it.
+"""Search for the clocks of an iteration in which clock changes take time: a compiled replay, and
+annealing with it.
 
-The rules of the replay are those of `plans.clock_replay`, for many equal iterations. It is compiled, so that thousands
-of programs can be compared between two iterations of a training job.
+The rules of the replay are those of `plans.clock_replay`, for many equal iterations. It is
+compiled, so that thousands of programs can be compared between two iterations of a training job.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """n nodes, rank by rank in the order in which they run; ranks, locks and classes are numbered from 0."""
+    """n nodes, rank by rank in the order in which they run; ranks, locks and classes are
+    numbered from 0.
+    """
 
     rank_start: Integers  #: (ranks + 1,) where the nodes of each rank begin
     member: Integers  #: (n,) class of each computation, -1 for a fixed operation
@@ -32,7 +35,9 @@ class Layout(NamedTuple):
     fixed_j: Floats  #: (n,) joules of a fixed operation, beyond what its GPUs draw while they wait
     rank: Integers  #: (n,)
     waits: Integers  #: (n,) for how many nodes of other ranks each one waits
-    after_start: Integers  #: (n + 1,) where the nodes of other ranks that wait for each one begin in `after`
+    after_start: (
+        Integers  #: (n + 1,) where the nodes of other ranks that wait for each one begin in `after`
+    )
     after: Integers
     after_lag_s: Floats  #: aligned with `after`
     lock: Integers  #: (ranks,)
@@ -66,7 +71,10 @@ def layout(
     ranks = len(iteration.schedule.ranks)
     return Layout(
         np.cumsum([0, *map(len, iteration.programs)], dtype=np.int64),
-        np.array([classes[iteration.keys[place]] if place < count else -1 for place in places], dtype=np.int64),
+        np.array(
+            [classes[iteration.keys[place]] if place < count else -1 for place in places],
+            dtype=np.int64,
+        ),
         fixed_s,
         fixed_j,
         np.array([iteration.rank_of[place] for place in places], dtype=np.int64),
@@ -82,7 +90,13 @@ def layout(
 
 @allocating_kernel
 def replay(
-    layout: Layout, time_s: Floats, power_w: Floats, waiting_w: Floats, clock: Integers, tail_s: Floats, end_s: Floats
+    layout: Layout,
+    time_s: Floats,
+    power_w: Floats,
+    waiting_w: Floats,
+    clock: Integers,
+    tail_s: Floats,
+    end_s: Floats,
 ) -> tuple[float, float]:
     """Return the seconds of an iteration, and its joules with waiting.
 
@@ -91,12 +105,24 @@ def replay(
         time_s: (classes, clocks) seconds.
         power_w: (classes, clocks) watts meanwhile.
         waiting_w: (ranks,) watts while a rank waits.
-        clock: (n,) the clock of each computation; for a fixed operation, that of the computation before it.
-        tail_s: (ranks,) seconds from the end of a rank's last node to the end of the iteration before.
+        clock: (n,) the clock of each computation; for a fixed operation, that of the computation
+            before it.
+        tail_s: (ranks,) seconds from the end of a rank's last node to the end of the iteration
+            before.
         end_s: (n,) is filled with the end of each node.
     """
-    rank_start, member, fixed_s, fixed_j = layout.rank_start, layout.member, layout.fixed_s, layout.fixed_j
-    rank_of, after_start, after, after_lag_s = layout.rank, layout.after_start, layout.after, layout.after_lag_s
+    rank_start, member, fixed_s, fixed_j = (
+        layout.rank_start,
+        layout.member,
+        layout.fixed_s,
+        layout.fixed_j,
+    )
+    rank_of, after_start, after, after_lag_s = (
+        layout.rank,
+        layout.after_start,
+        layout.after,
+        layout.after_lag_s,
+    )
     lock, call_s, settle_s = layout.lock, layout.call_s, layout.settle_s
     ranks, never = len(rank_start) - 1, np.inf
     waits = layout.waits.copy()
@@ -104,7 +130,11 @@ def replay(
     position = rank_start[:-1].copy()
     running = np.zeros(ranks, dtype=np.bool_)
     next_s, since_s, left = np.full(ranks, never), np.zeros(ranks), np.ones(ranks)
-    force, set_last, wanted = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    force, set_last, wanted = (
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks, np.int64),
+    )
     settles_s, settling = np.full(ranks, never), np.zeros(ranks, np.int64)
     asked_s = np.full(ranks, never)  # when the request that waits for the lock was made
     free_s = np.full(ranks, -never)  # of each lock
@@ -123,7 +153,9 @@ def replay(
                 now_s, which, kind = next_s[r], r, 0
             if settles_s[r] <= now_s and settles_s[r] < never:
                 now_s, which, kind = settles_s[r], r, 1
-        for r in range(ranks):  # a call that begins before anything else happens, the earliest request first
+        for r in range(
+            ranks
+        ):  # a call that begins before anything else happens, the earliest request first
             begin_s = max(asked_s[r], free_s[lock[r]])
             if asked_s[r] < never and begin_s < now_s:
                 first = True
@@ -159,7 +191,11 @@ def replay(
             continue
         running[r], end_s[k], next_s[r] = False, now_s, never
         if member[k] >= 0:
-            joules += left[r] * time_s[member[k], force[r]] * (power_w[member[k], force[r]] - waiting_w[r])
+            joules += (
+                left[r]
+                * time_s[member[k], force[r]]
+                * (power_w[member[k], force[r]] - waiting_w[r])
+            )
         else:
             joules += fixed_j[k]
         for i in range(after_start[k], after_start[k + 1]):
@@ -187,7 +223,9 @@ def replay(
 
 @allocating_kernel
 def changes_of(clock: Integers, first: int, stop: int) -> int:
-    """Return how often the clock changes from node `first` to before `stop`, with the change back to the first one."""
+    """Return how often the clock changes from node `first` to before `stop`, with the change
+    back to the first one.
+    """
     count = 0
     for k in range(first, stop):
         count += clock[k] != clock[k - 1 if k > first else stop - 1]
@@ -222,7 +260,11 @@ def _vary(layout: Layout, usable: Integers, counts: Integers, clock: Integers, u
         at = 0
         while at < counts[r] - 1 and usable[r, at] < old:
             at += 1
-        far = 1 + np.random.randint(3) if np.random.random() < 0.8 else 1 + np.random.randint(counts[r])
+        far = (
+            1 + np.random.randint(3)
+            if np.random.random() < 0.8
+            else 1 + np.random.randint(counts[r])
+        )
         at = min(max(at + up * far, 0), counts[r] - 1)
         new = usable[r, at]
     else:  # a block at any clock
@@ -282,7 +324,9 @@ def anneal(
         if np.random.random() < 0.4:
             other = _vary(layout, usable, counts, trial, -up)
         within = changes_of(trial, rank_start[r], rank_start[r + 1]) <= budget[r]
-        within = within and changes_of(trial, rank_start[other], rank_start[other + 1]) <= budget[other]
+        within = (
+            within and changes_of(trial, rank_start[other], rank_start[other + 1]) <= budget[other]
+        )
         changed, added_j = False, 0.0
         if within:
             for q in (r, other):
@@ -295,7 +339,9 @@ def anneal(
                 if other == r:
                     break
         most = worth - heat_j * np.log(1.0 - np.random.random())
-        good = within and changed and (worth > spent_j or spent_j + added_j <= most + 0.001 * spent_j)
+        good = (
+            within and changed and (worth > spent_j or spent_j + added_j <= most + 0.001 * spent_j)
+        )
         if good:
             trial_s, trial_j = replay(layout, time_s, power_w, waiting_w, trial, tail_s, end_s)
             trial_worth = trial_j + price_w * max(0.0, trial_s - deadline_s)

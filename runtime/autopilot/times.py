@@ -1,4 +1,6 @@
-"""What clocks cost in time: measured rows, what they say about the others, and what bounds the rest."""
+"""What clocks cost in time: measured rows, what they say about the others, and what bounds the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,24 @@ if TYPE_CHECKING:
 _MEMORY = 400.0  #: observations of a row that count; older ones fade
 _NOISE = 0.006  #: standard deviation of an observed time, relative, before it is known
 _LEAST_NOISE = 1e-4
-_BENDS, _STEPS = (0.01, 0.03, 0.1), (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15)  #: that are tried; see `_covariance`
-_SLOPE, _SLOPE_DOUBT, _OWN_SLOPE = 0.6, 0.4, 0.1  #: of log time over log clock: expected, its doubt, and between stages
+_BENDS, _STEPS = (
+    (0.01, 0.03, 0.1),
+    (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15),
+)  #: that are tried; see `_covariance`
+_SLOPE, _SLOPE_DOUBT, _OWN_SLOPE = (
+    0.6,
+    0.4,
+    0.1,
+)  #: of log time over log clock: expected, its doubt, and between stages
 _OWN = 0.4  #: how much of bends and steps is a stage's own
-_NEW_ROWS = 0.05  #: how many more rows, as a share, are worth other scales: those of few rows promise too much
+#: how many more rows, as a share, are worth other scales: those of few rows promise too much
+_NEW_ROWS = 0.05
 _ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
 _OVER = 0.05  #: how far over the physical bound a measured row may be for the process to be trusted
-_DOUBT, _FADING = 0.3, 10.0  #: how far over the physical bound a row may be before any is known, and after how many
+_DOUBT, _FADING = (
+    0.3,
+    10.0,
+)  #: how far over the physical bound a row may be before any is known, and after how many
 
 
 class TimeTables(NamedTuple):
@@ -39,7 +52,8 @@ class TimeTables(NamedTuple):
 class TimeRows:
     """Observed times by (class, clock).
 
-    Times of equal GPUs are taken together. `factor` is how much slower each GPU is than its rows say.
+    Times of equal GPUs are taken together. `factor` is how much slower each GPU is than its rows
+    say.
 
     Args:
         clocks_mhz: all clocks, highest first.
@@ -75,7 +89,9 @@ class TimeRows:
         """Standard deviation of an observed time, relative."""
         many = self.count >= 3
         freedom = float((self.count[many] - 1).sum())
-        return max(_LEAST_NOISE, float(np.sqrt((self._square[many].sum() + 4 * _NOISE**2) / (freedom + 4))))
+        return max(
+            _LEAST_NOISE, float(np.sqrt((self._square[many].sum() + 4 * _NOISE**2) / (freedom + 4)))
+        )
 
     @property
     def known(self) -> NDArray[np.bool_]:
@@ -86,7 +102,8 @@ class TimeRows:
         """Return the times of all rows; every class was measured at the highest clock.
 
         Args:
-            between: whether rows that were not measured may be planned on where measured ones tell enough of them.
+            between: whether rows that were not measured may be planned on where measured ones tell
+                enough of them.
         """
         measured = int(self.known.sum())
         if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
@@ -104,22 +121,29 @@ class TimeRows:
         plan = mean + error
         plan[:, 0] = mean[:, 0]
         least = bound + np.log(beta)
-        safe = np.maximum(np.where(enough[:, None], np.minimum(mean + 3 * error, least), least), top)
+        safe = np.maximum(
+            np.where(enough[:, None], np.minimum(mean + 3 * error, least), least), top
+        )
         usable = known | (between & (error < _USABLE) & enough[:, None])
         planned = np.where(known, plan, np.minimum(plan, safe))
         safe = np.where(usable, np.minimum(planned, mean + error), safe)
-        doubt = np.where(usable, safe, np.maximum(safe, bound + np.log(max(beta, 1.0 + _DOUBT * fading))))
+        doubt = np.where(
+            usable, safe, np.maximum(safe, bound + np.log(max(beta, 1.0 + _DOUBT * fading)))
+        )
         plan = np.where(usable, planned, np.inf)
         return TimeTables(np.exp(mean), np.exp(plan), np.exp(safe), np.exp(doubt), error)
 
     def bound(self) -> tuple[Floats, float]:
-        """Return the logarithm of the longest physical time of each row, from measured ones, and the worst excess.
+        """Return the logarithm of the longest physical time of each row, from measured ones, and
+        the worst excess.
 
-        A computation at a clock takes at most its time at a higher one times the ratio of the clocks; if a measured row
-        took longer, others may too, by as much.
+        A computation at a clock takes at most its time at a higher one times the ratio of the
+        clocks; if a measured row took longer, others may too, by as much.
         """
         known, over = self.known, np.where(self.known, self.mean - self._x, np.inf)
-        before = np.minimum.accumulate(np.concatenate([np.full((len(over), 1), np.inf), over[:, :-1]], axis=1), axis=1)
+        before = np.minimum.accumulate(
+            np.concatenate([np.full((len(over), 1), np.inf), over[:, :-1]], axis=1), axis=1
+        )
         bound = before + self._x
         bound[:, 0] = self.mean[:, 0]
         bounded = known[:, 1:]
@@ -128,17 +152,24 @@ class TimeRows:
         return bound, worst
 
     def _process(self, kind: int, rows: NDArray[np.int64], *, refit: bool) -> tuple[Floats, Floats]:
-        """Return mean and standard error of the log times of classes of one kind: a Gaussian process over the clock."""
+        """Return mean and standard error of the log times of classes of one kind: a Gaussian
+        process over the clock.
+        """
         known, x = self.known[rows], self._x
         top = self.mean[rows, 0]
         stage, clock = np.nonzero(known)
         value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
         noise = self.noise**2 / self.count[rows][known]
         if refit:
-            found = [(self._improbable(x, stage, clock, value, noise, *each), each) for each in product(_BENDS, _STEPS)]
+            found = [
+                (self._improbable(x, stage, clock, value, noise, *each), each)
+                for each in product(_BENDS, _STEPS)
+            ]
             self._scales[kind] = min(found)[1]
         scales = self._scales[kind]
-        root, missed = _factored(_covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise), value)
+        root, missed = _factored(
+            _covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise), value
+        )
         every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
         half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
         mean = half.T @ missed
@@ -149,15 +180,25 @@ class TimeRows:
         return expected, error.reshape(shape)
 
     def _improbable(
-        self, x: Floats, stage: NDArray[np.int64], clock: NDArray[np.int64], value: Floats, noise: Floats,
-        bend: float, step: float,
-    ) -> float:  # fmt: skip
-        root, missed = _factored(_covariance(x, stage, clock, stage, clock, bend, step) + np.diag(noise), value)
+        self,
+        x: Floats,
+        stage: NDArray[np.int64],
+        clock: NDArray[np.int64],
+        value: Floats,
+        noise: Floats,
+        bend: float,
+        step: float,
+    ) -> float:
+        root, missed = _factored(
+            _covariance(x, stage, clock, stage, clock, bend, step) + np.diag(noise), value
+        )
         return float(np.log(np.diag(root)).sum() + 0.5 * missed @ missed)
 
 
 def _factored(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
-    """Return the Cholesky factor L of a covariance, and L^-1 value: the last row of the factor with a row more."""
+    """Return the Cholesky factor L of a covariance, and L^-1 value: the last row of the factor
+    with a row more.
+    """
     size = len(value)
     larger = np.full((size + 1, size + 1), 1e12)
     larger[:size, :size], larger[size, :size], larger[:size, size] = covariance, value, value
@@ -165,7 +206,8 @@ def _factored(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
     return root[:size, :size], root[size, :size]
 
 
-_USABLE = 0.006  #: the largest relative standard error of a row that was not measured and may be planned on
+#: the largest relative standard error of a row that was not measured and may be planned on
+_USABLE = 0.006
 
 
 def _covariance(
@@ -177,15 +219,21 @@ def _covariance(
     bend: float,
     step: float,
 ) -> Floats:
-    """Return the covariance of log times, less the level of the top clock, between two lists of rows.
+    """Return the covariance of log times, less the level of the top clock, between two lists of
+    rows.
 
-    Stages share a line, Brownian bends and a step at each clock; each has a share of them for itself.
+    Stages share a line, Brownian bends and a step at each clock; each has a share of them for
+    itself.
     """
     a, b = x[clock], x[other_clock]
     same = stage[:, None] == other_stage
     there = (clock[:, None] == other_clock) & (clock[:, None] > 0)
     wave = bend**2 * np.minimum.outer(a, b) + step**2 * there
-    found: Floats = _SLOPE_DOUBT**2 * np.outer(a, b) + wave + same * (_OWN_SLOPE**2 * np.outer(a, b) + _OWN**2 * wave)
+    found: Floats = (
+        _SLOPE_DOUBT**2 * np.outer(a, b)
+        + wave
+        + same * (_OWN_SLOPE**2 * np.outer(a, b) + _OWN**2 * wave)
+    )
     return found
 
 

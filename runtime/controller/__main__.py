@@ -1,4 +1,6 @@
-"""`python -m perseus_planner.runtime.controller` prints `ready ADDRESS` and goes on in the background."""
+"""`python -m perseus_planner.runtime.controller` prints `ready ADDRESS` and goes on in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,15 @@ def main() -> int:
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m perseus_planner.runtime.controller", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m perseus_planner.runtime.controller", description=__doc__
+    )
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks on this node")
     parser.add_argument(
-        "--max-changes-per-s", type=float, required=True, help="rate of the clock changes of all its GPUs together"
+        "--max-changes-per-s",
+        type=float,
+        required=True,
+        help="rate of the clock changes of all its GPUs together",
     )
     return parser.parse_args()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
-"""The pause after the first failure, and the longest one. Each failure doubles the pause, until none comes for
-`LONGEST_PAUSE_S` after a pause."""
+"""The pause after the first failure, and the longest one. Each failure doubles the pause, until
+none comes for `LONGEST_PAUSE_S` after a pause."""
 
 
 class Backoff:

@@ -1,12 +1,15 @@
-"""A rank's side of the clock controller: start it, attach to it, write clock requests, read its messages.
+"""A rank's side of the clock controller: start it, attach to it, write clock requests, read its
+messages.
 
-    with Connection(address, AttachRequest(rank, gpu, "clock", os.getppid(), plan.min_dwell_s)) as connection:
+    with Connection(address, AttachRequest(rank, gpu, "clock", os.getppid(), plan.min_dwell_s)) as
+    connection:
         reply = connection.attach(timeout_s=60.0)
         connection.request[0] = clock_request(position, clock_mhz)
         for message in connection.messages():
             ...
 
-`start_controller` returns the address on the first rank of a node, which passes it on to the node's other ranks.
+`start_controller` returns the address on the first rank of a node, which passes it on to the node's
+other ranks.
 """
 
 from __future__ import annotations
@@ -45,12 +48,16 @@ from perseus_planner.runtime.controller.protocol import (
 )
 
 HUNG_S = 10.0
-"""A controller without a sign of life for this long is taken to hang and is killed, so that its guardian resets."""
+"""A controller without a sign of life for this long is taken to hang and is killed, so that its
+guardian resets.
+"""
 
 DETACH_S = 15.0
 """How long the end of a `with` block waits for the GPU to be reset."""
 
-_CONNECT = struct.pack("ll", 10, 0)  #: seconds and microseconds to wait for the controller to accept
+_CONNECT = struct.pack(
+    "ll", 10, 0
+)  #: seconds and microseconds to wait for the controller to accept
 _ENDED = "the clock controller of this node has ended; its guardian resets the GPUs that it had set"
 
 
@@ -69,7 +76,10 @@ def start_controller(ranks: int, max_changes_per_s: float, timeout_s: float) -> 
         GpuError: If it does not become ready.
     """
     if not sys.executable:
-        raise GpuError("no clock can be set: sys.executable does not name the Python to start the controller with")
+        raise GpuError(
+            "no clock can be set: sys.executable does not name the Python to start the controller "
+            "with"
+        )
     package = "perseus_planner.runtime.controller"
     options = ["--ranks", str(ranks), "--max-changes-per-s", repr(max_changes_per_s)]
     with subprocess.Popen(
@@ -85,13 +95,20 @@ def start_controller(ranks: int, max_changes_per_s: float, timeout_s: float) -> 
             assert process.stdout is not None  # PIPE was asked for
             output = _read_to_end(process.stdout.fileno(), time.monotonic() + timeout_s)
         except TimeoutError:
-            raise GpuError(f"the clock controller of this node was not ready within {timeout_s:g} s") from None
+            raise GpuError(
+                f"the clock controller of this node was not ready within {timeout_s:g} s"
+            ) from None
         finally:
-            process.kill()  # if it is not in the background yet; a controller in the background ends without ranks
-    lines = [line for line in output.splitlines() if line.strip()] or ["it ended without any output"]
+            # if it is not in the background yet; a controller in the background ends without ranks
+            process.kill()
+    lines = [line for line in output.splitlines() if line.strip()] or [
+        "it ended without any output"
+    ]
     status, _, address = lines[0].partition(" ")
     if status != "ready":
-        raise GpuError(f"the clock controller of this node could not be started: {lines[-1].strip()}")
+        raise GpuError(
+            f"the clock controller of this node could not be started: {lines[-1].strip()}"
+        )
     return address
 
 
@@ -109,8 +126,10 @@ class Connection:
     """A rank's connection to the controller; in children that the rank forks it does nothing.
 
     Attributes:
-        memory: Memory shared with the controller. It stays valid while anything refers to it, also after `close`.
-        request: The first number in it: what this rank wants now, as `marks.clock_request` packs it.
+        memory: Memory shared with the controller. It stays valid while anything refers to it, also
+            after `close`.
+        request: The first number in it: what this rank wants now, as `marks.clock_request` packs
+            it.
 
     Args:
         address: What `start_controller` returned.
@@ -135,7 +154,8 @@ class Connection:
             raise
 
     def connect(self, address: str) -> None:
-        """Connect to a controller, and ask it to attach this rank with the same memory; `attach` waits for that.
+        """Connect to a controller, and ask it to attach this rank with the same memory; `attach`
+        waits for that.
 
         May be called again after `disconnect`.
 
@@ -158,7 +178,8 @@ class Connection:
         """Wait until this rank's GPU is leased, which waits for the node's other ranks.
 
         Raises:
-            GpuError: If the controller refuses, with the class and the text that it gives, or does not answer in time.
+            GpuError: If the controller refuses, with the class and the text that it gives, or does
+                not answer in time.
             ControllerLost: If the controller has ended.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -168,7 +189,9 @@ class Connection:
         raise GpuError(f"the clock controller of this node did not answer within {timeout_s:g} s")
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when `messages` has something to return or to raise."""
+        """Return a descriptor that becomes readable when `messages` has something to return or
+        to raise.
+        """
         return self._channel.fileno()
 
     def messages(self) -> list[ToRank]:
@@ -188,11 +211,14 @@ class Connection:
         return messages
 
     def age_s(self) -> float:
-        """Return the seconds since the controller's last sign of life; while it leases GPUs, some seconds may pass."""
+        """Return the seconds since the controller's last sign of life; while it leases GPUs,
+        some seconds may pass.
+        """
         return (time.monotonic_ns() - self._alive_ns[0]) / 1e9
 
     def kill(self) -> None:
-        """Kill a controller that hangs, so that its guardian resets the GPUs; harmless if it has ended.
+        """Kill a controller that hangs, so that its guardian resets the GPUs; harmless if it has
+        ended.
 
         Raises:
             GpuError: If this process has no permission to.
@@ -200,15 +226,20 @@ class Connection:
         try:
             if self._controller.descriptor is not None:
                 signal.pidfd_send_signal(self._controller.descriptor, signal.SIGKILL)
-            elif self._is_open and not self._is_cut():  # its number is not reused while its end of the socket is open
+            elif (
+                self._is_open and not self._is_cut()
+            ):  # its number is not reused while its end of the socket is open
                 os.kill(self._controller.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         except PermissionError:
-            raise GpuError(f"the clock controller, process {self._controller.pid}, cannot be killed: end it") from None
+            raise GpuError(
+                f"the clock controller, process {self._controller.pid}, cannot be killed: end it"
+            ) from None
 
     def set_dwell(self, min_dwell_s: float) -> None:
-        """Have the controller keep each value of this rank for at least `min_dwell_s` seconds from now on.
+        """Have the controller keep each value of this rank for at least `min_dwell_s` seconds from
+        now on.
 
         Raises:
             ControllerLost: If the controller has ended or reads no messages.
@@ -234,7 +265,9 @@ class Connection:
         except GpuError as error:
             return str(error)
         else:
-            return f"the clock controller of this node has not reset this GPU within {timeout_s:g} s"
+            return (
+                f"the clock controller of this node has not reset this GPU within {timeout_s:g} s"
+            )
         finally:
             if self.age_s() > HUNG_S:
                 with suppress(GpuError):
@@ -262,7 +295,10 @@ class Connection:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         """Detach; call `detach` yourself to learn about problems."""
         self.detach(DETACH_S)
@@ -282,14 +318,18 @@ class Connection:
         except EOFError:
             raise ControllerLost(_ENDED) from None
         except ValueError as error:
-            raise ControllerLost(f"the clock controller of this node has another version: {error}") from None
+            raise ControllerLost(
+                f"the clock controller of this node has another version: {error}"
+            ) from None
         if received is None:
             return None
         message, descriptor = received
         if descriptor is not None:
             os.close(descriptor)
         if isinstance(message, FromRank):
-            raise ControllerLost("the process at the address of the clock controller is not a clock controller")
+            raise ControllerLost(
+                "the process at the address of the clock controller is not a clock controller"
+            )
         return message
 
     def _wait(self, deadline_s: float) -> ToRank | None:
@@ -322,11 +362,15 @@ def _connect(address: str) -> tuple[Channel, int]:
         connection.connect(socket_name(address))
     except OSError as error:
         connection.close()
-        raise ControllerLost(f"the clock controller of this node cannot be reached at {address}: {error}") from None
+        raise ControllerLost(
+            f"the clock controller of this node cannot be reached at {address}: {error}"
+        ) from None
     other = Credentials.of(connection)
     if not other.is_same_user():
         connection.close()
-        raise ControllerLost(f"the process that listens at {address}, {other.pid}, belongs to user {other.uid}")
+        raise ControllerLost(
+            f"the process that listens at {address}, {other.pid}, belongs to user {other.uid}"
+        )
     return Channel(connection), other.pid
 
 
@@ -346,4 +390,8 @@ def attach_reply(message: ToRank) -> AttachReply | None:
 def _refusal_error(refusal: AttachRefusal) -> GpuError:
     """Return the error that the controller met."""
     kind = getattr(errors, refusal.error, None)
-    return kind(refusal.text) if isinstance(kind, type) and issubclass(kind, GpuError) else GpuError(refusal.text)
+    return (
+        kind(refusal.text)
+        if isinstance(kind, type) and issubclass(kind, GpuError)
+        else GpuError(refusal.text)
+    )

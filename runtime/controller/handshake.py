@@ -47,8 +47,12 @@ class Handshakes:
         return [self._listener.fileno(), *(channel.fileno() for channel in self._pending)]
 
     def serve(self, ready: set[int], now_ns: int) -> list[Rank]:
-        """Return the ranks whose attach request has arrived; `ready` are the readable descriptors."""
-        received = [self._receive(channel) for channel in list(self._pending) if channel.fileno() in ready]
+        """Return the ranks whose attach request has arrived; `ready` are the readable
+        descriptors.
+        """
+        received = [
+            self._receive(channel) for channel in list(self._pending) if channel.fileno() in ready
+        ]
         for channel, (_, since_ns) in list(self._pending.items()):
             if now_ns - since_ns > _TIMEOUT_NS:
                 self._reject(channel, "it has not sent an attach request")
@@ -106,7 +110,8 @@ def _make_rank(channel: Channel, pid: int, message: Message, descriptor: int | N
     """Return the rank that has sent this message first.
 
     Raises:
-        ValueError: If it is not an attach request, came without memory, or the process is not visible here.
+        ValueError: If it is not an attach request, came without memory, or the process is not
+            visible here.
     """
     if isinstance(message, AttachRequest) and descriptor is not None and pid > 0:
         return Rank(channel, message, SharedRequest.receive(descriptor), pid)

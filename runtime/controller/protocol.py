@@ -1,4 +1,5 @@
-"""How ranks and the clock controller talk: messages, the socket that carries them, and the memory that they share.
+"""How ranks and the clock controller talk: messages, the socket that carries them, and the memory
+that they share.
 
 A message is a frozen dataclass here and one line of JSON on the socket:
 
@@ -31,7 +32,9 @@ SOCKET_KIND = socket.SOCK_SEQPACKET
 """A socket that keeps messages apart: a line arrives whole or not at all."""
 
 Control = Literal["clock", "power-limit", "observed"]
-"""What the values of a rank set: a clock in MHz, a power limit in watts, or nothing because the GPU is only read."""
+"""What the values of a rank set: a clock in MHz, a power limit in watts, or nothing because the
+GPU is only read.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class AttachRequest:
 
     Attributes:
         rank: Number of the rank in the job; messages and errors name it.
-        gpu: The GPU as `open_gpu` takes it. The controller runs in the environment of the rank that started it.
+        gpu: The GPU as `open_gpu` takes it. The controller runs in the environment of the rank that
+            started it.
         control: What the rank's values set.
         launcher: Process whose end ends the job; None or 0 if no launcher is visible.
         min_dwell_s: Shortest time between two changes, in seconds.
@@ -57,15 +61,20 @@ class AttachRequest:
 
     def __post_init__(self) -> None:
         if self.rank < 0 or (self.launcher or 0) < 0:
-            raise UsageError(f"rank {self.rank} with launcher {self.launcher}: give whole numbers of 0 or more")
+            raise UsageError(
+                f"rank {self.rank} with launcher {self.launcher}: give whole numbers of 0 or more"
+            )
         if self.control not in get_args(Control):
-            raise UsageError(f"{self.control!r} is not a control; choose one of: {', '.join(get_args(Control))}")
+            raise UsageError(
+                f"{self.control!r} is not a control; choose one of: {', '.join(get_args(Control))}"
+            )
         _check_dwell(self.min_dwell_s)
 
 
 @dataclass(frozen=True)
 class DwellRequest:
-    """Asks the controller to keep each value of this rank for at least `min_dwell_s` seconds from now on.
+    """Asks the controller to keep each value of this rank for at least `min_dwell_s` seconds from
+    now on.
 
     Raises:
         UsageError: If `min_dwell_s` is negative or not finite.
@@ -84,7 +93,9 @@ class DetachRequest:
 
 @dataclass(frozen=True)
 class AttachReply:
-    """The controller holds the rank's GPU; the fields are its `text`, `uuid`, `name` and `origin`."""
+    """The controller holds the rank's GPU; the fields are its `text`, `uuid`, `name` and
+    `origin`.
+    """
 
     gpu: str
     uuid: str
@@ -105,7 +116,8 @@ class ControlChange:
     """The controller has set the rank's GPU.
 
     Attributes:
-        position: Position in the rank's program for which the value was first requested; None for a reset.
+        position: Position in the rank's program for which the value was first requested; None for a
+            reset.
         value: MHz or watts; 0 if the GPU was reset.
         seen_ns: When the controller saw the request.
         begun_ns: When the call that set the GPU began.
@@ -123,7 +135,8 @@ class ControlChange:
 
 @dataclass(frozen=True)
 class GpuSample:
-    """GpuSamples of the rank's GPU, sent when the rank attaches, when an iteration begins, and when it detaches.
+    """GpuSamples of the rank's GPU, sent when the rank attaches, when an iteration begins, and when
+    it detaches.
 
     A reading that the GPU does not offer is None.
 
@@ -134,11 +147,13 @@ class GpuSample:
         clock_mhz: Achieved clock.
         power_w: Power in watts.
         temperature_c: Core temperature in degrees Celsius.
-        throttled_s: Throttle reason -> seconds for which it has held; only differences are meaningful.
-        overtaken: How many requested changes were replaced by a later request before they could be made.
+        throttled_s: Throttle reason -> seconds for which it has held; only differences are
+            meaningful.
+        overtaken: How many requested changes were replaced by a later request before they could be
+            made.
         dropped: How many messages were dropped because the rank had not read earlier ones.
-        site_limit_w: Power limit in watts that something else than the planner has set below the GPU's default; None if
-            there is none.
+        site_limit_w: Power limit in watts that something else than the planner has set below the
+            GPU's default; None if there is none.
     """
 
     seen_ns: int
@@ -155,14 +170,18 @@ class GpuSample:
 
 @dataclass(frozen=True)
 class ControlFailure:
-    """The controller has reset the rank's GPU as far as it could and does not set it for now; `text` says why."""
+    """The controller has reset the rank's GPU as far as it could and does not set it for now;
+    `text` says why.
+    """
 
     text: str
 
 
 @dataclass(frozen=True)
 class Overload:
-    """More than half of the last changes of the rank's GPU were overtaken; `kept` of an iteration's could be made."""
+    """More than half of the last changes of the rank's GPU were overtaken; `kept` of an
+    iteration's could be made.
+    """
 
     kept: int
 
@@ -181,11 +200,20 @@ class DetachReply:
 
 FromRank: TypeAlias = AttachRequest | DwellRequest | DetachRequest
 ToRank: TypeAlias = (
-    AttachReply | AttachRefusal | ControlChange | GpuSample | ControlFailure | ControlResumed | Overload | DetachReply
+    AttachReply
+    | AttachRefusal
+    | ControlChange
+    | GpuSample
+    | ControlFailure
+    | ControlResumed
+    | Overload
+    | DetachReply
 )
 Message: TypeAlias = FromRank | ToRank
 
-_KINDS: Mapping[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(FromRank), *get_args(ToRank))}
+_KINDS: Mapping[str, type[Message]] = {
+    kind.__name__: kind for kind in (*get_args(FromRank), *get_args(ToRank))
+}
 
 
 def encode(message: Message) -> bytes:
@@ -223,16 +251,19 @@ def _check_dwell(min_dwell_s: float) -> None:
 
 
 class SharedRequest:
-    """Memory that a rank and the controller share: the clock request, and a sign of life of the controller.
+    """Memory that a rank and the controller share: the clock request, and a sign of life of the
+    controller.
 
-    The two numbers lie in different cache lines, so neither writer slows the other down. The memory has no name in a
-    file system, so a process that dies leaves nothing behind. It is unmapped when nothing refers to it any more.
+    The two numbers lie in different cache lines, so neither writer slows the other down. The memory
+    has no name in a file system, so a process that dies leaves nothing behind. It is unmapped when
+    nothing refers to it any more.
 
     Attributes:
         memory: All of the mapped memory.
-        request: What the rank wants now, one unsigned 64-bit number as `marks.clock_request` packs it; written by the
-            rank or by its GPU.
-        alive_ns: When the controller was last alive, one unsigned 64-bit number; written by the controller.
+        request: What the rank wants now, one unsigned 64-bit number as `marks.clock_request` packs
+            it; written by the rank or by its GPU.
+        alive_ns: When the controller was last alive, one unsigned 64-bit number; written by the
+            controller.
 
     Args:
         descriptor: Descriptor of the memory; the caller may close it afterwards.
@@ -250,7 +281,8 @@ class SharedRequest:
         """Map the memory behind a descriptor that a rank sent, and close the descriptor.
 
         Raises:
-            ValueError: If it cannot be mapped, or could shrink, which would kill whoever reads it afterwards.
+            ValueError: If it cannot be mapped, or could shrink, which would kill whoever reads it
+                afterwards.
         """
         try:
             if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -263,7 +295,9 @@ class SharedRequest:
 
 
 def create_shared_memory() -> int:
-    """Return a descriptor of new memory for a `SharedRequest`, all zeros and unable to shrink; the caller closes it."""
+    """Return a descriptor of new memory for a `SharedRequest`, all zeros and unable to shrink;
+    the caller closes it.
+    """
     descriptor = os.memfd_create("perseus-planner", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, SharedRequest.SIZE)
@@ -284,7 +318,9 @@ class Credentials(NamedTuple):
     def of(cls, connection: socket.socket) -> Credentials:
         """Return who connected to this socket, or who listens on it."""
         layout = struct.Struct("3i")
-        pid, uid, _ = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
+        pid, uid, _ = layout.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)
+        )
         return cls(pid, uid)
 
     def is_same_user(self) -> bool:
@@ -298,7 +334,9 @@ def new_address() -> str:
 
 
 def socket_name(address: str) -> str:
-    """Return the name to which a socket with this address is bound, in the kernel's abstract namespace."""
+    """Return the name to which a socket with this address is bound, in the kernel's abstract
+    namespace.
+    """
     return f"\0{address}"
 
 
@@ -311,7 +349,9 @@ def _received_message(line: bytes, flags: int) -> Message:
 
 
 class Channel:
-    """One end of a connection between a rank and the controller; no method waits for the other end."""
+    """One end of a connection between a rank and the controller; no method waits for the other
+    end.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -331,7 +371,9 @@ class Channel:
             EOFError: If the other end is closed.
         """
         try:
-            socket.send_fds(self._connection, [encode(message)], [] if descriptor is None else [descriptor])
+            socket.send_fds(
+                self._connection, [encode(message)], [] if descriptor is None else [descriptor]
+            )
         except BlockingIOError:
             return False
         except OSError:
@@ -339,14 +381,17 @@ class Channel:
         return True
 
     def receive(self) -> tuple[Message, int | None] | None:
-        """Return the next message and the descriptor sent with it, which the caller closes; None if there is none.
+        """Return the next message and the descriptor sent with it, which the caller closes; None if
+        there is none.
 
         Raises:
             ValueError: If what arrived is not a message.
             EOFError: If the other end is closed and all its messages were returned.
         """
         try:
-            line, descriptors, flags, _ = socket.recv_fds(self._connection, MAX_LINE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            line, descriptors, flags, _ = socket.recv_fds(
+                self._connection, MAX_LINE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return None
         except OSError:

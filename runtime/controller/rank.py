@@ -1,4 +1,6 @@
-"""One rank as the controller sees it: its connection, its process, its clock requests, and its GPU."""
+"""One rank as the controller sees it: its connection, its process, its clock requests, and its
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 
 MAX_SKIPPED = 64
-"""No rank passes more positions between two looks at its request; if more were passed, it runs another program."""
+"""No rank passes more positions between two looks at its request; if more were passed, it runs
+another program.
+"""
 
 _MAX_POSITIONS = 65536  #: of a program whose values are remembered, to bound the memory
 
@@ -45,7 +49,8 @@ class ClockRequest(NamedTuple):
     Attributes:
         position: Position of the rank in its program; None if it wants no value.
         value: What it wants; 0 to have its GPU reset.
-        skipped: What the rank requested at the positions that it passed since the last look, as far as that is known.
+        skipped: What the rank requested at the positions that it passed since the last look, as far
+            as that is known.
         is_new_iteration: Whether the position has gone back since the last request.
         is_new_program: Whether another value was requested at this position before.
     """
@@ -68,13 +73,16 @@ class Rank:
         launcher: The process that started the rank; None if no launcher is visible.
         min_dwell_s: Shortest time between two changes of its GPU, in seconds.
         gpu: Its GPU once it is open.
-        is_set: Whether its GPU follows its requests; False for GPUs that are only read and after a failure.
+        is_set: Whether its GPU follows its requests; False for GPUs that are only read and after a
+            failure.
         backoff: When to set its GPU again after a failure.
         sample_due_ns: Since when a GPU sample is due; None if none is.
         changed_ns: When its request was last seen to change.
     """
 
-    def __init__(self, channel: Channel, attach_request: AttachRequest, shared: SharedRequest, pid: int) -> None:
+    def __init__(
+        self, channel: Channel, attach_request: AttachRequest, shared: SharedRequest, pid: int
+    ) -> None:
         self.channel, self.attach_request, self.shared = channel, attach_request, shared
         self.process = WatchedProcess(pid)
         self.launcher = WatchedProcess(attach_request.launcher) if attach_request.launcher else None
@@ -100,9 +108,13 @@ class Rank:
 
     @property
     def changes_per_iteration(self) -> int:
-        """How often its value changes in an iteration as seen so far, with the change back for the next one."""
+        """How often its value changes in an iteration as seen so far, with the change back for
+        the next one.
+        """
         values = [value for _, value in sorted(self._values.items())]
-        return sum(before != value for before, value in zip([*values[-1:], *values], values, strict=False))
+        return sum(
+            before != value for before, value in zip([*values[-1:], *values], values, strict=False)
+        )
 
     @property
     def gpu_to_set(self) -> Gpu | None:
@@ -136,9 +148,10 @@ class Rank:
     def poll_request(self) -> ClockRequest | None:
         """Return the clock request if it has changed since the last call.
 
-        During a call of the driver, which takes milliseconds, nobody looks, and the rank may pass positions. It is
-        assumed to have requested there what it requested when they were seen last, as an iteration is like the one
-        before it. The positions at the end of an iteration are not known, so nothing is assumed about them.
+        During a call of the driver, which takes milliseconds, nobody looks, and the rank may pass
+        positions. It is assumed to have requested there what it requested when they were seen last,
+        as an iteration is like the one before it. The positions at the end of an iteration are not
+        known, so nothing is assumed about them.
         """
         request = self.shared.request[0]
         if request == self._request:
@@ -150,7 +163,11 @@ class Rank:
         before, self._position = self._position, position
         is_new_iteration = before is not None and position < before
         passed = range(0 if before is None or is_new_iteration else before + 1, position)
-        skipped = [self._values[each] for each in passed if each in self._values] if len(passed) <= MAX_SKIPPED else ()
+        skipped = (
+            [self._values[each] for each in passed if each in self._values]
+            if len(passed) <= MAX_SKIPPED
+            else ()
+        )
         is_new_program = self._values.get(position, value) != value
         if is_new_program:
             self._values.clear()
@@ -170,7 +187,9 @@ class Rank:
         self._set(self.gpu, change.value)
         ended_ns = time.monotonic_ns()
         before = None if before_mhz is None else round(before_mhz)
-        self.send(ControlChange(change.position, change.value, change.seen_ns, begun_ns, ended_ns, before))
+        self.send(
+            ControlChange(change.position, change.value, change.seen_ns, begun_ns, ended_ns, before)
+        )
 
     def sample(self, seen_ns: int, overtaken: int) -> None:
         """Read the GPU, and send the sample to the rank."""
@@ -203,9 +222,13 @@ class Rank:
         return None
 
     def fail(self, reason: str, problem: str | None) -> None:
-        """Stop setting the GPU and tell the rank why; `problem` is why the GPU could not be reset."""
+        """Stop setting the GPU and tell the rank why; `problem` is why the GPU could not be
+        reset.
+        """
         self.is_set = False
-        self._news = ControlFailure(reason if problem is None else f"{reason}; and it could not be reset: {problem}")
+        self._news = ControlFailure(
+            reason if problem is None else f"{reason}; and it could not be reset: {problem}"
+        )
         self.send_news()
 
     def resume(self) -> None:
@@ -222,7 +245,9 @@ class Rank:
             self._news = None
 
     def send(self, message: ToRank) -> None:
-        """Send a message, unless the rank does not read or has ended; its end is noticed elsewhere."""
+        """Send a message, unless the rank does not read or has ended; its end is noticed
+        elsewhere.
+        """
         with suppress(EOFError):
             self._dropped += not self.channel.send(message)
 
@@ -239,7 +264,9 @@ class Rank:
         if self._default_limit_w is None:
             self._default_limit_w = _read(gpu.default_power_limit_w) or 0.0
         limit_w = _read(gpu.power_limit_w) if self._default_limit_w else None
-        return None if limit_w is None or limit_w > self._default_limit_w - SAME_LIMIT_W else limit_w
+        return (
+            None if limit_w is None or limit_w > self._default_limit_w - SAME_LIMIT_W else limit_w
+        )
 
     def _set(self, gpu: Gpu, value: int) -> None:
         control = self.attach_request.control
@@ -259,7 +286,8 @@ class Rank:
 class LeaseGroup:
     """A lease of the GPUs of several ranks, given back when the last of them has left.
 
-    GPUs that dead jobs left set are reset first. GPUs that are only read are not leased, so reading needs no privilege.
+    GPUs that dead jobs left set are reset first. GPUs that are only read are not leased, so reading
+    needs no privilege.
 
     Args:
         ranks: Ranks whose GPUs are open.
@@ -279,7 +307,9 @@ class LeaseGroup:
         self._leases.enter_context(lease_gpus(to_set, power_limit=power_limit))
 
     def leave(self, rank: Rank) -> str | None:
-        """Reset the GPU of a rank, and end the lease if it is the last; return the problem if that fails."""
+        """Reset the GPU of a rank, and end the lease if it is the last; return the problem if
+        that fails.
+        """
         self._members.remove(rank)
         return rank.reset() if self._members else self.release()
 
@@ -304,8 +334,9 @@ def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuInUse]:
             by_uuid.setdefault(gpu.uuid, []).append(rank)
     return {
         rank: GpuInUse(
-            f"ranks {', '.join(str(each.attach_request.rank) for each in sharing)} have the same GPU, {uuid}; name "
-            "another GPU for each rank, by UUID if CUDA_VISIBLE_DEVICES differs between ranks"
+            f"ranks {', '.join(str(each.attach_request.rank) for each in sharing)} have the same "
+            f"GPU, {uuid}; name another GPU for each rank, by UUID if CUDA_VISIBLE_DEVICES "
+            "differs between ranks"
         )
         for uuid, sharing in by_uuid.items()
         if len(sharing) > 1

@@ -4,13 +4,16 @@ The rules:
 
 - The latest request wins. A request that is replaced before it could be served is never served.
 - A GPU is not set to a value that it already has.
-- At least the dwell time passes between the starts of two changes of a GPU; a reset does not wait for it.
-- All changes of a node together keep to a rate: any span of time has as many as fit into it at that rate, plus one for
-  each GPU. So all GPUs can change at once, as those of a pipeline do when an iteration begins.
-- The GPU that has waited longest is next, and a newer request keeps the place in the queue of the one it replaces. So
-  while a GPU waits that may be set, no other GPU is set twice.
+- At least the dwell time passes between the starts of two changes of a GPU; a reset does not wait
+  for it.
+- All changes of a node together keep to a rate: any span of time has as many as fit into it at that
+  rate, plus one for each GPU. So all GPUs can change at once, as those of a pipeline do when an
+  iteration begins.
+- The GPU that has waited longest is next, and a newer request keeps the place in the queue of the
+  one it replaces. So while a GPU waits that may be set, no other GPU is set twice.
 
-A program is too fast for its node if more than half of the last `JUDGED` changes of a GPU were overtaken by the next.
+A program is too fast for its node if more than half of the last `JUDGED` changes of a GPU were
+overtaken by the next.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ class _GpuQueue:
     pending: PendingChange | None = None
     turn: int = 0  #: lower for a GPU that has waited longer
     overtaken: int = 0
-    outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED))  #: whether each change was overtaken
+    outcomes: deque[bool] = field(
+        default_factory=lambda: deque(maxlen=JUDGED)
+    )  #: whether each change was overtaken
 
 
 class ChangeScheduler(Generic[Key]):
@@ -75,7 +80,9 @@ class ChangeScheduler(Generic[Key]):
         if not max_changes_per_s >= _LEAST_PER_S:
             raise UsageError(f"{max_changes_per_s} changes per second: give {_LEAST_PER_S} or more")
         self._period_ns = math.ceil(1e9 / max_changes_per_s)
-        self._spent_until_ns: int | None = None  #: when the last change would have been due at exactly the rate
+        self._spent_until_ns: int | None = (
+            None  #: when the last change would have been due at exactly the rate
+        )
         self._gpus: dict[Key, _GpuQueue] = {}
         self._turns = count(1)
 
@@ -88,7 +95,9 @@ class ChangeScheduler(Generic[Key]):
         del self._gpus[gpu]
 
     def cancel(self, gpu: Key) -> None:
-        """Drop the pending change of a GPU, which is reset now, and judge it by later changes only."""
+        """Drop the pending change of a GPU, which is reset now, and judge it by later changes
+        only.
+        """
         queue = self._gpus[gpu]
         queue.pending, queue.value = None, RESET
         self.judge_anew(gpu)
@@ -114,10 +123,14 @@ class ChangeScheduler(Generic[Key]):
         queue.pending = None if value == queue.value else PendingChange(value, position, now_ns)
 
     def take(self, now_ns: int) -> tuple[Key, PendingChange] | None:
-        """Take the change to make now, which counts as made from then on; return None if none is allowed."""
+        """Take the change to make now, which counts as made from then on; return None if none is
+        allowed.
+        """
         if not self._is_within_rate(now_ns):
             return None
-        free = [(queue.turn, gpu) for gpu, queue in self._gpus.items() if _may_change(queue, now_ns)]
+        free = [
+            (queue.turn, gpu) for gpu, queue in self._gpus.items() if _may_change(queue, now_ns)
+        ]
         if not free:
             return None
         _, gpu = min(free, key=lambda item: item[0])
@@ -135,7 +148,9 @@ class ChangeScheduler(Generic[Key]):
         return self._gpus[gpu].overtaken
 
     def made_share(self, gpu: Key) -> float:
-        """Return which part of the last `JUDGED` changes of a GPU were made before they were overtaken."""
+        """Return which part of the last `JUDGED` changes of a GPU were made before they were
+        overtaken.
+        """
         outcomes = self._gpus[gpu].outcomes
         return outcomes.count(False) / len(outcomes) if outcomes else 1.0
 

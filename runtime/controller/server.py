@@ -1,14 +1,16 @@
 """The clock controller of a node: one thread that looks at what ranks request, and sets their GPUs.
 
-Each turn of its loop takes in ranks that attach, detach or end; looks at every clock request; sets one GPU or, if none
-is to be set, reads one; and writes a sign of life for every rank. A call of the driver takes milliseconds, so all
-requests are looked at again after each call, and the next call is for what is wanted then.
+Each turn of its loop takes in ranks that attach, detach or end; looks at every clock request; sets
+one GPU or, if none is to be set, reads one; and writes a sign of life for every rank. A call of the
+driver takes milliseconds, so all requests are looked at again after each call, and the next call is
+for what is wanted then.
 
-When the changes of a GPU cannot keep up, its rank is told, which goes on with fewer. When a GPU cannot be set, it is
-reset, and set again after a pause (`backoff`); so is one whose iterations have no change left to spare. When a rank
-ends, its GPU is reset at once. When the launcher ends, all GPUs are reset and the controller ends. It also ends when
-the last rank has left. SIGINT, SIGTERM and SIGHUP do not end it, because launchers send them to every process they know
-while ranks still run. If the controller itself ends, for any reason, its guardian resets the GPUs.
+When the changes of a GPU cannot keep up, its rank is told, which goes on with fewer. When a GPU
+cannot be set, it is reset, and set again after a pause (`backoff`); so is one whose iterations have
+no change left to spare. When a rank ends, its GPU is reset at once. When the launcher ends, all
+GPUs are reset and the controller ends. It also ends when the last rank has left. SIGINT, SIGTERM
+and SIGHUP do not end it, because launchers send them to every process they know while ranks still
+run. If the controller itself ends, for any reason, its guardian resets the GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import GpuError
-from perseus_planner.runtime.controller.protocol import DetachReply, DetachRequest, DwellRequest, Overload
+from perseus_planner.runtime.controller.protocol import (
+    DetachReply,
+    DetachRequest,
+    DwellRequest,
+    Overload,
+)
 from perseus_planner.runtime.controller.rank import LeaseGroup, shared_gpu_errors
 from perseus_planner.runtime.controller.scheduler import JUDGED, ChangeScheduler
 
@@ -31,14 +38,17 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.controller.rank import Rank
 
 LEASE_WAIT_NS = 10_000_000_000
-"""How long to wait for the other ranks, after the first attach request, before GPUs are leased without them."""
+"""How long to wait for the other ranks, after the first attach request, before GPUs are leased
+without them.
+"""
 
 ALONE_NS = 60_000_000_000
 """How long to wait for the first attach request."""
 
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 100e-6, 1e-3  #: between two turns, while ranks are attached
 _UNATTACHED_S = 0.02  #: the same while none is, so that only the sockets matter
-_SHARE = 0.05  #: of the shortest recent time between two requests of a rank, by which a change may be seen late
+#: of the shortest recent time between two requests of a rank, by which a change may be seen late
+_SHARE = 0.05
 _JUDGED_GAPS = 64  #: how many of these times count
 _POLL_NS = 100_000_000  #: between two looks at processes whose end the kernel does not report
 
@@ -50,15 +60,19 @@ class Controller:
         handshakes: Where ranks connect.
         ranks: How many ranks the node has.
         max_changes_per_s: Rate of the clock changes of all their GPUs together.
-        starter: The process that started the controller; if it ends before the first rank attaches, so does the
-            controller. None if any process may have.
+        starter: The process that started the controller; if it ends before the first rank attaches,
+            so does the controller. None if any process may have.
 
     Raises:
         UsageError: If the rate is too low.
     """
 
     def __init__(
-        self, handshakes: Handshakes, ranks: int, max_changes_per_s: float, starter: WatchedProcess | None = None
+        self,
+        handshakes: Handshakes,
+        ranks: int,
+        max_changes_per_s: float,
+        starter: WatchedProcess | None = None,
     ) -> None:
         self._handshakes, self._count, self._starter = handshakes, ranks, starter
         self._scheduler: ChangeScheduler[Rank] = ChangeScheduler(max_changes_per_s)
@@ -68,7 +82,9 @@ class Controller:
         self._has_leased = False
         self._is_over = False
         self._was_active = False  #: the last turn set or read a GPU, so there may be more to do
-        self._gaps_s: deque[float] = deque(maxlen=_JUDGED_GAPS)  #: recent times between two requests of a rank
+        self._gaps_s: deque[float] = deque(
+            maxlen=_JUDGED_GAPS
+        )  #: recent times between two requests of a rank
         self._pause_s = _LONGEST_PAUSE_S
         self._begun_ns = self._polled_ns = time.monotonic_ns()
 
@@ -102,7 +118,8 @@ class Controller:
     def _wait(self) -> set[int]:
         """Wait briefly, and return the descriptors that are readable.
 
-        Requests come through memory, which wakes nobody: the pause is a small part of the time between them.
+        Requests come through memory, which wakes nobody: the pause is a small part of the time
+        between them.
         """
         if self._was_active:
             timeout_s = 0.0
@@ -116,7 +133,9 @@ class Controller:
         descriptors = self._handshakes.descriptors()
         for rank in self._ranks():
             descriptors.append(rank.channel.fileno())
-            descriptors += [process.descriptor for process in rank.watched if process.descriptor is not None]
+            descriptors += [
+                process.descriptor for process in rank.watched if process.descriptor is not None
+            ]
         poller = select.poll()  # unlike select, takes descriptors of any number
         for descriptor in descriptors:
             poller.register(descriptor, select.POLLIN)
@@ -143,7 +162,12 @@ class Controller:
     def _add(self, rank: Rank, now_ns: int) -> None:
         if len(self._ranks()) >= self._count:
             number = rank.attach_request.rank
-            rank.refuse(GpuError(f"all {self._count} ranks of this node have attached; rank {number} is one too many"))
+            rank.refuse(
+                GpuError(
+                    f"all {self._count} ranks of this node have attached; rank {number} is one too "
+                    "many"
+                )
+            )
             rank.close()
             return
         self._waiting.append(rank)
@@ -182,7 +206,11 @@ class Controller:
     def _is_complete(self, now_ns: int) -> bool:
         """Whether to attach the waiting ranks now."""
         assert self._first_ns is not None  # a rank is waiting
-        return self._has_leased or len(self._waiting) == self._count or now_ns - self._first_ns > LEASE_WAIT_NS
+        return (
+            self._has_leased
+            or len(self._waiting) == self._count
+            or now_ns - self._first_ns > LEASE_WAIT_NS
+        )
 
     def _attach_waiting(self) -> None:
         """Attach the ranks that wait, and refuse those that cannot be attached."""
@@ -233,7 +261,9 @@ class Controller:
                 self._relieve(rank, is_new_iteration=request.is_new_iteration)
 
     def _relieve(self, rank: Rank, *, is_new_iteration: bool) -> None:
-        """Have a rank whose changes cannot keep up go on with fewer, or reset its GPU if it has one clock only."""
+        """Have a rank whose changes cannot keep up go on with fewer, or reset its GPU if it has
+        one clock only.
+        """
         changes = rank.changes_per_iteration
         if changes == 0:
             self._fail(rank, _overload_text(rank.attach_request.gpu))
@@ -304,7 +334,11 @@ class Controller:
     def _end(self, reason: str) -> None:
         """Reset all GPUs, tell all ranks, and end."""
         self._is_over = True
-        problems = [problem for group in set(self._attached.values()) if (problem := group.release()) is not None]
+        problems = [
+            problem
+            for group in set(self._attached.values())
+            if (problem := group.release()) is not None
+        ]
         for rank in self._ranks():
             rank.fail(reason, "; ".join(problems) or None)
             rank.close()
@@ -321,7 +355,11 @@ class Controller:
 
 
 def _has_ended(process: WatchedProcess, ready: set[int], is_poll_due: bool) -> bool:
-    return is_poll_due and process.has_ended() if process.descriptor is None else process.descriptor in ready
+    return (
+        is_poll_due and process.has_ended()
+        if process.descriptor is None
+        else process.descriptor in ready
+    )
 
 
 def _can_open(rank: Rank) -> bool:
@@ -343,6 +381,7 @@ def _turn_away(rank: Rank, error: GpuError) -> None:
 
 def _overload_text(gpu: str) -> str:
     return (
-        f"GPU {gpu}: more than half of the last {JUDGED} changes of its clock were requested before the previous one "
-        "had been made, although its iterations have one clock; allow more changes per second"
+        f"GPU {gpu}: more than half of the last {JUDGED} changes of its clock were requested "
+        "before the previous one had been made, although its iterations have one clock; allow "
+        "more changes per second"
     )

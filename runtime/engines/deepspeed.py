@@ -1,4 +1,6 @@
-"""The PipelineEngine of DeepSpeed, and its DualPipeVEngine, followed through the instructions that they execute."""
+"""The PipelineEngine of DeepSpeed, and its DualPipeVEngine, followed through the instructions
+that they execute.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.runtime.engines.engine import PipelineRank, attached_once, check_free, check_has, replaced
+from perseus_planner.runtime.engines.engine import (
+    PipelineRank,
+    attached_once,
+    check_free,
+    check_has,
+    replaced,
+)
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
@@ -22,12 +30,13 @@ _NEEDED = ("_exec_schedule", "_INSTRUCTION_MAP", "grid", "micro_batches", "num_s
 class DeepSpeedPipeline:
     """One rank of a PipelineEngine; the forward of the last stage includes its loss.
 
-    The engine looks up how to execute an instruction in `_INSTRUCTION_MAP`, so wrapping its methods would have no
-    effect, but wrapping the values of this map does. It runs an iteration by `_exec_schedule`, both in training and in
-    evaluation. An instruction does not name its microbatch: the k-th forward or backward of a stage is microbatch k.
+    The engine looks up how to execute an instruction in `_INSTRUCTION_MAP`, so wrapping its methods
+    would have no effect, but wrapping the values of this map does. It runs an iteration by
+    `_exec_schedule`, both in training and in evaluation. An instruction does not name its
+    microbatch: the k-th forward or backward of a stage is microbatch k.
 
-    A rank of a DualPipeVEngine holds the stages r and 2 ranks - 1 - r, which instructions call phases 0 and 1. Its
-    backwards are not split.
+    A rank of a DualPipeVEngine holds the stages r and 2 ranks - 1 - r, which instructions call
+    phases 0 and 1. Its backwards are not split.
 
     Args:
         engine: The engine, of DeepSpeed 0.14 to 0.19.
@@ -48,7 +57,9 @@ class DeepSpeedPipeline:
     def pipeline_rank(self) -> PipelineRank:
         """See `Engine.pipeline_rank`."""
         engine, grid = self._engine, self._engine.grid
-        return PipelineRank(engine.stage_id, engine.num_stages, grid.get_data_parallel_rank(), tuple(grid.pp_group))
+        return PipelineRank(
+            engine.stage_id, engine.num_stages, grid.get_data_parallel_rank(), tuple(grid.pp_group)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +72,9 @@ class DeepSpeedPipeline:
         yield from self._engine.module.parameters()
 
     def order(self) -> tuple[Computation, ...]:
-        """See `Engine.order`; read from the instructions of the engine's current training schedule."""
+        """See `Engine.order`; read from the instructions of the engine's current training
+        schedule.
+        """
         kinds, counts, order = _kinds(), Counter[tuple[int, str]](), []
         for step in self._schedule().steps():
             for instruction in step:
@@ -88,8 +101,11 @@ class DeepSpeedPipeline:
                 return execute(schedule)
             hook.begin_iteration(schedule.num_micro_batches)
             try:
-                # The engine keeps the last method it executed in _exec_instr; after a failure that would be a wrapper.
-                with replaced(engine, _INSTRUCTION_MAP=self._hooked_instructions(hook), _exec_instr=None):
+                # The engine keeps the last method it executed in _exec_instr; after a failure that
+                # would be a wrapper.
+                with replaced(
+                    engine, _INSTRUCTION_MAP=self._hooked_instructions(hook), _exec_instr=None
+                ):
                     result = execute(schedule)
             except BaseException:
                 hook.abandon_iteration()
@@ -109,9 +125,14 @@ class DeepSpeedPipeline:
         return TrainSchedule(engine.micro_batches, engine.num_stages, engine.stage_id)
 
     def _hooked_instructions(self, hook: Hook) -> dict[type, Callable[..., Any]]:
-        """Return the instruction map of one iteration, with the hook called around forwards and backwards."""
+        """Return the instruction map of one iteration, with the hook called around forwards and
+        backwards.
+        """
         original: Mapping[type, Callable[..., Any]] = self._engine._INSTRUCTION_MAP
-        return {**original, **{each: self._hooked(hook, original[each], kind) for each, kind in _kinds().items()}}
+        return {
+            **original,
+            **{each: self._hooked(hook, original[each], kind) for each, kind in _kinds().items()},
+        }
 
     def _hooked(self, hook: Hook, execute: Callable[..., Any], kind: str) -> Callable[..., Any]:
         begin, end, stages = hook.begin, hook.end, self._stages

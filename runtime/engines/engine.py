@@ -1,4 +1,6 @@
-"""What the runtime needs of a training engine, and how adapters attach to an engine's objects and detach again."""
+"""What the runtime needs of a training engine, and how adapters attach to an engine's objects
+and detach again.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Engine(Protocol):
         """Yield the parameters that this rank trains."""
 
     def order(self) -> tuple[Computation, ...] | None:
-        """Return what this rank runs in a training iteration; None if that is only known when it runs."""
+        """Return what this rank runs in a training iteration; None if that is only known when it
+        runs.
+        """
 
     def attached(self, hook: Hook) -> AbstractContextManager[None]:
         """Call `hook` in every training iteration, but in no evaluation, while the block runs.
@@ -70,11 +74,12 @@ def engine_of(engine: Any) -> Engine:
     """Return the adapter of a training engine.
 
     Args:
-        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a schedule of
-            torch.distributed.pipelining.
+        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
+            schedule of torch.distributed.pipelining.
 
     Raises:
-        UsageError: If it is none of these, has an unsupported version, or has a runtime attached already.
+        UsageError: If it is none of these, has an unsupported version, or has a runtime attached
+            already.
     """
     kind = engine_kind(engine)
     if kind == "deepspeed":
@@ -89,12 +94,16 @@ def engine_of(engine: Any) -> Engine:
         from perseus_planner.runtime.engines.megatron import MegatronModel
 
         return MegatronModel(megatron_chunks(engine))
-    raise UsageError(f"planner_runtime was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}")
+    raise UsageError(
+        f"planner_runtime was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}"
+    )
 
 
 @contextmanager
 def replaced(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of one instance, never of its class, while the block runs; restore what was there afterwards."""
+    """Set attributes of one instance, never of its class, while the block runs; restore what was
+    there afterwards.
+    """
     instance = vars(owner)
     before = {name: instance[name] for name in attributes if name in instance}
     instance.update(attributes)
@@ -126,7 +135,8 @@ def check_free(owner: object) -> None:
     """
     if _MARK in vars(owner):
         raise UsageError(
-            f"a runtime is attached to this {type(owner).__name__} already; leave its block before you enter another"
+            f"a runtime is attached to this {type(owner).__name__} already; leave its block before "
+            "you enter another"
         )
 
 
@@ -143,4 +153,6 @@ def check_has(owner: object, names: tuple[str, ...], supported: str) -> None:
     """
     missing = next((name for name in names if not hasattr(owner, name)), None)
     if missing is not None:
-        raise UsageError(f"{type(owner).__name__} has no {missing}, which the runtime needs; use {supported}")
+        raise UsageError(
+            f"{type(owner).__name__} has no {missing}, which the runtime needs; use {supported}"
+        )

@@ -1,8 +1,10 @@
-"""Megatron-core, followed through the timers that its schedules start and stop around all that they run.
+"""Megatron-core, followed through the timers that its schedules start and stop around all that they
+run.
 
-`timers` is a field of Megatron's config. A schedule calls `config.timers(name, log_level=...)` and starts and stops the
-timer that it returns: `forward-backward` around an iteration, `forward-compute` around the forward and the loss of a
-microbatch, and `backward-compute` around its backward. Core 0.9 to 0.19 do so at the same points.
+`timers` is a field of Megatron's config. A schedule calls `config.timers(name, log_level=...)` and
+starts and stops the timer that it returns: `forward-backward` around an iteration,
+`forward-compute` around the forward and the loss of a microbatch, and `backward-compute` around its
+backward. Core 0.9 to 0.19 do so at the same points.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class MegatronModel:
 
     @property
     def pipeline_rank(self) -> PipelineRank:
-        """See `Engine.pipeline_rank`; each tensor-parallel rank of a stage counts as a separate pipeline.
+        """See `Engine.pipeline_rank`; each tensor-parallel rank of a stage counts as a separate
+        pipeline.
 
         Raises:
             UsageError: If Megatron's parallel state is not initialized.
@@ -51,7 +54,9 @@ class MegatronModel:
         from megatron.core import parallel_state as state
 
         if not state.model_parallel_is_initialized():
-            raise UsageError("Megatron's parallel state is not initialized; call initialize_model_parallel first")
+            raise UsageError(
+                "Megatron's parallel state is not initialized; call initialize_model_parallel first"
+            )
         return PipelineRank(
             rank=state.get_pipeline_model_parallel_rank(),
             ranks=state.get_pipeline_model_parallel_world_size(),
@@ -68,7 +73,10 @@ class MegatronModel:
         """
         device = next((each.device for each in self.parameters()), None)
         if device is None:
-            raise UsageError("the chunks of the Megatron-core model have no parameters; give the chunks that you train")
+            raise UsageError(
+                "the chunks of the Megatron-core model have no parameters; give the chunks that "
+                "you train"
+            )
         return device
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -93,24 +101,30 @@ class MegatronModel:
             ScheduleError: If Megatron refuses this number.
         """
         rank = self.pipeline_rank
-        return interleaved_1f1b(rank.ranks, len(self._chunks), microbatches, self._group).ranks[rank.rank]
+        return interleaved_1f1b(rank.ranks, len(self._chunks), microbatches, self._group).ranks[
+            rank.rank
+        ]
 
     @contextmanager
     def attached(self, hook: Hook) -> Iterator[None]:
         """See `Engine.attached`.
 
         Raises:
-            UsageError: If a hook is attached already, or Megatron runs computations that its timers do not show.
+            UsageError: If a hook is attached already, or Megatron runs computations that its timers
+                do not show.
         """
         owners = [(config, "timers") for config in self._configs]
-        # Megatron-LM copies its timers from here, at the start of training and after every evaluation.
+        # Megatron-LM copies its timers from here, at the start of training and after every
+        # evaluation.
         module = sys.modules.get("megatron.training.global_vars")
         if getattr(module, "_GLOBAL_TIMERS", None) is not None:
             owners.append((module, "_GLOBAL_TIMERS"))
         for config in self._configs:
             _check_visible(config)
         if any(isinstance(getattr(*owner), _Timers) for owner in owners):
-            raise UsageError("a runtime is attached to this Megatron-core model already; leave its block first")
+            raise UsageError(
+                "a runtime is attached to this Megatron-core model already; leave its block first"
+            )
         rank = self.pipeline_rank
         events = _TimerEvents(hook, rank, len(self._chunks), self._group or rank.ranks)
         with ExitStack() as stack:
@@ -135,7 +149,8 @@ class MegatronModel:
             configs = [get_model_config(chunk) for chunk in self._chunks]
         except RuntimeError as error:
             raise UsageError(
-                f"a chunk has no Megatron-core config ({error}); give the chunks that you give to its schedule"
+                f"a chunk has no Megatron-core config ({error}); give the chunks that you give to "
+                "its schedule"
             ) from error
         return list({id(config): config for config in configs}.values())
 
@@ -185,16 +200,22 @@ class _TimerEvents:
         if self._is_training:
             self._hook.end()
 
-    def _in_order(self, kind: str, chunks: Iterable[int], microbatches: int) -> Iterator[Computation]:
+    def _in_order(
+        self, kind: str, chunks: Iterable[int], microbatches: int
+    ) -> Iterator[Computation]:
         """Yield all computations of one kind in Megatron's order.
 
-        A group of microbatches runs through each of `chunks`, then the next group does. The last group ends with the
-        last microbatch. The iterator then goes on with microbatches that should not run, so that the hook sees them if
-        they do.
+        A group of microbatches runs through each of `chunks`, then the next group does. The last
+        group ends with the last microbatch. The iterator then goes on with microbatches that should
+        not run, so that the hook sees them if they do.
         """
         begin = 0
         while True:
-            end = min(begin + self._group, microbatches) if begin < microbatches else begin + self._group
+            end = (
+                min(begin + self._group, microbatches)
+                if begin < microbatches
+                else begin + self._group
+            )
             for chunk in chunks:
                 for microbatch in range(begin, end):
                     yield Computation(chunk * self._rank.ranks + self._rank.rank, kind, microbatch)
@@ -211,7 +232,8 @@ class _NoTimer:
 
 
 class _Timers:
-    """Timers that pass everything on to the original ones, and call actions when some of them start and stop.
+    """Timers that pass everything on to the original ones, and call actions when some of them start
+    and stop.
 
     Args:
         original: The original timers; None if there were none.
@@ -219,7 +241,9 @@ class _Timers:
     """
 
     def __init__(
-        self, original: Timers | None, actions: Mapping[str, tuple[Callable[[], None], Callable[[], None]]]
+        self,
+        original: Timers | None,
+        actions: Mapping[str, tuple[Callable[[], None], Callable[[], None]]],
     ) -> None:
         no_timer = _NoTimer()
         self._original, self._actions = original, actions
@@ -263,10 +287,11 @@ class _Timer:
 
 
 def _schedule_arguments() -> tuple[int | None, bool]:
-    """Return how many microbatches the schedule that started the timer runs, and whether it only evaluates them.
+    """Return how many microbatches the schedule that started the timer runs, and whether it only
+    evaluates them.
 
-    Timers do not receive this, so it is read from the arguments of the calling schedule, which are passed by name. The
-    number is None if no caller has such arguments.
+    Timers do not receive this, so it is read from the arguments of the calling schedule, which are
+    passed by name. The number is None if no caller has such arguments.
     """
     import torch
 
@@ -285,13 +310,15 @@ def _check_visible(config: Any) -> None:
     """Refuse a config by which Megatron runs computations that its timers do not show."""
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise UsageError(
-            "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward as one, in which no "
-            "clock can change; train without it, or without a plan"
+            "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward as "
+            "one, in which no clock can change; train without it, or without a plan"
         )
     scope = getattr(config, "cuda_graph_scope", None)
-    scopes = [getattr(item, "name", item) for item in (scope if isinstance(scope, list) else [scope])]
+    scopes = [
+        getattr(item, "name", item) for item in (scope if isinstance(scope, list) else [scope])
+    ]
     if "full_iteration" in (getattr(config, "cuda_graph_impl", None), *scopes):
         raise UsageError(
-            "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which does not show its "
-            "computations; train with graphs of layers, or without a plan"
+            "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), "
+            "which does not show its computations; train with graphs of layers, or without a plan"
         )

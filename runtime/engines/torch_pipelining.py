@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.runtime.engines.engine import PipelineRank, attached_once, check_free, check_has, replaced
+from perseus_planner.runtime.engines.engine import (
+    PipelineRank,
+    attached_once,
+    check_free,
+    check_has,
+    replaced,
+)
 from perseus_planner.schedules import Computation, gpipe, one_f_one_b
 
 if TYPE_CHECKING:
@@ -17,7 +23,13 @@ if TYPE_CHECKING:
 _Attributes = dict[str, Callable[..., Any]]
 
 _NEEDED = ("step", "_has_backward", "_maybe_compute_loss", "_n_microbatches")
-_STAGE_NEEDED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "group_rank", "group_size")
+_STAGE_NEEDED = (
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "group_rank",
+    "group_size",
+)
 _VERSIONS = "torch 2.6 or later"
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _LINEAR = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}
@@ -26,9 +38,10 @@ _LINEAR = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}
 class TorchPipeline:
     """One rank of a schedule; the forward of the last stage includes its loss.
 
-    All schedules run their stages by the same methods, which take the number of the microbatch. Before its first step a
-    schedule learns the shapes of activations without these methods. In the zero-bubble schedules the first stage has no
-    input gradient to compute: its I is hooked too, and takes almost no time.
+    All schedules run their stages by the same methods, which take the number of the microbatch.
+    Before its first step a schedule learns the shapes of activations without these methods. In the
+    zero-bubble schedules the first stage has no input gradient to compute: its I is hooked too, and
+    takes almost no time.
 
     Args:
         schedule: The schedule, of torch 2.6 or later.
@@ -54,7 +67,9 @@ class TorchPipeline:
 
         stage = self._stages[0]
         group = dist.group.WORLD if stage.group is None else stage.group
-        return PipelineRank(stage.group_rank, stage.group_size, None, tuple(dist.get_process_group_ranks(group)))
+        return PipelineRank(
+            stage.group_rank, stage.group_size, None, tuple(dist.get_process_group_ranks(group))
+        )
 
     @property
     def device(self) -> torch.device:
@@ -71,13 +86,16 @@ class TorchPipeline:
     def order(self) -> tuple[Computation, ...] | None:
         """See `Engine.order`; None for user-defined schedules without a list of actions."""
         schedule, first_stage = self._schedule, self._stages[0]
-        # The order that schedules of one stage report is not what they run: 1F1B is off by one on its last rank.
+        # The order that schedules of one stage report is not what they run: 1F1B is off by one on
+        # its last rank.
         for each in type(schedule).__mro__:
             if each.__name__ in _LINEAR:
-                return _LINEAR[each.__name__](first_stage.group_size, schedule._n_microbatches).ranks[
-                    first_stage.group_rank
-                ]
-        lists = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None)
+                return _LINEAR[each.__name__](
+                    first_stage.group_size, schedule._n_microbatches
+                ).ranks[first_stage.group_rank]
+        lists = getattr(schedule, "pipeline_order_with_comms", None) or getattr(
+            schedule, "pipeline_order", None
+        )
         return tuple(_computations(lists[first_stage.group_rank])) if lists else None
 
     @contextmanager
@@ -149,7 +167,9 @@ def _hooked_stage(hook: Hook, stage: Any) -> _Attributes:
 
 
 def _hooked_loss(hook: Hook, schedule: Any) -> _Attributes:
-    """Return what the schedule calls after each forward, with the hook called at the end of the last stage's loss."""
+    """Return what the schedule calls after each forward, with the hook called at the end of the
+    last stage's loss.
+    """
     end, compute = hook.end, schedule._maybe_compute_loss
 
     def compute_hooked(stage: Any, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +181,9 @@ def _hooked_loss(hook: Hook, schedule: Any) -> _Attributes:
 
 
 def _computations(actions: Any) -> Iterator[Computation]:
-    """Yield the computations among a rank's actions; the two of an overlapped pair run one after the other."""
+    """Yield the computations among a rank's actions; the two of an overlapped pair run one after
+    the other.
+    """
     for action in actions:
         for each in getattr(action, "sub_actions", None) or (action,):
             kind = None if each is None else _KINDS.get(each.computation_type.name)

@@ -1,18 +1,21 @@
-"""Brings all ranks of a job to a new plan at the same iteration, through the job's torch.distributed store.
+"""Brings all ranks of a job to a new plan at the same iteration, through the job's
+torch.distributed store.
 
 Keys of the store:
 
 - `state`: two numbers (`AgreedState`), changed by compare_set alone, and only to a higher version.
 - `versions`: a counter. `plans/V`: a plan, until a newer one replaces it.
 
-The way of a plan: its proposer numbers it, writes it down, and makes it the newest from an iteration on that is far
-enough ahead for every node to look before. On each node one rank looks at `state`, about once in an iteration, and
-passes a newer plan on to the others (`NodePlans`). Hence:
+The way of a plan: its proposer numbers it, writes it down, and makes it the newest from an
+iteration on that is far enough ahead for every node to look before. On each node one rank looks at
+`state`, about once in an iteration, and passes a newer plan on to the others (`NodePlans`). Hence:
 
 - There is one order of versions: `state` only goes to a higher one, and so does every rank.
-- All ranks that hear of a plan in time take it at the same iteration. A rank that hears of it late takes it at its next
-  iteration. Clocks never decide what is computed: such an iteration costs some energy or time, and nothing else.
-- No rank waits for another, and no operation waits for a key. A proposer is told at once when its plan begins.
+- All ranks that hear of a plan in time take it at the same iteration. A rank that hears of it late
+  takes it at its next iteration. Clocks never decide what is computed: such an iteration costs some
+  energy or time, and nothing else.
+- No rank waits for another, and no operation waits for a key. A proposer is told at once when its
+  plan begins.
 - Without the store, a rank keeps its plan.
 - If a proposer dies before it has changed `state`, its plan never begins.
 
@@ -37,14 +40,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LONGEST_PLAN_BYTES = 4 << 20
-"""Longest compressed plan: a TCPStore drops a rank that sends 8 MiB at once, and the whole job with it."""
+"""Longest compressed plan: a TCPStore drops a rank that sends 8 MiB at once, and the whole job
+with it.
+"""
 
 LOOK_S = 0.05
 """Shortest time between two looks of a node, in seconds."""
 LOOKS_PER_S = 1500.0
-"""How often the nodes of a job look at its store at most, together: a store serves about 90,000 operations a second."""
+"""How often the nodes of a job look at its store at most, together: a store serves about 90,000
+operations a second.
+"""
 
-_PASS_S = 0.1  #: from the begin of an iteration until all ranks of a node know what one of them has read
+_PASS_S = (
+    0.1  #: from the begin of an iteration until all ranks of a node know what one of them has read
+)
 _AHEAD = 0.25  #: share of an iteration by which a rank may be ahead of another one
 _SUPERSEDED = "a newer plan was proposed before this one"
 
@@ -64,7 +73,9 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Rejection:
-    """The plan is not taken, for the reason in `text`; if the store was lost, it may not be known whether it is."""
+    """The plan is not taken, for the reason in `text`; if the store was lost, it may not be
+    known whether it is.
+    """
 
     text: str
 
@@ -87,7 +98,9 @@ class Proposal:
         self._settled.set()
 
     def wait(self, timeout_s: float) -> Acceptance | Rejection | None:
-        """Wait for what becomes of the plan; return None if it is still open after `timeout_s` seconds."""
+        """Wait for what becomes of the plan; return None if it is still open after `timeout_s`
+        seconds.
+        """
         self._settled.wait(timeout_s)
         return self._outcome
 
@@ -99,10 +112,12 @@ class Agreement:
 
     Args:
         store: The same store for all ranks, under a prefix that nothing else uses.
-        prepare: Called with a version and its plan, on the thread that looks, before this rank may run by it.
+        prepare: Called with a version and its plan, on the thread that looks, before this rank may
+            run by it.
         share: This rank's part in the looks of its node.
-        is_prompt: Whether plans come one after the other, made from what has just been observed: then nodes look by
-            time, not once in an iteration, and a plan begins as early as they can have read it.
+        is_prompt: Whether plans come one after the other, made from what has just been observed:
+            then nodes look by time, not once in an iteration, and a plan begins as early as they
+            can have read it.
         now_s: A clock, in seconds.
 
     Attributes:
@@ -129,7 +144,9 @@ class Agreement:
         self._begun = -1
         self._begun_s, self._lasts_s = math.inf, math.inf
         # Written by the thread that looks alone:
-        self._known: tuple[AgreedState, ...] = (AgreedState(),)  #: what this rank runs by, and what it is to
+        self._known: tuple[AgreedState, ...] = (
+            AgreedState(),
+        )  #: what this rank runs by, and what it is to
         self._looked = -2  #: the iteration in which this rank looked last
         self._looked_s = -math.inf
         self._period_s = max(LOOK_S, self._share.nodes / LOOKS_PER_S)
@@ -140,11 +157,15 @@ class Agreement:
         return self._begun
 
     def version_at(self, iteration: int) -> int:
-        """Return the version that this rank runs `iteration` by, which begins now. Versions never go back."""
+        """Return the version that this rank runs `iteration` by, which begins now. Versions
+        never go back.
+        """
         now_s = self._now_s()
         self._lasts_s = now_s - self._begun_s if now_s > self._begun_s else math.inf
         self._begun, self._begun_s = iteration, now_s
-        self.version = max(self.version, *(state.version for state in self._known if state.since <= iteration))
+        self.version = max(
+            self.version, *(state.version for state in self._known if state.since <= iteration)
+        )
         return self.version
 
     def propose(self, blob: bytes) -> Proposal:
@@ -152,8 +173,8 @@ class Agreement:
         proposal, packed = Proposal(), zlib.compress(blob, 1)
         if len(packed) > LONGEST_PLAN_BYTES:
             text = (
-                f"the plan has {len(packed)} bytes, compressed, and the job's store takes {LONGEST_PLAN_BYTES}; plan "
-                "for fewer microbatches"
+                f"the plan has {len(packed)} bytes, compressed, and the job's store takes "
+                f"{LONGEST_PLAN_BYTES}; plan for fewer microbatches"
             )
             proposal.settle(Rejection(text))
         elif self.lost is not None:
@@ -163,7 +184,8 @@ class Agreement:
         return proposal
 
     def look(self) -> None:
-        """Make this rank's proposals, and find out about those of others if an iteration has begun since the last look.
+        """Make this rank's proposals, and find out about those of others if an iteration has begun
+        since the last look.
 
         Raises:
             Exception: What `prepare` raises.
@@ -174,7 +196,9 @@ class Agreement:
                 found = self._find()
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0] or type(error).__name__
-                self.lost = f"the job's store can no longer be used ({reason}): no new plan will be taken"
+                self.lost = (
+                    f"the job's store can no longer be used ({reason}): no new plan will be taken"
+                )
         if self.lost is not None:
             self._reject_queued(self.lost)
         if found is not None:
@@ -190,8 +214,14 @@ class Agreement:
         if self._queued:
             self._announce()
         elif not self._share.looks:
-            return None if self._share.plans is None else self._share.plans.read(self._known[-1].version)
-        elif self._now_s() < self._looked_s + self._period_s or (self._begun <= self._looked and not self._is_prompt):
+            return (
+                None
+                if self._share.plans is None
+                else self._share.plans.read(self._known[-1].version)
+            )
+        elif self._now_s() < self._looked_s + self._period_s or (
+            self._begun <= self._looked and not self._is_prompt
+        ):
             return None
         else:
             self._looked, self._looked_s = self._begun, self._now_s()
@@ -214,7 +244,9 @@ class Agreement:
             self._known = (*needed, state)
 
     def _announce(self) -> None:
-        """Make the newest proposal of this rank the newest plan of all ranks, unless another rank has a newer one."""
+        """Make the newest proposal of this rank the newest plan of all ranks, unless another
+        rank has a newer one.
+        """
         while len(self._queued) > 1:
             self._queued.popleft()[0].settle(Rejection(_SUPERSEDED))
         # It stays in the queue during the operations, which may fail.
@@ -228,20 +260,25 @@ class Agreement:
         is_newest = self._state.seen.version == version
         self._store.delete_key(f"plans/{replaced if is_newest else version}")
         self._queued.popleft()
-        proposal.settle(Acceptance(version, self._state.seen.since) if is_newest else Rejection(_SUPERSEDED))
+        proposal.settle(
+            Acceptance(version, self._state.seen.since) if is_newest else Rejection(_SUPERSEDED)
+        )
 
     def since_if_proposed(self) -> int:
         """Return from which iteration on a plan is run by that is proposed now."""
         return self._begun + (self._shortest_lead() if self._is_prompt else self._lead())
 
     def _lead(self) -> int:
-        """Return after how many iterations all ranks know what is proposed now, if none is ahead by more than one."""
+        """Return after how many iterations all ranks know what is proposed now, if none is ahead
+        by more than one.
+        """
         return 2 + max(1, math.ceil((self._period_s + _PASS_S) / max(self._lasts_s, 1e-3)))
 
     def _shortest_lead(self) -> int:
         """Return after how many iterations nearly all ranks know what is proposed now.
 
-        A rank that is ahead, or hears of it late, takes it an iteration later: that costs a mixed iteration at worst.
+        A rank that is ahead, or hears of it late, takes it an iteration later: that costs a mixed
+        iteration at worst.
         """
         lasts_s = max(self._lasts_s, 1e-3)
         if not math.isfinite(lasts_s):

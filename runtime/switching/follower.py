@@ -1,8 +1,10 @@
-"""Decides what each iteration of a rank runs by: the plan that all ranks agreed on or, if anything fails, no clocks.
+"""Decides what each iteration of a rank runs by: the plan that all ranks agreed on or, if anything
+fails, no clocks.
 
-Where a GPU's clock changes cannot keep up, its rank runs the plan with fewer of them: neighbours at the higher of their
-clocks, so that it is no later. The plan as it is gets tried again after a pause (`backoff`), and so does every new one,
-but for those of the autopilot, which come one after the other.
+Where a GPU's clock changes cannot keep up, its rank runs the plan with fewer of them: neighbours at
+the higher of their clocks, so that it is no later. The plan as it is gets tried again after a pause
+(`backoff`), and so does every new one, but for those of the autopilot, which come one after the
+other.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ OnIterationEnd = Callable[[int, RankProgram | None, str | None], None]
 class PlanFollower:
     """The `ProgramSource` of a rank whose job agrees on plans through its store.
 
-    The training thread calls the methods of `ProgramSource`; the background thread calls all others.
+    The training thread calls the methods of `ProgramSource`; the background thread calls all
+    others.
 
     Attributes:
         agreement: This rank's part in the agreement.
@@ -39,9 +42,10 @@ class PlanFollower:
     Args:
         job: The job.
         share: This rank's part in the looks of its node.
-        make_program: Returns this rank's program of a version, given what was proposed; raises a PlannerError if that
-            does not fit.
-        on_iteration_end: Called for every iteration that has ended, with the arguments of `ProgramSource.on_end`.
+        make_program: Returns this rank's program of a version, given what was proposed; raises a
+            PlannerError if that does not fit.
+        on_iteration_end: Called for every iteration that has ended, with the arguments of
+            `ProgramSource.on_end`.
         is_prompt: As for `Agreement`.
         now_s: A clock, in seconds.
     """
@@ -61,7 +65,11 @@ class PlanFollower:
         self.problem: str | None = None
         self.misfit: str | None = None
         self.deviation: str | None = None
-        self._make_program, self._on_iteration_end, self._now_s = make_program, on_iteration_end, now_s
+        self._make_program, self._on_iteration_end, self._now_s = (
+            make_program,
+            on_iteration_end,
+            now_s,
+        )
         self._programs: dict[int, RankProgram] = {}
         self._fewer: RankProgram | None = None  #: replaces the program of its version
         self._backoff = Backoff()  #: of the program that it replaces
@@ -69,7 +77,9 @@ class PlanFollower:
 
     @property
     def program(self) -> RankProgram | None:
-        """The program of the last iteration that was to have clocks; None if this rank cannot run its plan."""
+        """The program of the last iteration that was to have clocks; None if this rank cannot
+        run its plan.
+        """
         return self._current
 
     @property
@@ -89,11 +99,17 @@ class PlanFollower:
         if self.problem is not None:
             return None
         fewer = self._fewer
-        self._current = fewer if fewer is not None and fewer.version == version else self._programs.get(version)
+        self._current = (
+            fewer if fewer is not None and fewer.version == version else self._programs.get(version)
+        )
         return self._current
 
     def on_end(
-        self, iteration: int, program: RankProgram | None, deviation: str | None, order: Order | None = None
+        self,
+        iteration: int,
+        program: RankProgram | None,
+        deviation: str | None,
+        order: Order | None = None,
     ) -> None:
         """See `ProgramSource.on_end`."""
         if deviation is not None and not self.is_prompt:
@@ -101,7 +117,8 @@ class PlanFollower:
         self._on_iteration_end(iteration, program, deviation)
 
     def keep_changes(self, most: int) -> RankProgram | None:
-        """Run the plan with half its changes from the next iteration on, or with half of those, until at most `most`.
+        """Run the plan with half its changes from the next iteration on, or with half of those,
+        until at most `most`.
 
         Returns:
             The program with fewer changes; None if there are no more than so many already.
@@ -122,7 +139,9 @@ class PlanFollower:
         return fewer
 
     def look(self) -> None:
-        """Take part in the agreement once, and go back to all changes of the plan when their pause is over."""
+        """Take part in the agreement once, and go back to all changes of the plan when their
+        pause is over.
+        """
         self.agreement.look()
         if self._fewer is not None and self._backoff.is_due(self._now_s()):
             self._fewer = None
@@ -133,7 +152,9 @@ class PlanFollower:
         try:
             program, fewer = self._make_program(version, data), self._fewer
             self._programs[version] = (
-                program.with_changes(fewer.changes) if self.is_prompt and fewer is not None else program
+                program.with_changes(fewer.changes)
+                if self.is_prompt and fewer is not None
+                else program
             )
         except PlannerError as error:
             if not self.is_prompt:

@@ -1,4 +1,6 @@
-"""The newest plan of a node, in memory that its ranks share: one of them asks the job's store, the others read here."""
+"""The newest plan of a node, in memory that its ranks share: one of them asks the job's store,
+the others read here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _CHECKSUM = struct.Struct("<I")  #: of header and plan, so that half a plan is n
 
 
 class NodePlans:
-    """Memory with the newest plan of a node. It has no name in a file system, so that no death leaves it behind.
+    """Memory with the newest plan of a node. It has no name in a file system, so that no death
+    leaves it behind.
 
     Args:
         descriptor: Descriptor of the memory, which belongs to this object from now on.
@@ -39,7 +42,9 @@ class NodePlans:
 
     @property
     def address(self) -> str:
-        """Where other processes of this user on this node find the memory while this process lives."""
+        """Where other processes of this user on this node find the memory while this process
+        lives.
+        """
         return f"{os.getpid()}/fd/{self._descriptor}"
 
     def write(self, state: AgreedState, plan: bytes) -> None:
@@ -48,7 +53,9 @@ class NodePlans:
         os.pwrite(self._descriptor, _CHECKSUM.pack(zlib.crc32(content)) + content, 0)
 
     def read(self, after: int) -> tuple[AgreedState, bytes] | None:
-        """Return a plan that is newer than version `after`; None if there is none, or it is being written."""
+        """Return a plan that is newer than version `after`; None if there is none, or it is
+        being written.
+        """
         start = _CHECKSUM.size + _HEADER.size
         head = os.pread(self._descriptor, start, 0)
         if len(head) < start:

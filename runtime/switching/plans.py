@@ -39,7 +39,9 @@ class Plans:
             PlanError: If a file cannot be read, or is not a plan.
         """
         if isinstance(plan, Mapping):
-            return cls(None, MappingProxyType({int(number): _load(one) for number, one in plan.items()}))
+            return cls(
+                None, MappingProxyType({int(number): _load(one) for number, one in plan.items()})
+            )
         return cls(_load(plan), MappingProxyType({}))
 
     def of_pipeline(self, pipeline: int) -> Plan:
@@ -74,7 +76,8 @@ class Plans:
             by_pipeline = {int(key): plan for key, plan in plans.items() if key != _COMMON}
         except (ValueError, TypeError, AttributeError) as error:
             raise PlanError(
-                f"the plans that were sent cannot be read: {error}; use the same version of the planner on all ranks"
+                f"the plans that were sent cannot be read: {error}; use the same version of the "
+                "planner on all ranks"
             ) from error
         return cls(plans.get(_COMMON), MappingProxyType(by_pipeline))
 

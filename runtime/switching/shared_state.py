@@ -1,4 +1,6 @@
-"""The one key of a torch.distributed store on which all ranks act, and how to read a key without waiting for it."""
+"""The one key of a torch.distributed store on which all ranks act, and how to read a key without
+waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ _ABSENT = "?"  #: a value that no key ever has
 def read(store: Store, key: str) -> bytes | None:
     """Return the value of a key, or None if it is absent: one operation, which never waits.
 
-    `Store.get` waits for an absent key, even for one that was there when it was checked. `compare_set` returns the
-    value of the key or, if it is absent, the value that was expected. So "?" must not be a value.
+    `Store.get` waits for an absent key, even for one that was there when it was checked.
+    `compare_set` returns the value of the key or, if it is absent, the value that was expected. So
+    "?" must not be a value.
     """
     value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
     return None if value == _ABSENT.encode() else value
@@ -39,7 +42,8 @@ class AgreedState(NamedTuple):
 class SharedState:
     """The state in the store as this rank saw it last.
 
-    Both methods take one operation. They raise what the store raises, or a RuntimeError if it has lost the state.
+    Both methods take one operation. They raise what the store raises, or a RuntimeError if it has
+    lost the state.
 
     Attributes:
         seen: The state seen last.
@@ -56,7 +60,9 @@ class SharedState:
         self._take(value or b"", is_absent=value is None)
 
     def change(self, state: AgreedState) -> None:
-        """Replace the state seen last by `state`, if it is still in the store; read what is there then."""
+        """Replace the state seen last by `state`, if it is still in the store; read what is
+        there then.
+        """
         text = state.text()
         value: bytes = self._store.compare_set("state", self._text, text)
         # If the key is absent, the expected value comes back although it was not replaced.

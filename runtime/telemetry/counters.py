@@ -1,12 +1,13 @@
-"""Counts the iterations of a rank since its training began: how long they took, and what its GPU used meanwhile.
+"""Counts the iterations of a rank since its training began: how long they took, and what its GPU
+used meanwhile.
 
-An iteration counts from the end of the one before it, so it includes what lies between, such as the optimizer's step or
-the wait for other pipelines. After a pause, for example an evaluation, it counts from its own begin, because plans do
-not cover pauses.
+An iteration counts from the end of the one before it, so it includes what lies between, such as the
+optimizer's step or the wait for other pipelines. After a pause, for example an evaluation, it
+counts from its own begin, because plans do not cover pauses.
 
-Ranks keep checkpoints of their counts at the same iterations without communicating: at multiples of a power of two that
-follows from how long iterations take. If ranks arrive at different powers, the multiples of the greater one are
-multiples of the smaller one too.
+Ranks keep checkpoints of their counts at the same iterations without communicating: at multiples of
+a power of two that follows from how long iterations take. If ranks arrive at different powers, the
+multiples of the greater one are multiples of the smaller one too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ CHECKPOINT_S = 2.0
 CHECKPOINTS = 8
 """How many checkpoints are kept, because ranks are not all equally far."""
 PAUSE, PAUSE_S = 2.0, 1.0
-"""The time between two iterations is a pause if it is longer than `PAUSE` times the second one plus `PAUSE_S`."""
+"""The time between two iterations is a pause if it is longer than `PAUSE` times the second one
+plus `PAUSE_S`.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,14 @@ class Counts:
         energy_j: Energy of the GPU in the metered iterations, in joules.
         origin: "measured" or "simulated"; None if no GPU was read.
         late_changes: Clock changes that were made late in the first computation that they were for.
-        set_p50_s: Seconds from a clock request to the return of the call that sets it: the median, over the iterations
-            since the previous checkpoint, of their medians. None if no clock was set.
+        set_p50_s: Seconds from a clock request to the return of the call that sets it: the median,
+            over the iterations since the previous checkpoint, of their medians. None if no clock
+            was set.
         set_p99_s: The same for the 99th percentiles, of which the greatest is taken.
-        off_plan_since_s: Since when the rank has not followed its plan, in seconds since the epoch; None if its last
-            iteration ran as planned.
-        site_limit_w: Power limit of the GPU in watts if something else has set it below the default; None if not.
+        off_plan_since_s: Since when the rank has not followed its plan, in seconds since the epoch;
+            None if its last iteration ran as planned.
+        site_limit_w: Power limit of the GPU in watts if something else has set it below the
+            default; None if not.
     """
 
     iteration: int = -1
@@ -84,7 +89,8 @@ class IterationCounter:
     """Counts the iterations of one rank.
 
     Attributes:
-        checkpoints: The last counts that were kept, the newest last. A new tuple replaces it; it is never changed.
+        checkpoints: The last counts that were kept, the newest last. A new tuple replaces it; it is
+            never changed.
         site_limit_w: As in `Counts`, to be kept with the next of them.
     """
 
@@ -107,8 +113,12 @@ class IterationCounter:
             self._keep_checkpoint()
 
     def _keep_checkpoint(self) -> None:
-        p50_s = [record.latency_p50_s for record in self._recent if record.latency_p50_s is not None]
-        p99_s = [record.latency_p99_s for record in self._recent if record.latency_p99_s is not None]
+        p50_s = [
+            record.latency_p50_s for record in self._recent if record.latency_p50_s is not None
+        ]
+        p99_s = [
+            record.latency_p99_s for record in self._recent if record.latency_p99_s is not None
+        ]
         counts = replace(
             self._counts,
             set_p50_s=median(p50_s) if p50_s else None,
@@ -125,12 +135,22 @@ def is_pause(between_s: float, iteration_s: float) -> bool:
 
 
 def common_counts(of_ranks: Sequence[Sequence[Counts]]) -> list[Counts] | None:
-    """Return the counts of each rank at the newest iteration that all have a checkpoint of; None if there is none."""
-    by_iteration = [{counts.iteration: counts for counts in checkpoints} for checkpoints in of_ranks]
+    """Return the counts of each rank at the newest iteration that all have a checkpoint of; None
+    if there is none.
+    """
+    by_iteration = [
+        {counts.iteration: counts for counts in checkpoints} for checkpoints in of_ranks
+    ]
     shared = set(by_iteration[0]).intersection(*by_iteration[1:]) if by_iteration else set()
     return [counts[max(shared)] for counts in by_iteration] if shared else None
 
 
 def _stride(iteration_s: float) -> int:
-    """Return the greatest power of two, up to 1024, of which that many iterations take at most `CHECKPOINT_S`."""
-    return 1 if iteration_s >= CHECKPOINT_S else 1 << min(10, int(math.log2(CHECKPOINT_S / max(iteration_s, 1e-9))))
+    """Return the greatest power of two, up to 1024, of which that many iterations take at most
+    `CHECKPOINT_S`.
+    """
+    return (
+        1
+        if iteration_s >= CHECKPOINT_S
+        else 1 << min(10, int(math.log2(CHECKPOINT_S / max(iteration_s, 1e-9))))
+    )

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 WRITTEN_AFTER_S = 5.0
 """How long rows may wait in memory; a killed rank loses them."""
 _PERIOD_S = 30
-"""How often the computations are replaced. All ranks do it at the same time by the clock of their node, so that their
-files hold the same iterations even when iterations are short."""
+"""How often the computations are replaced. All ranks do it at the same time by the clock of their
+node, so that their files hold the same iterations even when iterations are short."""
 
 
 class RunRecorder:
-    """Writes the `RankFiles` of one rank and never raises: if the folder cannot be written, it warns once and stops.
+    """Writes the `RankFiles` of one rank and never raises: if the folder cannot be written, it
+    warns once and stops.
 
     Args:
         files: The files of the rank.
@@ -50,11 +51,19 @@ class RunRecorder:
         self._write_s = now_s()  #: when rows are written next; the first one at once
 
     def add(
-        self, record: IterationRecord, program: RankProgram | None, computations: Sequence[ComputationRecord]
+        self,
+        record: IterationRecord,
+        program: RankProgram | None,
+        computations: Sequence[ComputationRecord],
     ) -> None:
         """Take an iteration that has ended; `computations` are those of the last iterations."""
         plan = None if program is None else program.plan
-        if program is not None and plan is not None and program.version != self._version and self._writes_plans:
+        if (
+            program is not None
+            and plan is not None
+            and program.version != self._version
+            and self._writes_plans
+        ):
             self._version = program.version
             pipeline = record.pipeline if self._own_plans else None
             self._do(lambda files: files.save_plan(plan, program.version, pipeline))
@@ -102,4 +111,6 @@ class RunRecorder:
             self._files = None
             if self._warn is not None:
                 reason = error.strerror if isinstance(error, OSError) else error
-                self._warn(f"{self._folder}: recording stops: {reason}; training goes on without recording")
+                self._warn(
+                    f"{self._folder}: recording stops: {reason}; training goes on without recording"
+                )

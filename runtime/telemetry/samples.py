@@ -15,8 +15,8 @@ _MAX_SAMPLES = 1_000
 class GpuSamples:
     """The last samples of one GPU, oldest first.
 
-    Counters are interpolated linearly between two samples, so the energies of successive iterations add up to what the
-    counter says of all of them.
+    Counters are interpolated linearly between two samples, so the energies of successive iterations
+    add up to what the counter says of all of them.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,23 @@ class GpuSamples:
         self._samples = self._samples[max(0, index - (not is_exact)) :]
 
     def energy_j(self, begin_ns: int, end_ns: int) -> float | None:
-        """Return the joules in a span of time; None if no samples enclose it, or the counter was reset in it."""
+        """Return the joules in a span of time; None if no samples enclose it, or the counter was
+        reset in it.
+        """
         return self._rise(lambda sample: sample.energy_j, begin_ns, end_ns)
 
     def throttled_s(self, begin_ns: int, end_ns: int) -> Mapping[str, float]:
-        """Return throttle reason -> seconds in a span of time, for the reasons that are known for all of it."""
+        """Return throttle reason -> seconds in a span of time, for the reasons that are known
+        for all of it.
+        """
         last = self.first_after(end_ns)
         reasons = last.throttled_s if last is not None else ()
         rises_s = {reason: self._rise(_seconds_of(reason), begin_ns, end_ns) for reason in reasons}
         return {reason: seconds for reason, seconds in rises_s.items() if seconds is not None}
 
-    def _rise(self, counter: Callable[[GpuSample], float | None], begin_ns: int, end_ns: int) -> float | None:
+    def _rise(
+        self, counter: Callable[[GpuSample], float | None], begin_ns: int, end_ns: int
+    ) -> float | None:
         begin, end = self._at(counter, begin_ns), self._at(counter, end_ns)
         return None if begin is None or end is None or end < begin else end - begin
 

@@ -1,8 +1,10 @@
-"""Measures the iterations of a rank: one record for each, from its marks and from the messages of the controller.
+"""Measures the iterations of a rank: one record for each, from its marks and from the messages of
+the controller.
 
-An iteration is complete once the GPU was sampled after its end, which happens when the next iteration begins; without a
-sample it is given up after a few iterations. The energy counter of a GPU moves in steps, of about 100 ms on NVIDIA's.
-The energy of one iteration is accurate if iterations are much longer than that; the mean over many always is.
+An iteration is complete once the GPU was sampled after its end, which happens when the next
+iteration begins; without a sample it is given up after a few iterations. The energy counter of a
+GPU moves in steps, of about 100 ms on NVIDIA's. The energy of one iteration is accurate if
+iterations are much longer than that; the mean over many always is.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from typing import TYPE_CHECKING
 from perseus_planner.runs.matching import ClockSample, SetCall, match_changes
 from perseus_planner.runs.records import ChangeStatistics, ComputationRecord, IterationRecord
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
-from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample, ToRank
+from perseus_planner.runtime.controller.protocol import (
+    AttachReply,
+    ControlChange,
+    GpuSample,
+    ToRank,
+)
 from perseus_planner.runtime.telemetry.counters import Counts, IterationCounter, is_pause
 from perseus_planner.runtime.telemetry.recorder import RunRecorder
 from perseus_planner.runtime.telemetry.samples import GpuSamples
@@ -44,8 +51,8 @@ def wall_offset_ns() -> int:
 class Telemetry:
     """The measurements of one rank.
 
-    The training thread calls `on_end`; one other thread calls everything else. No method raises, and what is kept is
-    bounded.
+    The training thread calls `on_end`; one other thread calls everything else. No method raises,
+    and what is kept is bounded.
 
     Args:
         rank: Rank in the whole job.
@@ -54,7 +61,8 @@ class Telemetry:
         capacity: How many iterations are kept.
         own_plans: Whether each pipeline may have its own plan, and writes it.
         warn: Called once if the folder can no longer be written.
-        offset_ns: Returns what to add to a time of the monotonic clock to get nanoseconds since the epoch.
+        offset_ns: Returns what to add to a time of the monotonic clock to get nanoseconds since the
+            epoch.
         now_s: Returns seconds by the monotonic clock, by which rows are written.
     """
 
@@ -70,14 +78,20 @@ class Telemetry:
         offset_ns: Callable[[], int] = wall_offset_ns,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pipeline_rank, self._capacity, self._offset_ns = pipeline_rank.rank, capacity, offset_ns
+        self._pipeline_rank, self._capacity, self._offset_ns = (
+            pipeline_rank.rank,
+            capacity,
+            offset_ns,
+        )
         # If the engine does not number its pipelines, the first rank of each serves as its number.
         first_peer = min(pipeline_rank.peers, default=0)
         self._pipeline = first_peer if pipeline_rank.pipeline is None else pipeline_rank.pipeline
         self._recorder = None
         if files is not None:
             writes_plans = (pipeline_rank.rank if own_plans else rank) == 0
-            self._recorder = RunRecorder(files, writes_plans=writes_plans, own_plans=own_plans, warn=warn, now_s=now_s)
+            self._recorder = RunRecorder(
+                files, writes_plans=writes_plans, own_plans=own_plans, warn=warn, now_s=now_s
+            )
         self._iterations: tuple[IterationRecord, ...] = ()
         self._computations: deque[tuple[ComputationRecord, ...]] = deque(maxlen=_KEPT)
         self._ended: deque[tuple[int, RankProgram | None, str | None]] = deque(maxlen=capacity)
@@ -91,7 +105,9 @@ class Telemetry:
         # Of the previous iteration:
         self._program: RankProgram | None = None
         self._is_at_full_clocks = False
-        self._at_full_j: deque[float] = deque(maxlen=_FULL)  #: energies of the last iterations at full clocks
+        self._at_full_j: deque[float] = deque(
+            maxlen=_FULL
+        )  #: energies of the last iterations at full clocks
         self._has_deviated = False  #: whether the engine ran something that is not in the program
         self._requested_ns = 0  #: when the first clock of the next iteration was requested
         self._end_ns: int | None = None
@@ -108,12 +124,16 @@ class Telemetry:
 
     @property
     def site_limit_w(self) -> float | None:
-        """Power limit of the GPU, watts, if something else than the planner has set it below the default."""
+        """Power limit of the GPU, watts, if something else than the planner has set it below the
+        default.
+        """
         return self._counter.site_limit_w
 
     @property
     def counts(self) -> tuple[Counts, ...]:
-        """What was counted since training began, at a few of the last iterations; may be read by any thread."""
+        """What was counted since training began, at a few of the last iterations; may be read by
+        any thread.
+        """
         return self._counter.checkpoints
 
     def on_status(self, status: AutopilotStatus) -> None:
@@ -125,9 +145,13 @@ class Telemetry:
         """See `ProgramSource.on_end`."""
         self._ended.append((iteration, program, deviation))
 
-    def update(self, times: Iterable[IterationTimes], messages: Iterable[ToRank]) -> list[IterationRecord]:
+    def update(
+        self, times: Iterable[IterationTimes], messages: Iterable[ToRank]
+    ) -> list[IterationRecord]:
         """Take in new times and messages, and return the iterations that are complete now."""
-        self._since_epoch_ns = self._offset_ns()  # the clock of the node may have been set meanwhile
+        self._since_epoch_ns = (
+            self._offset_ns()
+        )  # the clock of the node may have been set meanwhile
         for message in messages:
             self._take(message)
         self._times.extend(times)
@@ -139,7 +163,9 @@ class Telemetry:
         return records
 
     def close(self) -> list[IterationRecord]:
-        """Return the iterations that were still waiting for a sample, and write everything that is left to write."""
+        """Return the iterations that were still waiting for a sample, and write everything that
+        is left to write.
+        """
         records = [self._finish(self._times.popleft()) for _ in range(len(self._times))]
         self._counter.close()
         if self._recorder is not None:
@@ -162,13 +188,22 @@ class Telemetry:
     def _finish(self, times: IterationTimes) -> IterationRecord:
         program, deviation = self._take_ended(times.number)
         has_deviated = deviation is not None
-        if program is not None and deviation is None and len(times.spans_ns) != len(program.computations):
-            deviation = f"{len(times.spans_ns)} computations were timed, and the plan has {len(program.computations)}"
+        if (
+            program is not None
+            and deviation is None
+            and len(times.spans_ns) != len(program.computations)
+        ):
+            deviation = (
+                f"{len(times.spans_ns)} computations were timed, and the plan has "
+                f"{len(program.computations)}"
+            )
         computations: tuple[ComputationRecord, ...] = ()
         is_unclocked = self._has_deviated and program is self._program
         if program is not None and deviation is None:
             computations = self._match_computations(times, program, is_unclocked=is_unclocked)
-        record = self._record(times, program, deviation or (_UNCLOCKED if is_unclocked else None), computations)
+        record = self._record(
+            times, program, deviation or (_UNCLOCKED if is_unclocked else None), computations
+        )
         self._count(times, record)
         self._prepare_next(times, program, has_deviated=has_deviated, was_unclocked=is_unclocked)
         self._iterations = (*self._iterations, record)[-self._capacity :]
@@ -180,7 +215,9 @@ class Telemetry:
 
     def _count(self, times: IterationTimes, record: IterationRecord) -> None:
         begin_ns = times.begin_ns
-        if self._end_ns is not None and not is_pause((begin_ns - self._end_ns) / 1e9, record.time_s):
+        if self._end_ns is not None and not is_pause(
+            (begin_ns - self._end_ns) / 1e9, record.time_s
+        ):
             begin_ns = self._end_ns
         energy_j = self._samples.energy_j(begin_ns, times.end_ns)
         self._counter.add(record, (times.end_ns - begin_ns) / 1e9, energy_j)
@@ -202,16 +239,26 @@ class Telemetry:
             times.number,
             program.computations,
             program.clocks if is_requested else None,
-            [(self._epoch_s(begin_ns), self._epoch_s(end_ns)) for begin_ns, end_ns in times.spans_ns],
+            [
+                (self._epoch_s(begin_ns), self._epoch_s(end_ns))
+                for begin_ns, end_ns in times.spans_ns
+            ],
             [self._set_call(change) for change in self._changes],
             # The first clock of a new plan is requested when its first iteration begins.
-            first_asked_s=self._epoch_s(self._requested_ns if program is self._program else times.begin_ns),
+            first_asked_s=self._epoch_s(
+                self._requested_ns if program is self._program else times.begin_ns
+            ),
             in_force=self._in_force,
-            samples=[ClockSample(self._epoch_s(sample.now_ns), sample.clock_mhz) for sample in self._samples],
+            samples=[
+                ClockSample(self._epoch_s(sample.now_ns), sample.clock_mhz)
+                for sample in self._samples
+            ],
         )
 
     def _set_call(self, change: ControlChange) -> SetCall:
-        seen_s, begun_s, ended_s = map(self._epoch_s, (change.seen_ns, change.begun_ns, change.ended_ns))
+        seen_s, begun_s, ended_s = map(
+            self._epoch_s, (change.seen_ns, change.begun_ns, change.ended_ns)
+        )
         return SetCall(change.position, change.value, seen_s, begun_s, ended_s, change.before_mhz)
 
     def _epoch_s(self, at_ns: int) -> float:
@@ -231,7 +278,9 @@ class Telemetry:
         if plan is not None and deviation is None:
             gpus = len(plan.schedule.ranks) * plan.gpus_per_stage
             baseline_j = plan.baseline_j((times.end_ns - times.begin_ns) / 1e9) / gpus
-            planned_s = math.fsum(plan.measurement(each.computation).time_s for each in computations)
+            planned_s = math.fsum(
+                plan.measurement(each.computation).time_s for each in computations
+            )
         elif isinstance(program, AutopilotProgram) and deviation is None:
             if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:
                 self._at_full_j.append(energy_j)
@@ -257,7 +306,12 @@ class Telemetry:
         )
 
     def _prepare_next(
-        self, times: IterationTimes, program: RankProgram | None, *, has_deviated: bool, was_unclocked: bool
+        self,
+        times: IterationTimes,
+        program: RankProgram | None,
+        *,
+        has_deviated: bool,
+        was_unclocked: bool,
     ) -> None:
         """Keep what the next iteration needs, by the rules of the hook, and forget the rest."""
         spans_ns = times.spans_ns or ((times.begin_ns, times.end_ns),)

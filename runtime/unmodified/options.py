@@ -1,4 +1,6 @@
-"""The options of `planner run`, which reach the processes of a job as environment variables, such as PLANNER_PLAN."""
+"""The options of `planner run`, which reach the processes of a job as environment variables,
+such as PLANNER_PLAN.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import Any
 from perseus_planner.errors import UsageError
 from perseus_planner.quantities import CHANGES, FACTOR, SHARE
 
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 def _read_switch(text: str, name: str) -> bool:
@@ -24,13 +35,17 @@ def _read_text(text: str, _: str) -> str:
 
 _READ: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
     {
-        **dict.fromkeys(("plan", "gpu", "record", "state", "service", "job", "frontier"), _read_text),
+        **dict.fromkeys(
+            ("plan", "gpu", "record", "state", "service", "job", "frontier"), _read_text
+        ),
         "slowdown": FACTOR.read,
         "max_slowdown": SHARE.read,
         "max_changes": CHANGES.read,
         **dict.fromkeys(("dry_run", "learn"), _read_switch),
     }
-)  #: arguments of `planner_runtime` that are options of `planner run` -> how they are read from text
+    #: arguments of `planner_runtime` that are options of `planner run` -> how they are read from
+    #: text
+)
 
 
 def variable(name: str) -> str:
@@ -39,12 +54,15 @@ def variable(name: str) -> str:
 
 
 def write_options(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that give these arguments to `planner_runtime`; None is left out."""
+    """Return the environment variables that give these arguments to `planner_runtime`; None is
+    left out.
+    """
     return {variable(name): _text(value) for name, value in options.items() if value is not None}
 
 
 def read_options(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of `planner_runtime` that an environment gives; empty variables give none.
+    """Return the arguments of `planner_runtime` that an environment gives; empty variables give
+    none.
 
     Raises:
         UsageError: If a variable cannot be read; names it.

@@ -1,7 +1,8 @@
-"""Enters `planner_runtime` at the first training call of a process, and leaves it when the process exits.
+"""Enters `planner_runtime` at the first training call of a process, and leaves it when the process
+exits.
 
-Whatever fails here, training goes on without the planner, and rank 0 says so once. All ranks of a job reach their first
-training call together, so they can exchange who they are there.
+Whatever fails here, training goes on without the planner, and rank 0 says so once. All ranks of a
+job reach their first training call together, so they can exchange who they are there.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ _MOST_STEPS = 100
 """So many steps of other optimizers mean that the first one no longer trains."""
 
 _SESSION = "perseus_planner.runtime.session"
-"""Only a script that uses `planner_runtime` itself has loaded this module before its training begins."""
+"""Only a script that uses `planner_runtime` itself has loaded this module before its training
+begins.
+"""
 
 _LOG = logging.getLogger("perseus_planner.runtime")
 
 
 class UnmodifiedTraining:
-    """The training of this process, in which one engine has the runtime; or one optimizer, if no engine trains."""
+    """The training of this process, in which one engine has the runtime; or one optimizer, if no
+    engine trains.
+    """
 
     def __init__(self) -> None:
         self._process: int | None = None  #: that has trained
@@ -44,7 +49,8 @@ class UnmodifiedTraining:
     def begin(self, engine: Any) -> bool:
         """Attach the runtime to the first engine that trains; return whether that was done now.
 
-        If a second engine trains, the runtime is detached from the first, because its clocks would slow the second.
+        If a second engine trains, the runtime is detached from the first, because its clocks would
+        slow the second.
 
         Args:
             engine: As for `planner_runtime`.
@@ -59,7 +65,10 @@ class UnmodifiedTraining:
         if self._parts and self._process == os.getpid() and not _are_same(parts, self._parts):
             self._parts = ()
             self._runtime.close()
-            _say(f"a second {type(engine).__name__} trains in this process, and only one can be planned")
+            _say(
+                f"a second {type(engine).__name__} trains in this process, and only one can be "
+                "planned"
+            )
         return False  # also in a process that was forked from one that trains
 
     def stepped(self, optimizer: Any) -> None:
@@ -79,13 +88,18 @@ class UnmodifiedTraining:
             if self._steps > _MOST_STEPS:
                 self._iterations = None
                 self._runtime.close()
-                _say("another optimizer trains instead of the first one, so that iterations cannot be told apart")
+                _say(
+                    "another optimizer trains instead of the first one, so that iterations cannot "
+                    "be told apart"
+                )
             return
         self._steps = 0
         self._iterations.end_iteration()
 
     def _attach(self, engine: Any) -> Any:
-        """Enter the runtime; return it, or None if it cannot be entered, or the script does so itself."""
+        """Enter the runtime; return it, or None if it cannot be entered, or the script does so
+        itself.
+        """
         self._process = os.getpid()
         if _SESSION in sys.modules:
             return None
@@ -94,7 +108,9 @@ class UnmodifiedTraining:
             from perseus_planner.runtime.unmodified.options import read_options
 
             _show_log()
-            runtime = self._runtime.enter_context(planner_runtime(engine, **read_options(os.environ)))
+            runtime = self._runtime.enter_context(
+                planner_runtime(engine, **read_options(os.environ))
+            )
         except Exception as error:
             _say(str(error) or repr(error))
             return None
@@ -102,19 +118,35 @@ class UnmodifiedTraining:
         return runtime
 
     def _end(self) -> None:
-        """Detach the runtime at the end of the process; a forked process leaves that to its parent."""
+        """Detach the runtime at the end of the process; a forked process leaves that to its
+        parent.
+        """
         if self._process == os.getpid():
-            error = getattr(sys, "last_value", None)  # what ends this process, if it is an exception
-            self._runtime.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+            error = getattr(
+                sys, "last_value", None
+            )  # what ends this process, if it is an exception
+            self._runtime.__exit__(
+                type(error) if error else None, error, error.__traceback__ if error else None
+            )
 
 
 def _is_on_a_gpu(optimizer: Any) -> bool:
-    """Whether an optimizer without a pipeline is to be followed: no plan is given, and a GPU computes for it."""
+    """Whether an optimizer without a pipeline is to be followed: no plan is given, and a GPU
+    computes for it.
+    """
     if os.environ.get("PLANNER_PLAN"):
         return False
-    if os.environ.get("PLANNER_GPU", "").removeprefix("dry-run:").startswith(("emulated:", "simulated:")):
+    if (
+        os.environ.get("PLANNER_GPU", "")
+        .removeprefix("dry-run:")
+        .startswith(("emulated:", "simulated:"))
+    ):
         return True
-    return any(each.device.type == "cuda" for group in optimizer.param_groups for each in group["params"][:1])
+    return any(
+        each.device.type == "cuda"
+        for group in optimizer.param_groups
+        for each in group["params"][:1]
+    )
 
 
 def _show_log() -> None:

@@ -1,4 +1,6 @@
-"""What a rank does in the windows of a search: it times its iterations and keeps its ledger. Pure, like the search."""
+"""What a rank does in the windows of a search: it times its iterations and keeps its ledger.
+Pure, like the search.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 BURST = 0.1
 """How much a rank may owe before it runs at the highest value, as a share of the reference."""
 PAUSE = 2.0
-"""A time of more than this many references is a pause, such as a checkpoint, unless the one before was as long."""
+"""A time of more than this many references is a pause, such as a checkpoint, unless the one
+before was as long.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class RankPart:
         self._slowdown, self._max_slowdown = slowdown, max_slowdown
         self.iteration = 0  #: number of the current iteration
         self.ledger: Ledger | None = None
-        self.set_index = 0  #: position of the value that is set; the caller keeps it, 0 before the change to it begins
+        #: position of the value that is set; the caller keeps it, 0 before the change to it begins
+        self.set_index = 0
         self._terms: Terms | None = None
         self._times_s: list[float] = []
         self._is_disturbed = self._was_long = False
@@ -57,7 +62,9 @@ class RankPart:
         """Begin a window."""
         self._times_s, self._is_disturbed, self._terms = [], False, terms
         if terms.reference_s is not None:
-            new = Ledger(terms.reference_s, self._slowdown, self._max_slowdown, BURST * terms.reference_s)
+            new = Ledger(
+                terms.reference_s, self._slowdown, self._max_slowdown, BURST * terms.reference_s
+            )
             self.ledger = new if self.ledger is None else self.ledger.renewed(new)
 
     @property
@@ -76,15 +83,21 @@ class RankPart:
     def has_ended(self) -> bool:
         """Whether the window has ended."""
         terms = self._terms
-        return terms is not None and self.iteration >= terms.begins_at + SETTLING + terms.window.iterations
+        return (
+            terms is not None
+            and self.iteration >= terms.begins_at + SETTLING + terms.window.iterations
+        )
 
     def result(self) -> tuple[float | None, bool]:
-        """Return the mean seconds of an iteration in the window, and whether all ran at the window's value."""
+        """Return the mean seconds of an iteration in the window, and whether all ran at the
+        window's value.
+        """
         times_s = self._times_s
         return (sum(times_s) / len(times_s) if times_s else None), not self._is_disturbed
 
     def end(self, time_s: float, *, at_top: bool) -> bool:
-        """End an iteration; return whether another value is wanted now, or the window has begun or ended.
+        """End an iteration; return whether another value is wanted now, or the window has begun or
+        ended.
 
         Args:
             time_s: Seconds that it took.

@@ -1,17 +1,20 @@
-"""Chooses one value, a clock or a power limit, for whole iterations: the least energy that an agreed slowdown allows.
+"""Chooses one value, a clock or a power limit, for whole iterations: the least energy that an
+agreed slowdown allows.
 
 This is what the power limit optimizer of Zeus does, with a bound on what the search costs:
 
-1. The reference is the iteration time at the highest value. It is measured first, and audited every few hundred
-   iterations. If it has changed, all that was measured is forgotten.
-2. The search goes down by steps of at least `STEP`, and halves the last one as often as it can. An iteration at a value
-   v takes at most its time at a measured value g > v times g / v, which holds for clocks, and for power limits while a
-   lower one saves energy. So a probe of two iterations is made only if the ledger can pay for it at that time.
-3. If the probe is as fast as agreed, a window that is long beside the steps of the energy counter measures the energy.
-   The search ends between a value that is fast enough and the next one, which is not; or at a value that takes clearly
-   more energy than the best one.
-4. Training then runs at the value of least energy among those that are on average as fast as agreed. Its windows go on
-   being measured. With each audit, the value at which the search ended is probed again.
+1. The reference is the iteration time at the highest value. It is measured first, and audited every
+   few hundred iterations. If it has changed, all that was measured is forgotten.
+2. The search goes down by steps of at least `STEP`, and halves the last one as often as it can. An
+   iteration at a value v takes at most its time at a measured value g > v times g / v, which holds
+   for clocks, and for power limits while a lower one saves energy. So a probe of two iterations is
+   made only if the ledger can pay for it at that time.
+3. If the probe is as fast as agreed, a window that is long beside the steps of the energy counter
+   measures the energy. The search ends between a value that is fast enough and the next one, which
+   is not; or at a value that takes clearly more energy than the best one.
+4. Training then runs at the value of least energy among those that are on average as fast as
+   agreed. Its windows go on being measured. With each audit, the value at which the search ended is
+   probed again.
 
 It is pure: it sees no GPU and no time of day.
 """
@@ -34,7 +37,9 @@ Purpose = Literal["reference", "probe", "measure", "follow", "audit"]
 STEP = 0.025
 """Relative distance of the first values that are tried."""
 WINDOW_S = 5.0
-"""Length of a window that measures energy: an energy counter that moves every 0.1 s is then exact to 2 %."""
+"""Length of a window that measures energy: an energy counter that moves every 0.1 s is then
+exact to 2 %.
+"""
 PROBE = 2
 """Iterations of a probe."""
 SETTLING = 1
@@ -82,7 +87,9 @@ class ValueRow:
         self.time_s += (time_s - self.time_s) / self.windows
         if energy_j is not None:
             self.energy_j = (
-                energy_j if self.energy_j is None else self.energy_j + (energy_j - self.energy_j) / self.windows
+                energy_j
+                if self.energy_j is None
+                else self.energy_j + (energy_j - self.energy_j) / self.windows
             )
 
     def to_dict(self) -> dict[str, float]:
@@ -104,13 +111,17 @@ class ValueSearch:
 
     def __init__(self, values: Sequence[int], slowdown: float, max_slowdown: float) -> None:
         if not values:
-            raise UsageError("values: is empty; give the clocks or power limits that the GPUs support")
+            raise UsageError(
+                "values: is empty; give the clocks or power limits that the GPUs support"
+            )
         least = _SHORTEST * max(values)
         self.values: Sequence[int] = sorted(
             {LIMIT.check(value, "values") for value in values if value >= least}, reverse=True
         )
         self._share: float = slowdown + max_slowdown
-        self._limit: float = slowdown + max_slowdown / 2  # of a mean, so that the ledger is not overdrawn
+        self._limit: float = (
+            slowdown + max_slowdown / 2
+        )  # of a mean, so that the ledger is not overdrawn
         self._rows: dict[int, ValueRow] = {}
         self._before: Mapping[int, ValueRow] = {}  #: from an earlier start, until it is audited
         self._next: Purpose = "reference"
@@ -130,7 +141,9 @@ class ValueSearch:
         return {self.values[index]: row for index, row in self._rows.items()}
 
     def begin_with(self, rows: Mapping[int, ValueRow]) -> None:
-        """Use what an earlier start has learnt, by value, if the first audit finds the reference that it had."""
+        """Use what an earlier start has learnt, by value, if the first audit finds the reference
+        that it had.
+        """
         known = {index: rows[value] for index, value in enumerate(self.values) if value in rows}
         if 0 in known:
             self._before = known
@@ -144,7 +157,8 @@ class ValueSearch:
 
     @property
     def effect(self) -> tuple[float, float] | None:
-        """What `best` does beside the highest value: its time as a multiple, and the share of energy that it saves.
+        """What `best` does beside the highest value: its time as a multiple, and the share of
+        energy that it saves.
 
         None while one of them is not measured.
         """
@@ -175,18 +189,23 @@ class ValueSearch:
             return self._window(candidate, PROBE, "probe")
         return self._window(self.best, long, "follow")
 
-    def observe(self, window: Window, time_s: float | None, energy_j: float | None, *, is_whole: bool = True) -> None:
+    def observe(
+        self, window: Window, time_s: float | None, energy_j: float | None, *, is_whole: bool = True
+    ) -> None:
         """Take in what a window measured.
 
         Args:
             window: The window.
-            time_s: Mean seconds of its iterations on the slowest rank; None if the ledger allowed none at its value.
+            time_s: Mean seconds of its iterations on the slowest rank; None if the ledger allowed
+                none at its value.
             energy_j: Mean joules of its iterations on all ranks together; None if unknown.
             is_whole: Whether the ledger allowed all of its iterations.
         """
         self._since_audit += window.iterations
         row = self._rows.get(window.index)
-        has_drifted = time_s is None or (row is not None and abs(time_s / row.time_s - 1.0) > _DRIFTED)
+        has_drifted = time_s is None or (
+            row is not None and abs(time_s / row.time_s - 1.0) > _DRIFTED
+        )
         if window.purpose == "audit":
             self._since_audit, self._is_retrying = 0, True
             if time_s is not None and row is not None and abs(time_s / row.time_s - 1.0) > _CHANGED:
@@ -219,7 +238,9 @@ class ValueSearch:
         return "follow"
 
     def _is_fast(self, index: int, limit: float | None = None) -> bool:
-        """Whether a value is known to be as fast as agreed, or as a limit: a multiple of the reference."""
+        """Whether a value is known to be as fast as agreed, or as a limit: a multiple of the
+        reference.
+        """
         reference_s, row = self.reference_s, self._rows.get(index)
         if reference_s is None or row is None:
             return False
@@ -230,7 +251,9 @@ class ValueSearch:
         lowest_j, best_j = self._rows[lowest].energy_j, self._rows[self.best].energy_j
         if lowest_j is None or best_j is None or lowest_j > (1.0 + _RISEN) * best_j:
             return None
-        slow = min((index for index in (*self._rows, *self._too_slow) if index > lowest), default=None)
+        slow = min(
+            (index for index in (*self._rows, *self._too_slow) if index > lowest), default=None
+        )
         if slow is None:
             below = (1.0 - STEP) * self.values[lowest]
             return next((index for index, value in enumerate(self.values) if value <= below), None)

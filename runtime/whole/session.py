@@ -1,8 +1,10 @@
-"""Training without a pipeline on real ranks: a thread of each rank sets what the search chooses, and tells rank 0.
+"""Training without a pipeline on real ranks: a thread of each rank sets what the search chooses,
+and tells rank 0.
 
-The ranks need not meet: each follows the windows that rank 0 writes into the job's store, and answers with what it
-measured. All have the same value at any time. The training thread reads the time of day twice in an iteration, and
-nothing else; clocks are set, counters read and messages sent on the thread of the rank.
+The ranks need not meet: each follows the windows that rank 0 writes into the job's store, and
+answers with what it measured. All have the same value at any time. The training thread reads the
+time of day twice in an iteration, and nothing else; clocks are set, counters read and messages sent
+on the thread of the rank.
 """
 
 from __future__ import annotations
@@ -69,13 +71,17 @@ class IterationRuntime(Runtime):
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Run one training iteration inside the block: forward, backward and the optimizer's step."""
+        """Run one training iteration inside the block: forward, backward and the optimizer's
+        step.
+        """
         self._rank.begin_iteration()
         yield
         self._rank.end_iteration()
 
     def end_iteration(self) -> None:
-        """End an iteration, and begin the next one: an alternative to `iteration`, after each step of the optimizer."""
+        """End an iteration, and begin the next one: an alternative to `iteration`, after each
+        step of the optimizer.
+        """
         self._rank.end_iteration()
         self._rank.begin_iteration()
 
@@ -124,9 +130,16 @@ class IterationRuntime(Runtime):
 
 @contextmanager
 def whole_iterations(
-    gpu: str, device: torch.device, state: Path | None, *, dry_run: bool, slowdown: float, max_slowdown: float
+    gpu: str,
+    device: torch.device,
+    state: Path | None,
+    *,
+    dry_run: bool,
+    slowdown: float,
+    max_slowdown: float,
 ) -> Iterator[IterationRuntime]:
-    """Train inside the block at the value of least energy that the slowdown allows; reset the GPU on leaving.
+    """Train inside the block at the value of least energy that the slowdown allows; reset the GPU
+    on leaving.
 
     Args:
         gpu: GPU of this rank, as for `gpu_text`.
@@ -134,7 +147,8 @@ def whole_iterations(
         state: The file of what is learnt; None to keep nothing.
         dry_run: Set nothing, and so learn no more than the reference.
         slowdown: The agreed iteration time, as a multiple of that at full clocks.
-        max_slowdown: How much longer iterations may be on average, as a share of the time at full clocks.
+        max_slowdown: How much longer iterations may be on average, as a share of the time at full
+            clocks.
 
     Raises:
         GpuInUse: If another job that is alive sets the GPU.
@@ -160,7 +174,9 @@ def whole_iterations(
 
 @contextmanager
 def _leased(gpu: Gpu, job: TrainingJob, *, power_limit: bool) -> Iterator[None]:
-    """Lease the GPU inside the block; if it cannot be reset afterwards, warn, and keep the record for `recover`."""
+    """Lease the GPU inside the block; if it cannot be reset afterwards, warn, and keep the
+    record for `recover`.
+    """
     with ExitStack() as stack:
         stack.enter_context(lease_gpus([gpu], power_limit=power_limit))
         leased = stack.pop_all()
@@ -174,7 +190,8 @@ def _leased(gpu: Gpu, job: TrainingJob, *, power_limit: bool) -> Iterator[None]:
 
 
 def _settable(gpu: Gpu) -> tuple[list[int], str, Callable[[int], None]]:
-    """Return the clocks of a GPU, or its power limits if it has none that can be locked; their unit, and what sets one.
+    """Return the clocks of a GPU, or its power limits if it has none that can be locked; their
+    unit, and what sets one.
 
     Raises:
         GpuError: If it has neither.
@@ -213,12 +230,16 @@ class _Rank:
         self._saved_s = time.monotonic()
         self._unit, self._warnings = unit, JobWarnings(job)
         self._lock, self._wake, self._is_stopped = threading.Lock(), threading.Event(), False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="perseus-planner iterations")
+        self._thread = threading.Thread(
+            target=self._run, daemon=True, name="perseus-planner iterations"
+        )
         self.problem: str | None = None
         self.value: int | None = None
         self._terms: Terms | None = None
         self._has_answered = True
-        self._counted: tuple[float, float] | None = None  #: energy and time at the begin of what is measured
+        self._counted: tuple[float, float] | None = (
+            None  #: energy and time at the begin of what is measured
+        )
         self._asked_s = 0.0  #: when rank 0 answered the window that it waits for
         self._absent: set[int] = set()
         self._period_s = max(_PERIOD_S, job.ranks / _LOOKS_PER_S)
@@ -289,7 +310,9 @@ class _Rank:
             self._answer(self._terms.window)
 
     def _set(self) -> None:
-        """Set the value that is wanted now; `set_index` is 0 only while the highest one is in force."""
+        """Set the value that is wanted now; `set_index` is 0 only while the highest one is in
+        force.
+        """
         terms, wanted = self._terms, self.part.wanted
         if self.problem is not None and self._backoff.is_due(time.monotonic()):
             self.problem = None
@@ -307,7 +330,9 @@ class _Rank:
     def _give_up(self, problem: str) -> None:
         self._backoff.fail(time.monotonic())
         self.problem = problem
-        self._warnings.warn("whole", f"{problem}; training goes on without setting clocks, and tries again later")
+        self._warnings.warn(
+            "whole", f"{problem}; training goes on without setting clocks, and tries again later"
+        )
         with suppress(GpuError):
             self._gpu.reset_clocks() if self._unit == "MHz" else self._gpu.reset_power_limit()
         self.value, self.part.set_index = None, 0
@@ -360,7 +385,13 @@ class _Rank:
                 self._save()
         window, reference_s = search.decide(self.part.ledger), search.reference_s
         lead = 1 + math.ceil(max(_LEAD_S, 2 * self._period_s) / reference_s) if reference_s else 1
-        terms = Terms(window, search.values[window.index], self.part.iteration + lead, reference_s, search.values[0])
+        terms = Terms(
+            window,
+            search.values[window.index],
+            self.part.iteration + lead,
+            reference_s,
+            search.values[0],
+        )
         self._job.own_store.set("whole/window", json.dumps(asdict(terms)))
 
     def _report(self, search: ValueSearch) -> None:
@@ -378,7 +409,9 @@ class _Rank:
             )
 
     def _answers(self, number: int) -> list[_Answer] | None:
-        """Return what the ranks measured in a window; None while answers are missing that may still come."""
+        """Return what the ranks measured in a window; None while answers are missing that may
+        still come.
+        """
         keys = {rank: f"whole/answer/{number}/{rank}" for rank in range(self._job.ranks)}
         store = self._job.own_store
         present = [key for rank, key in keys.items() if rank not in self._absent]
@@ -395,4 +428,8 @@ def training_device() -> torch.device:
     """Return the current CUDA device, or the CPU if there is none."""
     import torch
 
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )

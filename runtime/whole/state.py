@@ -38,19 +38,31 @@ class IterationState:
             return
         import yaml
 
-        entries = [{"value": value, **row.to_dict()} for value, row in sorted(rows.items(), reverse=True)]
+        entries = [
+            {"value": value, **row.to_dict()} for value, row in sorted(rows.items(), reverse=True)
+        ]
         content = {"format": _FORMAT, "version": _VERSION, **self._job, "rows": entries}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self._path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True), UsageError)
+        write_file(
+            self._path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True), UsageError
+        )
 
     def load(self) -> tuple[dict[int, ValueRow], str]:
-        """Return the rows by value, none if there is no file of this job, and what there is to say of it."""
+        """Return the rows by value, none if there is no file of this job, and what there is to
+        say of it.
+        """
         if self._path is None or not self._path.exists():
             return {}, ""
         try:
-            document = read_document(self._path, _FORMAT, _VERSION, (*self._job, "rows"), (), UsageError)
+            document = read_document(
+                self._path, _FORMAT, _VERSION, (*self._job, "rows"), (), UsageError
+            )
             if any(document.values[name] != value for name, value in self._job.items()):
-                return {}, f"what was learnt before is not used: {self._path} is of other GPUs or as many others"
+                return (
+                    {},
+                    f"what was learnt before is not used: {self._path} is of other GPUs or as many "
+                    "others",
+                )
             rows = {}
             for each in document.sections("rows", ("value", "time_s", "windows"), ("energy_j",)):
                 energy_j = each.number("energy_j", ENERGY) if "energy_j" in each.values else None
@@ -59,4 +71,7 @@ class IterationState:
                 )
         except PlannerError as error:
             return {}, f"what was learnt before is not used: {error}"
-        return rows, f"training begins with {len(rows)} values that were learnt before, from {self._path}"
+        return (
+            rows,
+            f"training begins with {len(rows)} values that were learnt before, from {self._path}",
+        )

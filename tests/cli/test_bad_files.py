@@ -1,4 +1,6 @@
-"""Damaged, foreign and hostile frontier and plan files are refused in one line, and nothing of them is run."""
+"""Damaged, foreign and hostile frontier and plan files are refused in one line, and nothing of
+them is run.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def plan(frontier: Frontier) -> Plan:
 
 
 def loads(load: Callable[[Path], object], path: Path, data: bytes) -> object | None:
-    """What is loaded from `data`, or None when it is refused as it should be: by name, with a remedy, in one line."""
+    """What is loaded from `data`, or None when it is refused as it should be: by name, with a
+    remedy, in one line.
+    """
     path.write_bytes(data)
     error = FrontierError if load == Frontier.load else PlanError
     try:
@@ -93,7 +97,9 @@ def test_a_plan_with_any_byte_flipped_is_refused_or_the_same(plan: Plan, folder:
 
 
 def rewritten(frontier: Frontier, **changes: object) -> dict[str, np.ndarray]:
-    """The arrays of the frontier's file with another header, and with the digest that such a file would have."""
+    """The arrays of the frontier's file with another header, and with the digest that such a
+    file would have.
+    """
     frontier.save("whole.npz")
     with np.load("whole.npz") as archive:
         arrays = dict(archive)
@@ -101,7 +107,10 @@ def rewritten(frontier: Frontier, **changes: object) -> dict[str, np.ndarray]:
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     parts = []
     for name in sorted(set(arrays) - {"digest"}):
-        parts += [f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode(), arrays[name].tobytes()]
+        parts += [
+            f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode(),
+            arrays[name].tobytes(),
+        ]
     arrays["digest"] = np.frombuffer(sha256(*parts).encode(), dtype=np.uint8)
     return arrays
 
@@ -109,16 +118,31 @@ def rewritten(frontier: Frontier, **changes: object) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 1}, "f.npz: is of version 1 and this planner reads version 2; make it again with `planner solve`"),
-        ({"version": "1"}, "f.npz: is of version '1' and this planner reads version 2; make it again with "),
-        ({"format": "other"}, "f.npz: holds 'other', not a frontier; name a file that `planner solve` wrote"),
-        ({"profile": {"blocking_power_w": -1}}, "f.npz: is not a frontier: blocking_power_w: -1 is not a power"),
+        (
+            {"version": 1},
+            "f.npz: is of version 1 and this planner reads version 2; make it again with `planner "
+            "solve`",
+        ),
+        (
+            {"version": "1"},
+            "f.npz: is of version '1' and this planner reads version 2; make it again with ",
+        ),
+        (
+            {"format": "other"},
+            "f.npz: holds 'other', not a frontier; name a file that `planner solve` wrote",
+        ),
+        (
+            {"profile": {"blocking_power_w": -1}},
+            "f.npz: is not a frontier: blocking_power_w: -1 is not a power",
+        ),
         ({"ranks": ["0F0"]}, "f.npz: is not a frontier: "),
         ({"ranks": [5]}, "f.npz: is not a frontier: "),
         ({"measurements": [1]}, "f.npz: is not a frontier: "),
     ],
 )
-def test_another_header_is_refused(frontier: Frontier, folder: Path, changes: dict[str, object], message: str):
+def test_another_header_is_refused(
+    frontier: Frontier, folder: Path, changes: dict[str, object], message: str
+):
     np.savez(folder / "f.npz", **rewritten(frontier, **changes))
     with pytest.raises(FrontierError) as caught:
         Frontier.load("f.npz")
@@ -132,7 +156,8 @@ def test_a_frontier_with_the_digest_of_another_is_refused(frontier: Frontier, fo
     with pytest.raises(FrontierError) as caught:
         Frontier.load("f.npz")
     assert str(caught.value) == (
-        "f.npz: its digest does not match its content, so it was changed; make it again with `planner solve`"
+        "f.npz: its digest does not match its content, so it was changed; make it again with "
+        "`planner solve`"
     )
 
 
@@ -169,9 +194,17 @@ def npy(shape: str, data: bytes = b"") -> bytes:
         ("times.npy", b"not an array"),
         ("times.txt", b"not an array"),
     ],
-    ids=["of 8 PB", "of a broken shape", "of another version", "of other content", "of another name"],
+    ids=[
+        "of 8 PB",
+        "of a broken shape",
+        "of another version",
+        "of other content",
+        "of another name",
+    ],
 )
-def test_an_archive_of_anything_else_is_refused(frontier: Frontier, folder: Path, name: str, content: bytes):
+def test_an_archive_of_anything_else_is_refused(
+    frontier: Frontier, folder: Path, name: str, content: bytes
+):
     arrays = rewritten(frontier)
     del arrays["times"]
     np.savez("f.npz", **arrays)
@@ -183,18 +216,38 @@ def test_an_archive_of_anything_else_is_refused(frontier: Frontier, folder: Path
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("version: 1", "version: 2", "p.yaml, line 2, key 'version': 2 cannot be read: this planner reads version 1; "),
+        (
+            "version: 1",
+            "version: 2",
+            "p.yaml, line 2, key 'version': 2 cannot be read: this planner reads version 1; ",
+        ),
         ("perseus-planner/plan", "perseus-planner/profile", "p.yaml, line 1, key 'format': "),
         ("version: 1\n", "", "p.yaml: has no key 'version'; "),
-        ("time_s: ", "time_s: 9", "p.yaml, line 3, key 'digest': does not match the content, so the file was changed "),
-        ("gpu: smooth", "gpu: !!python/object/apply:os.system ['touch ran']", "p.yaml, line 5, column 6: "),
+        (
+            "time_s: ",
+            "time_s: 9",
+            "p.yaml, line 3, key 'digest': does not match the content, so the file was changed ",
+        ),
+        (
+            "gpu: smooth",
+            "gpu: !!python/object/apply:os.system ['touch ran']",
+            "p.yaml, line 5, column 6: ",
+        ),
         ("gpu: smooth", "gpu: !!python/name:os.system", "p.yaml, line 5, column 6: "),
         ("gpu: smooth", "gpu: &a [*a]", "p.yaml"),
         ("gpu: smooth", "gpu: {2001-01-01: 1}", "p.yaml"),
         ("gpu: smooth", "gpu: {[1, 2]: 1}", "p.yaml"),
-        ("gpu: smooth", "gpu: smooth\ngpu: other", "p.yaml, line 6: key 'gpu' stands on line 5 too; keep one"),
+        (
+            "gpu: smooth",
+            "gpu: smooth\ngpu: other",
+            "p.yaml, line 6: key 'gpu' stands on line 5 too; keep one",
+        ),
         ("gpu: smooth\n", "", "p.yaml: has no key 'gpu'; add it"),
-        ("gpu: smooth", "gpu: smooth\ncpu: other", "p.yaml, line 6: unknown key 'cpu'; did you mean 'gpu'?"),
+        (
+            "gpu: smooth",
+            "gpu: smooth\ncpu: other",
+            "p.yaml, line 6: unknown key 'cpu'; did you mean 'gpu'?",
+        ),
     ],
 )
 def test_another_plan_is_refused(plan: Plan, folder: Path, old: str, new: str, message: str):
@@ -217,11 +270,16 @@ def test_files_that_are_none_are_refused(load: Callable[[str], object], folder: 
 
 
 def test_a_small_plan_cannot_fill_the_memory(plan: Plan, folder: Path):
-    levels = ["&a0 [x]", *(f"&a{k} [{', '.join([f'*a{k - 1}'] * 10)}]" for k in range(1, 10))]  # a billion values
+    levels = [
+        "&a0 [x]",
+        *(f"&a{k} [{', '.join([f'*a{k - 1}'] * 10)}]" for k in range(1, 10)),
+    ]  # a billion values
     plan.save("p.yaml")
     text = (folder / "p.yaml").read_text()
     (folder / "p.yaml").write_text(text.replace("gpu: smooth", f"gpu: [{', '.join(levels)}]"))
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))"
     load = "from perseus_planner import Plan; Plan.load('p.yaml')"
-    run = subprocess.run([sys.executable, "-c", f"{limit}; {load}"], capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", f"{limit}; {load}"], capture_output=True, text=True, timeout=300
+    )
     assert run.stderr.splitlines()[-1].startswith("perseus_planner.errors.PlanError: p.yaml")

@@ -1,4 +1,6 @@
-"""`planner calibrate` makes predicted times agree with measured ones by changing one number of a file."""
+"""`planner calibrate` makes predicted times agree with measured ones by changing one number of a
+file.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def test_a_second_measurement_replaces_the_first_whatever_plan_it_is_of(work: Pa
         (work / "profile.yaml").write_text(first)
         replayed_s = replay(Plan.load(name)).time_s - Plan.load(name).overhead_s
         found = json.loads(
-            done(f"calibrate profile.yaml {name} --measured {replayed_s + 0.125!r}s --json -o profile.yaml")
+            done(
+                f"calibrate profile.yaml {name} --measured {replayed_s + 0.125!r}s --json -o "
+                "profile.yaml"
+            )
         )
         assert found["overhead_before_s"] == pytest.approx(0.5, abs=1e-9)
         assert found["overhead_s"] == pytest.approx(0.125, abs=1e-9)
@@ -84,7 +89,9 @@ def test_nothing_else_in_the_files_changes(work: Path):
     done(f"calibrate profile.yaml plan.yaml --measured {plan.time_s + 0.5}s -o profile.yaml")
     changed = [file.name for file, text in before.items() if file.read_text() != text]
     assert changed == ["profile.yaml"]
-    assert (work / "profile.yaml").read_text() == before[work / "profile.yaml"] + "overhead_s: 0.5\n"
+    assert (work / "profile.yaml").read_text() == before[
+        work / "profile.yaml"
+    ] + "overhead_s: 0.5\n"
 
 
 def test_a_small_overhead_stays_a_number(work: Path):
@@ -95,7 +102,9 @@ def test_a_small_overhead_stays_a_number(work: Path):
 
 def test_a_job_keeps_its_own_overhead_and_its_comments(work: Path):
     plan = Plan.load("of-job-1.yaml")
-    (work / "job.yaml").write_text(JOB.replace("version: 1\n", "version: 1\noverhead_s: 7.5 # of last night\n"))
+    (work / "job.yaml").write_text(
+        JOB.replace("version: 1\n", "version: 1\noverhead_s: 7.5 # of last night\n")
+    )
     done(f"calibrate job.yaml of-job-1.yaml --measured {plan.time_s + 0.5}s -o job.yaml")
     assert (work / "job.yaml").read_text() == JOB.replace(
         "version: 1\n", "version: 1\noverhead_s: 0.5 # of last night\n"
@@ -110,17 +119,22 @@ def test_it_says_the_old_and_the_new_predicted_time(work: Path):
     assert text == (
         f"Iteration time: {plan.time_s + 0.5:.6g} s measured, {plan.time_s:.6g} s replayed.\n"
         "Overhead: 0 s before, 0.5 s now.\n"
-        f"Predicted iteration time of this plan: {plan.time_s:.6g} s before, {plan.time_s + 0.5:.6g} s now.\n"
-        "Warning: 37 % of the iteration is overhead, which counts as equal for all plans. If computations really "
-        "take longer, slower plans are later than predicted; calibrate a job file by three plans or more, of different "
+        f"Predicted iteration time of this plan: {plan.time_s:.6g} s before, "
+        f"{plan.time_s + 0.5:.6g} s now.\n"
+        "Warning: 37 % of the iteration is overhead, which counts as equal for all plans. If "
+        "computations really "
+        "take longer, slower plans are later than predicted; calibrate a job file by three plans "
+        "or more, of different "
         "times, to see it.\n"
-        "Existing frontiers and plans do not include it; make them again with `planner solve` and `planner plan`.\n"
+        "Existing frontiers and plans do not include it; make them again with `planner solve` and "
+        "`planner plan`.\n"
         "\nWrote profile.yaml\n"
     )
 
 
 OTHER = (
-    "{}: is not the profile that the plan was made from, which has the digest {}; name the profile.yaml, or the job "
+    "{}: is not the profile that the plan was made from, which has the digest {}; name the "
+    "profile.yaml, or the job "
     "file, that it was made from without further options"
 )
 
@@ -128,7 +142,11 @@ OTHER = (
 def test_a_plan_of_another_profile_is_refused(work: Path):
     digests = {name: Plan.load(name).profile_digest[:12] for name in ("plan.yaml", "of-job-0.yaml")}
     replace(smooth_profile(2, step_mhz=150), blocking_power_w=50.0).save("other.yaml")
-    for name, plan in (("other.yaml", "plan.yaml"), ("profile.yaml", "of-job-0.yaml"), ("job.yaml", "plan.yaml")):
+    for name, plan in (
+        ("other.yaml", "plan.yaml"),
+        ("profile.yaml", "of-job-0.yaml"),
+        ("job.yaml", "plan.yaml"),
+    ):
         before = (work / name).read_bytes()
         expected = (2, "", f"Error: {OTHER.format(name, digests[plan])}\n")
         assert refusal(f"calibrate {name} {plan} --measured 3s") == expected
@@ -137,11 +155,13 @@ def test_a_plan_of_another_profile_is_refused(work: Path):
 
 REFUSED = {
     "calibrate profile.yaml plan.yaml --measured 1ms": (
-        "--measured: 1 ms is less than half of the {:.6g} s of the replay; give the mean time of an iteration with "
+        "--measured: 1 ms is less than half of the {:.6g} s of the replay; give the mean time of "
+        "an iteration with "
         "this plan, on the GPUs that were profiled"
     ),
     "calibrate profile.yaml plan.yaml --measured 5m": (
-        "--measured: 300 s is more than twice the {:.6g} s of the replay; give the mean time of an iteration with "
+        "--measured: 300 s is more than twice the {:.6g} s of the replay; give the mean time of an "
+        "iteration with "
         "this plan, on the GPUs that were profiled"
     ),
     "calibrate profile.yaml plan.yaml --measured soon": (
@@ -183,7 +203,8 @@ def several(folder: Path) -> str:
     """Create a job and five plans of it, and return their names."""
     unlike_stages(smooth_profile(4, step_mhz=90), 3).save("profile.yaml")
     (folder / "job.yaml").write_text(
-        "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: 1f1b\nmicrobatches: 6 # few\n"
+        "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: "
+        "1f1b\nmicrobatches: 6 # few\n"
     )
     frontier = solve_dag(Job.load("job.yaml").dags()[0])
     names = []
@@ -222,14 +243,18 @@ def test_it_says_what_several_plans_show(several: str):
     times_s = true_times_s(several, 0.3, TRUTHS["factor"])
     measured = " ".join(f"--measured {time_s!r}s" for time_s in times_s)
     text = done(f"calibrate job.yaml {several} {measured} -o job.yaml").splitlines()
-    assert text[0].startswith(f"Iteration time, mean of 6 plans: {sum(times_s) / 6:.6g} s measured, ")
+    assert text[0].startswith(
+        f"Iteration time, mean of 6 plans: {sum(times_s) / 6:.6g} s measured, "
+    )
     assert text[1:3] == [
         "Overhead: 0 s before, 0.3 s now.",
         "Computations take longer than profiled: backwards 1.3x, forwards 1.3x.",
     ]
     assert text[3].startswith("Predicted iteration time of these plans: ")
     assert text[4] == "From the other plans, the time of a plan is predicted within 0.00 %, mean."
-    assert text[5].startswith("Warning: 12 % of the iteration is overhead, which counts as equal for all plans. ")
+    assert text[5].startswith(
+        "Warning: 12 % of the iteration is overhead, which counts as equal for all plans. "
+    )
     content = Path("job.yaml").read_text()
     assert content.splitlines()[-3:] == [
         "microbatches: 6 # few",
@@ -240,14 +265,19 @@ def test_it_says_what_several_plans_show(several: str):
 
 def test_a_later_calibration_begins_anew_and_one_plan_changes_only_the_overhead(several: str):
     def calibrate(overhead_s: float, truth: str, plans: str) -> str:
-        measured = " ".join(f"--measured {time_s!r}s" for time_s in true_times_s(plans, overhead_s, TRUTHS[truth]))
+        measured = " ".join(
+            f"--measured {time_s!r}s" for time_s in true_times_s(plans, overhead_s, TRUTHS[truth])
+        )
         done(f"calibrate job.yaml {plans} {measured} -o job.yaml")
         return Path("job.yaml").read_text().split("few\n")[1]
 
     calibrate(0.3, "a factor of each kind", several)
     one = calibrate(0.2, "a factor of each kind", "plan-1.1.yaml")  # made before the correction
     assert one == "overhead_s: 0.2\ncorrection: {time_factors: {B: 1.6, F: 1.2}}\n"
-    assert calibrate(0.125, "latency", several) == "overhead_s: 0.125\ncorrection: {hop_latency_s: 0.0015}\n"
+    assert (
+        calibrate(0.125, "latency", several)
+        == "overhead_s: 0.125\ncorrection: {hop_latency_s: 0.0015}\n"
+    )
     assert calibrate(0.125, "nothing else", several) == "overhead_s: 0.125\n"
 
 
@@ -260,17 +290,21 @@ def test_noise_alone_gives_no_correction_that_predicts_worse(several: str, noise
         found = json.loads(done(f"calibrate job.yaml {several} {measured} --json -o job.yaml"))
         assert found["left_out_error"] < 2.5 * noise
         truth = true_times_s(several, 0.05, Correction())
-        assert [each["predicted_s"] for each in found["plans"]] == pytest.approx(truth, rel=2 * noise)
+        assert [each["predicted_s"] for each in found["plans"]] == pytest.approx(
+            truth, rel=2 * noise
+        )
         Path("job.yaml").write_text(Path("job.yaml").read_text().split("overhead_s")[0])
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("", "the measured time of an iteration is missing; give it with --measured TIME, or give the folder of a run "
+        ("", "the measured time of an iteration is missing; give it with --measured TIME, or give "
+        "the folder of a run "
              "instead of plan-1.05.yaml"),
         ("--measured 2s --measured 3s", "--measured: 3 times for 2 plans; give one for each"),
-        ("--measured 1ms", "plan-1.05.yaml: 1 ms is less than half of the {:.6g} s of the replay; give the mean "
+        ("--measured 1ms", "plan-1.05.yaml: 1 ms is less than half of the {:.6g} s of the replay; "
+        "give the mean "
                            "time of an iteration with this plan, on the GPUs that were profiled"),
     ],
 )  # fmt: skip

@@ -31,7 +31,11 @@ from perseus_planner.views.frontier import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
 
 SCRIPT = Path(sys.executable).with_name("planner")
-PLANNER = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from perseus_planner.cli import main; main()"]
+PLANNER = (
+    [str(SCRIPT)]
+    if SCRIPT.exists()
+    else [sys.executable, "-c", "from perseus_planner.cli import main; main()"]
+)
 SOLVE = "solve profile.yaml --schedule 1f1b --microbatches 3 -o frontier.npz"
 CSV = """stage,instruction,frequency,time,energy
 0,forward,1400,1.0,300
@@ -94,7 +98,9 @@ try:
 finally:
     print(sorted(set({heavy}) & set(sys.modules)), file=sys.stderr)
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert (result.returncode, result.stderr) == (0, "[]\n")
     assert "Usage:" in result.stdout
 
@@ -112,13 +118,19 @@ def test_matrices_have_one_thread_but_not_in_programs_that_are_run(
 @pytest.mark.parametrize("name", [None, *main.commands])
 def test_help_describes_every_option_and_ends_with_an_example(name: str | None):
     command = main if name is None else main.commands[name]
-    assert [option.name for option in command.params if isinstance(option, click.Option) and not option.help] == []
+    assert [
+        option.name
+        for option in command.params
+        if isinstance(option, click.Option) and not option.help
+    ] == []
     text = done("--help" if name is None else f"{name} --help")
     assert command.epilog is not None
     assert text.endswith(command.epilog.replace("\b\n", "  ").replace("\n", "\n  ") + "\n")
 
 
-def test_the_examples_of_all_helps_work_in_order(work: Path, nvml: StandIn, monkeypatch: pytest.MonkeyPatch):
+def test_the_examples_of_all_helps_work_in_order(
+    work: Path, nvml: StandIn, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PLANNER_STATE_DIR", str(work / "state"))
     shutil.copy(work / "profile.csv", work / "measured.csv")
     shutil.copy(work / "profile.csv", work / "one.csv")
@@ -131,19 +143,36 @@ def test_the_examples_of_all_helps_work_in_order(work: Path, nvml: StandIn, monk
     (work / "rates.csv").write_text(RATES)
     write_trace(work / "trace.csv", steady(60))
     (work / "budget.csv").write_text("start,power\n2026-01-01T00:00Z,40kW\n")
-    silent = ("show", "doctor", "reset", "straggler", "status", "budget", "warm-up")  # they write no file
-    examples = [(each, line) for each in (main, *main.commands.values()) for line in str(each.epilog).splitlines()]
+    silent = (
+        "show",
+        "doctor",
+        "reset",
+        "straggler",
+        "status",
+        "budget",
+        "warm-up",
+    )  # they write no file
+    examples = [
+        (each, line)
+        for each in (main, *main.commands.values())
+        for line in str(each.epilog).splitlines()
+    ]
     with stand_in(api) as service:
         monkeypatch.setenv("PLANNER_SERVICE", service.address)
         for command, line in examples:
             # Those do not end, or run another program; kernels are measured on GPUs.
-            skipped = command.name in ("serve", "run", "measure") or {"--watch", "--kernels"} & {*line.split()}
+            skipped = command.name in ("serve", "run", "measure") or {"--watch", "--kernels"} & {
+                *line.split()
+            }
             if line.startswith("  planner ") and not skipped:
                 for run in re.findall(r"\brun(?:-\d)?\b", line):
                     write_run(work / run, Plan.load("plan.yaml"), 3)
                 text = done(line.strip().removeprefix("planner "))
                 assert "Wrote" in text or command.name in silent or "show" in line
-            elif "torchrun" in line and command.name not in ("run", "measure"):  # the examples are what runs that
+            elif "torchrun" in line and command.name not in (
+                "run",
+                "measure",
+            ):  # the examples are what runs that
                 assert line.partition(" -m perseus_planner ")[2].split()[0] in main.commands
 
 
@@ -152,19 +181,31 @@ def test_the_version_is_the_package_s():
 
 
 def test_the_installed_command_answers(tmp_path: Path):
-    result = subprocess.run([*PLANNER, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (result.returncode, result.stdout, result.stderr) == (0, f"planner {perseus_planner.__version__}\n", "")
+    result = subprocess.run(
+        [*PLANNER, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (
+        0,
+        f"planner {perseus_planner.__version__}\n",
+        "",
+    )
 
 
 def test_the_module_is_the_command_also_where_a_launcher_adds_a_rank(tmp_path: Path):
     command = [sys.executable, "-m", "perseus_planner", "--local_rank=1", "--version"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (result.returncode, result.stdout, result.stderr) == (0, f"planner {perseus_planner.__version__}\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        0,
+        f"planner {perseus_planner.__version__}\n",
+        "",
+    )
 
 
 def test_profile_says_that_it_is_simulated_and_what_it_wrote(folder: Path):
     text = done("profile --gpu simulated:a100-sxm --stages 2 -o profile.yaml")
-    assert text.startswith("Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking power ")
+    assert text.startswith(
+        "Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking power "
+    )
     assert text.endswith("\nWrote profile.yaml\nWrote profile.csv\n")
     assert Profile.load("profile.yaml").origin == "simulated"
 
@@ -172,9 +213,9 @@ def test_profile_says_that_it_is_simulated_and_what_it_wrote(folder: Path):
 def test_profile_as_json_holds_the_ends_of_every_curve(folder: Path):
     found = loaded("profile --gpu simulated:a100-sxm?seed=7 --stages 2 -o profile.yaml")
     profile = Profile.load("profile.yaml")
-    assert [found["context"][key] for key in ("origin", "stages", "blocking_power_w", "profile_digest")] == [
-        "simulated", 2, profile.blocking_power_w, profile.digest
-    ]  # fmt: skip
+    assert [
+        found["context"][key] for key in ("origin", "stages", "blocking_power_w", "profile_digest")
+    ] == ["simulated", 2, profile.blocking_power_w, profile.digest]
     assert found["files"] == ["profile.yaml", "profile.csv"]
     rows = profile.measurements[1, "B"]
     assert found["computations"][-1] == {
@@ -183,19 +224,31 @@ def test_profile_as_json_holds_the_ends_of_every_curve(folder: Path):
         "clocks": len(rows),
         "highest": json.loads(json.dumps(asdict(rows[0]))),
         "lowest": json.loads(json.dumps(asdict(rows[-1]))),
-        **{name: found["computations"][-1][name] for name in ("time_error", "energy_error", "throttled")},
+        **{
+            name: found["computations"][-1][name]
+            for name in ("time_error", "energy_error", "throttled")
+        },
     }
 
 
 def test_solve_prints_the_frontier_that_it_wrote(work: Path):
     text = done(SOLVE)
-    assert text == f"{frontier_text(summarize_frontier(Frontier.load('frontier.npz')))}\nWrote frontier.npz\n"
+    assert (
+        text == f"{frontier_text(summarize_frontier(Frontier.load('frontier.npz')))}\nWrote "
+        "frontier.npz\n"
+    )
 
 
 def test_solve_as_json_holds_what_the_frontier_file_holds(work: Path):
     found = loaded(SOLVE)
     frontier = Frontier.load(work / "frontier.npz")
-    for name in ("baseline_time_s", "baseline_energy_j", "min_time_s", "least_energy_time_s", "max_time_s"):
+    for name in (
+        "baseline_time_s",
+        "baseline_energy_j",
+        "min_time_s",
+        "least_energy_time_s",
+        "max_time_s",
+    ):
         assert found[name] == getattr(frontier, name)
     for point in found["points"]:
         assert point["energy_j"] == frontier.bound_j(point["time_s"])
@@ -231,11 +284,20 @@ def test_plan_writes_the_library_s_plan_for_each_target(
     plan = Plan.load("plan.yaml")
     assert plan == wanted(frontier)
     assert found["context"]["origin"] == plan.origin
-    for name in ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j"):
+    for name in (
+        "deadline_s",
+        "time_s",
+        "energy_j",
+        "bound_j",
+        "baseline_time_s",
+        "baseline_energy_j",
+    ):
         assert found[name] == getattr(plan, name)
     assert found["time_ratio"] == plan.time_s / frontier.baseline_time_s
     assert found["saved_j"] == frontier.baseline_energy_j - plan.energy_j
-    assert sum(rank["energy_j"] for rank in found["per_rank"]) == pytest.approx(plan.energy_j, rel=1e-12)
+    assert sum(rank["energy_j"] for rank in found["per_rank"]) == pytest.approx(
+        plan.energy_j, rel=1e-12
+    )
 
 
 def test_plan_prints_the_plan_that_it_wrote(frontier: Frontier):
@@ -267,13 +329,19 @@ def test_show_tells_a_frontier_from_a_plan_by_content(frontier: Frontier, work: 
     done("plan frontier.npz --slowdown 1 -o plan.yaml")
     (work / "frontier.npz").rename(work / "a.yaml")
     (work / "plan.yaml").rename(work / "b.npz")
-    assert done("show a.yaml").startswith("Frontier of 1f1b, 2 stages x 3 microbatches on test GPU; 12 computations")
-    assert done("show b.npz").startswith("Plan for 1f1b, 2 stages x 3 microbatches on test GPU, within ")
+    assert done("show a.yaml").startswith(
+        "Frontier of 1f1b, 2 stages x 3 microbatches on test GPU; 12 computations"
+    )
+    assert done("show b.npz").startswith(
+        "Plan for 1f1b, 2 stages x 3 microbatches on test GPU, within "
+    )
 
 
 def test_show_prints_the_timeline(frontier: Frontier):
     done("plan frontier.npz --slowdown 1.05 -o plan.yaml")
-    assert done("show plan.yaml") == f"{timeline_text(summarize_timeline(Plan.load('plan.yaml')))}\n"
+    assert (
+        done("show plan.yaml") == f"{timeline_text(summarize_timeline(Plan.load('plan.yaml')))}\n"
+    )
 
 
 def test_show_as_json_places_every_computation(frontier: Frontier):
@@ -281,8 +349,12 @@ def test_show_as_json_places_every_computation(frontier: Frontier):
     found, plan = loaded("show plan.yaml"), Plan.load("plan.yaml")
     assert {each["computation"]: each["clock_mhz"] for each in found["computations"]} == plan.clocks
     assert max(each["end_s"] for each in found["computations"]) == plan.time_s
-    busy_j = sum((each["end_s"] - each["start_s"]) * each["power_w"] for each in found["computations"])
-    waiting_s = 2 * plan.time_s - sum(each["end_s"] - each["start_s"] for each in found["computations"])
+    busy_j = sum(
+        (each["end_s"] - each["start_s"]) * each["power_w"] for each in found["computations"]
+    )
+    waiting_s = 2 * plan.time_s - sum(
+        each["end_s"] - each["start_s"] for each in found["computations"]
+    )
     assert busy_j + 100.0 * waiting_s == pytest.approx(plan.energy_j, rel=1e-12)
     assert loaded("show frontier.npz")["points"] == loaded(SOLVE)["points"]
 
@@ -295,7 +367,9 @@ def test_show_draws_either(frontier: Frontier, work: Path, file: str):
     assert loaded(f"show {file} --plot figure.svg")["files"] == ["figure.svg"]
 
 
-def test_a_fault_of_the_planner_exits_with_1_and_asks_for_a_report(work: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_of_the_planner_exits_with_1_and_asks_for_a_report(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+):
     def faulty(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
@@ -305,7 +379,8 @@ def test_a_fault_of_the_planner_exits_with_1_and_asks_for_a_report(work: Path, m
     assert result.stderr.startswith("Traceback (most recent call last):\n")
     assert result.stderr.endswith(
         "\nRuntimeError: a bug\n"
-        "Error: this is a bug in the planner, not an error in your input; please report it with the lines above\n"
+        "Error: this is a bug in the planner, not an error in your input; please report it with "
+        "the lines above\n"
     )
 
 
@@ -323,7 +398,9 @@ def test_an_interrupt_exits_with_130_and_leaves_nothing(
 
 
 def test_a_reader_that_goes_away_is_no_error(frontier: Frontier, work: Path):
-    command = subprocess.Popen([*PLANNER, "show", "frontier.npz"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = subprocess.Popen(
+        [*PLANNER, "show", "frontier.npz"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert command.stdout is not None
     command.stdout.close()
     _, complaint = command.communicate(timeout=300)

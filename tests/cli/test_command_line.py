@@ -1,4 +1,6 @@
-"""What all commands share: sections of the help, endings of files, questions for misspelled names, completion."""
+"""What all commands share: sections of the help, endings of files, questions for misspelled
+names, completion.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,13 @@ def test_every_command_is_in_one_section_of_the_help_with_its_whole_summary():
         ("", None),
     ],
 )
-def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(text: str, question: str | None):
-    assert did_you_mean(text, ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb")) == question
+def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(
+    text: str, question: str | None
+):
+    assert (
+        did_you_mean(text, ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb"))
+        == question
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,10 +62,15 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(text: str, 
         ("slove profile.yaml", "Error: No such command 'slove'; did you mean solve?\n"),
         (
             "status --service http://127.0.0.1:1",
-            "Error: there is no answer from the service at http://127.0.0.1:1 (Connection refused); start it with "
-            "`planner serve`, or name another in PLANNER_SERVICE or --service\n",
+            "Error: there is no answer from the service at http://127.0.0.1:1 (Connection "
+            "refused); start it with `planner serve`, or name another in PLANNER_SERVICE or "
+            "--service\n",
         ),
-        ("/", "Error: No such command '/'; to look at a file of the planner, write `planner show /`\n"),
+        (
+            "/",
+            "Error: No such command '/'; to look at a file of the planner, write `planner show "
+            "/`\n",
+        ),
         (
             "estimate --model GPT3-1.3B --gpu a40 --stages 4 -o e.yaml",
             "Error: model 'GPT3-1.3B': there is no such model; did you mean gpt3-1.3b?\n",
@@ -76,15 +88,18 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(text: str, 
         ("report p.yaml -o r.pdf", "Error: --output r.pdf: must end in .html or .htm; rename it\n"),
         (
             "profile --gpu A100-SXM --stages 2 -o p.yaml",
-            "Error: GPU 'A100-SXM': there is no back-end 'A100-SXM'; did you mean simulated:a100-sxm?\n",
+            "Error: GPU 'A100-SXM': there is no back-end 'A100-SXM'; did you mean "
+            "simulated:a100-sxm?\n",
         ),
         (
             "show notes.txt",
-            "Error: notes.txt: is not a file of the planner; name a profile, a frontier, a plan or a run folder\n",
+            "Error: notes.txt: is not a file of the planner; name a profile, a frontier, a plan or "
+            "a run folder\n",
         ),
         (
             "doctor cuda:",
-            "Error: cuda: the number of the GPU is missing; write cuda:0, or run `planner doctor cuda` to see all\n",
+            "Error: cuda: the number of the GPU is missing; write cuda:0, or run `planner doctor "
+            "cuda` to see all\n",
         ),
     ],
 )
@@ -105,7 +120,8 @@ def test_the_table_of_a_profile_is_shown_with_the_power_beside_it_or_without():
 
 def test_a_job_file_alone_is_profiled_solved_and_planned():
     Path("job.yaml").write_text(
-        "format: perseus-planner/job\nversion: 1\ngpu: simulated:a100-sxm\nstages: 2\nprofile: measured.yaml\n"
+        "format: perseus-planner/job\nversion: 1\ngpu: simulated:a100-sxm\nstages: 2\nprofile: "
+        "measured.yaml\n"
         "schedule: 1f1b\nmicrobatches: 4\n"
     )
     assert done("job.yaml").endswith("train with planner_runtime(engine, plan='plan.yaml')\n")
@@ -116,7 +132,9 @@ def test_a_job_file_alone_is_profiled_solved_and_planned():
     said = done("job.yaml --slowdown 1.1 --max-changes 2")
     assert said.startswith("measured.yaml is there; remove it to measure again\n")
     assert Path("measured.yaml").stat().st_mtime_ns == before
-    assert Plan.load("plan.yaml") == frontier.plan_for(1.1 * frontier.baseline_time_s, max_changes=2)
+    assert Plan.load("plan.yaml") == frontier.plan_for(
+        1.1 * frontier.baseline_time_s, max_changes=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,16 +147,22 @@ def test_a_job_file_alone_is_profiled_solved_and_planned():
     ],
 )
 def test_values_are_completed(words: list[str], last: str, found: list[str]):
-    completions = BashComplete(main, {}, "planner", "_PLANNER_COMPLETE").get_completions(words, last)
+    completions = BashComplete(main, {}, "planner", "_PLANNER_COMPLETE").get_completions(
+        words, last
+    )
     assert [each.value for each in completions] == found
 
 
 def test_only_extras_that_exist_are_named_to_install():
     pyproject = (ROOT / "pyproject.toml").read_text()
-    extras = re.findall(r"^([a-z]+) = \[", pyproject.partition("[project.optional-dependencies]")[2], re.MULTILINE)
+    extras = re.findall(
+        r"^([a-z]+) = \[", pyproject.partition("[project.optional-dependencies]")[2], re.MULTILINE
+    )
     named = set()
     for file in (
-        path for folder in ("perseus_planner", "profiler", "runtime") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("perseus_planner", "profiler", "runtime")
+        for path in (ROOT / folder).rglob("*.py")
     ):
         text = file.read_text()
         assert "pip install" not in text or file.name == "errors.py", file

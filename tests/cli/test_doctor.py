@@ -1,4 +1,6 @@
-"""`planner doctor` shows what can be read and set, and changes nothing without --measure-latency."""
+"""`planner doctor` shows what can be read and set, and changes nothing without
+--measure-latency.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def test_a_stuck_counter_is_said(nvml: StandIn, short):
     nvml.set("w_per_mhz", 0)
     text = nothing_works("doctor nvml:0")
     said = rows(text)
-    assert said["counter"].startswith("it did not move in 0.1 s: the counter is stuck; load the driver again ")
+    assert said["counter"].startswith(
+        "it did not move in 0.1 s: the counter is stuck; load the driver again "
+    )
     assert verdict(text)[1] == "observe     does not work, for the reasons above"
     assert "counter steps" not in said
 
@@ -138,14 +142,18 @@ def test_who_holds_a_gpu_and_who_left_it_is_said(nvml: StandIn, state: Path, sho
     assert nvml.locked_mhz(0) == (1500, 1500), "doctor only reports"
 
 
-def test_latency_is_measured_and_all_is_reset(nvml: StandIn, state: Path, short, monkeypatch: pytest.MonkeyPatch):
+def test_latency_is_measured_and_all_is_reset(
+    nvml: StandIn, state: Path, short, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(latency, "_ROUNDS", 1)
     nvml.set(f"latency_us_{SET}", 50_000)  # so long that a busy machine adds little
     text = done("doctor --measure-latency")
     assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
     assert files(state) == []
     change = clock_change(text)
-    assert ClockChange(**change).gpus_per_node == 2, "the stand-in's calls queue behind one lock, as the driver's do"
+    assert ClockChange(**change).gpus_per_node == 2, (
+        "the stand-in's calls queue behind one lock, as the driver's do"
+    )
     assert 0.05 <= change["call_s"] < 0.5
     assert "they run one after another" in text
     assert {setting.high for setting in nvml.settings() if setting.function == SET} >= {1980, 210}
@@ -159,7 +167,9 @@ def test_one_gpu_alone_does_not_tell_how_many_share_a_lock(nvml: StandIn, short)
 
 
 def test_gpus_of_machines_of_their_own_do_not_wait_for_each_other():
-    content = json.loads(done("doctor simulated:a100-sxm simulated:h100-sxm --measure-latency --json"))
+    content = json.loads(
+        done("doctor simulated:a100-sxm simulated:h100-sxm --measure-latency --json")
+    )
     assert content["parallel"]["queue"] is False
     assert content["clock_change"]["gpus_per_node"] == 1
     assert content["clock_change"]["call_s"] == pytest.approx(0.0045, rel=0.5)
@@ -175,7 +185,9 @@ def test_a_clock_that_is_not_reached_is_said(nvml: StandIn, short):
 def test_a_lock_without_effect_on_a_gpu_that_works_is_said(nvml: StandIn, state: Path, short):
     nvml.set("clock_mhz", 1980)
     said = rows(done("doctor nvml:0 --measure-latency"))["setting the clock"]
-    assert said.startswith(f"failed: nvml:{UUIDS[0]}: its SM clock was locked at 1545 MHz, and runs at 1980 MHz 0.5 s ")
+    assert said.startswith(
+        f"failed: nvml:{UUIDS[0]}: its SM clock was locked at 1545 MHz, and runs at 1980 MHz 0.5 s "
+    )
     assert "the lock has no effect" in said
     assert nvml.locked_mhz(0) is None
     assert files(state) == []
@@ -200,10 +212,15 @@ def test_latency_of_a_simulated_gpu_is_that_of_its_model():
         ("nvmlDeviceSetPowerManagementLimit", 4, "permitted", "not permitted"),
     ],
 )
-def test_what_may_not_be_set_is_said(nvml: StandIn, state: Path, short, function: str, code: int, clock, limit):
+def test_what_may_not_be_set_is_said(
+    nvml: StandIn, state: Path, short, function: str, code: int, clock, limit
+):
     assert settings("doctor nvml:0 --json") == {"clock": "not tried", "power limit": "not tried"}
     nvml.fail(function, code)
-    assert settings("doctor nvml:0 --measure-latency --json") == {"clock": clock, "power limit": limit}
+    assert settings("doctor nvml:0 --measure-latency --json") == {
+        "clock": clock,
+        "power limit": limit,
+    }
     assert nvml.locked_mhz(0) is None
     assert files(state) == []
 
@@ -260,7 +277,10 @@ def test_the_verdict_says_what_works(nvml: StandIn, short):
 
 def test_no_gpu_is_an_answer(nvml: StandIn):
     nvml.set("gpus", 0)
-    remark = "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` works without one"
+    remark = (
+        "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` "
+        "works without one"
+    )
     text = nothing_works("doctor")
     assert text.startswith(f"{remark}\n")
     assert verdict(text)[1:] == ["observe     no GPU", "profile     no GPU", "set clocks  no GPU"]

@@ -34,8 +34,13 @@ def write(path: Path, preset: str) -> None:
 
 
 def test_the_profile_is_that_of_python_and_can_be_planned_on(folder: Path):
-    done(f"{GPT} --layers 5,7,6,6 --tensor-parallel 2 --microbatch 4 --sequence 1024 --recompute full --link 250")
-    shape = replace(PRESETS["gpt3-1.3b"], tensor_degree=2, microbatch=4, sequence=1024, recomputation="full")
+    done(
+        f"{GPT} --layers 5,7,6,6 --tensor-parallel 2 --microbatch 4 --sequence 1024 --recompute "
+        "full --link 250"
+    )
+    shape = replace(
+        PRESETS["gpt3-1.3b"], tensor_degree=2, microbatch=4, sequence=1024, recomputation="full"
+    )
     work = TransformerPipeline("gpt3-1.3b", shape, (5, 7, 6, 6), 250e9)
     profile = Profile.load("new.yaml")
     assert profile == estimate(work, SYSTEMS["a100-sxm"])
@@ -62,7 +67,9 @@ def test_a_file_of_dimensions_says_what_a_preset_says(folder: Path, preset: str)
 def test_a_file_may_leave_out_what_follows_from_the_rest(folder: Path):
     (folder / "mine.yaml").write_text(DIMENSIONS)
     done("estimate --model mine.yaml --gpu a40 --stages 2 -o short.yaml")
-    (folder / "mine.yaml").write_text(f"{DIMENSIONS}kv_heads: 8\nhead_size: 64\nffn: 2048\ntensor_degree: 1\n")
+    (folder / "mine.yaml").write_text(
+        f"{DIMENSIONS}kv_heads: 8\nhead_size: 64\nffn: 2048\ntensor_degree: 1\n"
+    )
     done("estimate --model mine.yaml --gpu a40 --stages 2 -o long.yaml")
     assert Profile.load("short.yaml") == Profile.load("long.yaml")
 
@@ -73,7 +80,9 @@ def test_it_says_what_each_stage_does_and_that_it_is_simulated(folder: Path):
     assert "Not calibrated" in text
     assert text.endswith("Wrote new.yaml\nWrote new.csv\n")
     rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
-    assert [row[:3] for row in rows] == [[str(s), "6", word] for s in range(4) for word in ("forward", "backward")]
+    assert [row[:3] for row in rows] == [
+        [str(s), "6", word] for s in range(4) for word in ("forward", "backward")
+    ]
 
 
 def test_the_json_holds_the_same_in_si_units(folder: Path):
@@ -88,9 +97,15 @@ def test_the_json_holds_the_same_in_si_units(folder: Path):
     for row in found["computations"]:
         kind = row["instruction"][0].upper()
         top = profile.measurements[row["stage"], kind][0]
-        assert (row["flops"], row["bytes"]) == (works[row["stage"]][kind].flops, works[row["stage"]][kind].bytes)
+        assert (row["flops"], row["bytes"]) == (
+            works[row["stage"]][kind].flops,
+            works[row["stage"]][kind].bytes,
+        )
         assert (row["time_s"], row["energy_j"]) == (top.time_s, pytest.approx(top.energy_j / 2))
-    both_s = [profile.measurements[s, "F"][0].time_s + profile.measurements[s, "B"][0].time_s for s in range(4)]
+    both_s = [
+        profile.measurements[s, "F"][0].time_s + profile.measurements[s, "B"][0].time_s
+        for s in range(4)
+    ]
     assert found["imbalance"] == pytest.approx(max(both_s) / min(both_s))
     forward = found["efficiencies"][0]
     rows = [row for row in found["computations"] if row["instruction"] == "forward"]
@@ -118,7 +133,10 @@ def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | N
     own, measured = Profile.load("own.yaml"), Profile.load("measured.yaml")
     for key, rows in measured.measurements.items():
         for row, like in zip(rows, own.measurements[key], strict=True):
-            assert (like.time_s, like.energy_j) == (pytest.approx(row.time_s), pytest.approx(row.energy_j))
+            assert (like.time_s, like.energy_j) == (
+                pytest.approx(row.time_s),
+                pytest.approx(row.energy_j),
+            )
     assert own.blocking_power_w == (power_w or SYSTEMS["a100-sxm"].gpu.blocking_power_w)
     assert own.origin == "simulated"
 
@@ -134,30 +152,39 @@ def test_a_stage_of_another_sequence_length_calibrates(folder: Path):
     done(f"{GPT} --stages 4 {options} -o own.yaml")
     own, wanted = Profile.load("own.yaml"), Profile.load("wanted.yaml")
     assert own.conditions["calibration"] == (
-        "stage 2 of short.yaml (measured) at 512 tokens; stage 2 of long@1.yaml (measured) at 1024 tokens"
+        "stage 2 of short.yaml (measured) at 512 tokens; stage 2 of long@1.yaml (measured) at 1024 "
+        "tokens"
     )
     for key, rows in wanted.measurements.items():
         for row, like in zip(rows, own.measurements[key], strict=True):
-            assert (like.time_s, like.energy_j) == (pytest.approx(row.time_s), pytest.approx(row.energy_j))
+            assert (like.time_s, like.energy_j) == (
+                pytest.approx(row.time_s),
+                pytest.approx(row.energy_j),
+            )
 
 
 NAMES = ", ".join(PRESETS)
 GPUS = ", ".join(SYSTEMS)
 REFUSED = {
     GPT: "give either --stages, the number of stages, or --layers, the layers of each",
-    f"{GPT} --stages 4 --layers 12,12": ("give either --stages, the number of stages, or --layers, the layers of each"),
+    f"{GPT} --stages 4 --layers 12,12": (
+        "give either --stages, the number of stages, or --layers, the layers of each"
+    ),
     f"{GPT} --stages 0": "stages is 0; give a whole number from 1 to the 24 layers of the model",
     f"{GPT} --stages 25": "stages is 25; give a whole number from 1 to the 24 layers of the model",
     f"{GPT} --layers twelve": "--layers: 'twelve' is not a whole number of at least 1",
     f"{GPT} --layers 12,13": (
-        "layers: the stages have 25 in total, but the model has 24; change the stages so that the sums agree"
+        "layers: the stages have 25 in total, but the model has 24; change the stages so that the "
+        "sums agree"
     ),
     f"{GPT} --stages 4 --tensor-parallel 3": (
         "tensor_degree: 3 GPUs cannot share heads of 16; choose a degree that divides it"
     ),
     f"{GPT} --stages 4 --microbatch 0": "microbatch: 0 is not a whole number of at least 1",
-    f"{GPT} --stages 4 --recompute some": "recomputation: 'some' is unknown; give none or selective or full",
-    f"{GPT} --stages 4 --attention eager": "attention: 'eager' is unknown; give plain or flash or flash-causal",
+    f"{GPT} --stages 4 --recompute some": "recomputation: 'some' is unknown; give none or "
+    "selective or full",
+    f"{GPT} --stages 4 --attention eager": "attention: 'eager' is unknown; give plain or flash or "
+    "flash-causal",
     f"{GPT} --stages 4 --power-limit 50W": (
         "a100-sxm: a power limit of 50 W is out of range; give one from 100 to 400 W"
     ),
@@ -165,27 +192,37 @@ REFUSED = {
     f"{GPT} --stages 4 --link nan": "link: nan is not a bandwidth; give one above 0",
     f"{GPT} --stages 4 --gpu nvml:0": f"--gpu: there is no GPU 'nvml:0'; choose one of: {GPUS}",
     f"{GPT} --stages 4 --model gpt5": (
-        "model 'gpt5': there is no such model; give its config.json, a .yaml file with its dimensions, or one of "
-        f"{NAMES}"
+        "model 'gpt5': there is no such model; give its config.json, a .yaml file with its "
+        f"dimensions, or one of {NAMES}"
     ),
     f"{GPT} --stages 4 --model absent.yaml": "absent.yaml: no such file; check the path",
     f"{GPT} --stages 2 --model odd.yaml": (
         "odd.yaml, line 5, key 'heads': 7 does not divide hidden of 512; give head_size too"
     ),
-    f"{GPT} --stages 2 --model zero.yaml": "zero.yaml, line 4, hidden: 0 is not a whole number of at least 1",
-    f"{GPT} --stages 2 --model word.yaml": "word.yaml, line 5, heads: 'eight' is not a whole number of at least 1",
-    f"{GPT} --stages 2 --model more.yaml": ("more.yaml, line 8: unknown key 'headsize'; did you mean 'head_size'?"),
+    f"{GPT} --stages 2 --model zero.yaml": "zero.yaml, line 4, hidden: 0 is not a whole number of "
+    "at least 1",
+    f"{GPT} --stages 2 --model word.yaml": "word.yaml, line 5, heads: 'eight' is not a whole "
+    "number of at least 1",
+    f"{GPT} --stages 2 --model more.yaml": (
+        "more.yaml, line 8: unknown key 'headsize'; did you mean 'head_size'?"
+    ),
     f"{GPT} --stages 2 --model none.yaml": "none.yaml: has no key 'sequence'; add it",
-    f"{GPT} --stages 4 --calibrate-stage 2": ("--calibrate-stage: works only with --calibrate; give both or neither"),
+    f"{GPT} --stages 4 --calibrate-stage 2": (
+        "--calibrate-stage: works only with --calibrate; give both or neither"
+    ),
     f"{GPT} --stages 4 --calibrate absent.yaml": "absent.yaml: no such file; check the path",
-    f"{GPT} --stages 4 --calibrate old.yaml --calibrate-stage 4": "old.yaml: there is no stage 4; give one from 0 to 3",
+    f"{GPT} --stages 4 --calibrate old.yaml --calibrate-stage 4": "old.yaml: there is no stage 4; "
+    "give one from 0 to 3",
     f"{GPT} --stages 4 --calibrate old.yaml --calibrate old.csv": (
         "both measured stages have the same sequence length; give only one"
     ),
     f"{GPT} --stages 4 --calibrate old.yaml@0": "sequence: 0 is not a whole number of at least 1",
-    f"{GPT} --stages 4 --calibrate old.yaml -o old.yaml": "--output old.yaml: is the file that is read; name another",
-    f"{GPT} --stages 4 --calibrate old.csv -o old.yaml": "--output old.csv: is the file that is read; name another",
-    f"{GPT} --stages 4 --model zero.yaml -o zero.yaml": "--output zero.yaml: is the file that is read; name another",
+    f"{GPT} --stages 4 --calibrate old.yaml -o old.yaml": "--output old.yaml: is the file that is "
+    "read; name another",
+    f"{GPT} --stages 4 --calibrate old.csv -o old.yaml": "--output old.csv: is the file that is "
+    "read; name another",
+    f"{GPT} --stages 4 --model zero.yaml -o zero.yaml": "--output zero.yaml: is the file that is "
+    "read; name another",
     f"{GPT} --stages 4 -o absent/new.yaml": (
         "--output absent/new.yaml: there is no folder absent; make it, or name another"
     ),

@@ -30,7 +30,10 @@ def test_it_names_the_first_three_and_their_frontier(folder: Path):
     assert "SIMULATED: no estimate ranks configurations surely. Measure these:" in text
     assert text.count("t1-p1-d8-mb4-1f1b-none") >= 2
     assert "iteration s  tokens/s  mJ/token  W/GPU" in text
-    assert "1,000,000,000 tokens (nodes draw 1500 W beside their GPUs, PUE 1.2, both assumed unless given):" in text
+    assert (
+        "1,000,000,000 tokens (nodes draw 1500 W beside their GPUs, PUE 1.2, both assumed unless "
+        "given):" in text
+    )
 
 
 def test_the_json_holds_rows_and_forecasts_in_si_units(folder: Path):
@@ -42,15 +45,22 @@ def test_the_json_holds_rows_and_forecasts_in_si_units(folder: Path):
     assert first["forecast"]["hours"] == pytest.approx(1e9 / first["tokens_per_s"] / 3600)
     frontier = found["frontier"]
     assert [row["time_s"] for row in frontier] == sorted(row["time_s"] for row in frontier)
-    assert [row["j_per_token"] for row in frontier] == sorted((r["j_per_token"] for r in frontier), reverse=True)
+    assert [row["j_per_token"] for row in frontier] == sorted(
+        (r["j_per_token"] for r in frontier), reverse=True
+    )
 
 
 def test_the_job_of_a_row_takes_its_time(folder: Path):
-    found = json.loads(done(f"{SMALL} --schedule interleaved-1f1b --job 2 -o job.yaml --plot f.png --json"))
+    found = json.loads(
+        done(f"{SMALL} --schedule interleaved-1f1b --job 2 -o job.yaml --plot f.png --json")
+    )
     row = found["first"][1]
     job = Job.load("job.yaml")
     assert sum(job.counts) == row["data_degree"]
-    assert (len(job.schedule.ranks), job.schedule.stages) == (row["ranks"], row["ranks"] * row["virtual_stages"])
+    assert (len(job.schedule.ranks), job.schedule.stages) == (
+        row["ranks"],
+        row["ranks"] * row["virtual_stages"],
+    )
     assert job.tokens_per_iteration == 32 * 2048
     time_s = json.loads(done("solve job.yaml -o frontier.npz --json"))["baseline_time_s"]
     assert time_s == pytest.approx(row["time_s"], rel=2e-3)
@@ -58,7 +68,9 @@ def test_the_job_of_a_row_takes_its_time(folder: Path):
 
 
 def test_heads_that_stages_share_are_tried_when_asked_for_and_marked(folder: Path):
-    Path("small.yaml").write_text(Path("small.yaml").read_text().replace("50257", "512000").replace("16", "1"))
+    Path("small.yaml").write_text(
+        Path("small.yaml").read_text().replace("50257", "512000").replace("16", "1")
+    )
     options = "explore small.yaml --gpus 2 --gpu v100 --batch 8 --schedule 1f1b --recompute full"
     text = done(f"{options} --split-head")
     assert "-split-head " in text
@@ -73,11 +85,18 @@ def test_heads_that_stages_share_are_tried_when_asked_for_and_marked(folder: Pat
             "--deadline 1s --least-energy",
             "give one of --deadline, --power-budget and --least-energy, or none for the fastest",
         ),
-        ("--schedule 1f2b", "--schedule: '1f2b' is not explored; give 1f1b or interleaved-1f1b or zb-h1"),
-        ("--power-limit 10W", "a100-sxm: a power limit of 10 W is out of range; give one from 100 to 400 W"),
+        (
+            "--schedule 1f2b",
+            "--schedule: '1f2b' is not explored; give 1f1b or interleaved-1f1b or zb-h1",
+        ),
+        (
+            "--power-limit 10W",
+            "a100-sxm: a power limit of 10 W is out of range; give one from 100 to 400 W",
+        ),
         (
             "--tokens many",
-            "--tokens: 'many' is not a number of tokens: write one above 0, such as 26e9, 26B or 1.4T",
+            "--tokens: 'many' is not a number of tokens: write one above 0, such as 26e9, 26B or "
+            "1.4T",
         ),
         ("--precision int8", "precision: 'int8' is unknown; give bf16 or fp16 or fp8"),
     ],
@@ -95,26 +114,37 @@ def test_bad_input_is_refused_in_one_line(folder: Path, options: str, message: s
             "give --gpus 24, or --batch 26",
         ),
         ("gpt3-1.3 --gpus 8", "model 'gpt3-1.3': there is no such model; did you mean gpt3-1.3b?"),
-        ("org/Llama-3-8B --gpus 8", "model 'org/Llama-3-8B': there is no such model; did you mean llama3-8b?"),
+        (
+            "org/Llama-3-8B --gpus 8",
+            "model 'org/Llama-3-8B': there is no such model; did you mean llama3-8b?",
+        ),
         (
             ". --gpus 8",
-            "model '.': is a folder without a config.json; give its config.json, a .yaml file with its dimensions, or "
-            f"one of {', '.join(PRESETS)}",
+            "model '.': is a folder without a config.json; give its config.json, a .yaml file "
+            f"with its dimensions, or one of {', '.join(PRESETS)}",
         ),
     ],
 )
-def test_what_cannot_be_explored_is_refused_with_the_nearest_that_can(folder: Path, options: str, message: str):
+def test_what_cannot_be_explored_is_refused_with_the_nearest_that_can(
+    folder: Path, options: str, message: str
+):
     text = Path("small.yaml").read_text()
-    Path("heads.yaml").write_text(text.replace("hidden: 2048\nheads: 16", "hidden: 1408\nheads: 11"))
+    Path("heads.yaml").write_text(
+        text.replace("hidden: 2048\nheads: 16", "hidden: 1408\nheads: 11")
+    )
     assert refusal(f"explore {options} --gpu a100-sxm") == (2, "", f"Error: {message}\n")
 
 
 @pytest.mark.parametrize(
-    ("option", "what"), [("--deadline 1ms", "is that fast"), ("--power-budget 100W", "draws that little")]
+    ("option", "what"),
+    [("--deadline 1ms", "is that fast"), ("--power-budget 100W", "draws that little")],
 )
 def test_the_least_deadline_or_power_that_is_named_can_be_met(folder: Path, option: str, what: str):
     status, _, error = refusal(f"{SMALL} {option}")
-    assert (status, error.partition("; give ")[0]) == (2, f"Error: {option.split()[0]}: no configuration {what}")
+    assert (status, error.partition("; give ")[0]) == (
+        2,
+        f"Error: {option.split()[0]}: no configuration {what}",
+    )
     least = error.partition("; give ")[2].removesuffix(" or more\n")
     assert done(f"{SMALL} {option.split()[0]} {least}")
 
@@ -131,7 +161,9 @@ def test_a_system_file_says_what_the_gpu_is(folder: Path):
     assert "t1-p1-d8-mb4-1f1b-none" not in [row["configuration"] for row in found["first"]]
     message = "Error: --gpu: is h100-sxm, but system.yaml is of a100-sxm; leave it out\n"
     assert refusal(f"{options} --gpu h100-sxm") == (2, "", message)
-    Path("system.yaml").write_text("format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\nlaunch_s: -1\n")
+    Path("system.yaml").write_text(
+        "format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\nlaunch_s: -1\n"
+    )
     status, _, error = refusal(options)
     assert status == 2
     assert error.startswith("Error: system.yaml, line 4, key 'launch_s': -1 ")

@@ -43,12 +43,20 @@ def test_the_json_has_pools_policies_and_the_bound(folder: Path):
     assert epoch["energy_j"] == pytest.approx(600 * epoch["power_w"])
     assert epoch["bound_j"] <= epoch["energy_j"]
     assert sum(pool["instances"] * pool["tensor_degree"] for pool in epoch["pools"]) <= 16
-    assert {each["policy"]: each["saved_share"] for each in found["policies"]}["planner"] == found["saved_share"] > 0
+    assert (
+        {each["policy"]: each["saved_share"] for each in found["policies"]}["planner"]
+        == found["saved_share"]
+        > 0
+    )
     assert found["files"] == ["pools.yaml"]
 
 
 def test_periods_of_a_trace_pay_for_their_changes(folder: Path):
-    found = json.loads(done("inference plan inference.csv --trace trace.csv --gpus 16 --epoch 1min -o p.yaml --json"))
+    found = json.loads(
+        done(
+            "inference plan inference.csv --trace trace.csv --gpus 16 --epoch 1min -o p.yaml --json"
+        )
+    )
     assert [epoch["start_s"] for epoch in found["epochs"]] == [0, 60, 120, 180, 240]
     assert all(epoch["change_j"] == 0 for epoch in found["epochs"])  # a steady trace needs none
 
@@ -57,12 +65,18 @@ def test_a_replay_has_a_row_for_each_policy_and_a_figure(folder: Path):
     text = done("inference simulate inference.csv trace.csv --gpus 16 --plot replay.png")
     assert text.startswith("3000 requests in 5 min on 16 GPUs\n")
     assert Path("replay.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads(done("inference simulate inference.csv trace.csv --gpus 16 --prediction perfect --json"))
+    found = json.loads(
+        done("inference simulate inference.csv trace.csv --gpus 16 --prediction perfect --json")
+    )
     assert [each["policy"] for each in found["policies"]] == list(POLICIES)
     planner = found["policies"][-1]
-    assert planner["saved_share"] == pytest.approx(1 - planner["energy_j"] / found["policies"][0]["energy_j"])
+    assert planner["saved_share"] == pytest.approx(
+        1 - planner["energy_j"] / found["policies"][0]["energy_j"]
+    )
     assert sum(period["requests"] for period in planner["periods"]) == found["requests"] == 3000
-    assert sum(period["power_w"] for period in planner["periods"]) * 300 == pytest.approx(planner["energy_j"])
+    assert sum(period["power_w"] for period in planner["periods"]) * 300 == pytest.approx(
+        planner["energy_j"]
+    )
 
 
 def test_a_policy_that_cannot_serve_the_trace_is_left_out_with_the_reason(folder: Path):
@@ -70,8 +84,9 @@ def test_a_policy_that_cannot_serve_the_trace_is_left_out_with_the_reason(folder
     Path("inference.csv").write_text(rows)
     found = json.loads(done("inference simulate inference.csv trace.csv --gpus 16 --json"))
     assert found["left_out"] == [
-        "highest clock, largest tensor degree: class 4096/100: no configuration of those allowed meets its latency "
-        "objective; measure a higher clock or tensor degree, or loosen the objective"
+        "highest clock, largest tensor degree: class 4096/100: no configuration of those allowed "
+        "meets its latency objective; measure a higher clock or tensor degree, or loosen the "
+        "objective"
     ]
     assert {each["saved_share"] for each in found["policies"]} == {None}
 
@@ -82,7 +97,9 @@ def test_show_and_report_take_a_plan(folder: Path):
     assert "planner" in Path("pools.svg").read_text()
     found = json.loads(done("report 'po<b>ols.yaml' --price 0.2 --pue 1.5 -o page.html --json"))
     baseline_j = found["plan"]["policies"][0]["energy_j"]
-    assert found["saved"]["kwh"] == pytest.approx(1.5 * (baseline_j - found["plan"]["energy_j"]) / 3.6e6)
+    assert found["saved"]["kwh"] == pytest.approx(
+        1.5 * (baseline_j - found["plan"]["energy_j"]) / 3.6e6
+    )
     assert found["saved"]["usd"] == pytest.approx(0.2 * found["saved"]["kwh"])
     page = Path("page.html").read_text()
     assert "<title>Pools for inference: po&lt;b&gt;ols.yaml</title>" in page
@@ -97,30 +114,45 @@ def test_the_page_has_no_barrier_and_fits_a_phone(folder: Path):
     done("report pools.yaml -o page.html")
     with (
         chromium() as browser,
-        opened(browser, (folder / "page.html").as_uri(), color_scheme="dark", viewport=phone) as page,
+        opened(
+            browser, (folder / "page.html").as_uri(), color_scheme="dark", viewport=phone
+        ) as page,
     ):
         assert page.locator(".bars rect").count() == len(POLICIES)
-        assert page.evaluate("getComputedStyle(document.querySelector('.bars .plan')).fill") != "rgb(0, 0, 0)"
+        assert (
+            page.evaluate("getComputedStyle(document.querySelector('.bars .plan')).fill")
+            != "rgb(0, 0, 0)"
+        )
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert barriers(page) == []
 
 
 @pytest.mark.parametrize("command", inference.commands.values(), ids=lambda command: command.name)
 def test_help_describes_every_option(command: click.Command):
-    assert [option.name for option in command.params if isinstance(option, click.Option) and not option.help] == []
+    assert [
+        option.name
+        for option in command.params
+        if isinstance(option, click.Option) and not option.help
+    ] == []
     assert "Usage: " in done(f"inference {command.name} --help")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--policy best", "--policy: 'best' is none; give highest, clock, degree, hierarchical, planner"),
-        ("--plot a.txt", "--plot a.txt: figures are written as .png, .svg, .pdf; end the name with one of them"),
+        (
+            "--policy best",
+            "--policy: 'best' is none; give highest, clock, degree, hierarchical, planner",
+        ),
+        (
+            "--plot a.txt",
+            "--plot a.txt: figures are written as .png, .svg, .pdf; end the name with one of them",
+        ),
         ("--mispredicted 101%", "mispredicted: 1.01 is not a share of requests; give 0 to 1"),
         (
             "--instances-every 1min",
-            "periods: instances change no more often than sharding, that no more than clocks, and those no more than "
-            "every 0.1 s",
+            "periods: instances change no more often than sharding, that no more than clocks, and "
+            "those no more than every 0.1 s",
         ),
     ],
 )
@@ -131,10 +163,14 @@ def test_a_wrong_replay_is_refused_in_one_line(folder: Path, options: str, messa
 
 def test_a_changed_file_is_refused(folder: Path):
     done(f"{PLAN} --gpus 16 -o pools.yaml")
-    Path("pools.yaml").write_text(Path("pools.yaml").read_text().replace("instances: 2", "instances: 1"))
+    Path("pools.yaml").write_text(
+        Path("pools.yaml").read_text().replace("instances: 2", "instances: 1")
+    )
     with pytest.raises(PlanError, match="does not match the content"):
         InferencePlan.load("pools.yaml")
-    Path("pools.yaml").write_text(Path("pools.yaml").read_text().replace("classes:\n", "classes:\n  1: [1, 1]\n"))
+    Path("pools.yaml").write_text(
+        Path("pools.yaml").read_text().replace("classes:\n", "classes:\n  1: [1, 1]\n")
+    )
     with pytest.raises(PlanError, match="does not match the content"):
         InferencePlan.load("pools.yaml")
 
@@ -145,17 +181,24 @@ def test_a_changed_file_is_refused(folder: Path):
         ("--rates rates.csv --trace trace.csv --gpus 8", "give one of --trace and --rates"),
         (
             "--rates rates.csv --gpus 3",
-            "no pools on 3 GPUs carry this load within the latency objectives: 5 GPUs would; give that many or more",
+            "no pools on 3 GPUs carry this load within the latency objectives: 5 GPUs would; give "
+            "that many or more",
         ),
         (
             "--rates rates.csv --gpus 8 --input-bounds 256",
-            "--input-bounds: '256' are not the most tokens of short and medium; write two, such as 256,1024",
+            "--input-bounds: '256' are not the most tokens of short and medium; write two, such as "
+            "256,1024",
         ),
         (
             "--rates rates.csv --gpus 8 --new-instance 1s",
-            "costs of changes: a new instance costs no less than re-sharding, and that than a clock",
+            "costs of changes: a new instance costs no less than re-sharding, and that than a "
+            "clock",
         ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(folder: Path, options: str, message: str):
-    assert refusal(f"inference plan inference.csv {options} -o p.yaml") == (2, "", f"Error: {message}\n")
+    assert refusal(f"inference plan inference.csv {options} -o p.yaml") == (
+        2,
+        "",
+        f"Error: {message}\n",
+    )

@@ -35,7 +35,12 @@ def test_pools_are_planned_on_what_was_measured():
     assert title == "Requests on 1 GPU, simulated; tokens/J is also tokens/s per W"
     assert heads.split()[:4] == ["class", "batch", "MHz", "J/request"]
     assert [row.split()[:3] for row in rows[:2]] == [["32/4", "1", "1410"], ["32/4", "1", "705"]]
-    plan = json.loads(done("inference plan inference.csv --rates rates.csv --gpus 8 --ttft 10s -o pools.yaml --json"))
+    plan = json.loads(
+        done(
+            "inference plan inference.csv --rates rates.csv --gpus 8 --ttft 10s -o pools.yaml "
+            "--json"
+        )
+    )
     (pool,) = plan["epochs"][0]["pools"]
     assert pool["tensor_degree"] == 1
     assert plan["saved_share"] >= 0
@@ -44,7 +49,10 @@ def test_pools_are_planned_on_what_was_measured():
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("--class 32 -o a.csv", "--class: '32' is not a class; write input/output tokens, as 256/100"),
+        (
+            "--class 32 -o a.csv",
+            "--class: '32' is not a class; write input/output tokens, as 256/100",
+        ),
         ("--class 32/4 --batch 0 -o a.csv", "--batch: '0' is not a whole number of at least 1"),
         (
             "--class 32/4 -o nowhere/a.csv",

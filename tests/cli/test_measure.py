@@ -22,7 +22,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `planner measure` in a process of its own, since the command writes to its standard output."""
+    """Run `planner measure` in a process of its own, since the command writes to its standard
+    output.
+    """
     command = [sys.executable, "-m", "perseus_planner", "measure", "--gpu", GPU, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -30,7 +32,9 @@ def measured(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_energy_of_a_command_is_printed_beside_its_output(tmp_path: Path):
     table = tmp_path / "power.csv"
     code = "import sys, time; time.sleep(0.3); print('trained'); sys.exit(7)"
-    result = measured("--tokens", "100", "--every", "20ms", "--csv", str(table), "--", sys.executable, "-c", code)
+    result = measured(
+        "--tokens", "100", "--every", "20ms", "--csv", str(table), "--", sys.executable, "-c", code
+    )
     assert (result.returncode, result.stdout) == (7, "trained\n")
     head, row, line, per_token, wrote = filter(None, result.stderr.splitlines())
     assert head.split("  ")[0] == "GPU"
@@ -64,8 +68,21 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 print("ready", flush=True)
 signal.pause()
 """
-    command = [sys.executable, "-m", "perseus_planner", "measure", "--gpu", GPU, "--", sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "perseus_planner",
+        "measure",
+        "--gpu",
+        GPU,
+        "--",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGTERM)
@@ -77,9 +94,11 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path):
     assert refusal(f"measure --gpu {GPU} --csv {table} -- nowhere-to-be-found") == (
         2,
         "",
-        "Error: nowhere-to-be-found: cannot be run: No such file or directory; write the command after `--`\n",
+        "Error: nowhere-to-be-found: cannot be run: No such file or directory; write the command "
+        "after `--`\n",
     )
     assert not table.exists()
     assert refusal("measure --gpu simulated:a100-sxm -- true")[2] == (
-        "Error: --gpu simulated:a100-sxm: has a time of its own, in which commands take none; use emulated:a100-sxm/0\n"
+        "Error: --gpu simulated:a100-sxm: has a time of its own, in which commands take none; use "
+        "emulated:a100-sxm/0\n"
     )

@@ -1,4 +1,6 @@
-"""`planner plan` of several frontiers plans them to one deadline, and passes on the switch budget."""
+"""`planner plan` of several frontiers plans them to one deadline, and passes on the switch
+budget.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +37,40 @@ TARGETS = {
     "--slowdown 1.05": lambda replicas: replicas.plans_for(1.05 * replicas.baseline_time_s),
     "--straggler-time 2.9s": lambda replicas: replicas.plans_for(2.9),
     "--straggler-time 1ms": lambda replicas: replicas.plans_for(replicas.min_time_s),
-    "--least-energy": lambda replicas: replicas.plans_for(replicas.least_energy_time_s * (1 + 1e-9)),
+    "--least-energy": lambda replicas: replicas.plans_for(
+        replicas.least_energy_time_s * (1 + 1e-9)
+    ),
 }
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_several_frontiers_have_the_library_s_plans(frontiers: tuple[Frontier, Frontier], target: str):
+def test_several_frontiers_have_the_library_s_plans(
+    frontiers: tuple[Frontier, Frontier], target: str
+):
     replicas = Replicas(frontiers, (3, 1))
     found = json.loads(done(f"{BOTH} {target} --replicas 3,1 --json"))
     plans = tuple(Plan.load(f"plan-{number}.yaml") for number in (0, 1))
     assert plans == TARGETS[target](replicas)
-    assert (found["counts"], found["files"], found["pipelines"]) == ([3, 1], ["plan-0.yaml", "plan-1.yaml"], 4)
+    assert (found["counts"], found["files"], found["pipelines"]) == (
+        [3, 1],
+        ["plan-0.yaml", "plan-1.yaml"],
+        4,
+    )
     assert (found["time_s"], found["energy_j"]) == replicas.time_and_energy(plans)
     assert [part["energy_j"] for part in found["plans"]] == [plan.energy_j for plan in plans]
 
 
 @pytest.mark.parametrize("target", ["--slowdown 105", "--deadline 2min"])
-def test_a_deadline_beyond_the_least_energy_stops_there_and_says_so(frontiers: tuple[Frontier, Frontier], target: str):
+def test_a_deadline_beyond_the_least_energy_stops_there_and_says_so(
+    frontiers: tuple[Frontier, Frontier], target: str
+):
     ended = run(f"plan fast.npz {target} -o plan.yaml")
     assert (ended.exit_code, Plan.load("plan.yaml")) == (0, frontiers[0].plan_for_least_energy())
     least_s = frontiers[0].least_energy_time_s
-    assert f"planner: the plan takes {least_s:.6g} s, where an iteration needs the least energy: " in ended.stderr
+    assert (
+        f"planner: the plan takes {least_s:.6g} s, where an iteration needs the least energy: "
+        in ended.stderr
+    )
     assert ended.stderr.endswith("if others wait until then anyway, give --straggler-time\n")
     done(f"plan fast.npz --straggler-time {2 * least_s}s -o beside.yaml")
     assert Plan.load("beside.yaml").time_s > least_s
@@ -67,14 +82,20 @@ def test_one_count_each_is_the_default(frontiers: tuple[Frontier, Frontier]):
     time_s = max(plan.time_s for plan in plans)
     waiting_j = math.fsum(2 * 83.64 * (time_s - plan.time_s) for plan in plans)
     assert (found["counts"], found["pipelines"], found["time_s"]) == ([1, 1], 2, time_s)
-    assert found["energy_j"] == pytest.approx(math.fsum(plan.energy_j for plan in plans) + waiting_j, rel=1e-12)
+    assert found["energy_j"] == pytest.approx(
+        math.fsum(plan.energy_j for plan in plans) + waiting_j, rel=1e-12
+    )
 
 
 def test_the_text_ends_with_all_pipelines_together(frontiers: tuple[Frontier, Frontier]):
     text = done(f"{BOTH} --replicas 3,1 --slowdown 1")
     replicas = Replicas(frontiers, (3, 1))
     together = summarize_plans(replicas, replicas.plans_for(replicas.baseline_time_s))
-    assert text == f"{plans_text(together)}\nWrote plan-0.yaml, for 3 pipelines\nWrote plan-1.yaml, for 1 pipeline\n"
+    assert (
+        text
+        == f"{plans_text(together)}\nWrote plan-0.yaml, for 3 pipelines\nWrote plan-1.yaml, for 1 "
+        "pipeline\n"
+    )
     assert "\nAll 4 pipelines together, each waiting for the slowest: " in text
 
 
@@ -115,11 +136,13 @@ def test_the_switch_budget_is_passed_on(
 
 COUNTS = "is not a whole number of at least 1"
 REFUSED = {
-    f"{BOTH} --least-energy --replicas 3": "replicas: 1 counts for 2 kinds of pipelines; give one for each",
+    f"{BOTH} --least-energy --replicas 3": "replicas: 1 counts for 2 kinds of pipelines; give one "
+    "for each",
     f"{BOTH} --least-energy --replicas 3,no": f"--replicas: 'no' {COUNTS}",
     f"{BOTH} --least-energy --replicas 3,0": f"--replicas: '0' {COUNTS}",
     f"{BOTH} --power-budget 1kW": (
-        "--power-budget cannot be given with several frontiers; give --deadline or --slowdown instead"
+        "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
+        "instead"
     ),
     f"{BOTH} --slowdown 1 --min-dwell=-1": (
         "--min-dwell: '-1' is not a duration: write seconds of 0 or more, or "
@@ -131,7 +154,8 @@ REFUSED = {
     "plan fast.npz kind-0.yaml --slowdown 1 -o kind.yaml": (
         "--output kind-0.yaml: is the file that is read; name another"
     ),
-    "plan fast.npz slow.npz --slowdown 1 -o folder.yaml": "--output folder-1.yaml: is a folder; name a file in it",
+    "plan fast.npz slow.npz --slowdown 1 -o folder.yaml": "--output folder-1.yaml: is a folder; "
+    "name a file in it",
 }  # fmt: skip
 
 
@@ -146,7 +170,9 @@ def test_bad_options_are_refused_in_one_line(
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_deadline_that_the_slow_one_misses_names_the_least_of_all(frontiers: tuple[Frontier, Frontier]):
+def test_a_deadline_that_the_slow_one_misses_names_the_least_of_all(
+    frontiers: tuple[Frontier, Frontier],
+):
     deadline_s = (frontiers[0].min_time_s + frontiers[1].min_time_s) / 2
     status, _, complaint = refusal(f"{BOTH} --deadline {deadline_s}s")
     least = complaint.removesuffix(" s; ask for that or more\n").split()[-1]
@@ -157,7 +183,9 @@ def test_a_deadline_that_the_slow_one_misses_names_the_least_of_all(frontiers: t
 def test_a_negative_number_of_changes_is_misuse(frontiers: tuple[Frontier, Frontier]):
     status, text, complaint = refusal(f"{BOTH} --slowdown 1 --max-changes=-1")
     assert (status, text) == (2, "")
-    assert complaint.endswith("Error: Invalid value for '--max-changes': -1 is not in the range x>=0.\n")
+    assert complaint.endswith(
+        "Error: Invalid value for '--max-changes': -1 is not in the range x>=0.\n"
+    )
 
 
 def test_a_plan_can_be_made_for_a_probability(folder: Path):
@@ -171,13 +199,20 @@ def test_a_plan_can_be_made_for_a_probability(folder: Path):
     assert sure is not None
     assert found["on_time"]["saved_share"]["low"] == sure.saved_share.low
     text = done("plan frontier.npz --slowdown 1.05 --on-time 90% -o plan.yaml")
-    assert "It takes at most 1.0500x the time of all clocks at maximum with a probability of 90 % or more.\n" in text
     assert (
-        f"90 % intervals: {sure.time_ratio.low:.4f}x to {sure.time_ratio.high:.4f}x the time of all clocks at maximum, "
-        f"{100 * sure.saved_share.low:.2f} to {100 * sure.saved_share.high:.2f} % of its energy saved.\n"
+        "It takes at most 1.0500x the time of all clocks at maximum with a probability of 90 % or "
+        "more.\n" in text
+    )
+    assert (
+        f"90 % intervals: {sure.time_ratio.low:.4f}x to {sure.time_ratio.high:.4f}x the time of "
+        f"all clocks at maximum, {100 * sure.saved_share.low:.2f} to "
+        f"{100 * sure.saved_share.high:.2f} % of its energy saved.\n"
     ) in text
     assert f"would save {100 * sure.safety_share:.2f} % more.\n" in text
-    assert f"{sure.interpolated} of its {sure.points} operating points were not measured but estimated.\n" in text
+    assert (
+        f"{sure.interpolated} of its {sure.points} operating points were not measured but "
+        "estimated.\n" in text
+    )
     assert "no standard errors" not in text
     text = done("plan frontier.npz --power-budget 420.5W --on-time 90% -o plan.yaml")
     assert "It draws at most 420.5 W with a probability of 90 % or more.\n" in text
@@ -185,8 +220,15 @@ def test_a_plan_can_be_made_for_a_probability(folder: Path):
 
 @pytest.mark.parametrize("text", ["100%", "0%", "0.95", "sure"])
 def test_another_probability_is_refused(frontiers: tuple[Frontier, Frontier], text: str):
-    expected = f"--on-time: {text!r} is not a certainty: write a percentage above 0% and up to 99%, such as 95%"
-    assert refusal(f"plan fast.npz --slowdown 1 --on-time {text} -o plan.yaml") == (2, "", f"Error: {expected}\n")
+    expected = (
+        f"--on-time: {text!r} is not a certainty: write a percentage above 0% and up to "
+        "99%, such as 95%"
+    )
+    assert refusal(f"plan fast.npz --slowdown 1 --on-time {text} -o plan.yaml") == (
+        2,
+        "",
+        f"Error: {expected}\n",
+    )
 
 
 def test_what_counts_as_no_slower_can_be_chosen(frontiers: tuple[Frontier, Frontier]):
@@ -198,13 +240,24 @@ def test_what_counts_as_no_slower_can_be_chosen(frontiers: tuple[Frontier, Front
 
 
 @pytest.mark.parametrize("options", ["--slowdown 1", "--power-budget 1kW --on-time 95%"])
-def test_a_tolerance_without_a_time_to_keep_is_refused(frontiers: tuple[Frontier, Frontier], options: str):
-    expected = "--tolerance: is of the time of a plan with --on-time; leave it out, or give --on-time as well"
-    assert refusal(f"plan fast.npz {options} --tolerance 0.1% -o plan.yaml") == (2, "", f"Error: {expected}\n")
+def test_a_tolerance_without_a_time_to_keep_is_refused(
+    frontiers: tuple[Frontier, Frontier], options: str
+):
+    expected = (
+        "--tolerance: is of the time of a plan with --on-time; leave it out, or give "
+        "--on-time as well"
+    )
+    assert refusal(f"plan fast.npz {options} --tolerance 0.1% -o plan.yaml") == (
+        2,
+        "",
+        f"Error: {expected}\n",
+    )
 
 
 def test_another_tolerance_is_refused(frontiers: tuple[Frontier, Frontier]):
-    expected = "--tolerance: '0.001' is not a tolerance: write a percentage of 0% or more, such as 0.1%"
+    expected = (
+        "--tolerance: '0.001' is not a tolerance: write a percentage of 0% or more, such as 0.1%"
+    )
     command = "plan fast.npz --slowdown 1 --on-time 95% --tolerance 0.001 -o plan.yaml"
     assert refusal(command) == (2, "", f"Error: {expected}\n")
 
@@ -216,7 +269,11 @@ def test_plans_of_every_kind_keep_their_word(folder: Path, kind: str):
         frontier = solve(noisy_rows(truth.profile, 0.005, 12, seed), truth.dag.schedule)
         frontier.save("frontier.npz")
         time_s = 1.04 * frontier.baseline_time_s
-        target = f"--straggler-time {time_s!r}" if kind == "straggler" else f"--deadline {time_s!r} --max-changes 2"
+        target = (
+            f"--straggler-time {time_s!r}"
+            if kind == "straggler"
+            else f"--deadline {time_s!r} --max-changes 2"
+        )
         done(f"plan frontier.npz {target} --on-time 95% -o plan.yaml")
         real = truth.plan_of(Plan.load("plan.yaml").clocks)
         assert real.saving_j > 0

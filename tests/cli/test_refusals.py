@@ -1,4 +1,6 @@
-"""Bad input on the command line: exit code 2, one line that says what to do, nothing printed, nothing written."""
+"""Bad input on the command line: exit code 2, one line that says what to do, nothing printed,
+nothing written.
+"""
 
 from __future__ import annotations
 
@@ -24,61 +26,82 @@ REFUSED = {
         "GPU 'simulated:h100': there is no simulated GPU 'h100'; did you mean simulated:h100-sxm?"
     ),
     f"{PROFILE} --gpu simulated:p4": (
-        "GPU 'simulated:p4': there is no simulated GPU 'p4'; choose one of: simulated:v100, simulated:a100-pcie, "
-        "simulated:a100-sxm, simulated:a40, simulated:l40s, simulated:h100-sxm, simulated:h200, simulated:b200"
+        "GPU 'simulated:p4': there is no simulated GPU 'p4'; choose one of: simulated:v100, "
+        "simulated:a100-pcie, simulated:a100-sxm, simulated:a40, simulated:l40s, "
+        "simulated:h100-sxm, simulated:h200, simulated:b200"
     ),
     f"{PROFILE} --gpu nvml:0": (
-        "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
-        "--gpu simulated:a100-sxm"
+        "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a "
+        "simulated GPU with --gpu simulated:a100-sxm"
     ),
     f"{PROFILE} --gpu simulated": (
-        "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a simulated GPU with "
-        "--gpu simulated:a100-sxm"
+        "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a "
+        "simulated GPU with --gpu simulated:a100-sxm"
     ),
     f"{PROFILE} --resume": "--resume needs a stage that can run; add --stage MODULE:FUNCTION",
-    f"{PROFILE} --tensor-parallel 2": "--tensor-parallel needs a stage that can run; add --stage MODULE:FUNCTION",
-    f"{PROFILE} --blocking-power 85": "--blocking-power needs a stage that can run; add --stage MODULE:FUNCTION",
+    f"{PROFILE} --tensor-parallel 2": "--tensor-parallel needs a stage that can run; add --stage "
+    "MODULE:FUNCTION",
+    f"{PROFILE} --blocking-power 85": "--blocking-power needs a stage that can run; add --stage "
+    "MODULE:FUNCTION",
     f"{PROFILE} --observe --control clock": "--observe does not set anything; leave out --control",
     f"{PROFILE} --full --minutes 5": (
-        "--minutes chooses what is measured, and --full measures each row once; leave out one of them"
+        "--minutes chooses what is measured, and --full measures each row once; leave out one of "
+        "them"
     ),
     f"{PROFILE} --observe --saving-within 1%": (
-        "--saving-within chooses what is measured, and --observe measures each row once; leave out one of them"
+        "--saving-within chooses what is measured, and --observe measures each row once; leave out "
+        "one of them"
     ),
-    f"{PROFILE} --saving-within 0": ("--saving-within: '0' is not a share: write a percentage above 0%, such as 0.3%"),
+    f"{PROFILE} --saving-within 0": (
+        "--saving-within: '0' is not a share: write a percentage above 0%, such as 0.3%"
+    ),
     f"{PROFILE} --minutes 0": (
-        "--minutes: '0' is not a time limit: write minutes above 0, or a number with s, m, h or d, such as 30m"
+        "--minutes: '0' is not a time limit: write minutes above 0, or a number with s, m, h or d, "
+        "such as 30m"
     ),
     f"{PROFILE} --window 0": (
-        "--window: '0' is not a duration: write seconds above 0, or a number with us, ms, s, m, h or d, such as 2.95s"
+        "--window: '0' is not a duration: write seconds above 0, or a number with us, ms, s, m, h "
+        "or d, such as 2.95s"
     ),
-    "profile --gpu simulated:a100-sxm -o new.yaml": "the number of pipeline stages is missing; give --stages S",
-    "profile --gpu simulated:a100-sxm --stages 2": "the file to write is missing; give --output FILE",
+    "profile --gpu simulated:a100-sxm -o new.yaml": "the number of pipeline stages is missing; "
+    "give --stages S",
+    "profile --gpu simulated:a100-sxm --stages 2": "the file to write is missing; give --output "
+    "FILE",
     "profile several.yaml": "the job has several profiles; give --output FILE",
     "profile nowhere.yaml": (
-        "nowhere.yaml, key 'profile' absent/p.yaml: there is no folder absent; make it, or name another"
+        "nowhere.yaml, key 'profile' absent/p.yaml: there is no folder absent; make it, or name "
+        "another"
     ),
     f"{PROFILE} --stages 0": "stages: 0 is not a whole number of at least 1",
     f"{PROFILE} -o new.txt": "--output new.txt: must end in .yaml or .yml; rename it",
-    f"{PROFILE} -o absent/new.yaml": ("--output absent/new.yaml: there is no folder absent; make it, or name another"),
+    f"{PROFILE} -o absent/new.yaml": (
+        "--output absent/new.yaml: there is no folder absent; make it, or name another"
+    ),
     SOLVE.replace("profile.yaml", "absent.yaml"): "absent.yaml: no such file; check the path",
     SOLVE.replace("profile.yaml", "profile.csv"): (
-        "profile.csv: a CSV does not hold the blocking power, what a GPU draws while it waits; give it with "
-        "--blocking-power W (in Python blocking_power_w=), or load profile.yaml, which holds it"
+        "profile.csv: a CSV does not hold the blocking power, what a GPU draws while it waits; "
+        "give it with --blocking-power W (in Python blocking_power_w=), or load profile.yaml, "
+        "which holds it"
     ),
     f"{SOLVE} --microbatches 0": "microbatches: 0 is not a whole number of at least 1",
     f"{SOLVE} --stages 8": (
-        "the profile has 2 stages and the schedule 8; profile the stages of this schedule, or make the schedule for 2"
+        "the profile has 2 stages and the schedule 8; profile the stages of this schedule, or make "
+        "the schedule for 2"
     ),
     f"{SOLVE} --stages 0": "stages: 0 is not a whole number of at least 1",
-    f"{SOLVE} --blocking-power low": "--blocking-power: 'low' is not a power: write watts of 0 or more, such as 83.64",
-    f"{SOLVE} --blocking-power=-1": "--blocking-power: '-1' is not a power: write watts of 0 or more, such as 83.64",
-    f"{SOLVE} -o absent/new.npz": "--output absent/new.npz: there is no folder absent; make it, or name another",
+    f"{SOLVE} --blocking-power low": "--blocking-power: 'low' is not a power: write watts of 0 or "
+    "more, such as 83.64",
+    f"{SOLVE} --blocking-power=-1": "--blocking-power: '-1' is not a power: write watts of 0 or "
+    "more, such as 83.64",
+    f"{SOLVE} -o absent/new.npz": "--output absent/new.npz: there is no folder absent; make it, or "
+    "name another",
     f"{SOLVE} -o folder": "--output folder: is a folder; name a file in it",
     f"{SOLVE} -o profile.yaml": "--output profile.yaml: must end in .npz; rename it",
     PLAN: f"give exactly one of {TARGETS}; got none",
-    f"{PLAN} --slowdown 1 --deadline 9s": f"give exactly one of {TARGETS}; got --deadline and --slowdown",
-    f"{PLAN} --least-energy --slowdown 1": f"give exactly one of {TARGETS}; got --slowdown and --least-energy",
+    f"{PLAN} --slowdown 1 --deadline 9s": f"give exactly one of {TARGETS}; got --deadline and "
+    "--slowdown",
+    f"{PLAN} --least-energy --slowdown 1": f"give exactly one of {TARGETS}; got --slowdown and "
+    "--least-energy",
     f"{PLAN} --deadline 9parsecs": (
         "--deadline: '9parsecs' is not a duration: write seconds above 0, or "
         "a number with us, ms, s, m, h or d, such as 2.95s"
@@ -88,15 +111,19 @@ REFUSED = {
         "a number with us, ms, s, m, h or d, such as 2.95s"
     ),
     f"{PLAN} --slowdown 5%": (
-        "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, "
-        "such as 1.05"
+        "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all "
+        "clocks at maximum, such as 1.05"
     ),
     f"{PLAN} --power-budget 5GW": (
-        "--power-budget: '5GW' is not a power: write watts above 0, or a number with W, kW or MW, such as 5kW"
+        "--power-budget: '5GW' is not a power: write watts above 0, or a number with W, kW or MW, "
+        "such as 5kW"
     ),
-    f"{PLAN} --deadline 9s": "no plan finishes an iteration within 9 s: the fastest takes 15 s; ask for that or more",
-    f"{PLAN} --slowdown 0.6": "no plan finishes an iteration within 9 s: the fastest takes 15 s; ask for that or more",
-    f"{PLAN} --least-energy -o frontier.npz": "--output frontier.npz: must end in .yaml or .yml; rename it",
+    f"{PLAN} --deadline 9s": "no plan finishes an iteration within 9 s: the fastest takes 15 s; "
+    "ask for that or more",
+    f"{PLAN} --slowdown 0.6": "no plan finishes an iteration within 9 s: the fastest takes 15 s; "
+    "ask for that or more",
+    f"{PLAN} --least-energy -o frontier.npz": "--output frontier.npz: must end in .yaml or .yml; "
+    "rename it",
     f"{PLAN} --least-energy -o absent/new.yaml": (
         "--output absent/new.yaml: there is no folder absent; make it, or name another"
     ),
@@ -106,7 +133,8 @@ REFUSED = {
     "plan absent.npz --least-energy -o new.yaml": "absent.npz: no such file; check the path",
     "show absent.yaml": "absent.yaml: no such file; check the path",
     "show folder": "folder: is empty; try again when an iteration by a plan has ended",
-    "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name a plan or a run",
+    "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name "
+    "a plan or a run",
     "show profile.yaml --figure points": "--figure: chooses what --plot draws; add --plot FIGURE",
     "show frontier.npz --plot figure.gif": (
         "--plot figure.gif: figures are written as .png, .svg, .pdf; end the name with one of them"
@@ -118,7 +146,8 @@ REFUSED = {
 
 # What click itself refuses; above these lines it says how to get help.
 MISUSED = {
-    f"{SOLVE} --microbatches many": "Invalid value for '--microbatches': 'many' is not a valid integer.",
+    f"{SOLVE} --microbatches many": "Invalid value for '--microbatches': 'many' is not a valid "
+    "integer.",
     "plan frontier.npz --least-energy": "Missing option '--output' / '-o'.",
     "frobnicate": "No such command 'frobnicate'.",
 }
@@ -128,7 +157,9 @@ MISUSED = {
 def work(folder: Path) -> Path:
     """A working folder with a profile, a frontier and a folder."""
     rows = (Measurement(1400, 2.5, 750.0), Measurement(1000, 3.0, 600.0))
-    profile = Profile({(stage, kind): rows for stage in range(2) for kind in "FB"}, blocking_power_w=100.0)
+    profile = Profile(
+        {(stage, kind): rows for stage in range(2) for kind in "FB"}, blocking_power_w=100.0
+    )
     profile.save("profile.yaml")
     solve(profile, schedules.one_f_one_b(stages=2, microbatches=2)).save("frontier.npz")
     job = "format: perseus-planner/job\nversion: 1\nstages: 2\nprofile: "
@@ -166,7 +197,8 @@ def test_a_power_budget_that_is_too_low_is_refused_with_one_that_is_not(work: Pa
     before = contents(work)
     result = CliRunner().invoke(main, shlex.split(f"{PLAN} --power-budget 1W"))
     named = re.fullmatch(
-        r"Error: no plan draws 1 W or less on average: the most frugal draws (\S+) W; ask for that or more\n",
+        r"Error: no plan draws 1 W or less on average: the most frugal draws (\S+) W; ask for that "
+        r"or more\n",
         result.stderr,
     )
     assert named is not None

@@ -54,7 +54,9 @@ def failed(folder: Path, count: int, broken: str) -> str:
 
 
 def problems(text: str) -> list[str]:
-    return [line.strip() for line in text.partition("Problems:\n")[2].partition("\n\n")[0].splitlines()]
+    return [
+        line.strip() for line in text.partition("Problems:\n")[2].partition("\n\n")[0].splitlines()
+    ]
 
 
 def verdict(text: str) -> str:
@@ -66,8 +68,14 @@ def test_ranks_without_a_problem_pass(tmp_path: Path):
     result = json.loads(first.stdout)
     assert (first.code, result["has_passed"], result["is_stuck"]) == (0, True, False)
     for number, rank in enumerate(result["ranks"]):
-        assert (rank["rank"], rank["node"], rank["name"]) == (number, socket.gethostname(), "simulated a100-sxm")
-        remarks = [text for text in rank["remarks"] if not text.startswith("DCGM runs")]  # which it may do here
+        assert (rank["rank"], rank["node"], rank["name"]) == (
+            number,
+            socket.gethostname(),
+            "simulated a100-sxm",
+        )
+        remarks = [
+            text for text in rank["remarks"] if not text.startswith("DCGM runs")
+        ]  # which it may do here
         assert (rank["locks"], rank["problems"], remarks) == (True, [], [])
         assert [(run["precision"], run["locked_mhz"]) for run in rank["runs"]] == [
             ("fp32", 1410),
@@ -77,7 +85,9 @@ def test_ranks_without_a_problem_pass(tmp_path: Path):
         assert rank["runs"][1]["power_w"] > 1.5 * rank["runs"][2]["power_w"]
         assert rank["runs"][0]["time_s"] > rank["runs"][1]["time_s"] > 0
         assert rank["counter_step_s"] == pytest.approx(0.1, rel=0.05)
-        assert [(each["sender"], each["time_s"] > 0) for each in rank["received"]] == [(1 - number, True)]
+        assert [(each["sender"], each["time_s"] > 0) for each in rank["received"]] == [
+            (1 - number, True)
+        ]
 
 
 def test_a_lock_that_does_nothing_on_one_rank_is_found(tmp_path: Path):
@@ -86,25 +96,38 @@ def test_a_lock_that_does_nothing_on_one_rank_is_found(tmp_path: Path):
     assert problem.startswith(
         "rank 1: simulated:a100-sxm: its SM clock was locked at 705 MHz, and under load ran at 13"
     )
-    assert "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock" in problem
-    assert verdict(text) == "Verdict: no profile can be made here yet, for problems on 1 of 2 ranks."
+    assert (
+        "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock"
+        in problem
+    )
+    assert (
+        verdict(text) == "Verdict: no profile can be made here yet, for problems on 1 of 2 ranks."
+    )
 
 
 def test_a_neighbour_that_never_answers_is_found_and_nobody_hangs(tmp_path: Path):
     text = failed(tmp_path, 3, "messages")
     assert problems(text) == [
-        "ranks 0, 1: the message from rank 1 to rank 0 has not arrived within 5 s; see with NCCL_DEBUG=INFO whether "
-        "their GPUs can reach each other",
+        "ranks 0, 1: the message from rank 1 to rank 0 has not arrived within 5 s; see with "
+        "NCCL_DEBUG=INFO whether their GPUs can reach each other",
         "rank 2: messages with rank 1 were not tried, as another one hangs there",
     ]
-    assert verdict(text) == "Verdict: no profile can be made here yet, for problems on 3 of 3 ranks."
+    assert (
+        verdict(text) == "Verdict: no profile can be made here yet, for problems on 3 of 3 ranks."
+    )
 
 
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
-        ("not-supported:energy", "does not support energy, as its fault says; open it without not-supported:energy"),
-        ("counter-stuck@0s", "its energy counter has stood at 0 J for 5 s, so energy cannot be measured; "),
+        (
+            "not-supported:energy",
+            "does not support energy, as its fault says; open it without not-supported:energy",
+        ),
+        (
+            "counter-stuck@0s",
+            "its energy counter has stood at 0 J for 5 s, so energy cannot be measured; ",
+        ),
     ],
 )
 def test_a_rank_without_an_energy_counter_is_found(broken: str, problem: str, tmp_path: Path):
@@ -115,7 +138,9 @@ def test_a_rank_without_an_energy_counter_is_found(broken: str, problem: str, tm
 
 def test_the_pairs_are_those_of_neighbouring_stages(tmp_path: Path):
     first, *_ = rehearsed(tmp_path, 4, "", "--json", "--stages", "2", "--no-locks")
-    received = [[each["sender"] for each in rank["received"]] for rank in json.loads(first.stdout)["ranks"]]
+    received = [
+        [each["sender"] for each in rank["received"]] for rank in json.loads(first.stdout)["ranks"]
+    ]
     assert received == [[2], [3], [0], [1]]
 
 
@@ -125,23 +150,39 @@ def test_torchrun_ends_with_a_failure(tmp_path: Path):
     assert result.code == 1
     (problem,) = problems(result.stdout)
     assert problem.startswith("ranks 0, 1: simulated a100-sxm does not support energy")
-    assert result.stdout.count("Verdict: no profile can be made here yet, for problems on 2 of 2 ranks.") == 1
+    assert (
+        result.stdout.count(
+            "Verdict: no profile can be made here yet, for problems on 2 of 2 ranks."
+        )
+        == 1
+    )
 
 
 def test_where_nothing_may_be_set_the_gpu_is_only_observed():
     text = done(f"doctor --rehearse '{GPU}?fault=not-permitted'")
     assert "  - -> 13" in text
-    assert "rank 0: clocks were only observed: simulated a100-sxm does not let this process set anything" in text
-    assert verdict(text) == "Verdict: a profile can be made with --observe; clocks cannot be set on 1 of 1 rank."
+    assert (
+        "rank 0: clocks were only observed: simulated a100-sxm does not let this process set "
+        "anything" in text
+    )
+    assert (
+        verdict(text)
+        == "Verdict: a profile can be made with --observe; clocks cannot be set on 1 of 1 rank."
+    )
 
 
 def test_nothing_is_set_without_locks():
     text = done(f"doctor --rehearse --no-locks '{GPU}?fault=not-permitted'")
     assert "only observed" not in text
-    assert verdict(text) == "Verdict: a profile can be made with --observe; setting clocks was not tried."
+    assert (
+        verdict(text)
+        == "Verdict: a profile can be made with --observe; setting clocks was not tried."
+    )
 
 
-def test_nothing_is_set_in_a_dry_run_which_runs_the_load(nvml: StandIn, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_set_in_a_dry_run_which_runs_the_load(
+    nvml: StandIn, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(rehearsal, "_WINDOW_S", 0.1)
     monkeypatch.setattr(row_meter, "_MAX_WINDOWS", 3)
     monkeypatch.setattr(row_meter, "_MAX_REJECTED", 0)
@@ -152,8 +193,14 @@ def test_nothing_is_set_in_a_dry_run_which_runs_the_load(nvml: StandIn, monkeypa
     assert nvml.settings() == []
     assert "the load is a matrix product of 64 x 64" in text
     assert "  - -> 1980 MHz  " in text
-    assert "rank 0: persistence mode is off: locked clocks are lost when the driver unloads between jobs" in text
-    assert verdict(text) == "Verdict: a profile can be made with --observe; setting clocks was not tried."
+    assert (
+        "rank 0: persistence mode is off: locked clocks are lost when the driver unloads between "
+        "jobs" in text
+    )
+    assert (
+        verdict(text)
+        == "Verdict: a profile can be made with --observe; setting clocks was not tried."
+    )
 
 
 def test_an_error_of_torch_is_a_problem_of_the_rank(monkeypatch: pytest.MonkeyPatch):
@@ -164,15 +211,18 @@ def test_an_error_of_torch_is_a_problem_of_the_rank(monkeypatch: pytest.MonkeyPa
     code, stdout, _ = refusal(f"doctor --rehearse {GPU}")
     assert code == 1
     assert problems(stdout) == [
-        "rank 0: torch could not run a matrix product: OutOfMemoryError: CUDA out of memory; see whether a script of "
-        "torch alone can"
+        "rank 0: torch could not run a matrix product: OutOfMemoryError: CUDA out of memory; see "
+        "whether a script of torch alone can"
     ]
 
 
 def test_clocks_that_slurm_sets_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_GPU_FREQ", "medium")
     text = done(f"doctor --rehearse --no-locks {GPU}")
-    assert "  rank 0: Slurm sets the clocks of this job (--gpu-freq medium); submit it without --gpu-freq\n" in text
+    assert (
+        "  rank 0: Slurm sets the clocks of this job (--gpu-freq medium); submit it without "
+        "--gpu-freq\n" in text
+    )
 
 
 def test_dcgm_on_the_node_is_named(tmp_path: Path):
@@ -186,27 +236,29 @@ def test_dcgm_on_the_node_is_named(tmp_path: Path):
         finally:
             process.kill()
     assert remark == (
-        "DCGM runs on this node; see with `dcgmi config --get` that it sets no clocks or power limits, as it would set "
-        "them again"
+        "DCGM runs on this node; see with `dcgmi config --get` that it sets no clocks or power "
+        "limits, as it would set them again"
     )
 
 
 def test_gpus_that_are_shared_or_slow_are_found_among_all_ranks():
     def rank(number: int, gpu: str, time_s: float) -> RankRehearsal:
-        return RankRehearsal(number, "a", gpu, "A100", runs=(LoadRun("bf16", None, 1400.0, time_s, 300.0, ()),))
+        return RankRehearsal(
+            number, "a", gpu, "A100", runs=(LoadRun("bf16", None, 1400.0, time_s, 300.0, ()),)
+        )
 
     first, second, third = rehearsal._compared(
         [rank(0, "nvml:0", 0.010), rank(1, "nvml:0", 0.0105), rank(2, "nvml:1", 0.012)]
     )
     shared = (
-        "another rank on a uses the same GPU, nvml:0; name the back-end alone, such as nvml, and each rank uses the "
-        "GPU that it computes on"
+        "another rank on a uses the same GPU, nvml:0; name the back-end alone, such as nvml, and "
+        "each rank uses the GPU that it computes on"
     )
     assert (first.problems, second.problems, third.problems) == ((shared,), (shared,), ())
     assert (first.remarks, second.remarks) == ((), ())
     assert third.remarks == (
-        "its matrix product took 12 ms, and 10.5 ms on most ranks; see whether something else runs on this GPU, or "
-        "cool it",
+        "its matrix product took 12 ms, and 10.5 ms on most ranks; see whether something else "
+        "runs on this GPU, or cool it",
     )
 
 
@@ -214,7 +266,10 @@ def test_gpus_that_are_shared_or_slow_are_found_among_all_ranks():
     ("command", "message"),
     [
         ("doctor --rehearse nvml:0 nvml:1", "--rehearse takes one GPU, and no --measure-latency"),
-        ("doctor --rehearse --measure-latency", "--rehearse takes one GPU, and no --measure-latency"),
+        (
+            "doctor --rehearse --measure-latency",
+            "--rehearse takes one GPU, and no --measure-latency",
+        ),
         ("doctor --no-locks", "--no-locks and --stages are about a rehearsal; add --rehearse"),
         ("doctor --stages 2", "--no-locks and --stages are about a rehearsal; add --rehearse"),
     ],

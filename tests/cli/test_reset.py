@@ -53,8 +53,12 @@ def test_what_a_dead_process_left_is_reset_once(nvml: StandIn, state: Path, dead
     assert done("reset") == "Nothing to reset: no dead process has left a GPU set.\n"
 
 
-def test_the_next_command_of_any_kind_resets_what_a_dead_process_left(nvml: StandIn, state: Path, dead: str):
-    said = ended(started(["-m", "perseus_planner", "solve", "absent.yaml", "-o", "f.npz"], state.parent)).stderr
+def test_the_next_command_of_any_kind_resets_what_a_dead_process_left(
+    nvml: StandIn, state: Path, dead: str
+):
+    said = ended(
+        started(["-m", "perseus_planner", "solve", "absent.yaml", "-o", "f.npz"], state.parent)
+    ).stderr
     assert said.splitlines()[:2] == [
         f"planner: GPU {each} ({NAME}), left set by {dead}, is reset" for each in (FIRST, SECOND)
     ]
@@ -64,7 +68,10 @@ def test_the_next_command_of_any_kind_resets_what_a_dead_process_left(nvml: Stan
 
 def test_the_next_command_leaves_what_a_living_process_sets(nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS):
-        assert "is reset" not in ended(started(["-m", "perseus_planner", "show", "absent"], state.parent)).stderr
+        assert (
+            "is reset"
+            not in ended(started(["-m", "perseus_planner", "show", "absent"], state.parent)).stderr
+        )
         assert nvml.locked_mhz(0) == (1500, 1500)
 
 
@@ -88,7 +95,9 @@ def test_the_power_limit_goes_to_its_default_where_asked(nvml: StandIn):
     assert [nvml.limit_w(index) for index in range(2)] == [700.0, 700.0]
 
 
-def test_a_named_gpu_that_a_dead_process_left_loses_its_record(nvml: StandIn, state: Path, dead: str):
+def test_a_named_gpu_that_a_dead_process_left_loses_its_record(
+    nvml: StandIn, state: Path, dead: str
+):
     assert done("reset nvml:0") == f"Reset {FIRST} ({NAME}), left set by {dead}\n"
     assert nvml.limit_w(0) == 700.0
     assert files(state) == [f"{UUIDS[1]}.{os.geteuid()}.json"]
@@ -98,19 +107,23 @@ def test_a_gpu_that_a_living_process_sets_is_reset_only_by_force(nvml: StandIn, 
     with owner(LOCKS_AND_WAITS, ["nvml:0"]) as process:
         (record,) = read_records()[0]
         expected = (
-            f"Error: GPU {FIRST} ({NAME}): leased to {record.owner} since {record.since}; wait for that process to "
-            "end, end it, or choose another GPU, or reset it with --force\n"
+            f"Error: GPU {FIRST} ({NAME}): leased to {record.owner} since {record.since}; wait "
+            "for that process to end, end it, or choose another GPU, or reset it with --force\n"
         )
         assert refusal("reset nvml:0") == (2, "", expected)
         assert refusal("reset --all") == (2, f"Reset {SECOND} ({NAME})\n", expected)
         assert nvml.locked_mhz(0) == (1500, 1500)
         assert done("reset --force nvml:0") == f"Reset {FIRST} ({NAME})\n"
         assert nvml.locked_mhz(0) is None
-        assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"], "its guardian and others still need it"
+        assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"], (
+            "its guardian and others still need it"
+        )
         assert process.poll() is None
 
 
-def test_a_gpu_that_cannot_be_reset_is_said_and_the_others_are_reset(nvml: StandIn, state: Path, dead: str):
+def test_a_gpu_that_cannot_be_reset_is_said_and_the_others_are_reset(
+    nvml: StandIn, state: Path, dead: str
+):
     nvml.fail("nvmlDeviceResetGpuLockedClocks", 4, gpu=0)
     code, stdout, stderr = refusal("reset")
     assert (code, stdout) == (2, f"Reset {SECOND} ({NAME}), left set by {dead}\n")
@@ -118,12 +131,16 @@ def test_a_gpu_that_cannot_be_reset_is_said_and_the_others_are_reset(nvml: Stand
     assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"]
 
 
-def test_a_gpu_whose_library_cannot_reset_is_not_said_to_be_reset(nvml: StandIn, state: Path, dead: str):
+def test_a_gpu_whose_library_cannot_reset_is_not_said_to_be_reset(
+    nvml: StandIn, state: Path, dead: str
+):
     nvml.fail("nvmlDeviceResetGpuLockedClocks", 3)
     for command in ("reset", "reset nvml:0", "reset --all --power-limit"):
         code, stdout, stderr = refusal(command)
         assert (code, stdout) == (2, "")
-        assert f"{FIRST}: cannot reset its SM clock: NVML returns 'Not Supported' (error 3)" in stderr
+        assert (
+            f"{FIRST}: cannot reset its SM clock: NVML returns 'Not Supported' (error 3)" in stderr
+        )
     assert len(files(state)) == 2, "the records stay"
     assert nvml.locked_mhz(0) == (1500, 1500)
     nvml.heal()
@@ -139,7 +156,11 @@ def test_a_power_limit_that_cannot_be_reset_is_not_said_to_be(nvml: StandIn):
 def test_a_file_that_is_no_record_is_said(nvml: StandIn, state: Path):
     state.mkdir()
     (state / "GPU-x.0.json").write_text("{}")
-    assert done("reset").splitlines()[1].startswith(f"{state}/GPU-x.0.json: is not a record of the planner (")
+    assert (
+        done("reset")
+        .splitlines()[1]
+        .startswith(f"{state}/GPU-x.0.json: is not a record of the planner (")
+    )
 
 
 def test_a_simulated_gpu_leaves_no_trace(state: Path):

@@ -33,12 +33,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def became(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], dict[str, str]]]:
-    """The commands that replaced this process, and the variables that are new in their environments."""
+    """The commands that replaced this process, and the variables that are new in their
+    environments.
+    """
     found = []
 
     def execute(file: str, words: tuple[str, ...], environment: dict[str, str]) -> None:
         assert file == words[0]
-        found.append((words, {key: value for key, value in environment.items() if os.environ.get(key) != value}))
+        found.append(
+            (
+                words,
+                {key: value for key, value in environment.items() if os.environ.get(key) != value},
+            )
+        )
         raise click.exceptions.Exit(0)  # stands for the end of this process
 
     monkeypatch.setattr("os.execvpe", execute)
@@ -53,7 +60,9 @@ def run_to_the_end(command: str) -> str:
 
 
 def test_options_become_variables_with_whole_paths(became, folder: Path):
-    run_to_the_end("run --plan plan.yaml --record run --gpu zeusd --dry-run -- torchrun --plan x train.py")
+    run_to_the_end(
+        "run --plan plan.yaml --record run --gpu zeusd --dry-run -- torchrun --plan x train.py"
+    )
     assert became == [
         (
             ("torchrun", "--plan", "x", "train.py"),
@@ -68,7 +77,9 @@ def test_options_become_variables_with_whole_paths(became, folder: Path):
     ]
 
 
-def test_variables_are_options_and_options_come_first(became, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_variables_are_options_and_options_come_first(
+    became, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     (folder / "other.yaml").write_text((folder / "plan.yaml").read_text())
     monkeypatch.setenv("PLANNER_PLAN", "other.yaml")
     monkeypatch.setenv("PLANNER_DRY_RUN", "0")
@@ -85,7 +96,12 @@ def test_variables_are_options_and_options_come_first(became, folder: Path, monk
 
 def test_training_may_plan_itself(became, folder: Path):
     run_to_the_end("run --slowdown 1.05x --max-slowdown 0.002 --no-learn --state learnt.yaml true")
-    options = {"slowdown": 1.05, "max_slowdown": 0.002, "learn": False, "state": f"{folder}/learnt.yaml"}
+    options = {
+        "slowdown": 1.05,
+        "max_slowdown": 0.002,
+        "learn": False,
+        "state": f"{folder}/learnt.yaml",
+    }
     assert read_options(became.pop()[1]) == options
     run_to_the_end("run --learn true")
     assert read_options(became.pop()[1]) == {"learn": True}
@@ -95,7 +111,11 @@ def test_training_may_plan_itself(became, folder: Path):
 
 def test_options_are_read_as_they_were_written():
     options = {"plan": Path("/a/plan.yaml"), "dry_run": True, "max_changes": 0, "service": None}
-    assert read_options(write_options(options)) == {"plan": "/a/plan.yaml", "dry_run": True, "max_changes": 0}
+    assert read_options(write_options(options)) == {
+        "plan": "/a/plan.yaml",
+        "dry_run": True,
+        "max_changes": 0,
+    }
 
 
 def test_every_option_is_an_argument_of_the_runtime_and_each_but_two_is_an_option():
@@ -108,7 +128,9 @@ def test_every_option_is_an_argument_of_the_runtime_and_each_but_two_is_an_optio
     assert {*read_options(every)} == arguments - {"max_changes_per_s", "on_straggling"}
 
 
-def test_the_service_of_other_commands_is_not_that_of_the_job(became, monkeypatch: pytest.MonkeyPatch):
+def test_the_service_of_other_commands_is_not_that_of_the_job(
+    became, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PLANNER_SERVICE", "http://localhost:8400")
     run_to_the_end("run --plan plan.yaml true")
     assert "service" not in read_options({**os.environ, **became.pop()[1]})
@@ -116,7 +138,9 @@ def test_the_service_of_other_commands_is_not_that_of_the_job(became, monkeypatc
     assert read_options({**os.environ, **became.pop()[1]})["service"] == "http://localhost:8400"
 
 
-def test_other_modules_on_the_path_stay_behind_ours_which_comes_once(became, monkeypatch: pytest.MonkeyPatch):
+def test_other_modules_on_the_path_stay_behind_ours_which_comes_once(
+    became, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/a", STARTUP, "/b"]))
     run_to_the_end("run --plan plan.yaml true")
     assert became[0][1]["PYTHONPATH"] == os.pathsep.join([STARTUP, "/a", "/b"])
@@ -134,7 +158,9 @@ def test_other_modules_on_the_path_stay_behind_ours_which_comes_once(became, mon
     ],
 )
 def test_a_python_that_ignores_the_path_is_told_beforehand(command: str, flag: str | None, became):
-    line = f"planner: {command.split()[0]} {flag} ignores PYTHONPATH, so its training has no planner\n"
+    line = (
+        f"planner: {command.split()[0]} {flag} ignores PYTHONPATH, so its training has no planner\n"
+    )
     assert run_to_the_end(f"run --plan plan.yaml -- {command}") == ("" if flag is None else line)
 
 
@@ -161,7 +187,8 @@ def test_the_exit_code_is_that_of_the_command():
     [
         (
             "--plan plan.yaml -- no-such-command",
-            "no-such-command: cannot be run: No such file or directory; write the command after `--`",
+            "no-such-command: cannot be run: No such file or directory; write the command after "
+            "`--`",
         ),
         (
             "--plan plan.yaml ./plan.yaml",
@@ -178,10 +205,13 @@ def test_the_exit_code_is_that_of_the_command():
         ),
         (
             "--slowdown 0.9 true",
-            "slowdown: 0.9 is not a slowdown: give the longest iteration as a multiple of one at full clocks, such as "
-            "1 or more",
+            "slowdown: 0.9 is not a slowdown: give the longest iteration as a multiple of one at "
+            "full clocks, such as 1 or more",
         ),
-        ("--max-slowdown x true", "--max-slowdown: 'x' is not a share: give a number of 0 or more, such as 0.001"),
+        (
+            "--max-slowdown x true",
+            "--max-slowdown: 'x' is not a share: give a number of 0 or more, such as 0.001",
+        ),
         (
             "--plan plan.yaml --service embedded --job a true",
             "--service embedded: needs --frontier; give it, or leave out the service",
@@ -193,5 +223,7 @@ def test_what_cannot_be_run_is_refused(command: str, message: str):
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused():
-    with pytest.raises(Exception, match="PLANNER_DRY_RUN: 'perhaps' is neither on nor off; write 1 or 0"):
+    with pytest.raises(
+        Exception, match="PLANNER_DRY_RUN: 'perhaps' is neither on nor off; write 1 or 0"
+    ):
         read_options({"PLANNER_DRY_RUN": "perhaps"})

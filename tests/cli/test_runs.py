@@ -1,4 +1,6 @@
-"""`planner show` and `planner calibrate` of a run folder: what was measured beside what was planned, and from where."""
+"""`planner show` and `planner calibrate` of a run folder: what was measured beside what was
+planned, and from where.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,13 @@ def test_show_says_what_ran_beside_what_was_planned(plan: Plan):
     assert text == f"{run_text(summarize_run(Run.load('run')))}\n"
     assert text.startswith(
         f"Run of {plan.schedule} on smooth\n"
-        "Run: times measured, energy and clocks simulated. Plan: replayed from a measured profile.\n\n"
+        "Run: times measured, energy and clocks simulated. Plan: replayed from a measured "
+        "profile.\n\n"
     )
-    assert "Not as planned:\n3 on ranks 0, 1, 2, first iteration 3: 3 microbatches, and the plan has 4\n" in text
+    assert (
+        "Not as planned:\n3 on ranks 0, 1, 2, first iteration 3: 3 microbatches, and the plan has "
+        "4\n" in text
+    )
     cells = text.splitlines()[4].split()
     assert (cells[:3], cells[3], cells[4], cells[5]) == (
         ["1", "4", "2"], f"{plan.time_s:.5f}", f"{plan.time_s:.5f}", "0.00"
@@ -62,14 +68,20 @@ def test_as_json_it_says_the_same_in_si_units(plan: Plan, origin: str):
     write_run(Path("run"), plan, 3, origin=origin)
     found = json.loads(done("show run --json"))
     assert found == json.loads(json.dumps({**asdict(summarize_run(Run.load("run"))), "files": []}))
-    assert (found["gpu_origin"], found["context"]["origin"], found["version"]) == (origin, "measured", 1)
+    assert (found["gpu_origin"], found["context"]["origin"], found["version"]) == (
+        origin,
+        "measured",
+        1,
+    )
     assert found["plans"][0]["time_s"] == pytest.approx(plan.time_s, abs=1e-6)
 
 
 def test_the_figure_has_the_plan_above_the_run_with_late_changes_marked(plan: Plan):
     def edit(iteration: int, change: ControlChange) -> ControlChange | None:
         late_ns = 5 * 10**7 if iteration == 3 else 0
-        return replace(change, begun_ns=change.begun_ns + late_ns, ended_ns=change.ended_ns + late_ns)
+        return replace(
+            change, begun_ns=change.begun_ns + late_ns, ended_ns=change.ended_ns + late_ns
+        )
 
     write_run(Path("run"), plan, 4, edit=edit)
     assert done("show run --plot run.png").endswith("\nWrote run.png\n")
@@ -84,7 +96,10 @@ def test_the_figure_has_the_plan_above_the_run_with_late_changes_marked(plan: Pl
         real = run.ranks[rank].computations[3]
         for axes, records, zero_s in ((planned, predicted, 0.0), (recorded, real, begin_s)):
             drawn = bars(axes, rank)
-            assert drawn == [pytest.approx((each.begin_s - zero_s, each.end_s - zero_s), abs=1e-6) for each in records]
+            assert drawn == [
+                pytest.approx((each.begin_s - zero_s, each.end_s - zero_s), abs=1e-6)
+                for each in records
+            ]
     late = sum(each.is_late for rank in run.ranks for each in rank.computations[3])
     assert late > 0
     assert sum(len(each.get_segments()) for each in lines(recorded, "magenta")) == late
@@ -94,7 +109,11 @@ def test_the_figure_has_the_plan_above_the_run_with_late_changes_marked(plan: Pl
 def bars(axes: Any, row: int) -> list[tuple[float, float]]:
     """The bars of a row, in front of its background."""
     found = [each.get_paths() for each in axes.collections if each.get_paths()]
-    of_row = [paths for paths in found if len(paths[0].vertices) > 2 and round(paths[0].vertices[:, 1].mean()) == row]
+    of_row = [
+        paths
+        for paths in found
+        if len(paths[0].vertices) > 2 and round(paths[0].vertices[:, 1].mean()) == row
+    ]
     return [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in of_row[-1]]
 
 
@@ -102,7 +121,11 @@ def lines(axes: Any, colour: str) -> list[Any]:
     """The collections of lines of that colour."""
     from matplotlib.colors import same_color
 
-    return [each for each in axes.collections if hasattr(each, "get_segments") and same_color(each.get_color(), colour)]
+    return [
+        each
+        for each in axes.collections
+        if hasattr(each, "get_segments") and same_color(each.get_color(), colour)
+    ]
 
 
 def test_a_run_of_which_no_iteration_was_kept_cannot_be_drawn_but_shown(plan: Plan):
@@ -112,8 +135,8 @@ def test_a_run_of_which_no_iteration_was_kept_cannot_be_drawn_but_shown(plan: Pl
     assert refusal("show run --plot run.png") == (
         2,
         "",
-        "Error: run: no iteration that ran as planned on all ranks has kept its computations on all of them; try again "
-        "in a minute, or when the training has ended\n",
+        "Error: run: no iteration that ran as planned on all ranks has kept its computations on "
+        "all of them; try again in a minute, or when the training has ended\n",
     )
 
 
@@ -121,7 +144,11 @@ def test_calibrate_takes_the_time_from_a_run(plan: Plan):
     slow = replace(plan, time_s=plan.time_s + 0.25)
     write_run(Path("run"), slow, 3)
     found = json.loads(done("calibrate profile.yaml run -o profile.yaml --json"))
-    assert found["measured_s"] == calibration_of(Run.load("run")).time_s == pytest.approx(slow.time_s, abs=1e-6)
+    assert (
+        found["measured_s"]
+        == calibration_of(Run.load("run")).time_s
+        == pytest.approx(slow.time_s, abs=1e-6)
+    )
     assert Profile.load("profile.yaml").overhead_s == pytest.approx(0.25, abs=1e-6)
 
 
@@ -133,8 +160,8 @@ def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):
     write_run(Path("other"), replace(plan, profile_digest="f" * 64), 3)
     for command, message in {
         "calibrate profile.yaml plan.yaml": (
-            "the measured time of an iteration is missing; give it with --measured TIME, or give the folder of a run "
-            "instead of plan.yaml"
+            "the measured time of an iteration is missing; give it with --measured TIME, or give "
+            "the folder of a run instead of plan.yaml"
         ),
         "calibrate profile.yaml run --measured 3s": (
             "run: is a run, which contains the measured times; leave out --measured"
@@ -142,14 +169,17 @@ def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):
         "calibrate profile.yaml run": (
             "run: no iteration ran as planned by plan 1 after its first one; train for longer"
         ),
-        "calibrate profile.yaml empty": "empty: is empty; try again when an iteration by a plan has ended",
+        "calibrate profile.yaml empty": "empty: is empty; try again when an iteration by a plan "
+        "has ended",
         "calibrate profile.yaml quick": (
-            f"quick: {si(quick.time_s, 's', 6)} is less than half of the {plan.time_s:.6g} s of the replay; "
-            "give the mean time of an iteration with this plan, on the GPUs that were profiled"
+            f"quick: {si(quick.time_s, 's', 6)} is less than half of the {plan.time_s:.6g} s of "
+            "the replay; give the mean time of an iteration with this plan, on the GPUs that were "
+            "profiled"
         ),
         "calibrate profile.yaml other": (
-            "profile.yaml: is not the profile that the plan was made from, which has the digest ffffffffffff; name the "
-            "profile.yaml, or the job file, that it was made from without further options"
+            "profile.yaml: is not the profile that the plan was made from, which has the digest "
+            "ffffffffffff; name the profile.yaml, or the job file, that it was made from without "
+            "further options"
         ),
     }.items():
         before = Path("profile.yaml").read_bytes()
@@ -162,4 +192,6 @@ def test_the_cost_of_clock_changes_is_predicted(plan: Plan):
     write_run(Path("run"), costly, 3)
     shown = summarize_run(Run.load("run"))
     assert any(rank.planned_late for rank in shown.ranks)
-    assert [rank.changes_late for rank in shown.ranks] == [rank.planned_late for rank in shown.ranks]
+    assert [rank.changes_late for rank in shown.ranks] == [
+        rank.planned_late for rank in shown.ranks
+    ]

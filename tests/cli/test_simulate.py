@@ -1,4 +1,6 @@
-"""`planner simulate` says what the library says, as text, JSON and CSV, and refuses bad input in one line."""
+"""`planner simulate` says what the library says, as text, JSON and CSV, and refuses bad input in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.views.cluster import cluster_text, summarize_cluster
 
 STRAGGLERS = "start,end,slowdown,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"
-SIMULATE = "simulate frontier.npz --pipelines 3 --iterations 100 --stragglers slow.csv --reaction-delay 2s"
+SIMULATE = (
+    "simulate frontier.npz --pipelines 3 --iterations 100 --stragglers slow.csv --reaction-delay 2s"
+)
 DEFAULT = ("max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 
 
@@ -54,19 +58,24 @@ def test_text_and_json_are_what_the_library_says(work: Path, frontier: Frontier)
 def test_the_text_names_its_baseline_and_how_it_came_to_be(work: Path):
     text = done(f"{SIMULATE} --policy planner --slowdown 1.1")
     assert text.startswith(
-        "Cluster of 24 GPUs: 3 pipelines x 2 ranks x 4 GPUs, each pipeline 1f1b, 2 stages x 3 microbatches on smooth\n"
-        "Replayed from a measured profile, in simulated time: 100 iterations, 3 stragglers; policies learn of them "
+        "Cluster of 24 GPUs: 3 pipelines x 2 ranks x 4 GPUs, each pipeline 1f1b, 2 stages x 3 "
+        "microbatches on smooth\n"
+        "Replayed from a measured profile, in simulated time: 100 iterations, 3 stragglers; "
+        "policies learn of them "
         "2 s late.\n\npolicy"
     )
     assert [line.split()[0] for line in text.splitlines()[4:6]] == ["max", "planner"]
     assert text.endswith(
         "without stragglers; the target is 1.1x.\n"
-        "Baseline of every saving: all clocks at maximum (max) with the same stragglers, for as many iterations.\n\n"
+        "Baseline of every saving: all clocks at maximum (max) with the same stragglers, for as "
+        "many iterations.\n\n"
     )
 
 
 def test_savings_are_against_maximum_with_the_same_stragglers(work: Path):
-    content = json.loads(done(f"{SIMULATE} --json --policy envpipe --policy planner --policy envpipe"))
+    content = json.loads(
+        done(f"{SIMULATE} --json --policy envpipe --policy planner --policy envpipe")
+    )
     maximum, envpipe, ours = content["policies"]
     assert [each["policy"] for each in content["policies"]] == ["max", "envpipe", "planner"]
     assert (maximum["saved_j"], maximum["saved_share"]) == (0.0, 0.0)
@@ -89,15 +98,21 @@ def test_the_csv_has_a_row_for_each_policy_and_gpu_and_adds_up(work: Path):
     assert [(row["policy"], row["pipeline"], row["rank"], row["gpu"]) for row in rows] == expected
     for each in content["policies"]:
         mine = [row for row in rows if row["policy"] == each["policy"]]
-        assert math.isclose(math.fsum(float(row["energy_j"]) for row in mine), each["energy_j"], rel_tol=1e-12)
+        assert math.isclose(
+            math.fsum(float(row["energy_j"]) for row in mine), each["energy_j"], rel_tol=1e-12
+        )
         idle_s = math.fsum(float(row["idle_s"]) for row in mine)
         assert math.isclose(idle_s, each["idle_share"] * 24 * each["time_s"], rel_tol=1e-9)
         for row in mine:
-            assert math.isclose(float(row["busy_s"]) + float(row["idle_s"]), each["time_s"], rel_tol=1e-12)
+            assert math.isclose(
+                float(row["busy_s"]) + float(row["idle_s"]), each["time_s"], rel_tol=1e-12
+            )
 
 
 def test_a_policy_that_does_not_apply_is_left_out_unless_it_is_asked_for(work: Path):
-    order = tuple(tuple(Computation(s, kind, m) for kind in "FB" for m in range(2)) for s in range(2))
+    order = tuple(
+        tuple(Computation(s, kind, m) for kind in "FB" for m in range(2)) for s in range(2)
+    )
     other = solve(smooth_profile(2, step_mhz=120), Schedule("all-forward", order))
     other.save("other.npz")
     text = done("simulate other.npz --pipelines 2 --iterations 5")
@@ -111,7 +126,8 @@ def test_a_policy_that_does_not_apply_is_left_out_unless_it_is_asked_for(work: P
 
 REFUSED = {
     f"{SIMULATE} --pipelines 0": "pipelines: 0 is not a whole number of at least 1",
-    f"{SIMULATE} --pipelines 2": "slow.csv, line 3, column 'pipeline': there is no pipeline 2; pipelines are 0 to 1",
+    f"{SIMULATE} --pipelines 2": "slow.csv, line 3, column 'pipeline': there is no pipeline 2; "
+    "pipelines are 0 to 1",
     f"{SIMULATE} --iterations 0": "iterations: 0 is not a whole number of at least 1",
     f"{SIMULATE} --stragglers absent.csv": "absent.csv: no such file; check the path",
     f"{SIMULATE} --reaction-delay soon": (
@@ -119,11 +135,12 @@ REFUSED = {
         "a number with us, ms, s, m, h or d, such as 1.5ms or 30m"
     ),
     f"{SIMULATE} --slowdown 5%": (
-        "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all clocks at maximum, "
-        "such as 1.05"
+        "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all "
+        "clocks at maximum, such as 1.05"
     ),
     f"{SIMULATE} --csv slow.csv": "--csv slow.csv: is the file that is read; name another",
-    f"{SIMULATE} --csv absent/gpus.csv": "--csv absent/gpus.csv: there is no folder absent; make it, or name another",
+    f"{SIMULATE} --csv absent/gpus.csv": "--csv absent/gpus.csv: there is no folder absent; make "
+    "it, or name another",
     SIMULATE.replace("frontier.npz", "absent.npz"): "absent.npz: no such file; check the path",
 }
 

@@ -33,7 +33,9 @@ print(len(compiled), [each.__name__ for each in kernels if len(each.signatures) 
 
 def test_after_it_nothing_is_compiled_and_nothing_was_twice(folder: Path):
     smooth_profile(2).save("profile.yaml")
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == "0 []"
 

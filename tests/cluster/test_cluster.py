@@ -1,4 +1,6 @@
-"""A replayed cluster equals one that steps through every iteration and GPU, closed formulas, and sums by hand."""
+"""A replayed cluster equals one that steps through every iteration and GPU, closed formulas, and
+sums by hand.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ from perseus_planner.views.plan import summarize_plan
 QUICK = ("max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 EXTRAS: dict[str, Any] = {
     "transfer": Transfer(0.001, 0.002),
-    "operations": (FixedOperation("load", "before F", 0.003), FixedOperation("optimizer", "end", 0.01, 2.0)),
+    "operations": (
+        FixedOperation("load", "before F", 0.003),
+        FixedOperation("optimizer", "end", 0.01, 2.0),
+    ),
 }
 
 
@@ -47,14 +52,19 @@ class RandomPolicy:
 
     def clocks(self, condition: Condition, known: frozenset[Condition]) -> Clocks:
         rng = Random(repr((condition, sorted(known))))
-        return tuple(rng.choice(self.dag.profile.measurements[key]).clock_mhz for key in self.dag.iteration.keys)
+        return tuple(
+            rng.choice(self.dag.profile.measurements[key]).clock_mhz
+            for key in self.dag.iteration.keys
+        )
 
 
 def seen_at(moment_s: Fraction, stragglers: Sequence[Straggler], pipeline: int) -> list[Straggler]:
     return [
         each
         for each in stragglers
-        if each.pipeline == pipeline and each.start_s <= moment_s and (each.end_s == math.inf or moment_s < each.end_s)
+        if each.pipeline == pipeline
+        and each.start_s <= moment_s
+        and (each.end_s == math.inf or moment_s < each.end_s)
     ]
 
 
@@ -65,11 +75,17 @@ def condition(stragglers: Sequence[Straggler]) -> Condition:
             whole *= each.slowdown
         else:
             stages[each.stage] *= each.slowdown
-    return Condition(whole, tuple((stage, slowdown) for stage, slowdown in stages.items() if slowdown > 1))
+    return Condition(
+        whole, tuple((stage, slowdown) for stage, slowdown in stages.items() if slowdown > 1)
+    )
 
 
-def pipeline_iteration(dag: PipelineDag, clocks: Clocks, slow: Condition) -> tuple[float, list[float], list[float]]:
-    """Return the time of an iteration, then time and energy of each rank's work, by relaxing every wait."""
+def pipeline_iteration(
+    dag: PipelineDag, clocks: Clocks, slow: Condition
+) -> tuple[float, list[float], list[float]]:
+    """Return the time of an iteration, then time and energy of each rank's work, by relaxing
+    every wait.
+    """
     stages, times_s, energies_j = dict(slow.stages), [], []
     for key, clock in zip(dag.iteration.keys, clocks, strict=True):
         point = next(m for m in dag.profile.measurements[key] if m.clock_mhz == clock)
@@ -83,7 +99,9 @@ def pipeline_iteration(dag: PipelineDag, clocks: Clocks, slow: Condition) -> tup
     while moved:
         moved = False
         for place, waits in enumerate(dag.iteration.waits):
-            end_s = max((ends_s[other] + lag_s for other, lag_s in waits), default=0.0) + times_s[place]
+            end_s = (
+                max((ends_s[other] + lag_s for other, lag_s in waits), default=0.0) + times_s[place]
+            )
             moved, ends_s[place] = moved or end_s > ends_s[place], max(end_s, ends_s[place])
     busy_s, busy_j = [0.0] * len(dag.schedule.ranks), [0.0] * len(dag.schedule.ranks)
     for rank, time_s, energy_j in zip(dag.iteration.rank_of, times_s, energies_j, strict=True):
@@ -92,13 +110,19 @@ def pipeline_iteration(dag: PipelineDag, clocks: Clocks, slow: Condition) -> tup
     return slow.slowdown * (max(ends_s) + dag.profile.overhead_s), busy_s, busy_j
 
 
-def stepped(cluster: Cluster, policy: RandomPolicy) -> tuple[float, dict[tuple[int, int, int], list[float]]]:
-    """Return the time of the job, and energy, busy and idle time of every GPU, iteration by iteration."""
+def stepped(
+    cluster: Cluster, policy: RandomPolicy
+) -> tuple[float, dict[tuple[int, int, int], list[float]]]:
+    """Return the time of the job, and energy, busy and idle time of every GPU, iteration by
+    iteration.
+    """
     dag, gpus = cluster.frontier.dag, cluster.frontier.profile.gpus_per_stage
     now, totals = Fraction(0), {}
     for _ in range(cluster.iterations):
         late = now - Fraction(cluster.delay_s)
-        beliefs = [condition(seen_at(late, cluster.stragglers, p)) for p in range(cluster.pipelines)]
+        beliefs = [
+            condition(seen_at(late, cluster.stragglers, p)) for p in range(cluster.pipelines)
+        ]
         done = []
         for pipeline, belief in enumerate(beliefs):
             truth = condition(seen_at(now, cluster.stragglers, pipeline))
@@ -128,29 +152,43 @@ def straggler_lists(draw: st.DrawFn, pipelines: int, stages: int, most: int = 6)
         end_s = start_s + draw(st.sampled_from((math.inf, 0.25)) | st.floats(1e-3, 1))
         slowdown = draw(st.sampled_from((1.0, 1.5)) | st.floats(1, 3))
         stage = draw(st.none() | st.integers(0, stages - 1))
-        found.append(Straggler(start_s, end_s, slowdown, draw(st.integers(0, pipelines - 1)), stage))
+        found.append(
+            Straggler(start_s, end_s, slowdown, draw(st.integers(0, pipelines - 1)), stage)
+        )
     return found
 
 
 def stretched(stragglers: Sequence[Straggler], seconds: float) -> list[Straggler]:
-    return [replace(each, start_s=each.start_s * seconds, end_s=each.end_s * seconds) for each in stragglers]
+    return [
+        replace(each, start_s=each.start_s * seconds, end_s=each.end_s * seconds)
+        for each in stragglers
+    ]
 
 
 @fixed
 @given(problem=pipelines(3, 3, 3), data=st.data())
-def test_a_replay_equals_stepping_through_every_iteration_and_gpu(problem: Any, data: st.DataObject):
+def test_a_replay_equals_stepping_through_every_iteration_and_gpu(
+    problem: Any, data: st.DataObject
+):
     frontier = problem_of(problem, overhead_s=0.05, gpus_per_stage=2)
     job_s = (iterations := 12) * frontier.baseline_time_s
     stragglers = stretched(data.draw(straggler_lists(3, frontier.schedule.stages)), job_s)
-    cluster = Cluster(frontier, 3, iterations, stragglers, data.draw(st.sampled_from((0.0, 0.05, 0.4))) * job_s)
+    cluster = Cluster(
+        frontier, 3, iterations, stragglers, data.draw(st.sampled_from((0.0, 0.05, 0.4))) * job_s
+    )
     outcome = replay_under(cluster, RandomPolicy(frontier.dag))
     time_s, totals = stepped(cluster, RandomPolicy(frontier.dag))
     assert math.isclose(outcome.time_s, time_s, rel_tol=1e-12)
     assert len(totals) == cluster.gpus
     for (pipeline, rank, _), total in totals.items():
-        got = [values[pipeline, rank] for values in (outcome.energy_per_gpu_j, outcome.busy_s, outcome.idle_s)]
+        got = [
+            values[pipeline, rank]
+            for values in (outcome.energy_per_gpu_j, outcome.busy_s, outcome.idle_s)
+        ]
         np.testing.assert_allclose(got, total, rtol=1e-9, atol=1e-9 * time_s)
-    assert math.isclose(outcome.energy_j, math.fsum(total[0] for total in totals.values()), rel_tol=1e-9)
+    assert math.isclose(
+        outcome.energy_j, math.fsum(total[0] for total in totals.values()), rel_tol=1e-9
+    )
 
 
 @fixed
@@ -163,7 +201,9 @@ def test_without_stragglers_a_job_is_its_plan_over_and_over(problem: Any, slowdo
     assert math.isclose(outcome.energy_j, 3 * 7 * plan.energy_j, rel_tol=1e-9)
     for rank, expected in enumerate(summarize_plan(plan).per_rank):
         np.testing.assert_allclose(outcome.busy_s[:, rank], 7 * expected.busy_s, rtol=1e-12)
-        np.testing.assert_allclose(outcome.energy_per_gpu_j[:, rank], 7 * expected.energy_j, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(
+            outcome.energy_per_gpu_j[:, rank], 7 * expected.energy_j, rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +229,11 @@ def test_a_billion_iterations_take_no_longer(smooth: Frontier):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_gpus_are_busy_or_idle_for_all_of_the_job(smooth: Frontier, name: str):
-    stragglers = [Straggler(3.0, 30.0, 1.4, 1), Straggler(10.0, 50.0, 1.2, 1), Straggler(20.0, 40.0, 1.3, 0, stage=2)]
+    stragglers = [
+        Straggler(3.0, 30.0, 1.4, 1),
+        Straggler(10.0, 50.0, 1.2, 1),
+        Straggler(20.0, 40.0, 1.3, 0, stage=2),
+    ]
     outcome: Outcome = simulate(Cluster(smooth, 3, 100, stragglers, 2.0), name)
     assert (outcome.busy_s > 0).all()
     assert (outcome.idle_s >= 0).all()
@@ -201,12 +245,23 @@ def test_gpus_are_busy_or_idle_for_all_of_the_job(smooth: Frontier, name: str):
     [
         ({"pipelines": 0}, "pipelines: 0 is not a whole number of at least 1"),
         ({"iterations": 1.5}, "iterations: 1.5 is not a whole number of at least 1"),
-        ({"delay_s": -1.0}, "delay_s: -1.0 is not a wait: give finite seconds of 0 or more, such as 0.002"),
-        ({"stragglers": [Straggler(0, 1, 2, 2)]}, "straggler, pipeline: there is no 2; pipelines are 0 to 1"),
-        ({"stragglers": [Straggler(0, 1, 2, 1, 3)]}, "straggler, stage: there is no 3; stages are 0 to 2"),
+        (
+            {"delay_s": -1.0},
+            "delay_s: -1.0 is not a wait: give finite seconds of 0 or more, such as 0.002",
+        ),
+        (
+            {"stragglers": [Straggler(0, 1, 2, 2)]},
+            "straggler, pipeline: there is no 2; pipelines are 0 to 1",
+        ),
+        (
+            {"stragglers": [Straggler(0, 1, 2, 1, 3)]},
+            "straggler, stage: there is no 3; stages are 0 to 2",
+        ),
     ],
 )
-def test_an_impossible_cluster_is_refused(smooth: Frontier, changes: dict[str, Any], complaint: str):
+def test_an_impossible_cluster_is_refused(
+    smooth: Frontier, changes: dict[str, Any], complaint: str
+):
     with pytest.raises(UsageError) as caught:
         Cluster(**{"frontier": smooth, "pipelines": 2, "iterations": 5, **changes})
     assert str(caught.value) == complaint
@@ -222,5 +277,9 @@ def test_clock_changes_cost_a_cluster_what_they_cost_a_plan(gpus_per_stage: int)
     outcome = simulate(Cluster(frontier, 2, 7), "planner", 1.05)
     assert outcome.time_s == pytest.approx(7 * plan.time_s, rel=1e-12)
     assert outcome.energy_j == pytest.approx(2 * 7 * plan.energy_j, rel=1e-12)
-    slow = simulate(Cluster(frontier, 2, 7, [Straggler(0.0, math.inf, 1.3, 0, stage=1)], 0.0), "planner-fixed", 1.05)
+    slow = simulate(
+        Cluster(frontier, 2, 7, [Straggler(0.0, math.inf, 1.3, 0, stage=1)], 0.0),
+        "planner-fixed",
+        1.05,
+    )
     assert slow.time_s > outcome.time_s

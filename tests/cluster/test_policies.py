@@ -43,8 +43,12 @@ def test_baselines_run_the_clocks_of_their_rules(smooth: Frontier):
 
 
 @pytest.mark.parametrize("slowdown", [1.05, 1.1, 1.2, 1.3, 1.5, 3.0])
-def test_beside_a_lasting_straggler_others_wait_as_the_published_formula_says(smooth: Frontier, slowdown: float):
-    """Perseus, Table 4: a plan beside a straggler of T' costs its own energy and (T' - T) * GPUs * blocking power."""
+def test_beside_a_lasting_straggler_others_wait_as_the_published_formula_says(
+    smooth: Frontier, slowdown: float
+):
+    """Perseus, Table 4: a plan beside a straggler of T' costs its own energy and (T' - T) * GPUs
+    * blocking power.
+    """
     cluster = Cluster(smooth, 5, 20, [Straggler(0, math.inf, slowdown, 3)], 0.0)
     kept = smooth.plan_for(smooth.baseline_time_s)
     straggler_s = slowdown * kept.time_s
@@ -59,10 +63,14 @@ def test_beside_a_lasting_straggler_others_wait_as_the_published_formula_says(sm
 
 @fixed
 @given(problem=pipelines(3, 4, 4), data=st.data())
-def test_beside_lasting_stragglers_the_planner_is_never_slower_nor_dearer_than_maximum(problem: Any, data: Any):
+def test_beside_lasting_stragglers_the_planner_is_never_slower_nor_dearer_than_maximum(
+    problem: Any, data: Any
+):
     frontier = solve(*problem)
     pipeline, stage = st.integers(0, 2), st.none() | st.integers(0, frontier.schedule.stages - 1)
-    lasting = st.builds(Straggler, st.just(0.0), st.just(math.inf), st.floats(1, 3), pipeline, stage)
+    lasting = st.builds(
+        Straggler, st.just(0.0), st.just(math.inf), st.floats(1, 3), pipeline, stage
+    )
     cluster = Cluster(frontier, 3, 5, data.draw(st.lists(lasting, max_size=4)), 0.0)
     ours, maximum = simulate(cluster, "planner"), simulate(cluster, "max")
     assert ours.time_s <= maximum.time_s * (1 + 1e-12)
@@ -76,7 +84,9 @@ def test_a_pipeline_with_a_slow_stage_is_solved_again_and_the_others_wait_for_it
     beside = smooth.plan_beside_straggler(plan.time_s)
     outcome = simulate(cluster, "planner")
     assert math.isclose(outcome.time_s, 10 * plan.time_s, rel_tol=1e-12)
-    expected_j = 10 * (plan.energy_j + 3 * (beside.energy_j + (plan.time_s - beside.time_s) * 3 * 83.64))
+    expected_j = 10 * (
+        plan.energy_j + 3 * (beside.energy_j + (plan.time_s - beside.time_s) * 3 * 83.64)
+    )
     assert math.isclose(outcome.energy_j, expected_j, rel_tol=1e-12)
     assert outcome.energy_j < simulate(cluster, "planner-fixed").energy_j
 
@@ -106,7 +116,8 @@ def test_after_a_straggler_the_others_stay_slow_for_the_delay(smooth: Frontier):
     beside = smooth.plan_beside_straggler(straggler_s)
     stragglers = [Straggler(0, 3.5 * straggler_s, 1.2, 0)]  # four iterations begin in it
     outcome = simulate(Cluster(smooth, 2, 10, stragglers, 1.4 * straggler_s), "planner")
-    # Two iterations at the old plans, two at the new ones; gone then, which is known after one more.
+    # Two iterations at the old plans, two at the new ones; gone then, which is known after one
+    # more.
     expected_s = 4 * straggler_s + beside.time_s + 5 * kept.time_s
     assert math.isclose(outcome.time_s, expected_s, rel_tol=1e-12)
     assert simulate(Cluster(smooth, 2, 10, stragglers, 1e6), "planner").time_s == simulate(
@@ -134,7 +145,9 @@ def test_a_reacting_baseline_follows_its_rule_for_the_straggler_s_time(smooth: F
 
 
 def test_unknown_policies_and_infeasible_targets_are_refused(smooth: Frontier):
-    with pytest.raises(UsageError, match="policy 'zeus' is unknown; choose from max, one-clock, per-stage"):
+    with pytest.raises(
+        UsageError, match="policy 'zeus' is unknown; choose from max, one-clock, per-stage"
+    ):
         simulate(Cluster(smooth, 2, 5), "zeus")
     with pytest.raises(InfeasibleDeadline):
         simulate(Cluster(smooth, 2, 5), "planner", 0.5)

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler, condition_of, read_stragglers
+from perseus_planner.cluster.stragglers import (
+    UNDISTURBED,
+    Condition,
+    Straggler,
+    condition_of,
+    read_stragglers,
+)
 from perseus_planner.errors import UsageError
 
 HEADER = "start,end,slowdown,pipeline,stage\n"
 NEEDS_START = "is not a start: write finite seconds of 0 or more, such as 120.5"
-NEEDS_END = "is not an end: write finite seconds above 0, such as 180, or nothing for one that stays"
+NEEDS_END = (
+    "is not an end: write finite seconds above 0, such as 180, or nothing for one that stays"
+)
 NEEDS_SLOWDOWN = "is not a slowdown: write how many times as long it takes, 1 or more, such as 1.15"
 NEEDS_PIPELINE = "is not a pipeline: write 0 for the first one, 1 for the next, and so on"
 NEEDS_STAGE = "is not a stage: write 0 for the first one, or nothing for the whole pipeline"
@@ -24,23 +32,38 @@ BAD_ROWS = {
     "start with a unit": ("1s,2,1.1,0,", f"column 'start': '1s' {NEEDS_START}"),
     "end that is NaN": ("1,nan,1.1,0,", f"column 'end': 'nan' {NEEDS_END}"),
     "infinite end": ("1,inf,1.1,0,", f"column 'end': 'inf' {NEEDS_END}"),
-    "end at the start": ("1.5,1.5,1.1,0,", "column 'end': '1.5' is not after the start '1.5'; correct one of them"),
-    "end before the start": ("3,2,1.1,0,", "column 'end': '2' is not after the start '3'; correct one of them"),
+    "end at the start": (
+        "1.5,1.5,1.1,0,",
+        "column 'end': '1.5' is not after the start '1.5'; correct one of them",
+    ),
+    "end before the start": (
+        "3,2,1.1,0,",
+        "column 'end': '2' is not after the start '3'; correct one of them",
+    ),
     "slowdown below 1": ("1,2,0.9,0,", f"column 'slowdown': '0.9' {NEEDS_SLOWDOWN}"),
     "slowdown of zero": ("1,2,0,0,", f"column 'slowdown': '0' {NEEDS_SLOWDOWN}"),
     "slowdown in per cent": ("1,2,115%,0,", f"column 'slowdown': '115%' {NEEDS_SLOWDOWN}"),
     "no pipeline": ("1,2,1.1,,", f"column 'pipeline': '' {NEEDS_PIPELINE}"),
     "fractional pipeline": ("1,2,1.1,0.5,", f"column 'pipeline': '0.5' {NEEDS_PIPELINE}"),
-    "pipeline that is not there": ("1,2,1.1,4,", "column 'pipeline': there is no pipeline 4; pipelines are 0 to 3"),
+    "pipeline that is not there": (
+        "1,2,1.1,4,",
+        "column 'pipeline': there is no pipeline 4; pipelines are 0 to 3",
+    ),
     "negative stage": ("1,2,1.1,0,-1", f"column 'stage': '-1' {NEEDS_STAGE}"),
     "stage in words": ("1,2,1.1,0,all", f"column 'stage': 'all' {NEEDS_STAGE}"),
-    "stage that is not there": ("1,2,1.1,0,2", "column 'stage': there is no stage 2; stages are 0 to 1"),
+    "stage that is not there": (
+        "1,2,1.1,0,2",
+        "column 'stage': there is no stage 2; stages are 0 to 1",
+    ),
     "too few cells": ("1,2,1.1,0", f"has 4 cells {NEEDS_CELLS}"),
     "decimal comma": ("1,2,1,1,0,", f"has 6 cells {NEEDS_CELLS}"),
 }
 
 BAD_FILES = {
-    "empty": (b"", f"slow.csv: is empty; write the header {HEADER.strip()} and a row for each straggler"),
+    "empty": (
+        b"",
+        f"slow.csv: is empty; write the header {HEADER.strip()} and a row for each straggler",
+    ),
     "no slowdown": (
         b"start,end,pipeline,stage\n",
         f"slow.csv, line 1: column 'slowdown' is missing; write {HEADER}",
@@ -108,7 +131,10 @@ def test_a_missing_file_is_refused(folder: Path):
     [
         ((-1.0, 2.0, 1.1, 0), f"straggler, start_s: -1.0 {NEEDS_START}"),
         ((1.0, math.nan, 1.1, 0), f"straggler, end_s: nan {NEEDS_END}"),
-        ((1.0, 0.5, 1.1, 0), "straggler, end_s: 0.5 is not after its start 1.0; correct one of them"),
+        (
+            (1.0, 0.5, 1.1, 0),
+            "straggler, end_s: 0.5 is not after its start 1.0; correct one of them",
+        ),
         ((1.0, 2.0, 0.5, 0), f"straggler, slowdown: 0.5 {NEEDS_SLOWDOWN}"),
         ((1.0, 2.0, 1.1, True), f"straggler, pipeline: True {NEEDS_PIPELINE}"),
         ((1.0, 2.0, 1.1, 0, "1"), f"straggler, stage: '1' {NEEDS_STAGE}"),
@@ -125,4 +151,6 @@ def test_slowdowns_of_the_same_stage_are_multiplied():
     second = Straggler(0, 1, 2.0, 0, stage=1)
     assert condition_of([]) == UNDISTURBED
     assert condition_of([Straggler(0, 1, 1.0, 0), Straggler(0, 1, 1.0, 0, stage=1)]) == UNDISTURBED
-    assert condition_of([second, whole, first, whole, second]) == Condition(2.25, ((0, 1.25), (1, 4.0)))
+    assert condition_of([second, whole, first, whole, second]) == Condition(
+        2.25, ((0, 1.25), (1, 4.0))
+    )

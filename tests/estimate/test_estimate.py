@@ -25,13 +25,20 @@ factors = st.floats(0.2, 5.0)
 
 
 def workload(stages: int = 4, **changes: object) -> TransformerPipeline:
-    return TransformerPipeline("gpt3-1.3b", replace(SMALL, **changes), split_layers(SMALL.layers, stages))
+    return TransformerPipeline(
+        "gpt3-1.3b", replace(SMALL, **changes), split_layers(SMALL.layers, stages)
+    )
 
 
 def off_by(profile: Profile, time: float, energy: float, step: int = 1) -> Profile:
-    """Return the profile of a GPU that takes more time and energy by these factors, at every `step`th clock."""
+    """Return the profile of a GPU that takes more time and energy by these factors, at every
+    `step`th clock.
+    """
     table = {
-        key: tuple(Measurement(row.clock_mhz, row.time_s * time, row.energy_j * energy) for row in rows[::step])
+        key: tuple(
+            Measurement(row.clock_mhz, row.time_s * time, row.energy_j * energy)
+            for row in rows[::step]
+        )
         for key, rows in profile.measurements.items()
     }
     return replace(profile, measurements=table)
@@ -39,7 +46,8 @@ def off_by(profile: Profile, time: float, energy: float, step: int = 1) -> Profi
 
 def same(profile: Profile, other: Profile, rel: float = 1e-9) -> bool:
     return all(
-        math.isclose(row.time_s, like.time_s, rel_tol=rel) and math.isclose(row.energy_j, like.energy_j, rel_tol=rel)
+        math.isclose(row.time_s, like.time_s, rel_tol=rel)
+        and math.isclose(row.energy_j, like.energy_j, rel_tol=rel)
         for key, rows in profile.measurements.items()
         for row, like in zip(rows, other.measurements[key], strict=True)
     )
@@ -49,11 +57,16 @@ def same(profile: Profile, other: Profile, rel: float = 1e-9) -> bool:
 def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
     gpu, work = SYSTEMS[name], workload()
     profile = estimate(work, gpu, split_backward=True)
-    assert (profile.origin, profile.stages, profile.blocking_power_w) == ("simulated", 4, gpu.gpu.blocking_power_w)
+    assert (profile.origin, profile.stages, profile.blocking_power_w) == (
+        "simulated",
+        4,
+        gpu.gpu.blocking_power_w,
+    )
     for (stage, kind), rows in profile.measurements.items():
         load = work.loads(gpu)[stage][kind]
         assert rows == tuple(
-            Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in gpu.gpu.clocks_mhz
+            Measurement(clock, load.time_s(clock), load.energy_j(clock))
+            for clock in gpu.gpu.clocks_mhz
         )
 
 
@@ -79,10 +92,16 @@ def test_any_stage_calibrates_all_others_where_the_model_is_off_alike(
 @given(data=st.data())
 def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: st.DataObject):
     gpu, work = SYSTEMS["a100-sxm"], workload()
-    stage, clocks = data.draw(st.integers(0, 3)), data.draw(st.sets(st.sampled_from(gpu.gpu.clocks_mhz), min_size=1))
+    stage, clocks = (
+        data.draw(st.integers(0, 3)),
+        data.draw(st.sets(st.sampled_from(gpu.gpu.clocks_mhz), min_size=1)),
+    )
     size = st.floats(1e-3, 10.0)
     rows = {
-        kind: tuple(Measurement(clock, data.draw(size), data.draw(size)) for clock in sorted(clocks)) for kind in "FB"
+        kind: tuple(
+            Measurement(clock, data.draw(size), data.draw(size)) for clock in sorted(clocks)
+        )
+        for kind in "FB"
     }
     calibration = StageCalibration(work.loads(gpu)[stage], rows, SMALL.sequence, "drawn")
     estimated = estimate(work, gpu, [calibration])
@@ -94,14 +113,21 @@ def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured(data: 
 
 
 @settings(max_examples=8)
-@given(lengths=st.lists(st.sampled_from([512, 1024, 4096, 8192]), min_size=2, max_size=2, unique=True), data=st.data())
+@given(
+    lengths=st.lists(st.sampled_from([512, 1024, 4096, 8192]), min_size=2, max_size=2, unique=True),
+    data=st.data(),
+)
 def test_two_sequence_lengths_give_a_power_of_the_length(lengths: list[int], data: st.DataObject):
     gpu, off = SYSTEMS["h100-sxm"], [(data.draw(factors), data.draw(factors)) for _ in lengths]
     calibrations = [
-        stage_calibration(off_by(estimate(workload(sequence=length), gpu), *by), workload(sequence=length), gpu)
+        stage_calibration(
+            off_by(estimate(workload(sequence=length), gpu), *by), workload(sequence=length), gpu
+        )
         for length, by in zip(lengths, off, strict=True)
     ]
-    exponents = [math.log(off[1][each] / off[0][each]) / math.log(lengths[1] / lengths[0]) for each in (0, 1)]
+    exponents = [
+        math.log(off[1][each] / off[0][each]) / math.log(lengths[1] / lengths[0]) for each in (0, 1)
+    ]
     for length in (*lengths, 2048, 16384):
         wanted = [off[0][each] * (length / lengths[0]) ** exponents[each] for each in (0, 1)]
         work = workload(sequence=length)
@@ -128,8 +154,13 @@ def test_a_backward_measured_in_two_parts_calibrates_the_whole_one():
         "I": (Measurement(1005, 3.0, 4.0),),
         "W": (Measurement(1005, 5.0, 6.0),),
     }
-    found = estimate(work, gpu, [StageCalibration(work.loads(gpu)[1], rows, 2048, "parts")], split_backward=True)
-    at = {kind: next(row for row in found.measurements[1, kind] if row.clock_mhz == 1005) for kind in "FBIW"}
+    found = estimate(
+        work, gpu, [StageCalibration(work.loads(gpu)[1], rows, 2048, "parts")], split_backward=True
+    )
+    at = {
+        kind: next(row for row in found.measurements[1, kind] if row.clock_mhz == 1005)
+        for kind in "FBIW"
+    }
     assert {kind: (row.time_s, row.energy_j) for kind, row in at.items()} == {
         "F": (pytest.approx(1.0), pytest.approx(2.0)),
         "B": (pytest.approx(8.0), pytest.approx(10.0)),
@@ -149,7 +180,8 @@ def test_another_number_of_stages_calibrates_by_its_own_layers():
     gpu, before, after = SYSTEMS["a100-sxm"], workload(3), workload(8)
     measured = off_by(estimate(before, gpu), 1.3, 0.7)
     assert same(
-        estimate(after, gpu, [stage_calibration(measured, before, gpu)]), off_by(estimate(after, gpu), 1.3, 0.7)
+        estimate(after, gpu, [stage_calibration(measured, before, gpu)]),
+        off_by(estimate(after, gpu), 1.3, 0.7),
     )
     assert stage_calibration(measured, after, gpu).loads == before.loads(gpu)[1]
 
@@ -157,7 +189,9 @@ def test_another_number_of_stages_calibrates_by_its_own_layers():
 def test_what_waiting_draws_is_the_measured_power_of_the_gpus_of_a_stage():
     gpu, work = SYSTEMS["a40"], workload(tensor_degree=4)
     measured = replace(estimate(work, gpu), blocking_power_w=(40.0, 44.0, 48.0, 52.0))
-    assert estimate(work, gpu, [stage_calibration(measured, work, gpu)]).blocking_power_w == pytest.approx(44.0)
+    assert estimate(
+        work, gpu, [stage_calibration(measured, work, gpu)]
+    ).blocking_power_w == pytest.approx(44.0)
     assert estimate(work, gpu).blocking_power_w == pytest.approx(4 * gpu.gpu.blocking_power_w)
 
 
@@ -191,9 +225,15 @@ def test_a_lower_power_limit_moves_the_highest_clocks_and_leaves_the_lowest():
 
 def test_the_conditions_say_that_nothing_was_measured_and_from_what_it_was_made():
     gpu, work = SYSTEMS["a100-sxm"], workload(tensor_degree=2)
-    assert dict(estimate(work, gpu, [stage_calibration(estimate(work, gpu), work, gpu, 2, "old.yaml")]).conditions) == {
-        "estimate": "operations in closed form, on a model of the system; nothing was measured on these stages",
-        "workload": "gpt3-1.3b, 1 x 2048 tokens a microbatch, layers 6,6,6,6, tensor degree 2, flash-causal attention, "
+    assert dict(
+        estimate(
+            work, gpu, [stage_calibration(estimate(work, gpu), work, gpu, 2, "old.yaml")]
+        ).conditions
+    ) == {
+        "estimate": "operations in closed form, on a model of the system; nothing was measured on "
+        "these stages",
+        "workload": "gpt3-1.3b, 1 x 2048 tokens a microbatch, layers 6,6,6,6, tensor degree 2, "
+        "flash-causal attention, "
         "recomputation none",
         "tensor_traffic": "at 300 GB/s",
         "calibration": "stage 2 of old.yaml (simulated) at 2048 tokens",
@@ -201,7 +241,12 @@ def test_the_conditions_say_that_nothing_was_measured_and_from_what_it_was_made(
 
 
 MEASURED = {
-    "gpt3-175b+a100_sxm_bf16.csv": ("gpt3-175b", "a100-sxm", (12,) * 8, {"microbatch": 2, "sequence": 1024}),
+    "gpt3-175b+a100_sxm_bf16.csv": (
+        "gpt3-175b",
+        "a100-sxm",
+        (12,) * 8,
+        {"microbatch": 2, "sequence": 1024},
+    ),
     "bloom+a40_bf16.csv": ("bloom-176b", "a40", (9, 9, 9, 9, 9, 9, 9, 7), {}),
 }
 
@@ -231,31 +276,39 @@ def calibration(**rows: tuple[Measurement, ...]) -> StageCalibration:
 
 def measured(**changes: object) -> StageCalibration:
     stage = changes.pop("stage", None)
-    return stage_calibration(replace(estimate(workload(), GPU), **changes), workload(), GPU, stage, "that.yaml")
+    return stage_calibration(
+        replace(estimate(workload(), GPU), **changes), workload(), GPU, stage, "that.yaml"
+    )
 
 
 REFUSED = {
-    "that file: the forward is missing; measure it at one clock or more": lambda: calibration(B=(ONE,)),
-    "that file: the backward is missing; measure it at one clock or more": lambda: calibration(F=(ONE,), I=(ONE,)),
+    "that file: the forward is missing; measure it at one clock or more": lambda: calibration(
+        B=(ONE,)
+    ),
+    "that file: the backward is missing; measure it at one clock or more": lambda: calibration(
+        F=(ONE,), I=(ONE,)
+    ),
     "that file: the energy of a forward is 0 J; measure it again": lambda: calibration(
         F=(replace(ONE, energy_j=0.0),), B=(ONE,)
     ),
     "that.yaml: there is no stage 4; give one from 0 to 3": lambda: measured(stage=4),
     "that.yaml: there is no stage -1; give one from 0 to 3": lambda: measured(stage=-1),
-    "that.yaml: was measured over power limits; give a profile over clocks": lambda: measured(control="power-limit"),
-    "that.yaml: its stages have 8 GPUs, but those of the model 1; give the tensor degree that was measured": (
-        lambda: measured(gpus_per_stage=8)
+    "that.yaml: was measured over power limits; give a profile over clocks": lambda: measured(
+        control="power-limit"
     ),
+    "that.yaml: its stages have 8 GPUs, but those of the model 1; give the tensor degree that was "
+    "measured": (lambda: measured(gpus_per_stage=8)),
     "both measured stages have the same sequence length; give only one": lambda: estimate(
         workload(), GPU, [measured(), measured(stage=2)]
     ),
-    "3 measured stages are too many; give one, or two with different sequence lengths": lambda: estimate(
-        workload(), GPU, [measured()] * 3
+    "3 measured stages are too many; give one, or two with different sequence lengths": lambda: (
+        estimate(workload(), GPU, [measured()] * 3)
     ),
-    "link: 0.0 is not a bandwidth; give one above 0": lambda: replace(workload(), link_bytes_per_s=0.0),
-    "layers: the stages have 23 in total, but the model has 24; change the stages so that the sums agree": (
-        lambda: replace(workload(), split=(12, 11))
+    "link: 0.0 is not a bandwidth; give one above 0": lambda: replace(
+        workload(), link_bytes_per_s=0.0
     ),
+    "layers: the stages have 23 in total, but the model has 24; change the stages so that the sums "
+    "agree": (lambda: replace(workload(), split=(12, 11))),
 }
 
 

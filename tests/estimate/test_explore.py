@@ -24,9 +24,14 @@ EIGHT = Choices(8, 32)
 
 
 def least_j(found: Exploration, time_s: float) -> float:
-    """Return the least energy within a time on the curves of the frontier; infinite if nothing is that fast."""
+    """Return the least energy within a time on the curves of the frontier; infinite if nothing
+    is that fast.
+    """
     within = [
-        np.append(curve.energies_j[curve.times_s <= time_s], np.interp(time_s, curve.times_s, curve.energies_j))
+        np.append(
+            curve.energies_j[curve.times_s <= time_s],
+            np.interp(time_s, curve.times_s, curve.energies_j),
+        )
         for curve in (row.curve for row in found.frontier)
         if curve.times_s[0] <= time_s
     ]
@@ -56,7 +61,9 @@ def test_breakpoints_that_are_one_time_in_floats_leave_curves_finite():
         assert np.isfinite(maker.exact(each).energies_j).all()
 
 
-def test_the_first_is_the_fastest_and_the_others_the_fastest_of_other_tensor_degrees(eight: Exploration):
+def test_the_first_is_the_fastest_and_the_others_the_fastest_of_other_tensor_degrees(
+    eight: Exploration,
+):
     least: dict[int, float] = {}
     for each in candidates(SMALL, A100, EIGHT):
         degree, time_s = each.job.shape.tensor_degree, each.job.time_s(A100, each.times)
@@ -64,7 +71,9 @@ def test_the_first_is_the_fastest_and_the_others_the_fastest_of_other_tensor_deg
     fastest = sorted(least.items(), key=lambda each: each[1])
     worth = [degree for degree, time_s in fastest if time_s <= 1.3 * fastest[0][1]][:3]
     found = [(row.candidate.job.shape.tensor_degree, row.time_s) for row in eight.first]
-    assert found[: len(worth)] == [(degree, pytest.approx(least[degree], rel=1e-3)) for degree in worth]
+    assert found[: len(worth)] == [
+        (degree, pytest.approx(least[degree], rel=1e-3)) for degree in worth
+    ]
     assert eight.gap == 0
     assert eight.solved < eight.configurations / 20
 
@@ -72,14 +81,18 @@ def test_the_first_is_the_fastest_and_the_others_the_fastest_of_other_tensor_deg
 def test_the_rows_that_are_shown_have_all_clocks(eight: Exploration):
     for row in (*eight.first, *eight.frontier):
         exact = CurveMaker(A100).exact(row.candidate)
-        assert row.energy_j == pytest.approx(np.interp(row.time_s, exact.times_s, exact.energies_j), rel=1e-9)
+        assert row.energy_j == pytest.approx(
+            np.interp(row.time_s, exact.times_s, exact.energies_j), rel=1e-9
+        )
 
 
 def test_many_microbatches_follow_from_few():
     job = next(
         each
         for each in candidates(SMALL, A100, Choices(4, 1024, schedules=("1f1b",)))
-        if each.job.ranks == 4 and each.job.shape.microbatch == 4 and each.job.shape.recomputation == "none"
+        if each.job.ranks == 4
+        and each.job.shape.microbatch == 4
+        and each.job.shape.recomputation == "none"
     )
     maker = CurveMaker(A100)
     assert job.job.microbatches == 256
@@ -91,9 +104,14 @@ def test_many_microbatches_follow_from_few():
 
 def test_more_gpus_never_make_it_worse(eight: Exploration):
     explorations = [explore(SMALL, A100, replace(EIGHT, gpus=gpus)) for gpus in (6, 7)]
-    explorations += [eight, *(explore(SMALL, A100, replace(EIGHT, gpus=gpus)) for gpus in (10, 12, 16))]
+    explorations += [
+        eight,
+        *(explore(SMALL, A100, replace(EIGHT, gpus=gpus)) for gpus in (10, 12, 16)),
+    ]
     for fewer, more in pairwise(explorations):
-        for row in [row for row in fewer.frontier if row.time_s <= 6 * more.first[0].time_s]:  # no further is explored
+        for row in [
+            row for row in fewer.frontier if row.time_s <= 6 * more.first[0].time_s
+        ]:  # no further is explored
             assert least_j(more, row.time_s * 1.001) <= row.energy_j * 1.003
         assert more.first[0].time_s <= fewer.first[0].time_s * (1 + 1e-9)
 
@@ -113,8 +131,13 @@ def test_more_memory_never_makes_it_worse():
 
 def test_a_looser_deadline_never_takes_more_energy(eight: Exploration):
     fastest_s = eight.first[0].time_s
-    found = [explore(SMALL, A100, EIGHT, Objective(deadline_s=ratio * fastest_s)) for ratio in (1.0, 1.05, 1.2, 1.5)]
-    assert found[0].solved < found[0].configurations / 20  # those that cannot be that fast are left out
+    found = [
+        explore(SMALL, A100, EIGHT, Objective(deadline_s=ratio * fastest_s))
+        for ratio in (1.0, 1.05, 1.2, 1.5)
+    ]
+    assert (
+        found[0].solved < found[0].configurations / 20
+    )  # those that cannot be that fast are left out
     energies = [each.first[0].energy_j for each in found]
     assert energies == sorted(energies, reverse=True)
     assert energies[2] < energies[0]
@@ -149,7 +172,9 @@ def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():
     assert rows[0].clock_mhz < 1980
     assert rows[0].energy_j / rows[0].time_s == pytest.approx(0.985 * 700)
     for row in rows:
-        assert (row.time_s, row.energy_j) == pytest.approx((load.time_s(row.clock_mhz), load.energy_j(row.clock_mhz)))
+        assert (row.time_s, row.energy_j) == pytest.approx(
+            (load.time_s(row.clock_mhz), load.energy_j(row.clock_mhz))
+        )
     lower = measurements_of(phases, H100.limited(500.0))
     assert lower[0].energy_j / lower[0].time_s == pytest.approx(0.985 * 500)
 
@@ -159,24 +184,28 @@ def test_a_forecast_is_energy_at_the_meter(eight: Exploration):
     found = forecast(row, 1e12, A100, Prices(pue=1.5, per_kwh=0.2, g_per_kwh=100))
     assert found.hours == pytest.approx(1e12 / row.tokens_per_s / 3600)
     assert found.gpu_kwh == pytest.approx(1e12 * row.j_per_token / 3.6e6)
-    assert found.meter_kwh == pytest.approx((found.gpu_kwh + found.hours * A100.node_overhead_w / 1e3) * 1.5)
-    assert (found.cost, found.co2e_kg) == pytest.approx((0.2 * found.meter_kwh, 0.1 * found.meter_kwh))
+    assert found.meter_kwh == pytest.approx(
+        (found.gpu_kwh + found.hours * A100.node_overhead_w / 1e3) * 1.5
+    )
+    assert (found.cost, found.co2e_kg) == pytest.approx(
+        (0.2 * found.meter_kwh, 0.1 * found.meter_kwh)
+    )
 
 
 SHALLOW = replace(SMALL, layers=6)
 REFUSED = {
-    "--gpus: 7 GPUs cannot share 16 heads, 6 layers and a batch of 32 sequences; give --gpus 6, or --batch 35": (
-        lambda: explore(SHALLOW, A100, Choices(7, 32))
-    ),
-    "--gpus: 8 GPUs of 85.9 GB are too few: t8-p1-d1-mb1-1f1b-full needs least, 397 GB on a GPU (parameters 43.7 GB, "
-    "gradients 87.3 GB, optimizer 262 GB, activations 790 MB, reserve 3.72 GB); give --gpus 64": lambda: explore(
-        PRESETS["gpt3-175b"], A100, EIGHT
-    ),
+    "--gpus: 7 GPUs cannot share 16 heads, 6 layers and a batch of 32 sequences; give --gpus 6, or "
+    "--batch 35": (lambda: explore(SHALLOW, A100, Choices(7, 32))),
+    "--gpus: 8 GPUs of 85.9 GB are too few: t8-p1-d1-mb1-1f1b-full needs least, 397 GB on a GPU "
+    "(parameters 43.7 GB, gradients 87.3 GB, optimizer 262 GB, activations 790 MB, reserve 3.72 "
+    "GB); give --gpus 64": lambda: explore(PRESETS["gpt3-175b"], A100, EIGHT),
     "--precision: a100-sxm has no fp8; give bf16 or fp16": lambda: explore(
         replace(SMALL, precision="fp8"), A100, EIGHT
     ),
-    "--recompute: flash-causal attention keeps no scores that selective could recompute; give none or full, or "
-    "--attention plain": lambda: explore(SMALL, A100, replace(EIGHT, recomputations=("selective",))),
+    "--recompute: flash-causal attention keeps no scores that selective could recompute; give "
+    "none or full, or --attention plain": lambda: explore(
+        SMALL, A100, replace(EIGHT, recomputations=("selective",))
+    ),
     "--power-budget: no configuration draws that little; give": lambda: explore(
         SMALL, A100, Choices(2, 8), Objective(power_w=100.0)
     ),

@@ -35,7 +35,9 @@ def test_fp8_shortens_products_with_weights_and_nothing_else():
     shape, system = replace(SMALL, microbatch=8), SYSTEMS["h100-sxm"]
     plain = layer_times(shape, system).layer["F"]
     low = layer_times(replace(shape, precision="fp8"), system).layer["F"]
-    linear = [each for each in layer_operations(shape)["F"] if isinstance(each, Product) and each.weights]
+    linear = [
+        each for each in layer_operations(shape)["F"] if isinstance(each, Product) and each.weights
+    ]
     cycles = sum(each.flops for each in linear) / system.product_flops_per_cycle / 1e6
     assert plain.megacycles - low.megacycles == pytest.approx(cycles * (1 - 1 / system.fp8_speedup))
     assert low.memory_s == plain.memory_s
@@ -44,7 +46,10 @@ def test_fp8_shortens_products_with_weights_and_nothing_else():
 
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_more_recomputation_and_plain_attention_take_longer(kind: str):
-    times = [layer_s(replace(SMALL, microbatch=8, recomputation=what), kind) for what in ("none", "selective", "full")]
+    times = [
+        layer_s(replace(SMALL, microbatch=8, recomputation=what), kind)
+        for what in ("none", "selective", "full")
+    ]
     assert times == sorted(times)
     assert (times[0] < times[1]) == (kind == "B")
     assert layer_s(replace(SMALL, microbatch=8, attention="plain"), kind) > times[0]
@@ -64,14 +69,18 @@ def test_sequence_parallelism_divides_norms_and_gathers_once_more():
 
 def test_traffic_hides_behind_products_but_for_its_first_piece():
     shape = replace(SMALL, tensor_degree=4, sequence_parallel=True, microbatch=8)
-    plain, hidden = (layer_times(replace(shape, overlap_traffic=what), A100).layer["F"] for what in (False, True))
+    plain, hidden = (
+        layer_times(replace(shape, overlap_traffic=what), A100).layer["F"] for what in (False, True)
+    )
     assert plain.megacycles / A100.top_mhz > plain.exchange_s  # there is enough to hide behind
     assert hidden == replace(plain, exchange_s=pytest.approx(plain.exchange_s / 4))
 
 
 def test_products_whose_rows_are_not_aligned_are_slow_and_padding_pays():
     odd = replace(SMALL, vocabulary=50257, microbatch=8)
-    slow, padded = (layer_times(each, A100).head["F"] for each in (odd, replace(odd, vocabulary=50304)))
+    slow, padded = (
+        layer_times(each, A100).head["F"] for each in (odd, replace(odd, vocabulary=50304))
+    )
     share = 50257 / 50304
     assert padded.megacycles * share / slow.megacycles == pytest.approx(A100.unaligned_share)
     assert Product(513, 1024, 1024).aligned  # the number of rows does not matter
@@ -91,7 +100,11 @@ def test_in_a_node_two_gpus_sum_gradients_as_slowly_as_eight_and_transfers_are_n
     assert job(1).reduction_s(A100) == [0, 0]
     assert job(2).reduction_s(A100) == job(4).reduction_s(A100)
     assert job(8).reduction_s(A100) < job(64).reduction_s(A100)  # between nodes more send more
-    assert job(1, 4).transfer_s(A100) == job(1).transfer_s(A100) == 2048 * 2048 * 2 / A100.transfer_bytes_per_s
+    assert (
+        job(1, 4).transfer_s(A100)
+        == job(1).transfer_s(A100)
+        == 2048 * 2048 * 2 / A100.transfer_bytes_per_s
+    )
     assert job(8, 4).transfer_s(A100) < job(8).transfer_s(A100)
 
 
@@ -115,7 +128,9 @@ def test_measured_kernels_replace_the_model():
     assert seconds["F"] == pytest.approx(0.01)
     assert seconds["B"] == pytest.approx(0.03)
     ends = (found.head, found.embedding)
-    assert sum(part[k].load(system).time_s(1410) for part in ends for k in "FB") == pytest.approx(0.02, rel=0.05)
+    assert sum(part[k].load(system).time_s(1410) for part in ends for k in "FB") == pytest.approx(
+        0.02, rel=0.05
+    )
 
 
 @given(
@@ -125,18 +140,26 @@ def test_measured_kernels_replace_the_model():
     data=st.data(),
 )
 @settings(max_examples=15, deadline=None)
-def test_the_fast_replay_is_that_of_the_graph(ranks: int, more: int, schedule: tuple[str, int], data: st.DataObject):
+def test_the_fast_replay_is_that_of_the_graph(
+    ranks: int, more: int, schedule: tuple[str, int], data: st.DataObject
+):
     name, virtual = schedule
     stages = ranks * virtual
     microbatches = ranks * (1 + more) if virtual > 1 else ranks + more
-    job = Configuration(replace(SMALL, layers=stages), (1,) * stages, 2, microbatches, name, virtual)
+    job = Configuration(
+        replace(SMALL, layers=stages), (1,) * stages, 2, microbatches, name, virtual
+    )
     times = [{kind: data.draw(st.floats(0.01, 0.05)) for kind in "FIW"} for _ in range(stages)]
     for each in times:
         each["B"] = each["I"] + each["W"]
     rows = {
-        (stage, kind): (Measurement(1410, each[kind], 1.0),) for stage, each in enumerate(times) for kind in job.kinds
+        (stage, kind): (Measurement(1410, each[kind], 1.0),)
+        for stage, each in enumerate(times)
+        for kind in job.kinds
     }
-    iteration = job.iteration(A100, [sum(times[s]["B"] for s in range(r, stages, ranks)) for r in range(ranks)])
+    iteration = job.iteration(
+        A100, [sum(times[s]["B"] for s in range(r, stages, ranks)) for r in range(ranks)]
+    )
     dag = PipelineDag(Profile(rows, blocking_power_w=80.0), iteration)
     exact_s = max(end_times(dag, [dag.points[key][0].time_s for key in iteration.keys]))
     assert job.replay_s(A100, times) == pytest.approx(exact_s, rel=2e-3)
@@ -152,7 +175,9 @@ def test_ranks_that_share_the_head_take_equally_long_and_do_the_same_arithmetic(
         assert shared[1][kind].exchange_s == (1 if kind == "F" else 2) * job.transfer_s(A100)
     assert replace(job, split_head=True).time_s(A100) < 0.8 * job.time_s(A100)
     assert replace(job, split_head=True).name == "t1-p4-d1-mb1-1f1b-none-split-head"
-    with pytest.raises(UsageError, match=r"^split_head: needs 1f1b on 2 ranks or more; leave it out$"):
+    with pytest.raises(
+        UsageError, match=r"^split_head: needs 1f1b on 2 ranks or more; leave it out$"
+    ):
         replace(job, schedule="zb-h1", split_head=True)
 
 
@@ -183,7 +208,9 @@ def test_uncalibrated_iteration_times_are_near_the_measured_ones(
     assert fmean(abs(times(job) / seconds - 1) for job, seconds in rows) <= limit
 
 
-def test_a_layer_and_a_head_measured_on_the_fewest_gpus_give_all_other_configurations(measured_data: Path):
+def test_a_layer_and_a_head_measured_on_the_fewest_gpus_give_all_other_configurations(
+    measured_data: Path,
+):
     rows = measured("gpt_2_to_8_gpus.csv")
     system, used = calibrated(rows)
     times = TimeEstimates(system)

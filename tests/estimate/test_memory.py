@@ -1,4 +1,6 @@
-"""Memory follows from the model, the schedule and the recomputation, and measured configurations fit."""
+"""Memory follows from the model, the schedule and the recomputation, and measured configurations
+fit.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ LAYER = replace(PRESETS["gpt3-175b"], attention="plain")
 
 
 def test_layers_keep_the_published_bytes():
-    # Korthikanti et al. (2022), table 2: s b h (10 + 24/t + 5 a s / h t), 34 s b h / t, and 2 s b h.
+    # Korthikanti et al. (2022), table 2: s b h (10 + 24/t + 5 a s / h t), 34 s b h / t, and 2 s b
+    # h.
     s, h, a = LAYER.sequence, LAYER.hidden, LAYER.heads
     shared = replace(LAYER, tensor_degree=8)
     assert kept_layer_bytes(LAYER) == s * h * (34 + 5 * a * s / h)
     assert kept_layer_bytes(shared) == s * h * (10 + 24 / 8 + 5 * a * s / (8 * h))
-    assert kept_layer_bytes(replace(shared, sequence_parallel=True, recomputation="selective")) == 34 * s * h / 8
+    assert (
+        kept_layer_bytes(replace(shared, sequence_parallel=True, recomputation="selective"))
+        == 34 * s * h / 8
+    )
     assert kept_layer_bytes(replace(shared, recomputation="full")) == 2 * s * h
 
 
@@ -34,7 +40,9 @@ def test_layers_keep_the_published_bytes():
 )
 def test_a_rank_keeps_what_its_schedule_has_in_flight(schedule: str, virtual: int, kept: float):
     shape = replace(PRESETS["gpt3-1.3b"], layers=24)
-    job = Configuration(shape, split_layers(24, 4 * virtual), 1, 16 if schedule == "gpipe" else 8, schedule, virtual)
+    job = Configuration(
+        shape, split_layers(24, 4 * virtual), 1, 16 if schedule == "gpipe" else 8, schedule, virtual
+    )
     found = memory(job, A100)
     logits = 6 * shape.tokens * shape.vocabulary if found.rank == 3 else 0
     assert found.activations == pytest.approx(kept * 6 * kept_layer_bytes(shape) + logits)
@@ -48,7 +56,9 @@ def test_ranks_that_share_the_head_have_equal_parts_of_it_and_keep_one_more_micr
     assert sum(shared.rank_parameters) == pytest.approx(sum(alone.rank_parameters))
     assert shared.rank_parameters == pytest.approx([alone.rank_parameters[1] + 2 * words / 4] * 4)
     logits = 6 * shape.tokens * shape.vocabulary / 4
-    assert memory(shared, A100).activations == pytest.approx((4 + 1) * 2 * kept_layer_bytes(shape) + logits)
+    assert memory(shared, A100).activations == pytest.approx(
+        (4 + 1) * 2 * kept_layer_bytes(shape) + logits
+    )
     assert sum(replace(shared, shape=replace(shape, tied=True)).rank_parameters) == pytest.approx(
         sum(shared.rank_parameters) - words
     )

@@ -1,4 +1,6 @@
-"""Models are read from a `config.json` of Hugging Face, and what is wrong with one is said in a sentence."""
+"""Models are read from a `config.json` of Hugging Face, and what is wrong with one is said in a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LLAMA = {
 
 
 def write(path: Path, **changes: object) -> str:
-    path.write_text(json.dumps({key: value for key, value in {**LLAMA, **changes}.items() if value != "absent"}))
+    path.write_text(
+        json.dumps({key: value for key, value in {**LLAMA, **changes}.items() if value != "absent"})
+    )
     return str(path)
 
 
@@ -34,7 +38,13 @@ def test_a_config_is_the_model_that_it_describes(tmp_path: Path):
     assert named_transformer(write(path)) == PRESETS["llama3-8b"]
     assert name_of(str(path)) == name_of(str(tmp_path)) == tmp_path.name
     assert named_transformer(str(tmp_path)) == PRESETS["llama3-8b"]
-    short = write(path, num_key_value_heads=None, head_dim=256, max_position_embeddings=4096, tie_word_embeddings=True)
+    short = write(
+        path,
+        num_key_value_heads=None,
+        head_dim=256,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
     wanted = replace(PRESETS["llama3-8b"], kv_heads=32, head_size=256, sequence=4096, tied=True)
     assert named_transformer(short) == wanted
 
@@ -44,8 +54,8 @@ def test_a_config_is_the_model_that_it_describes(tmp_path: Path):
     [
         (
             {"model_type": "mixtral"},
-            ": a model_type of 'mixtral' is not known; give one of llama, mistral, qwen2, qwen3, or a .yaml file with "
-            "the dimensions",
+            ": a model_type of 'mixtral' is not known; give one of llama, mistral, qwen2, qwen3, "
+            "or a .yaml file with the dimensions",
         ),
         ({"vocab_size": "absent"}, ": has no vocab_size; add it"),
         ({"hidden_size": 0}, ": hidden_size of 0 is not a whole number of at least 1"),
@@ -55,7 +65,9 @@ def test_a_config_is_the_model_that_it_describes(tmp_path: Path):
         ),
     ],
 )
-def test_a_config_that_is_no_dense_model_is_refused(tmp_path: Path, changes: dict[str, object], message: str):
+def test_a_config_that_is_no_dense_model_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+):
     path = tmp_path / "config.json"
     with pytest.raises(UsageError) as refusal:
         named_transformer(write(path, **changes))
@@ -65,5 +77,7 @@ def test_a_config_that_is_no_dense_model_is_refused(tmp_path: Path, changes: dic
 def test_a_file_that_is_not_json_is_refused(tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_text("{")
-    with pytest.raises(UsageError, match=r"config\.json: is not JSON: .*; give the config\.json of a model$"):
+    with pytest.raises(
+        UsageError, match=r"config\.json: is not JSON: .*; give the config\.json of a model$"
+    ):
         named_transformer(str(path))

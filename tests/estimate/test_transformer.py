@@ -1,4 +1,6 @@
-"""The closed form of a transformer's FLOPs and bytes agrees with what torch counts on real modules."""
+"""The closed form of a transformer's FLOPs and bytes agrees with what torch counts on real
+modules.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,22 @@ from perseus_planner.estimate.transformer import CHOICES, Transformer, check_spl
 from perseus_planner.gpu.simulated.model import OpCost
 
 SMALL = Transformer(
-    layers=4, hidden=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocabulary=101, sequence=16, microbatch=2
+    layers=4,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    ffn=48,
+    vocabulary=101,
+    sequence=16,
+    microbatch=2,
 )
 
 
 @st.composite
-def transformers(draw: st.DrawFn, attentions: tuple[str, ...] = CHOICES["attention"]) -> Transformer:
+def transformers(
+    draw: st.DrawFn, attentions: tuple[str, ...] = CHOICES["attention"]
+) -> Transformer:
     degree = draw(st.sampled_from([1, 2, 4]))
     kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
     heads = max(kv_heads, degree) * draw(st.sampled_from([1, 2, 3]))
@@ -52,14 +64,20 @@ def splits(draw: st.DrawFn, layers: int) -> tuple[int, ...]:
 
 
 def flops(shape: Transformer, split: tuple[int, ...]) -> list[dict[str, float]]:
-    return [{kind: work.flops for kind, work in stage.items()} for stage in stage_op_costs(shape, split)]
+    return [
+        {kind: work.flops for kind, work in stage.items()} for stage in stage_op_costs(shape, split)
+    ]
 
 
 @given(data=st.data())
 @settings(max_examples=15)
 def test_torch_counts_the_same_flops_on_real_modules(data: st.DataObject):
-    modules = pytest.importorskip("transformer_modules", reason="torch is not installed", exc_type=ImportError)
-    shape = data.draw(transformers(attentions=("plain", "flash")))  # torch counts masked pairs as well
+    modules = pytest.importorskip(
+        "transformer_modules", reason="torch is not installed", exc_type=ImportError
+    )
+    shape = data.draw(
+        transformers(attentions=("plain", "flash"))
+    )  # torch counts masked pairs as well
     split = data.draw(splits(shape.layers))
     assert modules.counted_flops(shape, split) == flops(shape, split)
 
@@ -68,14 +86,22 @@ def test_torch_counts_the_same_flops_on_real_modules(data: st.DataObject):
 @pytest.mark.parametrize("attention", ["plain", "flash"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("degree", [1, 2])
-def test_torch_counts_the_same_flops_for_every_choice(recomputation: str, attention: str, gated: bool, degree: int):
-    modules = pytest.importorskip("transformer_modules", reason="torch is not installed", exc_type=ImportError)
-    shape = replace(SMALL, recomputation=recomputation, attention=attention, gated=gated, tensor_degree=degree)
+def test_torch_counts_the_same_flops_for_every_choice(
+    recomputation: str, attention: str, gated: bool, degree: int
+):
+    modules = pytest.importorskip(
+        "transformer_modules", reason="torch is not installed", exc_type=ImportError
+    )
+    shape = replace(
+        SMALL, recomputation=recomputation, attention=attention, gated=gated, tensor_degree=degree
+    )
     assert modules.counted_flops(shape, (1, 2, 1)) == flops(shape, (1, 2, 1))
 
 
 @given(shape=transformers(), data=st.data())
-def test_a_backward_is_both_its_gradients_and_a_split_keeps_the_sum(shape: Transformer, data: st.DataObject):
+def test_a_backward_is_both_its_gradients_and_a_split_keeps_the_sum(
+    shape: Transformer, data: st.DataObject
+):
     works = stage_op_costs(shape, data.draw(splits(shape.layers)))
     (whole,) = stage_op_costs(shape, 1)
     for kind in KINDS:
@@ -94,7 +120,10 @@ def test_twice_the_microbatch_is_twice_the_work(shape: Transformer):
 
 @given(shape=transformers(attentions=("flash",)))
 def test_a_causal_mask_hides_all_pairs_but_those_up_to_the_diagonal(shape: Transformer):
-    (full,), (causal,) = stage_op_costs(shape, 1), stage_op_costs(replace(shape, attention="flash-causal"), 1)
+    (full,), (causal,) = (
+        stage_op_costs(shape, 1),
+        stage_op_costs(replace(shape, attention="flash-causal"), 1),
+    )
     one = 2 * shape.microbatch * shape.heads_per_gpu * shape.head_size * shape.layers
     hidden = shape.sequence * (shape.sequence - 1) // 2
     assert full["F"].flops - causal["F"].flops == 2 * one * hidden
@@ -104,21 +133,28 @@ def test_a_causal_mask_hides_all_pairs_but_those_up_to_the_diagonal(shape: Trans
 
 @given(shape=transformers())
 def test_the_gpus_of_a_tensor_group_do_the_matrix_products_of_one(shape: Transformer):
-    kv_heads = max(shape.kv_heads, shape.tensor_degree)  # where there are fewer, each GPU has a copy of one
+    kv_heads = max(
+        shape.kv_heads, shape.tensor_degree
+    )  # where there are fewer, each GPU has a copy of one
     vocabulary = shape.vocabulary_per_gpu * shape.tensor_degree
     heads = shape.heads if shape.heads % kv_heads == 0 else kv_heads
     shape = replace(shape, kv_heads=kv_heads, heads=heads, vocabulary=vocabulary)
     alone = replace(shape, tensor_degree=1)
-    for shard, all_of_it in zip(flops(shape, (shape.layers,)), flops(alone, (shape.layers,)), strict=True):
+    for shard, all_of_it in zip(
+        flops(shape, (shape.layers,)), flops(alone, (shape.layers,)), strict=True
+    ):
         assert {kind: shape.tensor_degree * each for kind, each in shard.items()} == all_of_it
 
 
 def test_the_flops_of_an_iteration_are_those_of_the_published_formula():
-    # Narayanan et al. (SC'21), appendix: 96 B s l h^2 (1 + s / 6h + V / 16lh), with all activations recomputed, plain
-    # attention, four times as wide a feed-forward block, and the head's products not recomputed.
+    # Narayanan et al. (SC'21), appendix: 96 B s l h^2 (1 + s / 6h + V / 16lh), with all activations
+    # recomputed, plain attention, four times as wide a feed-forward block, and the head's products
+    # not recomputed.
     shape = replace(PRESETS["gpt3-175b"], recomputation="full", attention="plain", microbatch=3)
     s, h, layers, tokens = shape.sequence, shape.hidden, shape.layers, shape.tokens
-    published = 96 * tokens * layers * h**2 * (1 + s / (6 * h) + shape.vocabulary / (16 * layers * h))
+    published = (
+        96 * tokens * layers * h**2 * (1 + s / (6 * h) + shape.vocabulary / (16 * layers * h))
+    )
     (whole,) = stage_op_costs(shape, 1)
     assert whole["F"].flops + whole["B"].flops == pytest.approx(published, rel=1e-12)
 
@@ -144,7 +180,9 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: t
 
 
 def test_bytes_are_those_of_the_operations_that_were_listed():
-    shape = Transformer(1, 8, 2, 2, 4, ffn=16, vocabulary=10, sequence=4, microbatch=1, attention="plain")
+    shape = Transformer(
+        1, 8, 2, 2, 4, ffn=16, vocabulary=10, sequence=4, microbatch=1, attention="plain"
+    )
     (works,) = stage_op_costs(shape, 1)
     tokens, scores, logits = 4, 2 * 4 * 4, 4 * 10
     norms_sums, activation = 2 * 2 * 8 + 2 * 3 * 8, 2 * 16
@@ -165,11 +203,15 @@ def test_a_group_of_one_has_no_traffic_and_others_sum_two_activations_a_layer():
     first, last = stage_traffic(shared, (1, 3))
     assert (first["F"], first["B"]) == (1.5 * activation * 3, 1.5 * activation * 2)
     assert (last["F"], last["B"]) == (1.5 * activation * 6, 1.5 * activation * 7)
-    assert stage_traffic(replace(shared, recomputation="full"), (1, 3))[0]["B"] == 1.5 * activation * 4
+    assert (
+        stage_traffic(replace(shared, recomputation="full"), (1, 3))[0]["B"] == 1.5 * activation * 4
+    )
 
 
 @given(layers=st.integers(1, 300), data=st.data())
-def test_layers_are_shared_evenly_and_the_first_stages_have_the_rest(layers: int, data: st.DataObject):
+def test_layers_are_shared_evenly_and_the_first_stages_have_the_rest(
+    layers: int, data: st.DataObject
+):
     split = split_layers(layers, data.draw(st.integers(1, layers)))
     assert sum(split) == layers
     assert max(split) - min(split) <= 1
@@ -183,10 +225,16 @@ REFUSED = {
     "gated: 1 is neither true nor false; give one of them": {"gated": 1},
     "positions: 'none' is unknown; give learned or rotary or alibi": {"positions": "none"},
     "recomputation: 'half' is unknown; give none or selective or full": {"recomputation": "half"},
-    "tensor_degree: 3 GPUs cannot share heads of 4; choose a degree that divides it": {"tensor_degree": 3},
-    "tensor_degree: 4 GPUs cannot share ffn of 50; choose a degree that divides it": {"tensor_degree": 4, "ffn": 50},
+    "tensor_degree: 3 GPUs cannot share heads of 4; choose a degree that divides it": {
+        "tensor_degree": 3
+    },
+    "tensor_degree: 4 GPUs cannot share ffn of 50; choose a degree that divides it": {
+        "tensor_degree": 4,
+        "ffn": 50,
+    },
     "kv_heads: 3 does not divide heads of 4; choose one that does": {"kv_heads": 3},
-    "tensor_degree: 4 GPUs cannot share kv_heads of 6; choose a degree that divides it, or a multiple of it": {
+    "tensor_degree: 4 GPUs cannot share kv_heads of 6; choose a degree that divides it, or a "
+    "multiple of it": {
         "tensor_degree": 4,
         "heads": 12,
         "kv_heads": 6,
@@ -206,7 +254,11 @@ NO_SPLITS = {
     "stages is 5; give a whole number from 1 to the 4 layers of the model": 5,
     "stages is True; give a whole number from 1 to the 4 layers of the model": True,
     "layers: 0 is not a number of layers; give a whole number from 1": (4, 0),
-    "layers: the stages have 5 in total, but the model has 4; change the stages so that the sums agree": (2, 3),
+    "layers: the stages have 5 in total, but the model has 4; change the stages so that the sums "
+    "agree": (
+        2,
+        3,
+    ),
 }
 
 

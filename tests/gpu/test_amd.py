@@ -24,10 +24,18 @@ from perseus_planner.gpu.torch_device import gpu_text
 
 def test_readings_are_in_si_units(amd: AmdStandIn):  # noqa: F811
     with open_gpu("amd:0") as gpu:
-        assert (gpu.text, gpu.uuid, gpu.name) == (f"amd:{UUIDS[0]}", UUIDS[0], "AMD Instinct MI300X")
+        assert (gpu.text, gpu.uuid, gpu.name) == (
+            f"amd:{UUIDS[0]}",
+            UUIDS[0],
+            "AMD Instinct MI300X",
+        )
         assert (gpu.driver, gpu.origin, gpu.keeps_settings) == ("amdgpu 6.12.12", "measured", True)
         assert (gpu.power_w(), gpu.clock_mhz(), gpu.temperature_c()) == (730.0, 2100, 61.0)
-        assert (gpu.power_limits_w, gpu.power_limit_w(), gpu.default_power_limit_w()) == ((1.0, 750.0), 750.0, 750.0)
+        assert (gpu.power_limits_w, gpu.power_limit_w(), gpu.default_power_limit_w()) == (
+            (1.0, 750.0),
+            750.0,
+            750.0,
+        )
         assert gpu.supported_clocks_mhz[:2] == (2100, 2080)
         assert gpu.supported_clocks_mhz[-1] == 520  # drivers refuse 500 to 500 MHz
         begun_j, begun_s = gpu.energy_j(), gpu.now_s()
@@ -35,7 +43,10 @@ def test_readings_are_in_si_units(amd: AmdStandIn):  # noqa: F811
         assert gpu.energy_j() - begun_j == pytest.approx(730.0 * (gpu.now_s() - begun_s), rel=0.05)
         with amd.changed() as kept:
             kept.gpu[0].violations, kept.hotspot_missing = 0b00110, 1
-        assert (gpu.throttle_reasons(), gpu.temperature_c()) == ({"sw-power-cap", "sw-thermal"}, 48.0)
+        assert (gpu.throttle_reasons(), gpu.temperature_c()) == (
+            {"sw-power-cap", "sw-thermal"},
+            48.0,
+        )
 
 
 def test_a_clock_is_set_as_a_range_and_the_level_auto_resets_it(amd: AmdStandIn):  # noqa: F811
@@ -57,7 +68,10 @@ def test_an_energy_counter_in_a_wrong_unit_is_not_used_and_clocks_can_be_reset(a
     with amd.changed() as kept:
         kept.unit_error = 0.1
     with open_gpu("amd:0") as gpu:
-        with pytest.raises(GpuNotSupported, match=r"counter rose by \d+\.\d W while its power sensor showed 730\.0 W"):
+        with pytest.raises(
+            GpuNotSupported,
+            match=r"counter rose by \d+\.\d W while its power sensor showed 730\.0 W",
+        ):
             gpu.energy_j()
         assert "so the counter is not used" in gpu.warnings()[0]
         gpu.reset_clocks()
@@ -105,9 +119,10 @@ def test_errors_say_what_to_do(amd: AmdStandIn):  # noqa: F811
         with pytest.raises(GpuNotPermitted) as refused:
             gpu.set_clock_mhz(1500)
         assert str(refused.value) == (
-            f"amd:{UUIDS[0]}: cannot set its graphics clock to 1500 MHz: AMD SMI returns 'AMDSMI_STATUS_NO_PERM - "
-            "Permission Denied' (error 10) from amdsmi_set_gpu_clk_range; run as root, which setting needs, or set "
-            "nothing (dry-run:, or observe mode)"
+            f"amd:{UUIDS[0]}: cannot set its graphics clock to 1500 MHz: AMD SMI returns "
+            "'AMDSMI_STATUS_NO_PERM - Permission Denied' (error 10) from "
+            "amdsmi_set_gpu_clk_range; run as root, which setting needs, or set nothing "
+            "(dry-run:, or observe mode)"
         )
         with amd.changed() as kept:
             kept.lost = 31
@@ -116,27 +131,41 @@ def test_errors_say_what_to_do(amd: AmdStandIn):  # noqa: F811
     with amd.changed() as kept:
         kept.lost = 0
     with pytest.raises(
-        GpuError, match=rf"^amd:7: AMD SMI shows no such GPU; choose one of: 0 {UUIDS[0]}; 1 {UUIDS[1]}$"
+        GpuError,
+        match=rf"^amd:7: AMD SMI shows no such GPU; choose one of: 0 {UUIDS[0]}; 1 {UUIDS[1]}$",
     ):
         open_gpu("amd:7")
 
 
-def test_without_rocm_the_error_says_what_is_missing(rocm: Path, monkeypatch, capsys, tmp_path: Path):  # noqa: F811
+def test_without_rocm_the_error_says_what_is_missing(
+    rocm: Path,  # noqa: F811
+    monkeypatch,
+    capsys,
+    tmp_path: Path,
+):
     for name in [name for name in sys.modules if name.partition(".")[0] == "amdsmi"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))
-    with pytest.raises(GpuError, match=r"libamd_smi\.so cannot be loaded; libamd_smi\.so comes with ROCm \(package"):
+    with pytest.raises(
+        GpuError, match=r"libamd_smi\.so cannot be loaded; libamd_smi\.so comes with ROCm \(package"
+    ):
         open_gpu("amd:0")
     assert (visible_amd_gpus(), capsys.readouterr().out) == ((), "")
 
 
 def test_without_the_binding_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
-    with pytest.raises(GpuError, match=r"AMD GPUs need amdsmi, .*run `pip install '\.\[amd\]'` in your clone"):
+    with pytest.raises(
+        GpuError, match=r"AMD GPUs need amdsmi, .*run `pip install '\.\[amd\]'` in your clone"
+    ):
         open_gpu("amd:0")
 
 
-def test_doctor_inspects_it_and_measures_how_long_a_change_takes(amd: AmdStandIn, monkeypatch, tmp_path):  # noqa: F811
+def test_doctor_inspects_it_and_measures_how_long_a_change_takes(
+    amd: AmdStandIn,  # noqa: F811
+    monkeypatch,
+    tmp_path,
+):
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
     with open_gpu("amd:0") as gpu:
         found = inspect(gpu)

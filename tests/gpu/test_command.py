@@ -43,8 +43,14 @@ def failure(command: str, kind: type[GpuError]) -> str:
 @pytest.fixture
 def recorded(nvml, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
     """Return the file to which each command appends its arguments."""
-    write = script("open('words', 'a').write(repr(sys.argv[1:]) + chr(10))").replace("{", "{{").replace("}", "}}")
-    monkeypatch.setenv(SET, f"{write} 'set a clock' {{gpu}} {{uuid}} {{min}}-{{max}} '{{{{}}}} $HOME; * `'")
+    write = (
+        script("open('words', 'a').write(repr(sys.argv[1:]) + chr(10))")
+        .replace("{", "{{")
+        .replace("}", "}}")
+    )
+    monkeypatch.setenv(
+        SET, f"{write} 'set a clock' {{gpu}} {{uuid}} {{min}}-{{max}} '{{{{}}}} $HOME; * `'"
+    )
     monkeypatch.setenv(RESET, f"{write} reset {{gpu}}")
     monkeypatch.setenv(POWER, f"{write} power {{watts}}W")
     return folder / "words"
@@ -55,7 +61,9 @@ def test_fields_are_filled_word_by_word_and_no_shell_sees_them(recorded: Path):
         gpu.set_clock_mhz(1200)
         gpu.reset_clocks()
         for limit_w in (300.0, 287.125):
-            with pytest.raises(GpuError, match=f"its power limit was set to {limit_w:g} W, and is 700 W"):
+            with pytest.raises(
+                GpuError, match=f"its power limit was set to {limit_w:g} W, and is 700 W"
+            ):
                 gpu.set_power_limit_w(limit_w)
     assert recorded.read_text().splitlines() == [
         f"['set a clock', '1', '{UUIDS[1]}', '1200-1200', '{{}} $HOME; * `']",
@@ -66,7 +74,10 @@ def test_fields_are_filled_word_by_word_and_no_shell_sees_them(recorded: Path):
 
 
 def test_a_value_with_spaces_stays_one_word(folder: Path):
-    run(script("open('words', 'w').write(repr(sys.argv[1:]))") + " {uuid}", uuid="GPU-1; rm -rf / {max}")
+    run(
+        script("open('words', 'w').write(repr(sys.argv[1:]))") + " {uuid}",
+        uuid="GPU-1; rm -rf / {max}",
+    )
     assert (folder / "words").read_text() == "['GPU-1; rm -rf / {max}']"
 
 
@@ -91,27 +102,32 @@ def test_the_defaults_are_those_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("variable", "text", "said"),
     [
-        (SET, "", f"{SET} is empty; unset it to use `sudo -n nvidia-smi -i {{uuid}} -lgc {{min}},{{max}}`"),
+        (
+            SET,
+            "",
+            f"{SET} is empty; unset it to use `sudo -n nvidia-smi -i {{uuid}} -lgc "
+            f"{{min}},{{max}}`",
+        ),
         (RESET, "  ", f"{RESET} is empty; unset it to use `sudo -n nvidia-smi -i {{uuid}} -rgc`"),
         (
             SET,
             "smi {max",
             (
-                f"{SET} is 'smi {{max', which is not a command: expected '}}' before end of string; quote it as for a "
-                "shell"
+                f"{SET} is 'smi {{max', which is not a command: expected '}}' before end of "
+                "string; quote it as for a shell"
             ),
         ),
         (
             SET,
             "smi '{max}",
-            f"""{SET} is "smi '{{max}}", which is not a command: No closing quotation; quote it as for a shell""",
+            f"""{SET} is "smi '{{max}}", which is not a command: No closing quotation; quote it as for a shell""",  # noqa: E501
         ),
         *(
             (
                 SET,
                 f"smi {{{field}}} {{max}}",
-                f"{SET} is 'smi {{{field}}} {{max}}' with the unknown field {{{field}}}; choose from {{gpu}}, "
-                f"{{uuid}}, {{min}}, {{max}}",
+                f"{SET} is 'smi {{{field}}} {{max}}' with the unknown field {{{field}}}; choose "
+                f"from {{gpu}}, {{uuid}}, {{min}}, {{max}}",
             )
             for field in (
                 "",
@@ -128,29 +144,38 @@ def test_the_defaults_are_those_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
         (
             RESET,
             "smi {max}",
-            f"{RESET} is 'smi {{max}}' with the unknown field {{max}}; choose from {{gpu}}, {{uuid}}",
+            f"{RESET} is 'smi {{max}}' with the unknown field {{max}}; choose from {{gpu}}, "
+            f"{{uuid}}",
         ),
         (
             POWER,
             "smi {min}",
-            f"{POWER} is 'smi {{min}}' with the unknown field {{min}}; choose from {{gpu}}, {{uuid}}, {{watts}}",
+            f"{POWER} is 'smi {{min}}' with the unknown field {{min}}; choose from {{gpu}}, "
+            f"{{uuid}}, {{watts}}",
         ),
         (
             SET,
             "smi -i {gpu} -lgc 900",
             (
-                f"{SET} is 'smi -i {{gpu}} -lgc 900', which does not contain the value to set; put {{min}} or {{max}} "
-                "into it"
+                f"{SET} is 'smi -i {{gpu}} -lgc 900', which does not contain the value to set; "
+                f"put {{min}} or {{max}} into it"
             ),
         ),
         (
             POWER,
             "smi {{watts}}",
-            f"{POWER} is 'smi {{{{watts}}}}', which does not contain the value to set; put {{watts}} into it",
+            f"{POWER} is 'smi {{{{watts}}}}', which does not contain the value to set; put "
+            f"{{watts}} into it",
         ),
     ],
 )
-def test_a_template_that_cannot_be_one_is_refused_at_opening(nvml, monkeypatch, variable, text, said):  # noqa: F811
+def test_a_template_that_cannot_be_one_is_refused_at_opening(
+    nvml,  # noqa: F811
+    monkeypatch,
+    variable,
+    text,
+    said,
+):
     monkeypatch.setenv(variable, text)
     with pytest.raises(GpuError) as error, open_gpu("command:0"):
         pass
@@ -162,15 +187,16 @@ def test_a_template_that_cannot_be_one_is_refused_at_opening(nvml, monkeypatch, 
 
 def test_a_command_that_is_not_there():
     assert failure("no-such-command -x", GpuError) == (
-        "'no-such-command' cannot be run (No such file or directory); install it, or set PLANNER_SET_CLOCK to another "
-        "command"
+        "'no-such-command' cannot be run (No such file or directory); install it, or set "
+        "PLANNER_SET_CLOCK to another command"
     )
 
 
 def test_a_file_that_cannot_be_executed(folder: Path):
     (folder / "data").write_text("")
     assert failure("./data", GpuError) == (
-        "'./data' cannot be run (Permission denied); install it, or set PLANNER_SET_CLOCK to another command"
+        "'./data' cannot be run (Permission denied); install it, or set PLANNER_SET_CLOCK to "
+        "another command"
     )
 
 
@@ -180,20 +206,29 @@ def test_a_file_that_cannot_be_executed(folder: Path):
         (1, GpuError, "run it by hand to see why, or set PLANNER_SET_CLOCK to another command"),
         (2, GpuError, "run it by hand to see why, or set PLANNER_SET_CLOCK to another command"),
         (3, GpuNotSupported, "use the other control (SM clock or power limit), or observe mode"),
-        (4, GpuNotPermitted, "allow this user to run it without a password (NOPASSWD in sudoers), or run as root"),
+        (
+            4,
+            GpuNotPermitted,
+            "allow this user to run it without a password (NOPASSWD in sudoers), or run as root",
+        ),
         (13, GpuNotSupported, "use the other control (SM clock or power limit), or observe mode"),
         (15, GpuLost, "reset the GPU, or reboot the node"),
     ],
 )
 def test_the_statuses_of_nvidia_smi(status: int, kind: type[GpuError], advice: str):
-    command = script(f"print('out', flush=True); print('a \\x1b[31mline', file=sys.stderr); sys.exit({status})")
+    command = script(
+        f"print('out', flush=True); print('a \\x1b[31mline', file=sys.stderr); sys.exit({status})"
+    )
     said = failure(command, kind)
     assert said.startswith("`")
     assert said.endswith(f"` failed with status {status} and printed 'out a [31mline'; {advice}")
 
 
 def test_a_setting_of_which_nvidia_smi_only_warns_is_not_supported():
-    warning = "Setting locked GPU clocks is not supported for GPU 0.\nTreating as warning and moving on.\nAll done."
+    warning = (
+        "Setting locked GPU clocks is not supported for GPU 0.\nTreating as warning and "
+        "moving on.\nAll done."
+    )
     said = failure(script(f"print({warning!r}); sys.exit(0)"), GpuNotSupported)
     assert said.endswith("; use the other control (SM clock or power limit), or observe mode")
     assert "Treating as warning and moving on" in said
@@ -218,7 +253,8 @@ def test_sudo_that_refuses(said: str):
 def test_a_command_that_is_killed_says_by_which_signal():
     said = failure(script("os.kill(os.getpid(), 9)"), GpuError)
     assert said.endswith(
-        " failed with status -9 and printed ''; run it by hand to see why, or set PLANNER_SET_CLOCK to another command"
+        " failed with status -9 and printed ''; run it by hand to see why, or set "
+        "PLANNER_SET_CLOCK to another command"
     )
 
 
@@ -232,12 +268,14 @@ def test_a_command_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(command_module, "TIMEOUT_S", 0.5)
     popen, started = subprocess.Popen, []
     monkeypatch.setattr(
-        subprocess, "Popen", lambda *given, **named: started.append(popen(*given, **named)) or started[-1]
+        subprocess,
+        "Popen",
+        lambda *given, **named: started.append(popen(*given, **named)) or started[-1],
     )
     command = script("time.sleep(1000)")
     assert failure(command, GpuError) == (
-        f"`{command}` did not end within 0.5 s, and may or may not have taken effect; run it by hand to see why, "
-        "or set PLANNER_SET_CLOCK to another command"
+        f"`{command}` did not end within 0.5 s, and may or may not have taken effect; run it by "
+        "hand to see why, or set PLANNER_SET_CLOCK to another command"
     )
     assert [each.returncode for each in started] == [-signal.SIGKILL]
 

@@ -1,7 +1,7 @@
 """What a killed container left set is reset from any other container that shares the state folder.
 
-Containers are PID namespaces here, each with its own /proc: killing its first process kills all the others at once.
-"""
+Containers are PID namespaces here, each with its own /proc: killing its first process kills all the
+others at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def _can_make_containers() -> bool:
     )
 
 
-pytestmark = pytest.mark.skipif(not _can_make_containers(), reason="this process may not make PID namespaces")
+pytestmark = pytest.mark.skipif(
+    not _can_make_containers(), reason="this process may not make PID namespaces"
+)
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @contextmanager
 def container(code: str, name: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `code` on the first GPU in a container of this host name, from its first line of output on."""
+    """Run `code` on the first GPU in a container of this host name, from its first line of
+    output on.
+    """
     script = 'hostname "$0"; exec "$@"'
     with subprocess.Popen(
         [*CONTAINER, "sh", "-c", script, name, sys.executable, "-c", code, "nvml:0"],
@@ -108,7 +112,9 @@ def test_the_next_job_takes_what_a_killed_container_left(nvml: StandIn, state: P
             assert nvml.locked_mhz(0) is None
     with container(LOCKS_AND_WAITS, "pod-b") as process:
         kill_container(process)
-        with container(LOCKS_AND_WAITS, "pod-c"):  # where the dead owner's number is that of the new one
+        with container(
+            LOCKS_AND_WAITS, "pod-c"
+        ):  # where the dead owner's number is that of the new one
             assert nvml.locked_mhz(0) == (1500, 1500)
             assert recover() == ()
             assert files(state) == [f"{UUIDS[0]}.{os.geteuid()}.json"]
@@ -135,7 +141,12 @@ print(recover(), flush=True)
 """
     with container(LOCKS_AND_WAITS, "pod-a"):
         result = subprocess.run(
-            [*CONTAINER, sys.executable, "-c", resets], cwd="/", capture_output=True, text=True, check=True, timeout=300
+            [*CONTAINER, sys.executable, "-c", resets],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
         )
         assert result.stdout == "()\n"
         assert nvml.locked_mhz(0) == (1500, 1500)

@@ -1,9 +1,9 @@
 """What all back-ends of `Gpu` have in common.
 
-Those that reach NVML do so through nvidia-ml-py and the stand-in library of `fake_nvml`: cuda with its devices in the
-other order; zeusd by the stand-in daemon, which has one GPU more, and them in another order; command by stand-ins for
-sudo and nvidia-smi. So what any of them has set shows in one place, and one script makes them all fail alike.
-"""
+Those that reach NVML do so through nvidia-ml-py and the stand-in library of `fake_nvml`: cuda with
+its devices in the other order; zeusd by the stand-in daemon, which has one GPU more, and them in
+another order; command by stand-ins for sudo and nvidia-smi. So what any of them has set shows in
+one place, and one script makes them all fail alike."""
 
 from __future__ import annotations
 
@@ -25,9 +25,23 @@ from perseus_planner.gpu.dry_run import DryRunGpu
 
 SIMULATED = "simulated:a100-sxm"
 EMULATED = "emulated:a100-sxm/0"
-NAMES = ("simulated", "emulated", "nvml", "cuda", "zeusd", "command", "amd", "dry-run:nvml", "dry-run:simulated")
+NAMES = (
+    "simulated",
+    "emulated",
+    "nvml",
+    "cuda",
+    "zeusd",
+    "command",
+    "amd",
+    "dry-run:nvml",
+    "dry-run:simulated",
+)
 MODELS = ("simulated", "emulated", "dry-run:simulated")
-SETTING = ("nvmlDeviceSetGpuLockedClocks", "nvmlDeviceResetGpuLockedClocks", "nvmlDeviceSetPowerManagementLimit")
+SETTING = (
+    "nvmlDeviceSetGpuLockedClocks",
+    "nvmlDeviceResetGpuLockedClocks",
+    "nvmlDeviceSetPowerManagementLimit",
+)
 READINGS: tuple[Callable[[Gpu], object], ...] = (
     lambda gpu: gpu.energy_j(),
     lambda gpu: gpu.power_w(),
@@ -46,7 +60,8 @@ class Case:
     Attributes:
         text: Text that opens the GPU.
         gpu: The open GPU.
-        settings: Returns the locked clock of the GPU behind it, MHz or None, and its power limit, watts.
+        settings: Returns the locked clock of the GPU behind it, MHz or None, and its power limit,
+            watts.
         refuse: Forbids all settings from now on.
         lose: Makes the GPU lost from now on.
         sets: Whether settings reach the GPU.
@@ -66,7 +81,9 @@ class Case:
 
 
 @pytest.fixture(params=NAMES)
-def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Case]:
+def case(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Case]:
     """Each back-end in turn."""
     with ExitStack() as stack:
         if request.param in MODELS:
@@ -75,7 +92,9 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
         elif request.param == "amd":
             made = amd_case(request.getfixturevalue("amd"))
         else:
-            made = nvml_case(request.param, request.getfixturevalue("nvml"), monkeypatch, tmp_path, stack)
+            made = nvml_case(
+                request.param, request.getfixturevalue("nvml"), monkeypatch, tmp_path, stack
+            )
         yield made
         made.gpu.close()
 
@@ -147,18 +166,36 @@ def nvml_case(name: str, nvml: StandIn, monkeypatch, folder: Path, stack: ExitSt
         assert nvml.limit_w(1 - index) is None
         return greatest, nvml.limit_w(index) or 700.0
 
-    return Case(text, open_gpu(text), settings, refuse, lambda: nvml.fail("*", 15), not name.startswith("dry-run"))
+    return Case(
+        text,
+        open_gpu(text),
+        settings,
+        refuse,
+        lambda: nvml.fail("*", 15),
+        not name.startswith("dry-run"),
+    )
 
 
 def lead_cuda_to(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load `library` as libcuda.so.1 in this process; its devices are those of NVML in reverse order."""
+    """Load `library` as libcuda.so.1 in this process; its devices are those of NVML in reverse
+    order.
+    """
     really = ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, *a, **k: really(str(library) if "cuda" in name else name, *a, **k))
-    monkeypatch.setenv("FAKE_CUDA_UUIDS", ",".join(uuid.removeprefix("GPU-").replace("-", "") for uuid in UUIDS[::-1]))
+    monkeypatch.setattr(
+        ctypes,
+        "CDLL",
+        lambda name, *a, **k: really(str(library) if "cuda" in name else name, *a, **k),
+    )
+    monkeypatch.setenv(
+        "FAKE_CUDA_UUIDS",
+        ",".join(uuid.removeprefix("GPU-").replace("-", "") for uuid in UUIDS[::-1]),
+    )
 
 
 def commands(folder: Path) -> Path:
-    """Create a folder with a `sudo` that permits everything and an `nvidia-smi` for the stand-in GPUs."""
+    """Create a folder with a `sudo` that permits everything and an `nvidia-smi` for the stand-in
+    GPUs.
+    """
     folder.mkdir()
     tool = Path(__file__).parents[1] / "support" / "fake_nvidia_smi.py"
     scripts = {
@@ -198,7 +235,8 @@ def test_what_outlives_the_process_is_said_to(case: Case):
 
 
 @pytest.mark.parametrize(
-    "which", ["", "999", "-1", " 0", "0 ", "0:0", "GPU-", "MIG-0", "nonsense", "\u0660", "\x00", "\n"]
+    "which",
+    ["", "999", "-1", " 0", "0 ", "0:0", "GPU-", "MIG-0", "nonsense", "\u0660", "\x00", "\n"],
 )
 def test_what_is_no_gpu_is_refused(case: Case, which: str):
     text = f"{case.text.rpartition(':')[0]}:{which}"
@@ -257,7 +295,9 @@ def test_a_clock_that_is_not_supported_is_refused_with_the_nearest(case: Case):
         (clocks[5] + 1, clocks[5]),
         (10**9, clocks[0]),
     ):
-        with pytest.raises(GpuError, match=rf" {wrong_mhz} MHz.* nearest supported clock is {nearest_mhz} MHz"):
+        with pytest.raises(
+            GpuError, match=rf" {wrong_mhz} MHz.* nearest supported clock is {nearest_mhz} MHz"
+        ):
             case.gpu.set_clock_mhz(wrong_mhz)
     assert case.settings()[0] is None
 
@@ -283,7 +323,15 @@ def test_a_power_limit_that_is_set_holds_and_a_reset_undoes_it(case: Case):
 def test_a_power_limit_out_of_range_is_refused_with_the_range(case: Case):
     least_w, greatest_w = case.gpu.power_limits_w
     free = case.settings()
-    for wrong_w in (least_w - 0.5, greatest_w + 0.5, 0.0, -least_w, float("nan"), float("inf"), -float("inf")):
+    for wrong_w in (
+        least_w - 0.5,
+        greatest_w + 0.5,
+        0.0,
+        -least_w,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+    ):
         with pytest.raises(GpuError, match=rf"{wrong_w:g} W.*{least_w:g} to {greatest_w:g} W"):
             case.gpu.set_power_limit_w(wrong_w)
     assert case.settings() == free
@@ -377,7 +425,12 @@ def test_a_dry_run_changes_nothing_underneath(case: Case):
 
 
 @pytest.mark.parametrize("name", ["nvml", "zeusd", "command"])
-def test_a_power_limit_without_effect_is_an_error(name: str, nvml: StandIn, monkeypatch, tmp_path: Path):  # noqa: F811
+def test_a_power_limit_without_effect_is_an_error(
+    name: str,
+    nvml: StandIn,  # noqa: F811
+    monkeypatch,
+    tmp_path: Path,
+):
     with ExitStack() as stack:
         case = nvml_case(name, nvml, monkeypatch, tmp_path, stack)
         gpu = stack.enter_context(case.gpu)
@@ -386,6 +439,6 @@ def test_a_power_limit_without_effect_is_an_error(name: str, nvml: StandIn, monk
         with pytest.raises(GpuError) as caught:
             gpu.set_power_limit_w(300.0)
     assert str(caught.value) == (
-        f"{name}:{UUIDS[0]}: its power limit was set to 300 W, and is 400 W: stop what else sets it (Slurm, DCGM, "
-        "another user of nvidia-smi), or use observe mode"
+        f"{name}:{UUIDS[0]}: its power limit was set to 300 W, and is 400 W: stop what else sets "
+        "it (Slurm, DCGM, another user of nvidia-smi), or use observe mode"
     )

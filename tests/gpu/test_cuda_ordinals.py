@@ -30,7 +30,9 @@ def cuda(cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 
     def shows(*digits: str, library: Path = cuda_library) -> None:
         load = ctypes.CDLL
-        monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
+        monkeypatch.setattr(
+            ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name)
+        )
         monkeypatch.setenv("FAKE_CUDA_UUIDS", ",".join(digits))
 
     return shows
@@ -44,7 +46,9 @@ def test_an_ordinal_is_mapped_by_uuid_where_the_orders_differ(nvml: StandIn, cud
     assert (nvml.locked_mhz(0), nvml.locked_mhz(1)) == (None, (1200, 1200))
 
 
-def test_doctor_shows_all_gpus_that_cuda_shows(nvml: StandIn, cuda, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_shows_all_gpus_that_cuda_shows(
+    nvml: StandIn, cuda, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(inspection, "_WATCH_S", 0.1)
     cuda(DIGITS[1], DIGITS[0])
     text = done("doctor cuda")
@@ -55,35 +59,56 @@ def test_the_loader_finds_the_cuda_driver(nvml: StandIn, cuda_library: Path):
     environment = nvml.environment()
     environment["LD_LIBRARY_PATH"] = f"{cuda_library.parent}:{environment['LD_LIBRARY_PATH']}"
     environment["FAKE_CUDA_UUIDS"] = DIGITS[1]
-    script = "from perseus_planner.gpu import inspection, open_gpu\nwith open_gpu('cuda:0') as gpu: print(gpu.text)"
+    script = (
+        "from perseus_planner.gpu import inspection, open_gpu\nwith open_gpu('cuda:0') as "
+        "gpu: print(gpu.text)"
+    )
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd="/", env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert run.stdout == f"nvml:{UUIDS[1]}\n"
 
 
 def test_an_old_driver_is_asked_the_older_way(nvml: StandIn, cuda, tmp_path: Path):
-    cuda(DIGITS[1], library=compiled(tmp_path / "old", without=("cuDeviceGetUuid_v2",), source=CUDA_SOURCE))
+    cuda(
+        DIGITS[1],
+        library=compiled(tmp_path / "old", without=("cuDeviceGetUuid_v2",), source=CUDA_SOURCE),
+    )
     with open_gpu("cuda:0") as gpu:
         assert gpu.uuid == UUIDS[1]
 
 
 def test_a_mig_instance_is_refused(nvml: StandIn, cuda):
     cuda(f"{DIGITS[0]}/{INSTANCE}")
-    with pytest.raises(GpuNotSupported, match=r"cuda:0: .*MIG instance.*`nvidia-smi -mig 0`"), open_gpu("cuda:0"):
+    with (
+        pytest.raises(GpuNotSupported, match=r"cuda:0: .*MIG instance.*`nvidia-smi -mig 0`"),
+        open_gpu("cuda:0"),
+    ):
         pass
 
 
-def test_a_mig_instance_is_refused_where_an_old_driver_tells_the_whole_gpu(nvml: StandIn, cuda, tmp_path: Path):
+def test_a_mig_instance_is_refused_where_an_old_driver_tells_the_whole_gpu(
+    nvml: StandIn, cuda, tmp_path: Path
+):
     nvml.set("mig", 1, gpu=0)
     old = compiled(tmp_path / "old", without=("cuDeviceGetUuid_v2",), source=CUDA_SOURCE)
     cuda(f"{DIGITS[0]}/{INSTANCE}", library=old)
-    with pytest.raises(GpuNotSupported, match=r"cuda:0: MIG is on.*`nvidia-smi -mig 0`"), open_gpu("cuda:0"):
+    with (
+        pytest.raises(GpuNotSupported, match=r"cuda:0: MIG is on.*`nvidia-smi -mig 0`"),
+        open_gpu("cuda:0"),
+    ):
         pass
     assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown")
 
 
-def test_an_ordinal_that_cuda_does_not_show_is_refused(nvml: StandIn, cuda, monkeypatch: pytest.MonkeyPatch):
+def test_an_ordinal_that_cuda_does_not_show_is_refused(
+    nvml: StandIn, cuda, monkeypatch: pytest.MonkeyPatch
+):
     cuda(*DIGITS)
     said = r"^cuda:2: CUDA shows 2 GPUs, cuda:0 to cuda:1 here.*; see `planner doctor`$"
     with pytest.raises(GpuError, match=said), open_gpu("cuda:2"):
@@ -97,11 +122,16 @@ def test_an_ordinal_that_cuda_does_not_show_is_refused(nvml: StandIn, cuda, monk
 
 @pytest.mark.parametrize("which", ["x", "-1", "GPU-1", "0,1", "9" * 5000])
 def test_what_is_no_ordinal_is_refused(which: str):
-    with pytest.raises(GpuError, match="is not a CUDA ordinal; write cuda:0"), open_gpu(f"cuda:{which}"):
+    with (
+        pytest.raises(GpuError, match="is not a CUDA ordinal; write cuda:0"),
+        open_gpu(f"cuda:{which}"),
+    ):
         pass
 
 
-def test_a_cuda_driver_that_does_not_start_is_said(nvml: StandIn, cuda, monkeypatch: pytest.MonkeyPatch):
+def test_a_cuda_driver_that_does_not_start_is_said(
+    nvml: StandIn, cuda, monkeypatch: pytest.MonkeyPatch
+):
     cuda(*DIGITS)
     monkeypatch.setenv("FAKE_CUDA_INIT", "803")
     said = r"cuda:0: the CUDA driver returns error 803 from cuInit.*; check that `nvidia-smi`"
@@ -111,12 +141,18 @@ def test_a_cuda_driver_that_does_not_start_is_said(nvml: StandIn, cuda, monkeypa
 
 def test_without_the_cuda_driver_what_brings_it_is_said(cuda, tmp_path: Path):
     cuda(library=tmp_path / "libcuda.so.1")
-    with pytest.raises(GpuError, match=r"cannot load libcuda\.so\.1.*comes with the NVIDIA driver"), open_gpu("cuda:0"):
+    with (
+        pytest.raises(GpuError, match=r"cannot load libcuda\.so\.1.*comes with the NVIDIA driver"),
+        open_gpu("cuda:0"),
+    ):
         pass
 
 
 @pytest.mark.parametrize("absent", ["cuInit", "cuDeviceGetCount", "cuDeviceGet"])
 def test_a_cuda_library_without_a_function_is_refused(cuda, tmp_path: Path, absent: str):
     cuda(*DIGITS, library=compiled(tmp_path / "poor", without=(absent,), source=CUDA_SOURCE))
-    with pytest.raises(GpuNotSupported, match=f"has no {absent}; update the NVIDIA driver"), open_gpu("cuda:0"):
+    with (
+        pytest.raises(GpuNotSupported, match=f"has no {absent}; update the NVIDIA driver"),
+        open_gpu("cuda:0"),
+    ):
         pass

@@ -42,8 +42,8 @@ def test_what_is_refused_is_not_recorded():
     with pytest.raises(GpuError) as error:
         gpu.set_clock_mhz(1201)
     assert str(error.value) == (
-        "simulated:a100-sxm: cannot lock its SM clock at 1201 MHz; the nearest supported clock is 1200 MHz, and all "
-        "are from 210 to 1410 MHz"
+        "simulated:a100-sxm: cannot lock its SM clock at 1201 MHz; the nearest supported clock is "
+        "1200 MHz, and all are from 210 to 1410 MHz"
     )
     for limit_w in (99.0, 401.0, math.nan, math.inf):
         with pytest.raises(GpuError) as error:
@@ -61,7 +61,8 @@ def test_its_text_names_what_is_read():
 
 def test_it_says_that_nothing_is_set():
     assert open_dry_run(A100).warnings() == (
-        "nothing is set in a dry run: the GPU keeps the clock it has; do not plan with this profile",
+        "nothing is set in a dry run: the GPU keeps the clock it has; do not plan with this "
+        "profile",
     )
 
 

@@ -63,7 +63,9 @@ def computed_s(gpu: EmulatedGpu, work: OpCost) -> float:
 
 @contextmanager
 def setter(text: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that prints `ready`, locks each clock that it reads, and prints when it began to and ended."""
+    """Start a process that prints `ready`, locks each clock that it reads, and prints when it
+    began to and ended.
+    """
     code = """
 import sys, time
 from perseus_planner.gpu import open_gpu
@@ -85,7 +87,10 @@ def test_it_is_the_simulated_gpu_of_the_same_name(gpu: EmulatedGpu):
     assert gpu.text == "emulated:a100-sxm/0?slower=2000&call=0.002"
     assert gpu.simulated_text == "simulated:a100-sxm?slower=2000&call=0.002&noise=0&step=0&drift=0"
     with open_gpu(gpu.simulated_text) as simulated:
-        assert (simulated.name, simulated.supported_clocks_mhz) == (gpu.name, gpu.supported_clocks_mhz)
+        assert (simulated.name, simulated.supported_clocks_mhz) == (
+            gpu.name,
+            gpu.supported_clocks_mhz,
+        )
         assert simulated.name == "simulated a100-sxm slower=2000"
         simulated.run(DENSE)  # type: ignore[attr-defined]
         assert simulated.now_s() == pytest.approx(load(gpu).time_s(1410))
@@ -93,7 +98,14 @@ def test_it_is_the_simulated_gpu_of_the_same_name(gpu: EmulatedGpu):
 
 def test_numbers_and_options_tell_gpus_apart():
     with ExitStack() as stack:
-        texts = ("a100-sxm/0", "a100-sxm/1", "a100-pcie/0", "a100-sxm/0?slower=2", "a100-sxm/0?seed=1", "a100-sxm/00")
+        texts = (
+            "a100-sxm/0",
+            "a100-sxm/1",
+            "a100-pcie/0",
+            "a100-sxm/0?slower=2",
+            "a100-sxm/0?seed=1",
+            "a100-sxm/00",
+        )
         gpus = [stack.enter_context(closing(open_emulated(text))) for text in texts]
         assert len({gpu.uuid for gpu in gpus}) == 5
         assert gpus[-1].uuid == gpus[0].uuid
@@ -108,14 +120,18 @@ def test_numbers_and_options_tell_gpus_apart():
         ("a100-sxm/", "the number is missing; write one, such as emulated:a100-sxm/0"),
         ("a100-sxm/-1", "the number is missing; write one, such as emulated:a100-sxm/0"),
         ("a100-sxm/../../x", "the number is missing; write one, such as emulated:a100-sxm/0"),
-        ("a100-sxm/0?slower=0", "'0' is not a slowdown: write a factor from 0.001 to 1e6, such as 2000"),
+        (
+            "a100-sxm/0?slower=0",
+            "'0' is not a slowdown: write a factor from 0.001 to 1e6, such as 2000",
+        ),
         (
             "a100-sxm/0?slower=nan",
             "'nan' is not a slowdown: write a factor from 0.001 to 1e6, such as 2000",
         ),
         (
             "a100-sxm/0?call=-1",
-            "'-1' is not a duration of a call: write seconds, or a number with ms or s, such as 5ms",
+            "'-1' is not a duration of a call: write seconds, or a number with ms or s, such as "
+            "5ms",
         ),
     ],
 )
@@ -128,10 +144,14 @@ def test_what_cannot_be_opened_is_refused(which: str, wrong: str):
 # Time and energy
 
 
-def test_work_takes_what_the_model_says_at_the_clock_in_force(virtual_time: VirtualTime, gpu: EmulatedGpu):
+def test_work_takes_what_the_model_says_at_the_clock_in_force(
+    virtual_time: VirtualTime, gpu: EmulatedGpu
+):
     for clock_mhz in (1410, 705):
         settled(gpu, clock_mhz)
-        assert computed_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(clock_mhz), rel=1e-3, abs=1e-5)
+        assert computed_s(gpu, SHORT) == pytest.approx(
+            load(gpu, SHORT).time_s(clock_mhz), rel=1e-3, abs=1e-5
+        )
         assert 0 <= gpu.run(SHORT) < 1e-5, "it returns soon after the end"
 
 
@@ -148,7 +168,9 @@ def test_a_clock_that_another_process_sets_changes_what_is_left_of_the_work(
     early_s = before_s = 0.0
     done_s, work = [0.0, 0.0], DENSE * 2.5
     with setter(gpu.text) as process:
-        while done_s[1] - early_s >= before_s:  # until it is so much that the other process comes in time
+        while (
+            done_s[1] - early_s >= before_s
+        ):  # until it is so much that the other process comes in time
             work *= 2
             before_s, after_s = (load(gpu, work).time_s(clock) for clock in (before_mhz, after_mhz))
             settled(gpu, before_mhz)
@@ -194,7 +216,9 @@ def test_what_it_does_is_read_while_it_does_it(virtual_time: VirtualTime, gpu: E
         assert other.power_w() < 100
 
 
-def test_a_power_limit_holds_the_clock_back_and_is_counted(virtual_time: VirtualTime, gpu: EmulatedGpu):
+def test_a_power_limit_holds_the_clock_back_and_is_counted(
+    virtual_time: VirtualTime, gpu: EmulatedGpu
+):
     gpu.set_power_limit_w(200.0)
     limited = replace(load(gpu, SHORT), power_limit_w=200.0)
     assert computed_s(gpu, SHORT) == pytest.approx(limited.time_s(1410), rel=1e-3, abs=1e-5)
@@ -210,7 +234,9 @@ def test_a_throttled_gpu_is_a_straggler(virtual_time: VirtualTime):
     with closing(open_emulated(f"{WHICH}&fault=throttled@0s-1000s")) as gpu:
         gpu.set_clock_mhz(1200)
         gpu.wait(2 * SETTLE_S)
-        assert computed_s(gpu, SHORT) == pytest.approx(load(gpu, SHORT).time_s(0.7 * 1200), rel=1e-3, abs=1e-5)
+        assert computed_s(gpu, SHORT) == pytest.approx(
+            load(gpu, SHORT).time_s(0.7 * 1200), rel=1e-3, abs=1e-5
+        )
         assert gpu.throttle_reasons() == {"hw-thermal"}
         assert gpu.throttled_s()["hw-thermal"] > 0.01
 
@@ -236,7 +262,10 @@ def test_a_call_takes_its_time_and_the_clock_follows(virtual_time: VirtualTime, 
 
 def test_calls_of_the_gpus_of_a_node_are_made_one_after_another():
     with ExitStack() as stack:
-        gpus = [stack.enter_context(closing(open_emulated(f"a100-sxm/{number}?call=20ms"))) for number in range(4)]
+        gpus = [
+            stack.enter_context(closing(open_emulated(f"a100-sxm/{number}?call=20ms")))
+            for number in range(4)
+        ]
         start_s = time.monotonic()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda gpu: gpu.set_clock_mhz(900), gpus))
@@ -361,13 +390,16 @@ def spoiled(state: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["folder is a link", "folder is open to others", "folder of another user", "pipe", "link"]
+    "how",
+    ["folder is a link", "folder is open to others", "folder of another user", "pipe", "link"],
 )
 def test_files_that_are_not_its_users_alone_are_not_opened(state: Path, how: str):
     if how == "folder of another user" and os.geteuid():
         pytest.skip("needs root")
     spoiled(state, how)
-    with pytest.raises(GpuError, match=r"cannot be shared|is open to other users|is not a file of this user"):
+    with pytest.raises(
+        GpuError, match=r"cannot be shared|is open to other users|is not a file of this user"
+    ):
         open_emulated(WHICH)
     if how == "link":
         assert (state / "mine").read_text() == "precious"
@@ -418,5 +450,7 @@ from perseus_planner.gpu import open_gpu
 with open_gpu(sys.argv[1]) as gpu:
     print(gpu.uuid, gpu.name)
 """
-    said = subprocess.run([sys.executable, "-c", code, gpu.text], cwd="/", capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", code, gpu.text], cwd="/", capture_output=True, text=True, check=True
+    )
     assert said.stdout.strip() == f"{gpu.uuid} simulated a100-sxm slower=2000"

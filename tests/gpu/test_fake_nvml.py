@@ -16,7 +16,9 @@ from perseus_planner.gpu import open_gpu
 def test_settings_of_all_gpus_queue_behind_one_lock(nvml: StandIn):
     nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 20_000)
     with open_gpu("nvml:0") as first, open_gpu("nvml:1") as second:
-        threads = [threading.Thread(target=gpu.set_clock_mhz, args=(1200,)) for gpu in (first, second)]
+        threads = [
+            threading.Thread(target=gpu.set_clock_mhz, args=(1200,)) for gpu in (first, second)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -28,8 +30,13 @@ def test_settings_of_all_gpus_queue_behind_one_lock(nvml: StandIn):
 
 def test_a_process_killed_while_it_sets_a_clock_leaves_the_lock_to_others(nvml: StandIn):
     nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 60_000_000, gpu=0)
-    script = "from perseus_planner.gpu import open_gpu\nwith open_gpu('nvml:0') as gpu: gpu.set_clock_mhz(1200)"
-    with subprocess.Popen([sys.executable, "-c", script], cwd="/", env=nvml.environment()) as killed:
+    script = (
+        "from perseus_planner.gpu import open_gpu\nwith open_gpu('nvml:0') as gpu: "
+        "gpu.set_clock_mhz(1200)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd="/", env=nvml.environment()
+    ) as killed:
         while nvml.calls("nvmlDeviceSetGpuLockedClocks", 0) == 0 and killed.poll() is None:
             pass
         killed.kill()
@@ -57,10 +64,18 @@ def test_power_follows_the_lock_and_the_limit(nvml: StandIn):
         gpu.set_clock_mhz(1200)
         assert gpu.power_w() == 350.0
         gpu.set_power_limit_w(200.0)
-        assert (gpu.clock_mhz(), gpu.power_w(), gpu.throttle_reasons()) == (600, 200.0, {"sw-power-cap"})
+        assert (gpu.clock_mhz(), gpu.power_w(), gpu.throttle_reasons()) == (
+            600,
+            200.0,
+            {"sw-power-cap"},
+        )
         gpu.reset_power_limit()
         gpu.reset_clocks()
-        assert (gpu.clock_mhz(), gpu.power_w(), gpu.throttle_reasons()) == (1980, 545.0, frozenset())
+        assert (gpu.clock_mhz(), gpu.power_w(), gpu.throttle_reasons()) == (
+            1980,
+            545.0,
+            frozenset(),
+        )
 
 
 def test_energy_is_counted_through_a_change_of_the_clock_and_said_in_steps(nvml: StandIn):

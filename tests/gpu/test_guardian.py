@@ -38,7 +38,10 @@ def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def is_reset(nvml: StandIn) -> bool:
     limits_w = {nvml.limit_w(index) for index in range(2)}
-    return [nvml.locked_mhz(index) for index in range(2)] == [None, None] and limits_w <= {None, 700.0}
+    return [nvml.locked_mhz(index) for index in range(2)] == [None, None] and limits_w <= {
+        None,
+        700.0,
+    }
 
 
 def kill_at_random_moments(nvml: StandIn, state: Path, victims: str, times: int, seed: int) -> None:
@@ -75,7 +78,9 @@ def test_sigkill_at_random_moments_leaves_no_clock_locked(nvml: StandIn, state: 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victims", VICTIMS)
-def test_200_sigkills_at_random_moments_leave_no_clock_locked(nvml: StandIn, state: Path, victims: str):
+def test_200_sigkills_at_random_moments_leave_no_clock_locked(
+    nvml: StandIn, state: Path, victims: str
+):
     kill_at_random_moments(nvml, state, victims, times=200, seed=2)
 
 
@@ -102,7 +107,9 @@ def test_a_forked_child_that_lives_on_does_not_hide_the_owners_death(nvml: Stand
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         children = psutil.Process(process.pid).children()
-        (guardian,) = [child for child in children if "perseus_planner.gpu.lease.guardian" in child.cmdline()]
+        (guardian,) = [
+            child for child in children if "perseus_planner.gpu.lease.guardian" in child.cmdline()
+        ]
         (child,) = [child for child in children if child != guardian]
         kill(process.pid)
         await_end([guardian])
@@ -153,7 +160,9 @@ def test_an_owner_that_ends_by_sigterm_leaves_nothing(nvml: StandIn, state: Path
         assert files(state) == []
 
 
-def test_the_guardian_of_a_dead_owner_does_not_reset_what_a_new_one_sets(nvml: StandIn, state: Path):
+def test_the_guardian_of_a_dead_owner_does_not_reset_what_a_new_one_sets(
+    nvml: StandIn, state: Path
+):
     with owner(LOCKS_AND_WAITS) as process, ExitStack() as stack:
         (guardian,) = guardians(process)
         guardian.suspend()
@@ -197,7 +206,9 @@ def test_a_guardian_that_cannot_start_prevents_the_lease(nvml: StandIn, state: P
         with pytest.raises(GpuError) as caught, lease_gpus([gpu]):
             pytest.fail("must not be reached")
     message = str(caught.value)
-    assert message.startswith("the guardian that resets GPUs if this process dies could not be started: ")
+    assert message.startswith(
+        "the guardian that resets GPUs if this process dies could not be started: "
+    )
     assert "libnvidia-ml.so.1" in message
     assert files(state) == []
     assert is_reset(nvml)
@@ -219,10 +230,12 @@ def test_a_guardian_is_light_and_holds_nothing_of_its_owner(nvml: StandIn, state
         assert process.wait(10) == 0
 
 
-def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(nvml: StandIn, state: Path):
+def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(
+    nvml: StandIn, state: Path
+):
     """The owner may import the package from a relative path."""
     package = Path(sys.modules["perseus_planner"].__file__).parents[1]
-    code = f"import sys; sys.path.append({os.path.relpath(package, state.parent)!r})\n{LOCKS_AND_WAITS}"
+    code = f"import sys; sys.path.append({os.path.relpath(package, state.parent)!r})\n{LOCKS_AND_WAITS}"  # noqa: E501
     with owner(code, folder=state.parent) as process:
         process.stdin.close()
         assert process.wait(10) == 0
@@ -230,7 +243,9 @@ def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(nvml
 
 def test_without_a_record_a_guardian_has_nothing_to_do(nvml: StandIn, state: Path):
     command = [sys.executable, "-m", "perseus_planner.gpu.lease.guardian", "none"]
-    result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=300, check=True)
+    result = subprocess.run(
+        command, cwd="/", capture_output=True, text=True, timeout=300, check=True
+    )
     assert (result.stdout, result.stderr) == ("", "")
 
 
@@ -269,7 +284,7 @@ else:
     print("begun", file=open(sys.argv[4], "w"), flush=True)
     time.sleep(0.5)
     pynvml.nvmlDeviceSetGpuLockedClocks(device, int(sys.argv[3]), int(sys.argv[3]))
-"""
+"""  # noqa: E501
 
 
 def test_a_command_that_sets_a_clock_after_its_owner_was_killed_is_undone(
@@ -278,14 +293,20 @@ def test_a_command_that_sets_a_clock_after_its_owner_was_killed_is_undone(
     (tmp_path / "slow.py").write_text(SLOW_COMMAND)
     os.mkfifo(tmp_path / "begun")
     command = f"{sys.executable} {tmp_path / 'slow.py'}"
-    monkeypatch.setenv("PLANNER_SET_CLOCK", f"{command} set {{uuid}} {{min}} {tmp_path / 'begun'} {{max}}")
+    monkeypatch.setenv(
+        "PLANNER_SET_CLOCK", f"{command} set {{uuid}} {{min}} {tmp_path / 'begun'} {{max}}"
+    )
     monkeypatch.setenv("PLANNER_RESET_CLOCK", f"{command} reset {{uuid}}")
     code = LOCKS_AND_WAITS.replace(
         "        for gpu in gpus:", '        print("held", flush=True)\n        for gpu in gpus:'
     )
     with owner(code, ["command:0"]) as process:
         assert (tmp_path / "begun").read_text() == "begun\n"
-        (guardian,) = [child for child in guardians(process) if "perseus_planner.gpu.lease.guardian" in child.cmdline()]
+        (guardian,) = [
+            child
+            for child in guardians(process)
+            if "perseus_planner.gpu.lease.guardian" in child.cmdline()
+        ]
         kill(process.pid)
         await_end([guardian])
         assert [(each.function[10:], each.high) for each in nvml.settings()][-3:] == [

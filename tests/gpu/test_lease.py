@@ -1,4 +1,6 @@
-"""One process at a time leases a GPU; the lease is recorded before anything is set, and ends with a reset."""
+"""One process at a time leases a GPU; the lease is recorded before anything is set, and ends
+with a reset.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def gpus(nvml: StandIn, state: Path):
 
 
 def a_record(**changes: object) -> LeaseRecord:
-    record = LeaseRecord(f"nvml:{UUIDS[0]}", UUIDS[0], "H100", "abc", "2026", True, True, None, this_process())
+    record = LeaseRecord(
+        f"nvml:{UUIDS[0]}", UUIDS[0], "H100", "abc", "2026", True, True, None, this_process()
+    )
     return replace(record, **changes)
 
 
@@ -100,7 +104,9 @@ def test_an_interrupt_inside_the_call_that_locks_a_clock_leaves_none_locked(
     assert (files(state), own_guardians()) == ([], [])
 
 
-def test_an_interrupt_right_after_the_record_is_written_leaves_none(gpus, state: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_right_after_the_record_is_written_leaves_none(
+    gpus, state: Path, monkeypatch: pytest.MonkeyPatch
+):
     write = LockedRecords.write
 
     def written_and_interrupted(*arguments: object) -> None:
@@ -118,10 +124,16 @@ def test_an_interrupt_right_after_the_record_is_written_leaves_none(gpus, state:
 
 def test_the_record_is_there_before_anything_is_set(gpus, nvml: StandIn, state: Path):
     with lease_gpus(gpus[:1]):
-        assert [setting.high for setting in nvml.settings()] == [0]  # the reset that shows permission
+        assert [setting.high for setting in nvml.settings()] == [
+            0
+        ]  # the reset that shows permission
         record = json.loads(file_of(state).read_text())
         assert record["gpu"] == gpus[0].text
-        assert (record["uuid"], record["name"], record["power_limit_w"]) == (UUIDS[0], gpus[0].name, 700.0)
+        assert (record["uuid"], record["name"], record["power_limit_w"]) == (
+            UUIDS[0],
+            gpus[0].name,
+            700.0,
+        )
         assert record["owner"] == asdict(this_process())
         assert record["owner"]["pid"] == os.getpid()
         assert stat.S_IMODE(file_of(state).stat().st_mode) == 0o644
@@ -151,7 +163,9 @@ def test_a_power_limit_that_nobody_may_set_is_left_alone(gpus, nvml: StandIn):
     assert nvml.limit_w(0) == 300.0
 
 
-def test_a_gpu_whose_clocks_cannot_be_locked_can_be_held_for_its_power_limit(gpus, nvml: StandIn, state: Path):
+def test_a_gpu_whose_clocks_cannot_be_locked_can_be_held_for_its_power_limit(
+    gpus, nvml: StandIn, state: Path
+):
     nvml.fail(RESET, 3)
     with lease_gpus(gpus[:1]):
         gpus[0].set_power_limit_w(300.0)
@@ -159,7 +173,9 @@ def test_a_gpu_whose_clocks_cannot_be_locked_can_be_held_for_its_power_limit(gpu
     assert files(state) == []
 
 
-def test_a_gpu_whose_clocks_cannot_be_unlocked_is_not_leased_for_them(gpus, nvml: StandIn, state: Path):
+def test_a_gpu_whose_clocks_cannot_be_unlocked_is_not_leased_for_them(
+    gpus, nvml: StandIn, state: Path
+):
     nvml.fail(RESET, 3)
     with pytest.raises(GpuNotSupported), lease_gpus(gpus[:1], power_limit=False):
         pytest.fail("must not be reached")
@@ -171,7 +187,9 @@ def test_a_gpu_is_held_once_in_a_process(gpus, nvml: StandIn, state: Path):
         gpus[0].set_clock_mhz(1500)
         for again in (gpus[:1], gpus[::-1]):
             with (
-                pytest.raises(GpuInUse, match="this process has leased it already; name each GPU once"),
+                pytest.raises(
+                    GpuInUse, match="this process has leased it already; name each GPU once"
+                ),
                 lease_gpus(again),
             ):
                 pass
@@ -217,7 +235,11 @@ def test_what_a_dead_owner_left_is_reset_before_the_gpu_is_taken(gpus, nvml: Sta
         process.wait()
         assert nvml.locked_mhz(0) == (1500, 1500)
         (left, other) = stale_records()
-        assert (left.owner.pid, left.gpu, other.gpu) == (process.pid, f"nvml:{UUIDS[0]}", f"nvml:{UUIDS[1]}")
+        assert (left.owner.pid, left.gpu, other.gpu) == (
+            process.pid,
+            f"nvml:{UUIDS[0]}",
+            f"nvml:{UUIDS[1]}",
+        )
     with lease_gpus(gpus[:1]):
         assert nvml.locked_mhz(0) is None
         assert nvml.limit_w(0) == 700.0
@@ -243,14 +265,18 @@ def test_a_zombie_is_dead(gpus, nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS, ["nvml:0"]) as process:
         (guardian,) = guardians(process)
         kill(guardian.pid, process.pid)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays in the list of processes
+        os.waitid(
+            os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
+        )  # it has ended, and stays in the list of processes
         assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
         assert [each.problem for each in recover()] == [None]
     assert files(state) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a file of another user")
-def test_a_record_of_a_gpu_that_was_taken_since_is_removed_and_nothing_is_reset(gpus, nvml: StandIn, state: Path):
+def test_a_record_of_a_gpu_that_was_taken_since_is_removed_and_nothing_is_reset(
+    gpus, nvml: StandIn, state: Path
+):
     with lease_gpus(gpus[:1]):
         gpus[0].set_clock_mhz(1500)
         dead = json.loads(file_of(state).read_text())
@@ -262,7 +288,9 @@ def test_a_record_of_a_gpu_that_was_taken_since_is_removed_and_nothing_is_reset(
         assert files(state) == [file_of(state).name]
 
 
-def test_a_gpu_that_cannot_be_reset_stops_no_other_and_is_found_later(gpus, nvml: StandIn, state: Path):
+def test_a_gpu_that_cannot_be_reset_stops_no_other_and_is_found_later(
+    gpus, nvml: StandIn, state: Path
+):
     def both() -> None:
         with lease_gpus(gpus):
             for gpu in gpus:
@@ -364,7 +392,9 @@ def test_what_is_no_record_is_refused_and_not_followed(gpus, nvml: StandIn, stat
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
         lambda inner: (
             st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from([*asdict(a_record()), *asdict(this_process())]), inner, max_size=12)
+            | st.dictionaries(
+                st.sampled_from([*asdict(a_record()), *asdict(this_process())]), inner, max_size=12
+            )
         ),
     ).map(lambda value: json.dumps(value).encode())
 )
@@ -468,7 +498,9 @@ def test_a_child_that_leaves_the_block_after_a_fork_changes_nothing(nvml: StandI
 
 
 def test_an_owner_that_becomes_another_program_has_ended_its_lease(nvml: StandIn, state: Path):
-    code = LOCKS_AND_WAITS.replace("sys.stdin.read()", 'sys.stdin.readline(); os.execvp("sleep", ["sleep", "100"])')
+    code = LOCKS_AND_WAITS.replace(
+        "sys.stdin.read()", 'sys.stdin.readline(); os.execvp("sleep", ["sleep", "100"])'
+    )
     with owner(code, ["nvml:0"]) as process:
         (guardian,) = psutil.Process(process.pid).children()
         process.stdin.write("\n")
@@ -480,7 +512,9 @@ def test_an_owner_that_becomes_another_program_has_ended_its_lease(nvml: StandIn
 
 
 def test_of_several_processes_that_contend_one_has_the_gpu(nvml: StandIn, state: Path):
-    """Each process sets a different clock; if two leased the GPU at once, one would read the clock of the other."""
+    """Each process sets a different clock; if two leased the GPU at once, one would read the
+    clock of the other.
+    """
     nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 1000)
     code = """
 import sys
@@ -501,7 +535,9 @@ with open_gpu("nvml:0") as gpu:
             pass
 """
     contenders = [
-        subprocess.Popen([sys.executable, "-c", code, str(clock_mhz)], cwd="/", stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(clock_mhz)], cwd="/", stderr=subprocess.PIPE, text=True
+        )
         for clock_mhz in (1500, 1005)
     ]
     said = [contender.communicate(timeout=300)[1] for contender in contenders]

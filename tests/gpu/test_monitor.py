@@ -16,7 +16,8 @@ from perseus_planner.errors import GpuError, GpuLost, UsageError
 from perseus_planner.gpu.monitor import PowerSample
 
 COUNTER = "nvmlDeviceGetTotalEnergyConsumption"
-LATER_S = 1_000_000_000  #: far after now on any machine, so that the counter of the stand-in never goes back
+#: far after now on any machine, so that the counter of the stand-in never goes back
+LATER_S = 1_000_000_000
 
 
 @pytest.fixture
@@ -27,7 +28,9 @@ def monitor(nvml: StandIn) -> Iterator[Monitor]:
         yield opened
 
 
-def measured_j(nvml: StandIn, monitor: Monitor, begin_s: float, end_s: float) -> tuple[float, float]:
+def measured_j(
+    nvml: StandIn, monitor: Monitor, begin_s: float, end_s: float
+) -> tuple[float, float]:
     """Return the joules and their error of a window between two times of the stand-in."""
     nvml.set("now_s", begin_s)
     with monitor.window() as window:
@@ -107,9 +110,16 @@ def test_the_device_is_synchronised_only_where_that_is_asked_for(monitor: Monito
 
 def test_a_window_is_read_after_it_has_ended(monitor: Monitor):
     window = monitor.window("epoch")
-    with pytest.raises(UsageError, match=r"^window 'epoch': has not begun; begin and end each window once$"):
+    with pytest.raises(
+        UsageError, match=r"^window 'epoch': has not begun; begin and end each window once$"
+    ):
         window.end()
-    with window, pytest.raises(UsageError, match=r"^window 'epoch': has not ended; read it after its `with` block$"):
+    with (
+        window,
+        pytest.raises(
+            UsageError, match=r"^window 'epoch': has not ended; read it after its `with` block$"
+        ),
+    ):
         _ = window.energy_j
     with pytest.raises(UsageError, match=r"^window 'epoch': has ended already"):
         window.end()
@@ -148,5 +158,7 @@ def test_energy_is_that_of_zeus(nvml: StandIn, monitor: Monitor):
     with monitor.window() as ours:
         nvml.set("now_s", LATER_S + 12.34)
     result = theirs.end_window("window", sync_execution=False)
-    assert [gpu.energy_j for gpu in ours.gpus] == pytest.approx([result.gpu_energy[0], result.gpu_energy[1]])
+    assert [gpu.energy_j for gpu in ours.gpus] == pytest.approx(
+        [result.gpu_energy[0], result.gpu_energy[1]]
+    )
     assert ours.energy_j == pytest.approx(result.total_energy)

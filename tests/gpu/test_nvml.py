@@ -18,10 +18,26 @@ NOT_SUPPORTED, NO_PERMISSION, UNINITIALIZED, LOST = 3, 4, 1, 15
 
 
 def test_readings_are_in_si_units(nvml: StandIn):
-    nvml.add("* now_s 100", "* power_w 321.5", "* clock_mhz 1395", "* temperature_c 71", "* throttle 0x165")
-    nvml.add("* energy_mj 123456", "* field_74 2500000000", "* field_271 7", "* limit_mw 200000 700000 600000")
+    nvml.add(
+        "* now_s 100",
+        "* power_w 321.5",
+        "* clock_mhz 1395",
+        "* temperature_c 71",
+        "* throttle 0x165",
+    )
+    nvml.add(
+        "* energy_mj 123456",
+        "* field_74 2500000000",
+        "* field_271 7",
+        "* limit_mw 200000 700000 600000",
+    )
     with open_gpu("nvml:0") as gpu:
-        assert (gpu.energy_j(), gpu.power_w(), gpu.clock_mhz(), gpu.temperature_c()) == (123.456, 321.5, 1395, 71.0)
+        assert (gpu.energy_j(), gpu.power_w(), gpu.clock_mhz(), gpu.temperature_c()) == (
+            123.456,
+            321.5,
+            1395,
+            71.0,
+        )
         assert gpu.throttle_reasons() == {"sw-power-cap", "sw-thermal", "hw-thermal"}
         assert gpu.throttled_s() == {
             "sw-power-cap": 2.5,
@@ -31,7 +47,11 @@ def test_readings_are_in_si_units(nvml: StandIn):
             "hw-power-brake": 7e-9,
         }
         assert (gpu.power_limits_w, gpu.power_limit_w()) == ((200.0, 700.0), 600.0)
-        assert (gpu.text, gpu.uuid, gpu.name) == (f"nvml:{UUIDS[0]}", UUIDS[0], "NVIDIA H100 80GB HBM3")
+        assert (gpu.text, gpu.uuid, gpu.name) == (
+            f"nvml:{UUIDS[0]}",
+            UUIDS[0],
+            "NVIDIA H100 80GB HBM3",
+        )
         assert (gpu.origin, gpu.driver, gpu.keeps_settings) == ("measured", "570.86.15", True)
         assert gpu.supported_clocks_mhz == CLOCKS_MHZ
         assert gpu.warnings() == ()
@@ -46,13 +66,20 @@ def test_energy_between_two_readings_is_power_times_time(nvml: StandIn):
 
 
 def test_clocks_are_listed_highest_first_once_each_and_for_the_highest_memory_clock(nvml: StandIn):
-    nvml.add("* memory_clocks 405 2619 1593", "* clocks 900 1200 0 900 4294967295 1050", "* clocks_at_405 405")
+    nvml.add(
+        "* memory_clocks 405 2619 1593",
+        "* clocks 900 1200 0 900 4294967295 1050",
+        "* clocks_at_405 405",
+    )
     with open_gpu("nvml:0") as gpu:
         assert gpu.supported_clocks_mhz == (1200, 1050, 900)
 
 
 def test_a_locked_clock_outlives_the_process_and_is_reset_by_another(nvml: StandIn):
-    script = "from perseus_planner.gpu import open_gpu\nwith open_gpu('nvml:1') as gpu: gpu.set_clock_mhz(1200)"
+    script = (
+        "from perseus_planner.gpu import open_gpu\nwith open_gpu('nvml:1') as gpu: "
+        "gpu.set_clock_mhz(1200)"
+    )
     subprocess.run([sys.executable, "-c", script], cwd="/", env=nvml.environment(), check=True)
     assert (nvml.locked_mhz(0), nvml.locked_mhz(1)) == (None, (1200, 1200))
     with open_gpu("nvml:1") as gpu:
@@ -66,8 +93,8 @@ def test_a_clock_that_is_not_supported_is_refused_before_nvml_rounds_it(nvml: St
     with open_gpu("nvml:0") as gpu, pytest.raises(GpuError) as refused:
         gpu.set_clock_mhz(1001)
     assert str(refused.value) == (
-        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1001 MHz; the nearest supported clock is 1005 MHz, and all are "
-        "from 210 to 1980 MHz"
+        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1001 MHz; the nearest supported clock is "
+        "1005 MHz, and all are from 210 to 1980 MHz"
     )
     assert nvml.settings() == []
 
@@ -86,8 +113,8 @@ def test_a_power_limit_is_set_and_set_back(nvml: StandIn):
         gpu.set_power_limit_w(250.5)
         assert (nvml.limit_w(0), gpu.power_limit_w()) == (250.5, 250.5)
         assert gpu.warnings() == (
-            "the power limit is 250.5 W, below its default of 700 W, so that high clocks may not be reached; train "
-            "under the same limit, or restore the default (`nvidia-smi -pl 700`)",
+            "the power limit is 250.5 W, below its default of 700 W, so that high clocks may not "
+            "be reached; train under the same limit, or restore the default (`nvidia-smi -pl 700`)",
         )
         gpu.reset_power_limit()
         assert gpu.power_limit_w() == 700.0
@@ -104,25 +131,32 @@ def test_a_power_limit_out_of_range_is_refused(nvml: StandIn, limit_w: float):
 
 
 @pytest.mark.parametrize(
-    "which", ["1", UUIDS[1], UUIDS[1].lower(), "GPU-2", PCI[1], "af:00.0", "AF:00", "00000000:AF:00.0"]
+    "which",
+    ["1", UUIDS[1], UUIDS[1].lower(), "GPU-2", PCI[1], "af:00.0", "AF:00", "00000000:AF:00.0"],
 )
 def test_a_gpu_is_named_by_index_uuid_or_pci_bus_id(nvml: StandIn, which: str):
     with open_gpu(f"nvml:{which}") as gpu:
         assert gpu.text == f"nvml:{UUIDS[1]}"
 
 
-@pytest.mark.parametrize("which", ["", "2", "-1", "01x", "99999999999999999999", "9" * 5000, "GPU-3", "H100", "٣"])
+@pytest.mark.parametrize(
+    "which", ["", "2", "-1", "01x", "99999999999999999999", "9" * 5000, "GPU-3", "H100", "٣"]
+)
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(nvml: StandIn, which: str):
     with pytest.raises(GpuError) as refused, open_gpu(f"nvml:{which}"):
         pass
     name = "NVIDIA H100 80GB HBM3"
     assert str(refused.value) == (
-        f"nvml:{which}: NVML shows no such GPU; choose one of: 0 {UUIDS[0]} {name}; 1 {UUIDS[1]} {name}"
+        f"nvml:{which}: NVML shows no such GPU; choose one of: 0 {UUIDS[0]} {name}; 1 {UUIDS[1]} "
+        f"{name}"
     )
 
 
 def test_an_ambiguous_uuid_is_refused(nvml: StandIn):
-    with pytest.raises(GpuError, match=r"several GPUs match: nvml:GPU-1.*; write more"), open_gpu("nvml:GPU-"):
+    with (
+        pytest.raises(GpuError, match=r"several GPUs match: nvml:GPU-1.*; write more"),
+        open_gpu("nvml:GPU-"),
+    ):
         pass
 
 
@@ -137,7 +171,10 @@ def test_mig_instances_and_vgpus_are_refused(nvml: StandIn):
     with pytest.raises(GpuNotSupported, match=said), open_gpu("nvml:MIG-0ff0"):
         pass
     nvml.set("virtualization", 2, gpu=1)
-    with pytest.raises(GpuNotSupported, match=r"this is a vGPU.*; run on the host"), open_gpu("nvml:1"):
+    with (
+        pytest.raises(GpuNotSupported, match=r"this is a vGPU.*; run on the host"),
+        open_gpu("nvml:1"),
+    ):
         pass
 
 
@@ -146,7 +183,9 @@ def test_what_falsifies_a_profile_is_said(nvml: StandIn):
     with open_gpu("nvml:0") as gpu:
         mig, profiles, smoothing, persistence = gpu.warnings()
     assert mig.startswith("MIG is on")
-    assert profiles.startswith("workload power profiles are active (MAX_P, LLM_TRAINING, LOW_PRIORITY_BACKGROUND)")
+    assert profiles.startswith(
+        "workload power profiles are active (MAX_P, LLM_TRAINING, LOW_PRIORITY_BACKGROUND)"
+    )
     assert smoothing.startswith("power smoothing is on")
     assert persistence.startswith("persistence mode is off")
     with open_gpu("nvml:1") as gpu:
@@ -157,23 +196,33 @@ def test_power_smoothing_forbids_power_limits_below_its_floor(nvml: StandIn):
     nvml.add("0 field_251 1", "0 field_255 350", "1 field_251 0", "1 field_255 350")
     with open_gpu("nvml:0") as gpu, open_gpu("nvml:1") as other:
         (warning,) = gpu.warnings()
-        assert warning.startswith("power smoothing is on, which keeps power above 350 W, so that lower clocks may save")
+        assert warning.startswith(
+            "power smoothing is on, which keeps power above 350 W, so that lower clocks may save"
+        )
         assert (gpu.power_limits_w, other.power_limits_w) == ((350.0, 700.0), (100.0, 700.0))
-        with pytest.raises(GpuError, match=r"cannot set its power limit to 300 W; choose 350 to 700 W"):
+        with pytest.raises(
+            GpuError, match=r"cannot set its power limit to 300 W; choose 350 to 700 W"
+        ):
             gpu.set_power_limit_w(300.0)
         other.set_power_limit_w(300.0)
 
 
 def test_a_module_is_read_where_the_gpu_alone_cannot_be_and_that_is_said(nvml: StandIn):
-    nvml.add("* module 1", "* power_w 600", "* field_83 error 3", "* field_186 error 3", "* field_191 error 3")
+    nvml.add(
+        "* module 1",
+        "* power_w 600",
+        "* field_83 error 3",
+        "* field_186 error 3",
+        "* field_191 error 3",
+    )
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", NOT_SUPPORTED)
     nvml.fail("nvmlDeviceGetPowerUsage", NOT_SUPPORTED)
     with open_gpu("nvml:0") as gpu:
         assert gpu.power_w() == 600.0
         assert gpu.energy_j() > 999.0
         assert gpu.warnings() == (
-            "energy and power can only be read for the whole module, including the CPU; compare only profiles that "
-            "were measured the same way",
+            "energy and power can only be read for the whole module, including the CPU; compare "
+            "only profiles that were measured the same way",
         )
 
 
@@ -198,7 +247,11 @@ def test_power_is_read_the_older_way_where_the_field_has_none(nvml: StandIn, sai
 
 def test_reasons_that_are_not_counted_are_left_out(nvml: StandIn):
     nvml.add(
-        "* field_74 0", "* field_269 error 3", "* field_270 untouched", "* field_271 error 2", "* field_76 error 6"
+        "* field_74 0",
+        "* field_269 error 3",
+        "* field_270 untouched",
+        "* field_271 error 2",
+        "* field_76 error 6",
     )
     with open_gpu("nvml:0") as gpu:
         assert gpu.throttled_s() == {"sw-power-cap": 0.0}
@@ -224,9 +277,10 @@ def test_the_text_of_a_refusal_says_who_what_why_and_what_to_do(nvml: StandIn):
     with open_gpu("nvml:0") as gpu, pytest.raises(GpuNotPermitted) as refused:
         gpu.set_clock_mhz(1200)
     assert str(refused.value) == (
-        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1200 MHz: NVML returns 'Insufficient Permissions' (error 4) "
-        "from nvmlDeviceSetGpuLockedClocks; setting needs root (in Docker also `--cap-add SYS_ADMIN`): run as root, or "
-        "choose a back-end that sets for you (zeusd: or command:), or set nothing (dry-run:, or observe mode)"
+        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1200 MHz: NVML returns 'Insufficient "
+        "Permissions' (error 4) from nvmlDeviceSetGpuLockedClocks; setting needs root (in Docker "
+        "also `--cap-add SYS_ADMIN`): run as root, or choose a back-end that sets for you (zeusd: "
+        "or command:), or set nothing (dry-run:, or observe mode)"
     )
 
 
@@ -252,13 +306,23 @@ def test_a_gpu_that_is_lost_midway_is_lost_in_every_call_and_hides_no_other(nvml
     with open_gpu("nvml:0") as lost, open_gpu("nvml:1") as other:
         lost.set_clock_mhz(1200)
         nvml.fail("*", LOST, gpu=0)
-        for call in (lost.energy_j, lost.power_w, lost.clock_mhz, lost.temperature_c, lost.warnings, lost.reset_clocks):
+        for call in (
+            lost.energy_j,
+            lost.power_w,
+            lost.clock_mhz,
+            lost.temperature_c,
+            lost.warnings,
+            lost.reset_clocks,
+        ):
             with pytest.raises(GpuLost, match=f"nvml:{UUIDS[0]}: .*dmesg.*reset it.*planner reset"):
                 call()
         assert other.power_w() > 0
     with pytest.raises(GpuLost, match="GPU is lost"), open_gpu("nvml:0"):
         pass
-    with pytest.raises(GpuLost, match="it may be the one that is lost"), open_gpu(f"nvml:{UUIDS[0]}"):
+    with (
+        pytest.raises(GpuLost, match="it may be the one that is lost"),
+        open_gpu(f"nvml:{UUIDS[0]}"),
+    ):
         pass
     with open_gpu(f"nvml:{UUIDS[1]}") as gpu:
         assert gpu.uuid == UUIDS[1]
@@ -269,7 +333,10 @@ def test_a_gpu_that_is_lost_midway_is_lost_in_every_call_and_hides_no_other(nvml
 
 
 def test_visible_gpus_opens_none_of_them(nvml: StandIn):
-    assert [(gpu.index, gpu.text) for gpu in visible_gpus()] == [(0, f"nvml:{UUIDS[0]}"), (1, f"nvml:{UUIDS[1]}")]
+    assert [(gpu.index, gpu.text) for gpu in visible_gpus()] == [
+        (0, f"nvml:{UUIDS[0]}"),
+        (1, f"nvml:{UUIDS[1]}"),
+    ]
     assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown") == 1
     nvml.set("gpus", 0)
     assert visible_gpus() == ()
@@ -322,7 +389,9 @@ with open_gpu("nvml:0") as gpu:
     assert gpu.clock_mhz() == 1200
     gpu.reset_clocks()
 """
-    subprocess.run([sys.executable, "-c", script], cwd="/", env=nvml.environment(), check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", script], cwd="/", env=nvml.environment(), check=True, timeout=300
+    )
     assert nvml.locked_mhz(0) is None
     assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown") == 2
 
@@ -345,7 +414,9 @@ from nvml_exercise import exercised, failed
 outcome = exercised("nvml:1")
 assert not failed(outcome), outcome
 print(*(outcome[name] for name in ("power_w", "temperature_c", "throttle_reasons", "power_limit_w", "throttled_s")))
-"""
+"""  # noqa: E501
     environment = {**old.environment(), "PYTHONPATH": "tests/support"}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
     assert (run.stdout, run.stderr) == ("111.0 55.0 frozenset({'hw-thermal'}) 700.0 {}\n", "")

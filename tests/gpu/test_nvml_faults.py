@@ -1,4 +1,6 @@
-"""With any NVML library, each method returns a plausible value or raises an error that says what to do."""
+"""With any NVML library, each method returns a plausible value or raises an error that says what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.nvml.discovery import visible_gpus
 
 FUNCTIONS = {
-    # function -> the methods that cannot do without it; none where an older function stands in, or nothing is lost
+    # function -> the methods that cannot do without it; none where an older function stands in, or
+    # nothing is lost
     "nvmlInitWithFlags": {"open"},
     "nvmlShutdown": set(),
     "nvmlSystemGetDriverVersion": {"driver"},
@@ -49,7 +52,14 @@ FUNCTIONS = {
 
 CODES = (*range(1, 31), 999, 4242, 4294967295)
 
-KINDS = {3: GpuNotSupported, 13: GpuNotSupported, 21: GpuNotSupported, 4: GpuNotPermitted, 15: GpuLost, 16: GpuLost}
+KINDS = {
+    3: GpuNotSupported,
+    13: GpuNotSupported,
+    21: GpuNotSupported,
+    4: GpuNotPermitted,
+    15: GpuLost,
+    16: GpuLost,
+}
 
 
 class Without:
@@ -88,9 +98,15 @@ def test_success_without_an_answer_is_never_a_reading(nvml: StandIn, function: s
     healthy = exercised("nvml:0", settings=False)
     nvml.fail(function, 0)
     outcome = exercised("nvml:0", settings=False)
-    changed = {name for name in outcome if outcome[name] != healthy.get(name)} - failed(outcome) - {"energy_j"}
+    changed = (
+        {name for name in outcome if outcome[name] != healthy.get(name)}
+        - failed(outcome)
+        - {"energy_j"}
+    )
     unknowable = {
-        "nvmlDeviceGetCurrentClocksEventReasons": {"throttle_reasons"},  # no bit set is a good answer
+        "nvmlDeviceGetCurrentClocksEventReasons": {
+            "throttle_reasons"
+        },  # no bit set is a good answer
         "nvmlDeviceGetFieldValues": {"throttled_s"},  # left out
         "nvmlDeviceGetPersistenceMode": {"warnings"},  # off is a good answer
     }
@@ -108,8 +124,12 @@ def test_every_function_may_be_missing(nvml: StandIn, nvml_library: Path, functi
         assert function.removesuffix("_v2").removesuffix("WithFlags") in str(outcome[method])
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetTemperatureV", "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"])
-def test_an_older_binding_may_lack_functions_too(nvml: StandIn, monkeypatch: pytest.MonkeyPatch, function: str):
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetTemperatureV", "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"]
+)
+def test_an_older_binding_may_lack_functions_too(
+    nvml: StandIn, monkeypatch: pytest.MonkeyPatch, function: str
+):
     import pynvml
 
     monkeypatch.delattr(pynvml, function)
@@ -123,13 +143,21 @@ def test_an_older_binding_may_lack_functions_too(nvml: StandIn, monkeypatch: pyt
         (9, "load the NVIDIA driver .*--gpus all"),
         (18, "have different versions: reboot the node"),
         (17, "allow /dev/nvidia"),
-        (12, "install that, or name the library's folder in LD_LIBRARY_PATH; .*--gpus all.*simulated:"),
+        (
+            12,
+            "install that, or name the library's folder in LD_LIBRARY_PATH; .*--gpus "
+            "all.*simulated:",
+        ),
         (999, "dmesg"),
     ],
 )
-def test_where_nvml_cannot_start_the_remedy_is_said_and_a_later_start_succeeds(nvml: StandIn, code: int, remedy: str):
+def test_where_nvml_cannot_start_the_remedy_is_said_and_a_later_start_succeeds(
+    nvml: StandIn, code: int, remedy: str
+):
     nvml.fail("nvmlInitWithFlags", code)
-    with pytest.raises(GpuError, match=f"NVML: cannot start: NVML returns .* from nvmlInit; .*{remedy}"):
+    with pytest.raises(
+        GpuError, match=f"NVML: cannot start: NVML returns .* from nvmlInit; .*{remedy}"
+    ):
         visible_gpus()
     with pytest.raises(GpuError, match="NVML: cannot start"), open_gpu("nvml:0"):
         pass
@@ -144,11 +172,16 @@ def test_without_the_library_what_brings_it_is_said(nvml: StandIn, monkeypatch: 
         raise OSError(f"{name}: cannot open shared object file: No such file or directory")
 
     monkeypatch.setattr(pynvml, "CDLL", not_found)
-    with loaded(None), pytest.raises(GpuError, match=r"libnvidia-ml\.so\.1 comes with the NVIDIA driver"):
+    with (
+        loaded(None),
+        pytest.raises(GpuError, match=r"libnvidia-ml\.so\.1 comes with the NVIDIA driver"),
+    ):
         visible_gpus()
 
 
-def test_why_a_library_does_not_load_is_said(nvml: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_why_a_library_does_not_load_is_said(
+    nvml: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     import pynvml
 
     broken = tmp_path / "libnvidia-ml.so.1"
@@ -157,19 +190,27 @@ def test_why_a_library_does_not_load_is_said(nvml: StandIn, monkeypatch: pytest.
     with loaded(None), pytest.raises(GpuError) as caught:
         visible_gpus()
     assert str(caught.value).startswith(f"NVML: cannot start: {broken}: ")
-    assert "; the library that was found does not load: install that of this node's driver, " in str(caught.value)
+    assert (
+        "; the library that was found does not load: install that of this node's driver, "
+        in str(caught.value)
+    )
 
 
 def test_without_the_binding_what_installs_it_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(GpuError, match=r"run `pip install '\.\[nvml\]'` in your clone"), open_gpu("nvml:0"):
+    with (
+        pytest.raises(GpuError, match=r"run `pip install '\.\[nvml\]'` in your clone"),
+        open_gpu("nvml:0"),
+    ):
         pass
 
 
 def test_the_unofficial_binding_of_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
     with (
-        pytest.raises(GpuError, match=r"pip uninstall pynvml`, then run `pip install '\.\[nvml\]'`"),
+        pytest.raises(
+            GpuError, match=r"pip uninstall pynvml`, then run `pip install '\.\[nvml\]'`"
+        ),
         open_gpu("nvml:0"),
     ):
         pass
@@ -180,7 +221,9 @@ def test_a_name_that_is_no_text_is_refused(nvml: StandIn):
     assert failed(exercised("nvml:0")) == {"name"}
 
 
-def test_memory_that_runs_out_in_the_binding_is_no_traceback(nvml: StandIn, monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_runs_out_in_the_binding_is_no_traceback(
+    nvml: StandIn, monkeypatch: pytest.MonkeyPatch
+):
     import pynvml
 
     def too_much(*_: object) -> None:
@@ -190,9 +233,12 @@ def test_memory_that_runs_out_in_the_binding_is_no_traceback(nvml: StandIn, monk
     assert failed(exercised("nvml:0")) == {"supported_clocks_mhz", "set_clock_mhz"}
 
 
-ODD = st.sampled_from([0, 1, 405, 1980, 70_000, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF])
+ODD = st.sampled_from(
+    [0, 1, 405, 1980, 70_000, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
+)
 FIELD = st.one_of(
-    ODD.map(str), st.sampled_from(["untouched", "error 2", "error 3", "error 4", "error 15", "error 999"])
+    ODD.map(str),
+    st.sampled_from(["untouched", "error 2", "error 3", "error 4", "error 15", "error 999"]),
 )
 
 
@@ -201,14 +247,31 @@ FIELD = st.one_of(
     numbers=st.fixed_dictionaries(
         {},
         optional=dict.fromkeys(
-            ("gpus", "power_w", "clock_mhz", "temperature_c", "throttle", "energy_mj", "mig", "profiles"), ODD
+            (
+                "gpus",
+                "power_w",
+                "clock_mhz",
+                "temperature_c",
+                "throttle",
+                "energy_mj",
+                "mig",
+                "profiles",
+            ),
+            ODD,
         ),
     ),
     lists=st.fixed_dictionaries(
-        {}, optional={key: st.lists(ODD, max_size=4) for key in ("clocks", "memory_clocks", "limit_mw")}
+        {},
+        optional={
+            key: st.lists(ODD, max_size=4) for key in ("clocks", "memory_clocks", "limit_mw")
+        },
     ),
-    fields=st.dictionaries(st.sampled_from([74, 76, 83, 186, 191, 251, 269, 270, 271, "186_1", "191_1"]), FIELD),
-    failing=st.dictionaries(st.sampled_from(sorted(FUNCTIONS)), st.sampled_from([0, *CODES]), max_size=4),
+    fields=st.dictionaries(
+        st.sampled_from([74, 76, 83, 186, 191, 251, 269, 270, 271, "186_1", "191_1"]), FIELD
+    ),
+    failing=st.dictionaries(
+        st.sampled_from(sorted(FUNCTIONS)), st.sampled_from([0, *CODES]), max_size=4
+    ),
 )
 def test_odd_answers_give_sane_values_or_errors(nvml: StandIn, numbers, lists, fields, failing):
     said = [f"* {key} {value}" for key, value in numbers.items()]
@@ -221,7 +284,9 @@ def test_odd_answers_give_sane_values_or_errors(nvml: StandIn, numbers, lists, f
 
 
 def test_another_library_is_as_good_or_says_what_to_do():
-    """Lock the top clock and set the largest power limit of each GPU of the library, and reset both."""
+    """Lock the top clock and set the largest power limit of each GPU of the library, and reset
+    both.
+    """
     path = os.environ.get("PLANNER_NVML_LIBRARY")
     if not path:
         pytest.skip("name another libnvidia-ml.so.1 in PLANNER_NVML_LIBRARY to test with it")

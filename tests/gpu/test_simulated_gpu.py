@@ -28,7 +28,14 @@ EXACT = SimulationOptions(noise=0.0, step_s=0.0, drift=0.0)  # nothing but the p
 models = st.sampled_from(list(CATALOG.values()))
 works = st.builds(OpCost, flops=st.floats(1e9, 1e14), bytes=st.floats(1e6, 1e11))
 faults = st.sampled_from(
-    ["not-permitted", "not-supported:energy", "lost@30s", "lost@7calls", "throttled@1s-2min", "counter-stuck@500ms"]
+    [
+        "not-permitted",
+        "not-supported:energy",
+        "lost@30s",
+        "lost@7calls",
+        "throttled@1s-2min",
+        "counter-stuck@500ms",
+    ]
 )
 conditions = st.builds(
     SimulationOptions,
@@ -72,7 +79,9 @@ def test_a_gpu_is_opened_by_its_text():
         assert protocol.warnings() == ()
 
 
-@pytest.mark.parametrize("name", ["v100", "a100-pcie", "a100-sxm", "a40", "l40s", "h100-sxm", "h200", "b200"])
+@pytest.mark.parametrize(
+    "name", ["v100", "a100-pcie", "a100-sxm", "a40", "l40s", "h100-sxm", "h200", "b200"]
+)
 def test_the_catalogue_has(name: str):
     assert opened(f"simulated:{name}").name == f"simulated {name}"
 
@@ -89,20 +98,29 @@ def test_its_text_opens_an_equal_one(name: str, seed: int, options: SimulationOp
 KNOWN = ", ".join(f"simulated:{name}" for name in CATALOG)
 SHARE = "a noise: write a share from 0 to 0.2, such as 0.01"
 NEEDS_DURATION = (
-    "is not a duration: write seconds of 0 or more, or a number with us, ms, s, m, h or d, such as 1.5ms or 30m"
+    "is not a duration: write seconds of 0 or more, or a number with us, ms, s, m, h "
+    "or d, such as 1.5ms or 30m"
 )
-FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttled@30s-60s, counter-stuck@30s"
+FAULTS = (
+    "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttled@30s-60s, "
+    "counter-stuck@30s"
+)
 
 
 @pytest.mark.parametrize(
     ("which", "wrong"),
     [
-        ("a100", "there is no simulated GPU 'a100'; did you mean simulated:a100-pcie or simulated:a100-sxm?"),
+        (
+            "a100",
+            "there is no simulated GPU 'a100'; did you mean simulated:a100-pcie or "
+            "simulated:a100-sxm?",
+        ),
         ("p4", f"there is no simulated GPU 'p4'; choose one of: {KNOWN}"),
         ("", f"there is no simulated GPU ''; choose one of: {KNOWN}"),
         (
             "v100?speed=3",
-            "option 'speed' is unknown; choose from: seed, slower, call, noise, outliers, step, air, drift, fault",
+            "option 'speed' is unknown; choose from: seed, slower, call, noise, outliers, step, "
+            "air, drift, fault",
         ),
         ("v100?", None),
         ("v100?noise", f"'' is not {SHARE}"),
@@ -110,9 +128,18 @@ FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttle
         ("v100?noise=nan", f"'nan' is not {SHARE}"),
         ("v100?noise=0&noise=0", "option 'noise' is repeated; write it once"),
         ("v100?seed=1.5", "'1.5' is not a seed: write a whole number, such as 3"),
-        ("v100?outliers=2", "'2' is not a share of outliers: write a number from 0 to 1, such as 0.05"),
-        ("v100?air=61", "'61' is not an air temperature: write degrees Celsius from 0 to 60, such as 30"),
-        ("v100?drift=-1", "'-1' is not a multiple of the drift: write a number from 0 to 3, such as 0"),
+        (
+            "v100?outliers=2",
+            "'2' is not a share of outliers: write a number from 0 to 1, such as 0.05",
+        ),
+        (
+            "v100?air=61",
+            "'61' is not an air temperature: write degrees Celsius from 0 to 60, such as 30",
+        ),
+        (
+            "v100?drift=-1",
+            "'-1' is not a multiple of the drift: write a number from 0 to 3, such as 0",
+        ),
         (
             "v100?step=1 week",
             f"time: '1 week' {NEEDS_DURATION}",
@@ -129,8 +156,8 @@ FAULTS = "not-permitted, not-supported:energy, lost@30s, lost@200calls, throttle
         ),
         (
             "v100?fault=not-supported:fans",
-            "fault 'not-supported:fans': 'fans' is unknown; "
-            "write one of: clocks, power-limit, energy, power, temperature, throttle",
+            "fault 'not-supported:fans': 'fans' is unknown; write one of: clocks, power-limit, "
+            "energy, power, temperature, throttle",
         ),
     ],
 )
@@ -150,7 +177,8 @@ def test_what_cannot_be_opened_is_refused_with_what_can(which: str, wrong: str |
 def test_an_unsupported_clock_is_refused_with_the_nearest(clock_mhz: int, nearest: int):
     gpu = SimulatedGpu(A100)
     with pytest.raises(
-        GpuError, match=f"lock its SM clock at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz"
+        GpuError,
+        match=f"lock its SM clock at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz",
     ):
         gpu.set_clock_mhz(clock_mhz)
     assert gpu.locked_mhz is None
@@ -159,7 +187,9 @@ def test_an_unsupported_clock_is_refused_with_the_nearest(clock_mhz: int, neares
 @pytest.mark.parametrize("limit_w", [99.0, 401.0, math.nan])
 def test_a_power_limit_out_of_range_is_refused_with_the_range(limit_w: float):
     gpu = SimulatedGpu(A100)
-    with pytest.raises(GpuError, match=f"cannot set its power limit to {limit_w:g} W; choose 100 to 400 W"):
+    with pytest.raises(
+        GpuError, match=f"cannot set its power limit to {limit_w:g} W; choose 100 to 400 W"
+    ):
         gpu.set_power_limit_w(limit_w)
     assert gpu.power_limit_w() == 400.0
 
@@ -184,9 +214,12 @@ def test_without_a_lock_the_highest_clock_runs():
 def test_setting_takes_as_long_as_was_measured():
     gpu = SimulatedGpu(A100)
     calls_ms = sorted(
-        1e3 * spent(gpu, action)[0] for action in 1000 * [lambda: gpu.set_clock_mhz(900), gpu.reset_clocks]
+        1e3 * spent(gpu, action)[0]
+        for action in 1000 * [lambda: gpu.set_clock_mhz(900), gpu.reset_clocks]
     )
-    assert calls_ms[1000] == pytest.approx(4.5, rel=0.15)  # few calls take about as long, so it is known the worst
+    assert calls_ms[1000] == pytest.approx(
+        4.5, rel=0.15
+    )  # few calls take about as long, so it is known the worst
     assert sum(calls_ms) / 2000 == pytest.approx(6.0, rel=0.05)
     assert calls_ms[1980] == pytest.approx(13.0, rel=0.05)
 
@@ -214,18 +247,23 @@ def test_calls_to_the_gpus_of_a_node_wait_for_each_other():
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-3, 0.1)), max_size=30))
-def test_calls_of_a_node_never_overlap_and_each_takes_the_first_gap(calls: list[tuple[float, float]]):
+def test_calls_of_a_node_never_overlap_and_each_takes_the_first_gap(
+    calls: list[tuple[float, float]],
+):
     node, taken = SimulatedNode(), []
     for now_s, duration_s in calls:
         end_s = node.call_end_s(now_s, duration_s)
         start_s = end_s - duration_s
         assert start_s >= now_s - 1e-9
         assert all(start_s >= end - 1e-9 or end_s <= start + 1e-9 for start, end in taken)
-        # An earlier start would meet another call: one that is under way at every moment from now to the start.
+        # An earlier start would meet another call: one that is under way at every moment from now
+        # to the start.
         ends = [now_s, *(end for _, end in taken if now_s <= end < start_s - 1e-9)]
         for moment in ends:
             if moment < start_s - 1e-9:
-                assert any(start < moment + duration_s and moment < end - 1e-12 for start, end in taken)
+                assert any(
+                    start < moment + duration_s and moment < end - 1e-12 for start, end in taken
+                )
         taken.append((start_s, end_s))
 
 
@@ -238,14 +276,20 @@ def test_time_rises_and_the_energy_counter_never_falls(
 ):
     gpu = SimulatedGpu(model, seed, replace(options, fault=()))
     for work, repetitions in jobs:
-        for action in (partial(gpu.run, work, repetitions), partial(gpu.block, 0.1), partial(gpu.wait, 0.1)):
+        for action in (
+            partial(gpu.run, work, repetitions),
+            partial(gpu.block, 0.1),
+            partial(gpu.wait, 0.1),
+        ):
             time_s, energy_j = spent(gpu, action)
             assert time_s > 0
             assert energy_j >= 0
 
 
 @given(models, works, st.integers(), st.data())
-def test_average_power_lies_between_static_and_limit(model: GpuModel, work: OpCost, seed: int, data: st.DataObject):
+def test_average_power_lies_between_static_and_limit(
+    model: GpuModel, work: OpCost, seed: int, data: st.DataObject
+):
     gpu = SimulatedGpu(model, seed, SimulationOptions(step_s=0.0, drift=0.0))
     gpu.set_clock_mhz(data.draw(st.sampled_from(model.clocks_mhz)))
     gpu.set_power_limit_w(limit_w := data.draw(st.floats(*model.power_limits_w)))
@@ -255,7 +299,9 @@ def test_average_power_lies_between_static_and_limit(model: GpuModel, work: OpCo
 
 
 @given(models, works, st.data())
-def test_without_noise_it_does_what_the_physics_say(model: GpuModel, work: OpCost, data: st.DataObject):
+def test_without_noise_it_does_what_the_physics_say(
+    model: GpuModel, work: OpCost, data: st.DataObject
+):
     gpu, load = SimulatedGpu(model, options=EXACT), model.load(work)
     clock = data.draw(st.sampled_from(model.clocks_mhz))
     gpu.set_clock_mhz(clock)
@@ -264,13 +310,17 @@ def test_without_noise_it_does_what_the_physics_say(model: GpuModel, work: OpCos
     assert time_s == pytest.approx(3 * load.time_s(clock), rel=1e-6)
     assert energy_j == pytest.approx(3 * load.energy_j(clock), rel=1e-6)
     assert gpu.clock_mhz() == round(load.achieved_mhz(clock))
-    assert gpu.throttle_reasons() == ({"sw-power-cap"} if load.achieved_mhz(clock) < clock else set())
+    assert gpu.throttle_reasons() == (
+        {"sw-power-cap"} if load.achieved_mhz(clock) < clock else set()
+    )
 
 
 def test_a_load_runs_as_it_is_and_under_a_limit_that_is_set_too():
     load = Load(0.01, 50.0, 80.0, 0.1, 0.05, 900.0, 1e-3, power_limit_w=250.0)
     gpu = SimulatedGpu(A100, options=EXACT)
-    assert spent(gpu, lambda: gpu.run(load, 10)) == pytest.approx((10 * load.time_s(1410), 10 * load.energy_j(1410)))
+    assert spent(gpu, lambda: gpu.run(load, 10)) == pytest.approx(
+        (10 * load.time_s(1410), 10 * load.energy_j(1410))
+    )
     gpu.set_power_limit_w(150.0)
     gpu.wait(0.01)
     time_s, energy_j = spent(gpu, lambda: gpu.run(load, 10))
@@ -281,13 +331,20 @@ def test_a_load_runs_as_it_is_and_under_a_limit_that_is_set_too():
 def deviations(gpu: SimulatedGpu, repetitions: int, calls: int = 400) -> list[float]:
     """Return the relative deviations of times from those of the model."""
     once_s = gpu.model.load(MEMORY).time_s(1410)
-    return [spent(gpu, lambda: gpu.run(MEMORY, repetitions))[0] / (repetitions * once_s) - 1 for _ in range(calls)]
+    return [
+        spent(gpu, lambda: gpu.run(MEMORY, repetitions))[0] / (repetitions * once_s) - 1
+        for _ in range(calls)
+    ]
 
 
-@pytest.mark.parametrize(("repetitions", "expected"), [(1, 0.01), (4, 0.005), (16, 0.0025), (400, 0.0025)])
+@pytest.mark.parametrize(
+    ("repetitions", "expected"), [(1, 0.01), (4, 0.005), (16, 0.0025), (400, 0.0025)]
+)
 def test_noise_falls_with_repetition_but_not_for_ever(repetitions: int, expected: float):
     found = deviations(SimulatedGpu(A100, options=SimulationOptions(drift=0.0)), repetitions)
-    assert math.sqrt(sum(each**2 for each in found) / len(found)) == pytest.approx(expected, rel=0.15)
+    assert math.sqrt(sum(each**2 for each in found) / len(found)) == pytest.approx(
+        expected, rel=0.15
+    )
     assert max(map(abs, found)) <= 3 * expected
 
 
@@ -321,7 +378,9 @@ def test_equal_seeds_give_equal_numbers_and_others_do_not():
 
 
 @given(st.permutations([(work, clock) for work in (DENSE, MEMORY) for clock in (1410, 900, 600)]))
-def test_noise_follows_from_what_is_run_and_how_often_not_from_what_was_run_between(order: list[tuple[OpCost, int]]):
+def test_noise_follows_from_what_is_run_and_how_often_not_from_what_was_run_between(
+    order: list[tuple[OpCost, int]],
+):
     def measured(jobs: list[tuple[OpCost, int]]) -> dict[tuple[OpCost, int], tuple[float, float]]:
         gpu = SimulatedGpu(A100, 3, SimulationOptions(step_s=0.0, drift=0.0))
         found = {}
@@ -341,14 +400,22 @@ def test_the_energy_counter_moves_in_steps():
     for _ in range(1000):
         gpu.wait(1e-3)
         shown.append(gpu.energy_j())
-    moved = [index for index, (before, after) in enumerate(itertools.pairwise(shown)) if after != before]
+    moved = [
+        index for index, (before, after) in enumerate(itertools.pairwise(shown)) if after != before
+    ]
     assert {second - first for first, second in itertools.pairwise(moved)} <= {99, 100, 101}
     assert len(moved) in (9, 10)
     assert shown[moved[5] + 1] - shown[moved[5]] == pytest.approx(0.1 * A100.idle_power_w)
 
 
-@given(st.floats(0.01, 0.5), st.integers(0, 100), st.lists(st.floats(1e-3, 2.0), min_size=1, max_size=10))
-def test_the_energy_counter_is_never_more_than_a_step_behind(step_s: float, seed: int, waits_s: list[float]):
+@given(
+    st.floats(0.01, 0.5),
+    st.integers(0, 100),
+    st.lists(st.floats(1e-3, 2.0), min_size=1, max_size=10),
+)
+def test_the_energy_counter_is_never_more_than_a_step_behind(
+    step_s: float, seed: int, waits_s: list[float]
+):
     stepping = SimulatedGpu(A100, seed, SimulationOptions(step_s=step_s, drift=0.0))
     exact = SimulatedGpu(A100, seed, SimulationOptions(step_s=0.0, drift=0.0))
     for wait_s in waits_s:
@@ -432,7 +499,9 @@ def test_waiting_for_a_message_draws_a_little_less_at_a_lower_clock():
 )
 def test_nothing_may_be_set_where_it_is_not_permitted(action: Callable[[SimulatedGpu], None]):
     gpu = opened("simulated:a100-sxm?fault=not-permitted")
-    with pytest.raises(GpuNotPermitted, match="does not let this process set anything, as its fault says; open it"):
+    with pytest.raises(
+        GpuNotPermitted, match="does not let this process set anything, as its fault says; open it"
+    ):
         action(gpu)
     gpu.run(DENSE, 10)
     assert gpu.energy_j() > 0
@@ -453,7 +522,9 @@ def test_what_is_not_supported_is_refused_and_nothing_else(missing: str):
     gpu = opened(f"simulated:a100-sxm?fault=not-supported:{missing}")
     for function, reading in READINGS.items():
         if function == missing:
-            with pytest.raises(GpuNotSupported, match=f"does not support {missing}, as its fault says"):
+            with pytest.raises(
+                GpuNotSupported, match=f"does not support {missing}, as its fault says"
+            ):
                 reading(gpu)
         else:
             reading(gpu)
@@ -462,10 +533,17 @@ def test_what_is_not_supported_is_refused_and_nothing_else(missing: str):
 def test_a_gpu_is_lost_at_its_moment_even_in_the_middle_of_work():
     gpu = opened("simulated:a100-sxm?fault=lost@30s")
     gpu.run(DENSE, 100)
-    with pytest.raises(GpuLost, match="simulated a100-sxm is lost: it fell off the bus, as its fault says"):
+    with pytest.raises(
+        GpuLost, match="simulated a100-sxm is lost: it fell off the bus, as its fault says"
+    ):
         gpu.run(DENSE, 1000)
     assert gpu.now_s() == pytest.approx(30.0)
-    for use in (*READINGS.values(), lambda gpu: gpu.run(DENSE), lambda gpu: gpu.wait(1.0), SimulatedGpu.reset_clocks):
+    for use in (
+        *READINGS.values(),
+        lambda gpu: gpu.run(DENSE),
+        lambda gpu: gpu.wait(1.0),
+        SimulatedGpu.reset_clocks,
+    ):
         with pytest.raises(GpuLost):
             use(gpu)
     gpu.close()
@@ -488,7 +566,9 @@ def test_a_throttled_gpu_runs_slower_for_a_while_and_says_so():
     slow_s, _ = spent(gpu, lambda: gpu.run(DENSE, 10))
     assert gpu.clock_mhz() == 630
     assert gpu.throttle_reasons() == {"hw-thermal"}
-    assert slow_s / free_s == pytest.approx(A100.load(DENSE).time_s(630) / A100.load(DENSE).time_s(900))
+    assert slow_s / free_s == pytest.approx(
+        A100.load(DENSE).time_s(630) / A100.load(DENSE).time_s(900)
+    )
     assert gpu.throttled_s()["hw-thermal"] == pytest.approx(slow_s)
     gpu.run(DENSE, 1000)
     assert gpu.throttle_reasons() == set()
@@ -520,7 +600,9 @@ def test_a_lower_clock_is_never_faster_and_never_draws_more(model: GpuModel, wor
 
 
 @given(models, works, st.data())
-def test_the_clock_falls_only_as_far_as_the_power_limit_asks(model: GpuModel, work: OpCost, data: st.DataObject):
+def test_the_clock_falls_only_as_far_as_the_power_limit_asks(
+    model: GpuModel, work: OpCost, data: st.DataObject
+):
     limit_w = data.draw(st.floats(*model.power_limits_w))
     load = replace(model.load(work), power_limit_w=limit_w)
     for clock in model.clocks_mhz:
@@ -550,7 +632,10 @@ def test_energy_is_least_near_the_voltage_ridge_for_dense_work(model: GpuModel):
 @given(models)
 def test_power_rises_more_steeply_above_the_ridge(model: GpuModel):
     load = model.load(DENSE)
-    slopes = {low: load.free_power_w(low + 1) - load.free_power_w(low) for low in range(900, model.clocks_mhz[0])}
+    slopes = {
+        low: load.free_power_w(low + 1) - load.free_power_w(low)
+        for low in range(900, model.clocks_mhz[0])
+    }
     below = [slope for low, slope in slopes.items() if low + 1 < model.ridge_mhz]
     above = [slope for low, slope in slopes.items() if low >= model.ridge_mhz]
     assert min(above) > 2 * max(below)
@@ -590,7 +675,10 @@ def test_a_slowed_gpu_takes_so_many_times_as_long_at_the_same_power(
 def test_a_slowed_gpu_does_not_pass_for_one_of_the_real_kind():
     plain, slowed = opened("simulated:a100-sxm"), opened("simulated:a100-sxm?slower=2000")
     assert slowed.text == "simulated:a100-sxm?slower=2000"
-    assert (slowed.name, slowed.uuid) == ("simulated a100-sxm slower=2000", "simulated-a100-sxm-seed-0-slower-2000")
+    assert (slowed.name, slowed.uuid) == (
+        "simulated a100-sxm slower=2000",
+        "simulated-a100-sxm-seed-0-slower-2000",
+    )
     assert {plain.name, plain.uuid}.isdisjoint({slowed.name, slowed.uuid})
 
 

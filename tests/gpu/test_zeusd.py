@@ -13,9 +13,25 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import PCI, UUIDS, StandIn, nvml, nvml_library  # noqa: F401  # fixtures
-from fake_zeusd import INVALID, LOST, NOT_PERMITTED, NOT_SUPPORTED, Answer, FakeZeusd, KeptGpu, Request, token
+from fake_zeusd import (
+    INVALID,
+    LOST,
+    NOT_PERMITTED,
+    NOT_SUPPORTED,
+    Answer,
+    FakeZeusd,
+    KeptGpu,
+    Request,
+    token,
+)
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install
+from perseus_planner.errors import (
+    GpuError,
+    GpuLost,
+    GpuNotPermitted,
+    GpuNotSupported,
+    how_to_install,
+)
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu import zeusd as zeusd_module
 from perseus_planner.gpu.zeusd import pci_address
@@ -43,7 +59,9 @@ def _freeze_existing_objects() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_client_is_left_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check that a test has closed each client that it made: garbage is collected in any later test."""
+    """Check that a test has closed each client that it made: garbage is collected in any later
+    test.
+    """
     import httpx
 
     made = []
@@ -64,7 +82,9 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
     def absent(*_: object) -> None:
-        raise OSError("libnvidia-ml.so.1: cannot open shared object file: No such file or directory")
+        raise OSError(
+            "libnvidia-ml.so.1: cannot open shared object file: No such file or directory"
+        )
 
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", absent)
@@ -72,7 +92,9 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def zeusd(nvml: StandIn, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeZeusd]:  # noqa: F811
-    """Start a daemon without tokens at `zeusd.sock`, with a GPU that NVML does not show, and NVML's GPU 1."""
+    """Start a daemon without tokens at `zeusd.sock`, with a GPU that NVML does not show, and
+    NVML's GPU 1.
+    """
     monkeypatch.setenv("ZEUSD_SOCK_PATH", SOCKET)
     monkeypatch.delenv("ZEUSD_HOST_PORT", raising=False)
     monkeypatch.delenv("ZEUSD_TOKEN", raising=False)
@@ -104,19 +126,25 @@ def test_settings_are_sent_with_the_daemons_own_index_and_waited_for(zeusd):
         assert zeusd.gpus[1].locked_mhz == (1200, 1200)
         gpu.reset_clocks()
         assert zeusd.gpus[1].locked_mhz is None
-        with pytest.raises(GpuError, match=r"is 700 W: stop what else"):  # the GPU behind is not that of NVML
+        with pytest.raises(
+            GpuError, match=r"is 700 W: stop what else"
+        ):  # the GPU behind is not that of NVML
             gpu.set_power_limit_w(250.1234)
     ours = {"gpu_ids": "1"}
     assert zeusd.requests == [
         Request("GET", "/discover"),
-        Request("POST", LOCK, ours | {"min_clock_mhz": "1200", "max_clock_mhz": "1200", "block": "true"}),
+        Request(
+            "POST", LOCK, ours | {"min_clock_mhz": "1200", "max_clock_mhz": "1200", "block": "true"}
+        ),
         Request("POST", RESET, ours | {"block": "true"}),
         Request("POST", LIMIT, ours | {"power_limit_mw": "250123", "block": "true"}),
     ]
     assert zeusd.gpus[0] == KeptGpu("0000:c1:00.0")
 
 
-def test_tcp_is_used_where_only_that_is_named_whatever_proxy_the_environment_has(zeusd, monkeypatch):
+def test_tcp_is_used_where_only_that_is_named_whatever_proxy_the_environment_has(
+    zeusd, monkeypatch
+):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.delenv("ZEUSD_SOCK_PATH")
     gpu = KeptGpu(PCI[1].lower())
@@ -127,7 +155,9 @@ def test_tcp_is_used_where_only_that_is_named_whatever_proxy_the_environment_has
     assert zeusd.requests == []
 
 
-@pytest.mark.parametrize(("host", "told"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+@pytest.mark.parametrize(
+    ("host", "told"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)]
+)
 def test_a_daemon_over_the_network_must_be_this_nodes(zeusd, monkeypatch, host: str, told: bool):
     monkeypatch.delenv("ZEUSD_SOCK_PATH")
     with FakeZeusd(("127.0.0.1", 0), [KeptGpu(PCI[1].lower())]) as over_tcp:
@@ -135,8 +165,8 @@ def test_a_daemon_over_the_network_must_be_this_nodes(zeusd, monkeypatch, host: 
         with open_gpu(GPU) as gpu:
             warnings = gpu.warnings()
     warned = (
-        f"zeusd is reached over the network, at {host}:{over_tcp.port}: make sure that it runs on this node, "
-        "because the GPUs of another node may have the same PCI addresses"
+        f"zeusd is reached over the network, at {host}:{over_tcp.port}: make sure that it runs on "
+        "this node, because the GPUs of another node may have the same PCI addresses"
     )
     assert (warned in warnings) is told
     assert len(warnings) == 1 + told
@@ -178,16 +208,16 @@ def test_pci_addresses_are_read_as_nvml_and_zeusd_write_them(text: str, address:
 def test_no_socket(zeusd, monkeypatch):
     monkeypatch.setenv("ZEUSD_SOCK_PATH", "absent.sock")
     assert refusal(GpuLost) == (
-        "there is no zeusd at absent.sock (No such file or directory); start it with `sudo zeusd serve`, or set "
-        "ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
+        "there is no zeusd at absent.sock (No such file or directory); start it with `sudo zeusd "
+        "serve`, or set ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
     )
 
 
 def test_a_socket_that_nobody_listens_on(zeusd):
     zeusd.stop()
     assert refusal(GpuLost) == (
-        "there is no zeusd at zeusd.sock (Connection refused); start it with `sudo zeusd serve`, or set "
-        "ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
+        "there is no zeusd at zeusd.sock (Connection refused); start it with `sudo zeusd serve`, "
+        "or set ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
     )
 
 
@@ -206,8 +236,8 @@ def test_a_socket_that_this_user_may_not_write_to_as_the_system_says_it(zeusd, m
 
 
 MAY_NOT_WRITE = (
-    "this user may not write to the socket of zeusd at zeusd.sock; start zeusd with --socket-permissions 666, or with "
-    "--socket-gid and a group of this user"
+    "this user may not write to the socket of zeusd at zeusd.sock; start zeusd with "
+    "--socket-permissions 666, or with --socket-gid and a group of this user"
 )
 
 
@@ -218,19 +248,21 @@ def test_a_port_that_nobody_listens_on(zeusd, monkeypatch):
     monkeypatch.delenv("ZEUSD_SOCK_PATH")
     monkeypatch.setenv("ZEUSD_HOST_PORT", f"127.0.0.1:{port}")
     assert refusal(GpuLost) == (
-        f"there is no zeusd at 127.0.0.1:{port} (Connection refused); start it with `sudo zeusd serve`, or set "
-        "ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
+        f"there is no zeusd at 127.0.0.1:{port} (Connection refused); start it with `sudo zeusd "
+        "serve`, or set ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
     )
 
 
 @pytest.mark.parametrize(
-    "host_port", ["localhost", "localhost:", "localhost:70000", "a b:1", "http://a:1", "a:1/x", "[::::]:1"]
+    "host_port",
+    ["localhost", "localhost:", "localhost:70000", "a b:1", "http://a:1", "a:1/x", "[::::]:1"],
 )
 def test_an_address_that_is_none(zeusd, monkeypatch, host_port: str):
     monkeypatch.delenv("ZEUSD_SOCK_PATH")
     monkeypatch.setenv("ZEUSD_HOST_PORT", host_port)
     assert refusal(GpuError) == (
-        f"ZEUSD_HOST_PORT is {host_port!r}, which is not host:port; set it to, for example, localhost:4938"
+        f"ZEUSD_HOST_PORT is {host_port!r}, which is not host:port; set it to, for example, "
+        "localhost:4938"
     )
 
 
@@ -245,9 +277,9 @@ def test_a_token_that_cannot_be_one(zeusd, monkeypatch, shown: str):
 def test_a_daemon_that_breaks_off(zeusd):
     zeusd.breaks_off_at = LOCK
     assert refusal(GpuLost) == (
-        "zeusd at zeusd.sock broke off at /gpu/set_gpu_locked_clocks (Server disconnected without sending a "
-        "response.); check whether it still runs, and its log; the request may or may not have taken effect, so run "
-        "`planner reset`"
+        "zeusd at zeusd.sock broke off at /gpu/set_gpu_locked_clocks (Server disconnected without "
+        "sending a response.); check whether it still runs, and its log; the request may or may "
+        "not have taken effect, so run `planner reset`"
     )
 
 
@@ -266,12 +298,14 @@ def test_a_daemon_that_does_not_answer(zeusd, monkeypatch):
     monkeypatch.setattr(zeusd_module, "TIMEOUT_S", 0.2)
     zeusd.waits_at = LOCK
     assert refusal(GpuLost) == (
-        "zeusd at zeusd.sock did not answer /gpu/set_gpu_locked_clocks within 0.2 s; check whether it "
-        "still runs, and its log; the request may or may not have taken effect, so run `planner reset`"
+        "zeusd at zeusd.sock did not answer /gpu/set_gpu_locked_clocks within 0.2 s; check "
+        "whether it still runs, and its log; the request may or may not have taken effect, so run "
+        "`planner reset`"
     )
     zeusd.waits_at = "/discover"
     assert refusal(GpuLost) == (
-        "zeusd at zeusd.sock did not answer /discover within 0.2 s; check whether it still runs, and its log"
+        "zeusd at zeusd.sock did not answer /discover within 0.2 s; check whether it still runs, "
+        "and its log"
     )
 
 
@@ -281,8 +315,9 @@ def test_a_daemon_that_does_not_answer(zeusd, monkeypatch):
 def test_no_token(zeusd):
     zeusd.key = KEY
     assert refusal(GpuNotPermitted) == (
-        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: Authentication required. Provide an Authorization: "
-        "Bearer <token> header.; set ZEUSD_TOKEN to a token from `zeusd token issue --scope gpu-control`"
+        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: Authentication required. Provide "
+        "an Authorization: Bearer <token> header.; set ZEUSD_TOKEN to a token from `zeusd token "
+        "issue --scope gpu-control`"
     )
 
 
@@ -294,8 +329,8 @@ def test_a_token_that_does_not_hold(zeusd, monkeypatch, key: bytes, expires_in_s
     zeusd.key = KEY
     monkeypatch.setenv("ZEUSD_TOKEN", token(key, ["gpu-control"], int(time.time()) + expires_in_s))
     assert refusal(GpuNotPermitted) == (
-        f"zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: {said}; set ZEUSD_TOKEN to a token from `zeusd "
-        "token issue --scope gpu-control`"
+        f"zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: {said}; set ZEUSD_TOKEN to a "
+        "token from `zeusd token issue --scope gpu-control`"
     )
 
 
@@ -303,24 +338,25 @@ def test_a_token_of_another_scope(zeusd, monkeypatch):
     zeusd.key = KEY
     monkeypatch.setenv("ZEUSD_TOKEN", token(KEY, ["gpu-read"]))
     assert refusal(GpuNotPermitted) == (
-        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: Token for user 'alice' lacks required scope "
-        "'gpu-control'. Token scopes: ['gpu-read']; ask for a token of scope gpu-control"
+        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: Token for user 'alice' lacks "
+        "required scope 'gpu-control'. Token scopes: ['gpu-read']; ask for a token of scope "
+        "gpu-control"
     )
 
 
 def test_a_group_that_is_off(zeusd):
     zeusd.groups = ("gpu-read",)
     assert refusal(GpuNotSupported) == (
-        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: API group 'gpu-control' is not enabled on this "
-        "server.; start zeusd 0.5 or later with --enable gpu-control"
+        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: API group 'gpu-control' is not "
+        "enabled on this server.; start zeusd 0.5 or later with --enable gpu-control"
     )
 
 
 def test_a_path_that_an_older_daemon_does_not_have(zeusd):
     zeusd.answers[LOCK] = Answer(404)
     assert refusal(GpuNotSupported) == (
-        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: HTTP 404; start zeusd 0.5 or later with --enable "
-        "gpu-control"
+        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: HTTP 404; start zeusd 0.5 or "
+        "later with --enable gpu-control"
     )
 
 
@@ -330,27 +366,35 @@ def test_a_path_that_an_older_daemon_does_not_have(zeusd):
         (
             NOT_PERMITTED,
             GpuNotPermitted,
-            "the current user does not have permission to perform this operation; run zeusd itself as root, in a "
-            "container with SYS_ADMIN",
+            "the current user does not have permission to perform this operation; run zeusd "
+            "itself as root, in a container with SYS_ADMIN",
         ),
         (
             NOT_SUPPORTED,
             GpuNotSupported,
-            "the requested operation is not available on the target device; use the other control (SM clock or power "
-            "limit), or observe mode",
+            "the requested operation is not available on the target device; use the other control "
+            "(SM clock or power limit), or observe mode",
         ),
-        (INVALID, GpuError, "a supplied argument was invalid; `nvidia-smi -q` shows which values this GPU supports"),
+        (
+            INVALID,
+            GpuError,
+            "a supplied argument was invalid; `nvidia-smi -q` shows which values this GPU supports",
+        ),
         (
             LOST,
             GpuLost,
-            "device fell off the bus or has otherwise become inacessible; reset the GPU, or reboot the node",
+            "device fell off the bus or has otherwise become inacessible; reset the GPU, or reboot "
+            "the node",
         ),
         (999, GpuError, "an internal driver error occured; check the log of zeusd (HTTP 500)"),
     ],
 )
 def test_what_nvml_refuses_the_daemon(zeusd, code: int, kind: type[GpuError], said: str):
     zeusd.gpus[1].refuses = code
-    assert refusal(kind) == f"zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: NVML error: {said}"
+    assert (
+        refusal(kind)
+        == f"zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: NVML error: {said}"
+    )
 
 
 def test_a_refusal_is_quoted_in_one_line_and_not_at_length(zeusd):
@@ -384,15 +428,16 @@ def test_a_discovery_that_is_none(zeusd, answer: object):
     zeusd.answers["/discover"] = Answer(200, answer)
     quoted = " ".join((answer if isinstance(answer, str) else json.dumps(answer)).split())
     assert refusal(GpuError) == (
-        f"zeusd at zeusd.sock answered /discover with {quoted!r}, which zeusd 0.5 does not; check what listens there, "
-        "and its version"
+        f"zeusd at zeusd.sock answered /discover with {quoted!r}, which zeusd 0.5 does not; check "
+        "what listens there, and its version"
     )
 
 
 def test_a_gpu_that_the_daemon_does_not_have(zeusd):
     assert refusal(GpuError, "zeusd:0") == (
-        f"zeusd at zeusd.sock has no GPU '0000:3b:00.0'; it has 0 at 0000:c1:00.0, 1 at {PCI[1].lower()}: check that "
-        "it is the zeusd of this node, started with --enable gpu-control"
+        "zeusd at zeusd.sock has no GPU '0000:3b:00.0'; it has 0 at 0000:c1:00.0, 1 at "
+        f"{PCI[1].lower()}: check that it is the zeusd of this node, started with --enable "
+        "gpu-control"
     )
 
 
@@ -402,18 +447,24 @@ def test_a_gpu_that_the_daemon_does_not_have(zeusd):
 @pytest.mark.parametrize("which", ["0", "0000:07:00.0", "GPU-8f6b"])
 def test_without_the_library_the_error_says_what_to_mount(zeusd, no_nvml, which: str):
     assert refusal(GpuError, f"zeusd:{which}") == (
-        f"zeusd:{which}: zeusd only sets GPUs, NVML reads them, and libnvidia-ml.so.1 is not here; in a container, "
-        "mount it by setting NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        f"zeusd:{which}: zeusd only sets GPUs, NVML reads them, and libnvidia-ml.so.1 is not "
+        "here; in a container, mount it by setting NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     )
     assert zeusd.requests == []
 
 
 @pytest.fixture
-def behind_nvml(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeZeusd]:  # noqa: F811
+def behind_nvml(
+    nvml: StandIn,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[FakeZeusd]:
     """Start a daemon with a GPU that is not visible here, followed by the two of NVML."""
     path = tmp_path / SOCKET
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(path))
-    with FakeZeusd(path, [KeptGpu("0000:01:00.0"), KeptGpu(PCI[0].lower()), KeptGpu(PCI[1].lower())]) as daemon:
+    with FakeZeusd(
+        path, [KeptGpu("0000:01:00.0"), KeptGpu(PCI[0].lower()), KeptGpu(PCI[1].lower())]
+    ) as daemon:
         yield daemon
     gc.collect()
 
@@ -445,7 +496,8 @@ def test_its_warnings_are_those_of_nvml_and_one_more(behind_nvml, nvml):  # noqa
     with open_gpu("zeusd:0") as gpu, open_gpu("nvml:0") as direct:
         assert gpu.warnings() == (
             *direct.warnings(),
-            "zeusd does not undo settings when the process that asked for them ends; `planner reset` does",
+            "zeusd does not undo settings when the process that asked for them ends; `planner "
+            "reset` does",
         )
         assert len(direct.warnings()) == 1
 

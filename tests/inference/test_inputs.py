@@ -1,4 +1,6 @@
-"""Inference profiles, traces and rates are read as documented, and what is wrong in them is named."""
+"""Inference profiles, traces and rates are read as documented, and what is wrong in them is
+named.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import pytest
 from inference_cases import PROFILE, RATES
 
 from perseus_planner.errors import PlannerError, ProfileError, UsageError
-from perseus_planner.inference.cells import Cell, Configuration, Objectives, RequestClass, read_inference_profile
+from perseus_planner.inference.cells import (
+    Cell,
+    Configuration,
+    Objectives,
+    RequestClass,
+    read_inference_profile,
+)
 from perseus_planner.inference.workload import Load, periods_of, read_rates, read_trace
 
 
@@ -26,7 +34,9 @@ def refusal_of(error: type[PlannerError], read: object, *arguments: object) -> s
 
 
 def test_a_profile_in_words_and_watt_hours(tmp_path: Path):
-    text = "input,output,tensor_degree,clock_mhz,energy_wh\nshort,long,2,1200,0.5\nlong,long,2,1200,\n"
+    text = (
+        "input,output,tensor_degree,clock_mhz,energy_wh\nshort,long,2,1200,0.5\nlong,long,2,1200,\n"
+    )
     profile = read_inference_profile(text_file(tmp_path / "a.csv", text), load_tokens_per_s=650)
     first, second = profile.classes
     assert (first, first.name) == (RequestClass(256, math.inf, ""), "short/long")
@@ -44,9 +54,18 @@ def test_a_profile_in_tokens_with_loads_latencies_and_power_limits(tmp_path: Pat
     profile = read_inference_profile(text_file(tmp_path / "a.csv", text))
     at = Configuration(4, 250)
     assert [cell.tokens_per_s for cell in profile.feasible(profile.classes[0], at)] == [1000, 2000]
-    assert (profile.control, profile.idle_w(at), profile.assumed_load) == ("power-limit", 80.0, False)
+    assert (profile.control, profile.idle_w(at), profile.assumed_load) == (
+        "power-limit",
+        80.0,
+        False,
+    )
     loose = read_inference_profile(tmp_path / "a.csv", Objectives((0.5,), 0.5))
-    assert [cell.tokens_per_s for cell in loose.feasible(loose.classes[0], at)] == [500, 1000, 2000, 3000]
+    assert [cell.tokens_per_s for cell in loose.feasible(loose.classes[0], at)] == [
+        500,
+        1000,
+        2000,
+        3000,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,12 +73,13 @@ def test_a_profile_in_tokens_with_loads_latencies_and_power_limits(tmp_path: Pat
     [
         (
             "",
-            ": is empty; write the header input,output,tensor_degree,clock_mhz,energy_j and a row for each measurement",
+            ": is empty; write the header input,output,tensor_degree,clock_mhz,energy_j and a row "
+            "for each measurement",
         ),
         (
             "input,output,clock_mhz,energy_j\n",
-            ", line 1: no column 'tensor_degree' in the header 'input,output,clock_mhz,energy_j'; write "
-            "input,output,tensor_degree,clock_mhz,energy_j, separated by commas",
+            ", line 1: no column 'tensor_degree' in the header 'input,output,clock_mhz,energy_j'; "
+            "write input,output,tensor_degree,clock_mhz,energy_j, separated by commas",
         ),
         (
             "input,output,tensor_degree,clock_mhz,energy_j,energy_wh\n",
@@ -71,17 +91,18 @@ def test_a_profile_in_tokens_with_loads_latencies_and_power_limits(tmp_path: Pat
         ),
         (
             "input,output,tensor_degree,clock_mhz,energy_j\ntiny,long,2,1200,3\n",
-            ", line 2, column 'input': 'tiny' is not a class of requests; write short, medium or long, or the most "
-            "tokens of the class, such as 256",
+            ", line 2, column 'input': 'tiny' is not a class of requests; write short, medium or "
+            "long, or the most tokens of the class, such as 256",
         ),
         (
             "input,output,tensor_degree,clock_mhz,energy_j\nshort,long,2,1200,0\n",
-            ", line 2, column 'energy_j': '0' is not an energy: write a number above 0, or nothing where it is too "
-            "slow",
+            ", line 2, column 'energy_j': '0' is not an energy: write a number above 0, or "
+            "nothing where it is too slow",
         ),
         (
             "input,output,tensor_degree,clock_mhz,energy_j\nshort,long,2,1200,3\nshort,long,2,1200,4\n",
-            ", line 3: short/long at tensor degree 2, 1200 MHz and 2000 tokens/s is there twice; keep one of them",
+            ", line 3: short/long at tensor degree 2, 1200 MHz and 2000 tokens/s is there twice; "
+            "keep one of them",
         ),
         (
             "input,output,tensor_degree,clock_mhz,energy_j\nshort,100,2,1200,3\n256,100,4,1200,4\n",
@@ -105,7 +126,9 @@ def test_a_wrong_profile_is_refused(tmp_path: Path, text: str, expected: str):
     ids=["Azure 2023", "Azure 2024", "time zones", "seconds"],
 )
 def test_traces_are_read_in_several_forms_of_time(tmp_path: Path, rows: tuple[str, str]):
-    text = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n" + "".join(f"{row},4808,10\r\n" for row in rows)
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n" + "".join(
+        f"{row},4808,10\r\n" for row in rows
+    )
     trace = read_trace(text_file(tmp_path / "t.csv", text))
     assert trace.times_s == pytest.approx([0.0, 1.25], abs=1e-6)
     assert (trace.input_tokens.tolist(), trace.output_tokens.tolist()) == ([4808, 4808], [10, 10])
@@ -126,21 +149,23 @@ def test_traces_are_read_in_several_forms_of_time(tmp_path: Path, rows: tuple[st
         ),
         (
             "time,input_tokens,output_tokens\n16/11/2023 18:17,1,1\n",
-            ", line 2, column 'time': '16/11/2023 18:17' is not a time: write seconds such as 12.5, or a date such as "
-            "2023-11-16 18:17:03.979",
+            ", line 2, column 'time': '16/11/2023 18:17' is not a time: write seconds such as "
+            "12.5, or a date such as 2023-11-16 18:17:03.979",
         ),
         (
             "time,input_tokens,output_tokens\n2023-13-16 18:17:03,1,1\n",
-            ", line 2, column 'time': '2023-13-16 18:17:03' is not a time: write seconds such as 12.5, or a date such "
-            "as 2023-11-16 18:17:03.979",
+            ", line 2, column 'time': '2023-13-16 18:17:03' is not a time: write seconds such as "
+            "12.5, or a date such as 2023-11-16 18:17:03.979",
         ),
         (
             "time,input_tokens,output_tokens\n1,1,1\n2023-11-16 18:17:03,1,1\n",
-            ", line 3, column 'time': '2023-11-16 18:17:03' is another kind of time than before; write one",
+            ", line 3, column 'time': '2023-11-16 18:17:03' is another kind of time than before; "
+            "write one",
         ),
         (
             "time,input_tokens,output_tokens\n1,-4,1\n",
-            ", line 2, column 'input_tokens': '-4' is not a number of tokens: write a whole number of 0 or more",
+            ", line 2, column 'input_tokens': '-4' is not a number of tokens: write a whole number "
+            "of 0 or more",
         ),
     ],
 )
@@ -149,9 +174,13 @@ def test_a_wrong_trace_is_refused(tmp_path: Path, text: str, expected: str):
     assert refusal_of(UsageError, read_trace, path) == f"{path}{expected}"
 
 
-def test_the_demand_of_a_trace_has_its_busiest_minute_and_long_prompts_in_the_longest_class(tmp_path: Path):
+def test_the_demand_of_a_trace_has_its_busiest_minute_and_long_prompts_in_the_longest_class(
+    tmp_path: Path,
+):
     profile = read_inference_profile(text_file(tmp_path / "a.csv", PROFILE))
-    rows = [(second, 256, 44) for second in range(0, 120, 2)] + [(120 + second, 100_000, 0) for second in range(60)]
+    rows = [(second, 256, 44) for second in range(0, 120, 2)] + [
+        (120 + second, 100_000, 0) for second in range(60)
+    ]
     text = "".join(f"{time},{inputs},{outputs}\n" for time, inputs, outputs in rows)
     trace = read_trace(text_file(tmp_path / "t.csv", f"time,input_tokens,output_tokens\n{text}"))
     short, long = profile.classes
@@ -159,7 +188,11 @@ def test_the_demand_of_a_trace_has_its_busiest_minute_and_long_prompts_in_the_lo
     assert (start_s, length_s) == (0.0, pytest.approx(179.0, rel=1e-6))
     assert demand[short] == pytest.approx(Load(60 / length_s, 18000 / length_s, 1.5), rel=0.02)
     assert demand[long] == pytest.approx(Load(60 / length_s, 6e6 / length_s, 3.0), rel=0.02)
-    assert [list(period[2]) for period in periods_of(trace, profile, 60.0)] == [[short], [short], [long]]
+    assert [list(period[2]) for period in periods_of(trace, profile, 60.0)] == [
+        [short],
+        [short],
+        [long],
+    ]
 
 
 def test_idle_hours_have_no_period_and_one_request_has_one(tmp_path: Path):
@@ -167,7 +200,9 @@ def test_idle_hours_have_no_period_and_one_request_has_one(tmp_path: Path):
     text = "time,input_tokens,output_tokens\n0,10,10\n7200,10,10\n"
     trace = read_trace(text_file(tmp_path / "t.csv", text))
     assert [start_s for start_s, _, _ in periods_of(trace, profile, 600.0)] == [0.0, 6600.0]
-    single = read_trace(text_file(tmp_path / "s.csv", "time,input_tokens,output_tokens\n99,10,10\n"))
+    single = read_trace(
+        text_file(tmp_path / "s.csv", "time,input_tokens,output_tokens\n99,10,10\n")
+    )
     ((_, _, demand),) = periods_of(single, profile, 600.0)
     assert demand == {profile.classes[0]: pytest.approx(Load(1.0, 20.0, 1.0))}
 
@@ -175,9 +210,12 @@ def test_idle_hours_have_no_period_and_one_request_has_one(tmp_path: Path):
 def test_a_trace_needs_a_class_of_the_profile(tmp_path: Path):
     text = "input,output,tensor_degree,clock_mhz,energy_j\n256,100,1,1200,5\n1024,500,1,1200,5\n"
     profile = read_inference_profile(text_file(tmp_path / "a.csv", text))
-    trace = read_trace(text_file(tmp_path / "t.csv", "time,input_tokens,output_tokens\n0,10,10\n1,20,300\n"))
+    trace = read_trace(
+        text_file(tmp_path / "t.csv", "time,input_tokens,output_tokens\n0,10,10\n1,20,300\n")
+    )
     assert refusal_of(UsageError, trace.classes, profile) == (
-        "request 2 of the trace has 20 input and 300 output tokens, but the profile has no class 256/500; measure it"
+        "request 2 of the trace has 20 input and 300 output tokens, but the profile has no class "
+        "256/500; measure it"
     )
 
 
@@ -190,7 +228,10 @@ def test_rates_are_read_by_class(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ("256,200,1,1", "256/200 is no class of the profile, which has 256/100, 4096/100; correct the row"),
+        (
+            "256,200,1,1",
+            "256/200 is no class of the profile, which has 256/100, 4096/100; correct the row",
+        ),
         ("256,100,0,5", "has requests without tokens, or tokens without requests; correct the row"),
         ("256,100,x,5", None),
     ],
@@ -198,14 +239,21 @@ def test_rates_are_read_by_class(tmp_path: Path):
 def test_wrong_rates_are_refused(tmp_path: Path, row: str, expected: str | None):
     profile = read_inference_profile(text_file(tmp_path / "a.csv", PROFILE))
     path = text_file(tmp_path / "r.csv", f"input,output,requests_per_s,tokens_per_s\n{row}\n")
-    wrong = ", column 'requests_per_s': 'x' is not a rate: write a number of 0 or more in a second, such as 12.5"
+    wrong = (
+        ", column 'requests_per_s': 'x' is not a rate: write a number of 0 or more in a "
+        "second, such as 12.5"
+    )
     place = f"{path}, line 2"
-    assert refusal_of(UsageError, read_rates, path, profile) == (f"{place}: {expected}" if expected else place + wrong)
+    assert refusal_of(UsageError, read_rates, path, profile) == (
+        f"{place}: {expected}" if expected else place + wrong
+    )
 
 
 def test_objectives_are_for_each_input_class(tmp_path: Path):
     path = text_file(tmp_path / "a.csv", PROFILE)
-    assert [read_inference_profile(path).ttft_s(of) for of in read_inference_profile(path).classes] == [0.25, 2.0]
+    assert [
+        read_inference_profile(path).ttft_s(of) for of in read_inference_profile(path).classes
+    ] == [0.25, 2.0]
     given = read_inference_profile(path, Objectives((0.3, 0.5)))
     assert np.array([given.ttft_s(of) for of in given.classes]) == pytest.approx([0.3, 0.5])
     assert refusal_of(UsageError, read_inference_profile, path, Objectives((0.1, 0.2, 0.3))) == (

@@ -1,4 +1,6 @@
-"""The pools of least energy are those that trying everything finds, and no relaxation costs energy."""
+"""The pools of least energy are those that trying everything finds, and no relaxation costs
+energy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from hypothesis import strategies as st
 from inference_cases import LONG, SHORT, demands, least_energy_j, profiles
 
 from perseus_planner.errors import InfeasibleGpus, UsageError
-from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, Objectives, RequestClass
+from perseus_planner.inference.cells import (
+    Cell,
+    Configuration,
+    InferenceProfile,
+    Objectives,
+    RequestClass,
+)
 from perseus_planner.inference.plan import POLICIES, plan_policy
 from perseus_planner.inference.pools import Change, ChangeCosts, Pool
 from perseus_planner.inference.programme import plan_pools
@@ -32,8 +40,14 @@ def energy_j(profile: InferenceProfile, demand: Demand, gpus: int, **options: ob
 
 @settings(max_examples=15)
 @given(profile=profiles(), demand=demands(), gpus=st.integers(2, 4), changes=st.booleans())
-def test_no_other_pools_need_less_energy(profile: InferenceProfile, demand: Demand, gpus: int, changes: bool):
-    before = [Pool(SHORT, Configuration(1, 1000), 1), Pool(LONG, Configuration(2, 1000), 1)] if changes else None
+def test_no_other_pools_need_less_energy(
+    profile: InferenceProfile, demand: Demand, gpus: int, changes: bool
+):
+    before = (
+        [Pool(SHORT, Configuration(1, 1000), 1), Pool(LONG, Configuration(2, 1000), 1)]
+        if changes
+        else None
+    )
     least_j = least_energy_j(profile, demand, gpus, _PERIOD_S, before)
     assert energy_j(profile, demand, gpus, before=before) == pytest.approx(least_j, rel=1e-6)
 
@@ -52,16 +66,22 @@ def test_a_plan_carries_its_load_on_its_gpus_and_is_not_below_its_bound(
     assert plan.gpus <= gpus
     assert plan.bound_j <= plan.energy_j <= plan.bound_j * (1 + 1e-6)
     for of, load in demand.items():
-        assert sum(pool.serves.get(of, 0.0) for pool in plan.pools) == pytest.approx(load.tokens_per_s)
+        assert sum(pool.serves.get(of, 0.0) for pool in plan.pools) == pytest.approx(
+            load.tokens_per_s
+        )
     for pool in plan.pools:
         most = profile.feasible(pool.longest, pool.at)[-1].tokens_per_s * pool.instances
-        assert sum(tokens * demand[of].peak for of, tokens in pool.serves.items()) <= most * (1 + 1e-5)
+        assert sum(tokens * demand[of].peak for of, tokens in pool.serves.items()) <= most * (
+            1 + 1e-5
+        )
         assert all(pool.longest.covers(of) and profile.feasible(of, pool.at) for of in pool.serves)
 
 
 @settings(max_examples=15)
 @given(profile=profiles(), demand=demands(), gpus=st.integers(3, 6))
-def test_more_gpus_and_looser_objectives_never_cost_energy(profile: InferenceProfile, demand: Demand, gpus: int):
+def test_more_gpus_and_looser_objectives_never_cost_energy(
+    profile: InferenceProfile, demand: Demand, gpus: int
+):
     here_j = energy_j(profile, demand, gpus)
     assert energy_j(profile, demand, gpus + 1) <= here_j * (1 + 1e-6)
     loose = replace(profile, objectives=Objectives(ttft_s=(5.0,)))
@@ -81,8 +101,12 @@ def test_cheaper_changes_never_cost_energy(profile: InferenceProfile, demand: De
 @settings(max_examples=10)
 @given(profile=profiles(), demand=demands())
 def test_no_policy_needs_less_than_the_planner(profile: InferenceProfile, demand: Demand):
-    """A policy with a class that it cannot serve is left out; every class has two GPUs at the highest clock."""
-    energies_j = {name: plan_policy(name, profile, demand, None, _PERIOD_S).energy_j for name in POLICIES}
+    """A policy with a class that it cannot serve is left out; every class has two GPUs at the
+    highest clock.
+    """
+    energies_j = {
+        name: plan_policy(name, profile, demand, None, _PERIOD_S).energy_j for name in POLICIES
+    }
     assert min(energies_j.values()) >= energies_j["planner"] * (1 - 1e-6)
     assert energies_j["highest"] >= max(energies_j["clock"], energies_j["degree"]) * (1 - 1e-6)
     assert energies_j["degree"] >= energies_j["hierarchical"] * (1 - 1e-6)
@@ -104,8 +128,8 @@ def test_a_class_shares_the_pool_of_a_longer_one_where_that_saves_an_idle_instan
 def test_a_class_without_a_configuration_is_refused_by_name():
     at = Configuration(2, 1000)
     expected = (
-        "class 4096/100: no configuration meets its latency objective; measure a higher clock or tensor degree, or "
-        "loosen the objective"
+        "class 4096/100: no configuration meets its latency objective; measure a higher clock or "
+        "tensor degree, or loosen the objective"
     )
     with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
         plan_pools(profile_of((SHORT, at, 5.0), (LONG, at, None)), {LONG: Load(1, 700)}, 8, 60.0)
@@ -113,7 +137,10 @@ def test_a_class_without_a_configuration_is_refused_by_name():
 
 def test_too_few_gpus_are_refused_with_the_least_that_would_do():
     profile = profile_of((LONG, Configuration(2, 1000), 50.0))
-    expected = "no pools on 5 GPUs carry this load within the latency objectives: 6 GPUs would; give that many or more"
+    expected = (
+        "no pools on 5 GPUs carry this load within the latency objectives: 6 GPUs would; "
+        "give that many or more"
+    )
     with pytest.raises(InfeasibleGpus, match=f"^{re.escape(expected)}$") as refused:
         plan_pools(profile, {LONG: Load(1, 2001)}, 5, 60.0)
     assert (refused.value.gpus, refused.value.least_gpus) == (5, 6)
@@ -125,6 +152,8 @@ def test_pools_stay_where_changing_them_costs_more_than_it_saves():
     profile = profile_of((LONG, slow, 50.0), (LONG, fast, 51.0))
     demand, before = {LONG: Load(1, 700)}, [Pool(LONG, fast, 1)]
     costs = ChangeCosts(clock=Change(0.05, 300.0))
-    assert [pool.at for pool in plan_pools(profile, demand, 8, 599.0, before=before, costs=costs).pools] == [fast]
+    assert [
+        pool.at for pool in plan_pools(profile, demand, 8, 599.0, before=before, costs=costs).pools
+    ] == [fast]
     plan = plan_pools(profile, demand, 8, 601.0, before=before, costs=costs)
     assert ([pool.at for pool in plan.pools], plan.change_j) == ([slow], 600.0)

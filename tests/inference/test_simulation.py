@@ -1,4 +1,6 @@
-"""Replayed traces: energy adds up, requests are late for a reason, and changes take what they take."""
+"""Replayed traces: energy adds up, requests are late for a reason, and changes take what they
+take.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import pytest
 from inference_cases import LONG, PROFILE, SHORT, steady
 
 from perseus_planner.errors import InfeasibleGpus, UsageError
-from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, Objectives, read_inference_profile
+from perseus_planner.inference.cells import (
+    Cell,
+    Configuration,
+    InferenceProfile,
+    Objectives,
+    read_inference_profile,
+)
 from perseus_planner.inference.pools import Change, ChangeCosts, Pool
 from perseus_planner.inference.servers import Request, Server
 from perseus_planner.inference.simulation import Replay, Settings, replay
@@ -19,7 +27,9 @@ ONE, TWO, FAST = Configuration(1, 1000), Configuration(2, 1000), Configuration(2
 
 
 def profile_of(cells: dict[tuple[object, Configuration], Cell]) -> InferenceProfile:
-    return InferenceProfile({key: (cell,) for key, cell in cells.items()}, "clock", Objectives(), "")
+    return InferenceProfile(
+        {key: (cell,) for key, cell in cells.items()}, "clock", Objectives(), ""
+    )
 
 
 PLAIN = profile_of(
@@ -31,7 +41,9 @@ PLAIN = profile_of(
         (LONG, FAST): Cell(2000.0, 50.0),
     }
 )
-"""Short requests need least energy on one GPU, long ones on two, at a clock that carries half of the highest."""
+"""Short requests need least energy on one GPU, long ones on two, at a clock that carries half of
+the highest.
+"""
 
 
 def trace_of(requests: list[tuple[float, int, int]]) -> Trace:
@@ -52,7 +64,10 @@ def test_the_earliest_deadline_starts_first():
     for each in (request(0, 9.0, 2000.0), request(1, 5.0, 1000.0), request(2, 1.5, 1000.0)):
         server.add(each)
     server.start(0.0)
-    assert [each.number for each in sorted(server.queue)] == [1, 0]  # the second fills the instance for a second
+    assert [each.number for each in sorted(server.queue)] == [
+        1,
+        0,
+    ]  # the second fills the instance for a second
     server.start(10.0)
     assert (server.late, server.filled_s, server.wait_s(0.0)) == (set(), 4.0, 4.0)
 
@@ -81,7 +96,13 @@ def test_a_steady_trace_needs_the_energy_of_its_requests_and_none_is_late():
     found = replay(PLAIN, trace, Settings(8, prediction="perfect"))
     long = sum(inputs > 256 for _, inputs, _ in steady(120, every_s=0.5))
     assert found.energy_j == pytest.approx(10.0 * (found.requests - long) + 40.0 * long)
-    assert (found.requests, found.late, found.moved, found.change_j, found.changes) == (240, 0, 0, 0.0, (0, 0, 0))
+    assert (found.requests, found.late, found.moved, found.change_j, found.changes) == (
+        240,
+        0,
+        0,
+        0.0,
+        (0, 0, 0),
+    )
     (period,) = found.periods
     assert (period.requests, period.late, period.gpus) == (240, 0, found.most_gpus)
     assert period.power_w * 120 == pytest.approx(found.energy_j)
@@ -106,7 +127,9 @@ def test_a_burst_climbs_to_the_next_larger_pool():
     settings = Settings(3, prediction="last", instances_s=10.0, sharding_s=10.0, burst_s=1.0)
     found = replay(PLAIN, trace_of(requests), settings)
     assert 0 < found.moved < 15
-    assert found.energy_j > 10.0 * 31 + 40.0 * 4  # short requests in the pool of long ones need more
+    assert (
+        found.energy_j > 10.0 * 31 + 40.0 * 4
+    )  # short requests in the pool of long ones need more
 
 
 def test_a_burst_that_no_pool_carries_raises_the_clock_where_that_carries_more():
@@ -119,7 +142,10 @@ def test_a_burst_that_no_pool_carries_raises_the_clock_where_that_carries_more()
 
 
 def test_a_wrongly_predicted_output_costs_energy_and_no_request_is_lost():
-    path, rows = Path("words.csv"), "short,short,1,1000,10\nshort,long,1,1000,30\nshort,long,2,1000,50\n"
+    path, rows = (
+        Path("words.csv"),
+        "short,short,1,1000,10\nshort,long,1,1000,30\nshort,long,2,1000,50\n",
+    )
     path.write_text(f"input,output,tensor_degree,clock_mhz,energy_j\n{rows}")
     profile = read_inference_profile(path)
     trace = trace_of([(0.5 * number, 100, 50 if number % 2 else 500) for number in range(240)])
@@ -128,7 +154,10 @@ def test_a_wrongly_predicted_output_costs_energy_and_no_request_is_lost():
     assert right.energy_j == pytest.approx(120 * 10 + 120 * 30)
     assert wrong.energy_j > right.energy_j
     assert wrong.requests == right.requests == 240
-    assert replay(profile, trace, Settings(16, prediction="perfect", mispredicted=0.2, seed=1)) == wrong
+    assert (
+        replay(profile, trace, Settings(16, prediction="perfect", mispredicted=0.2, seed=1))
+        == wrong
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -142,12 +171,16 @@ def growing(gpus: int, costs: ChangeCosts) -> Replay:
     few = [(float(second), 400, 50) for second in range(60)]
     many = [(60 + 0.2 * number, 400, 50) for number in range(600)]
     profile = profile_of({(LONG, TWO): Cell(1000.0, 40.0), (LONG, ONE): Cell(500.0, 45.0)})
-    settings = Settings(gpus, costs, instances_s=60.0, sharding_s=60.0, prediction="perfect", burst_s=1.0)
+    settings = Settings(
+        gpus, costs, instances_s=60.0, sharding_s=60.0, prediction="perfect", burst_s=1.0
+    )
     return replay(profile, trace_of([*few, *many]), settings)
 
 
 def test_new_instances_take_their_time():
-    quick, slow = (growing(16, ChangeCosts(instance=Change(time_s, 42300.0))) for time_s in (0.0, 30.0))
+    quick, slow = (
+        growing(16, ChangeCosts(instance=Change(time_s, 42300.0))) for time_s in (0.0, 30.0)
+    )
     assert quick.changes[0] == slow.changes[0] == 1
     assert quick.late < slow.late
     assert quick.change_j == slow.change_j > 0
@@ -172,7 +205,9 @@ def test_idle_hours_bursts_and_a_single_request_are_replayed():
     found = replay(PLAIN, trace_of(requests), Settings(8))
     assert (found.requests, sum(period.requests for period in found.periods)) == (650, 650)
     assert found.late == sum(period.late for period in found.periods) > 0
-    assert found.energy_j == pytest.approx(sum(period.power_w * 300 for period in found.periods[:-1]), rel=0.2)
+    assert found.energy_j == pytest.approx(
+        sum(period.power_w * 300 for period in found.periods[:-1]), rel=0.2
+    )
     single = replay(PLAIN, trace_of([(0.0, 10, 0)]), Settings(1))
     assert (single.requests, single.energy_j) == (1, 10.0)
 
@@ -197,18 +232,25 @@ def test_periods_are_refused_that_are_shorter_than_those_within():
 def test_the_profile_of_the_documents_is_replayed_under_every_policy(folder: Path):
     (folder / "a.csv").write_text(PROFILE)
     profile = read_inference_profile(folder / "a.csv")
-    found = {name: replay(profile, trace_of(steady(300)), Settings(16), name) for name in ("highest", "planner")}
+    found = {
+        name: replay(profile, trace_of(steady(300)), Settings(16), name)
+        for name in ("highest", "planner")
+    }
     assert found["planner"].energy_j < found["highest"].energy_j
     assert found["planner"].late <= found["highest"].late
 
 
-def test_the_published_trace_saves_what_the_table_says_and_no_more_requests_are_late(measured_data: Path):
+def test_the_published_trace_saves_what_the_table_says_and_no_more_requests_are_late(
+    measured_data: Path,
+):
     serving = measured_data / "serving"
     if not serving.is_dir():
         pytest.skip(f"no serving data: {serving} is not there; name its folder in PLANNER_DATA")
     profile = read_inference_profile(serving / "energy_llama2_70b.csv")
     trace = read_trace(serving / "azure_llm_trace_2023_code.csv")
-    baseline, clock, planner = (replay(profile, trace, Settings(128), name) for name in ("highest", "clock", "planner"))
+    baseline, clock, planner = (
+        replay(profile, trace, Settings(128), name) for name in ("highest", "clock", "planner")
+    )
     assert 1 - planner.energy_j / baseline.energy_j == pytest.approx(0.44, abs=0.01)
     assert 1 - clock.energy_j / baseline.energy_j == pytest.approx(0.16, abs=0.01)
     assert planner.late <= baseline.late + 0.001 * planner.requests

@@ -1,4 +1,6 @@
-"""Table I of DynamoLLM and the Azure trace of a coding service are read as they are; savings come out as published."""
+"""Table I of DynamoLLM and the Azure trace of a coding service are read as they are; savings
+come out as published.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from perseus_planner.errors import InfeasibleGpus, UsageError
-from perseus_planner.inference.cells import Configuration, InferenceProfile, RequestClass, read_inference_profile
+from perseus_planner.inference.cells import (
+    Configuration,
+    InferenceProfile,
+    RequestClass,
+    read_inference_profile,
+)
 from perseus_planner.inference.plan import make_plan
 from perseus_planner.inference.programme import largest_share, plan_pools
 from perseus_planner.inference.workload import Load, periods_of, read_trace
@@ -23,7 +30,9 @@ BEST = {
     "long/medium": (8, 1200, 16),
     "long/long": (8, 1600, 10),
 }
-"""Class -> tensor degree and clock of its best cell, and its saving against eight GPUs at 2.0 GHz, percent."""
+"""Class -> tensor degree and clock of its best cell, and its saving against eight GPUs at 2.0
+GHz, percent.
+"""
 
 
 @pytest.fixture
@@ -58,12 +67,17 @@ def test_every_cell_that_violates_the_objective_is_refused(table: InferenceProfi
         for at in table.configurations:
             if not table.feasible(of, at):
                 refused += 1
-                with pytest.raises(UsageError, match="no configuration of those allowed meets its latency objective"):
+                with pytest.raises(
+                    UsageError,
+                    match="no configuration of those allowed meets its latency objective",
+                ):
                     plan_pools(table, one_request_per_s(of), 8, 60.0, only={of: [at]})
     assert refused == 42
 
 
-def test_the_trace_at_the_load_of_the_table_saves_as_much_as_the_published_mix(table: InferenceProfile, folder: Path):
+def test_the_trace_at_the_load_of_the_table_saves_as_much_as_the_published_mix(
+    table: InferenceProfile, folder: Path
+):
     trace = read_trace(folder / "azure_llm_trace_2023_code.csv")
     assert len(trace.times_s) == 8819
     plan = make_plan(table, periods_of(trace, table, 7200.0), 128)
@@ -72,15 +86,24 @@ def test_the_trace_at_the_load_of_the_table_saves_as_much_as_the_published_mix(t
     assert plan.gap <= 1e-6
 
 
-def test_too_few_gpus_for_the_trace_are_refused_with_the_least(table: InferenceProfile, folder: Path):
+def test_too_few_gpus_for_the_trace_are_refused_with_the_least(
+    table: InferenceProfile, folder: Path
+):
     periods = periods_of(read_trace(folder / "azure_llm_trace_2023_code.csv"), table, 7200.0)
     with pytest.raises(InfeasibleGpus) as refused:
         make_plan(table, periods, 16)
-    assert make_plan(table, periods, refused.value.least_gpus).policies["planner"].gpus == refused.value.least_gpus
+    assert (
+        make_plan(table, periods, refused.value.least_gpus).policies["planner"].gpus
+        == refused.value.least_gpus
+    )
 
 
-def test_the_solver_prints_nothing(table: InferenceProfile, folder: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_solver_prints_nothing(
+    table: InferenceProfile, folder: Path, capfd: pytest.CaptureFixture[str]
+):
     """HiGHS 1.12 prints a line of its own here, which would stand before the JSON of a command."""
-    (_, _, demand), _ = periods_of(read_trace(folder / "azure_llm_trace_2023_code.csv"), table, 1800.0)
+    (_, _, demand), _ = periods_of(
+        read_trace(folder / "azure_llm_trace_2023_code.csv"), table, 1800.0
+    )
     assert 0 < largest_share(table, demand, 24) < largest_share(table, demand, 48) < 1
     assert capfd.readouterr() == ("", "")

@@ -27,8 +27,13 @@ PLAIN = {"profile": "four.yaml", "schedule": "1f1b", "microbatches": 6}
 
 def one_stage(scale: float, power_w: float = 70.0) -> Profile:
     """A profile of a single stage, of a GPU that is `scale` times as slow."""
-    rows = {kind: tuple(Measurement(m.clock_mhz, scale * m.time_s, m.energy_j) for m in FOUR.measurements[0, kind])
-            for kind in "FB"}  # fmt: skip
+    rows = {
+        kind: tuple(
+            Measurement(m.clock_mhz, scale * m.time_s, m.energy_j)
+            for m in FOUR.measurements[0, kind]
+        )
+        for kind in "FB"
+    }
     return Profile({(0, kind): points for kind, points in rows.items()}, power_w, gpu="other")
 
 
@@ -56,7 +61,9 @@ def only(job: Job) -> PipelineDag:
 
 
 def plain(profile: Profile = FOUR, microbatches: int = 6, **extras: Any) -> PipelineDag:
-    return PipelineDag.from_schedule(profile, schedules.one_f_one_b(profile.stages, microbatches), **extras)
+    return PipelineDag.from_schedule(
+        profile, schedules.one_f_one_b(profile.stages, microbatches), **extras
+    )
 
 
 def test_profile_schedule_and_microbatches_are_a_job(work: Path):
@@ -65,9 +72,14 @@ def test_profile_schedule_and_microbatches_are_a_job(work: Path):
     assert only(job) == plain()
 
 
-SYNCED = Profile({**FOUR.measurements, **{(s, "B.sync"): FOUR.measurements[s, "B"][:2] for s in range(4)}}, 83.64)
+SYNCED = Profile(
+    {**FOUR.measurements, **{(s, "B.sync"): FOUR.measurements[s, "B"][:2] for s in range(4)}}, 83.64
+)
 KEYS: dict[str, tuple[dict[str, Any], Callable[[], PipelineDag]]] = {
-    "blocking power": ({"blocking_power_w": 50}, lambda: plain(replace(FOUR, blocking_power_w=50.0))),
+    "blocking power": (
+        {"blocking_power_w": 50},
+        lambda: plain(replace(FOUR, blocking_power_w=50.0)),
+    ),
     "blocking power of each stage": (
         {"blocking_power_w": [50, 51, 52, 53]},
         lambda: plain(replace(FOUR, blocking_power_w=(50.0, 51.0, 52.0, 53.0))),
@@ -95,7 +107,10 @@ KEYS: dict[str, tuple[dict[str, Any], Callable[[], PipelineDag]]] = {
             ]
         ),
     ),
-    "slow stages": ({"slow_stages": {1: 1.15, 3: 2}}, lambda: plain(slowed(FOUR, {1: 1.15, 3: 2.0}))),
+    "slow stages": (
+        {"slow_stages": {1: 1.15, 3: 2}},
+        lambda: plain(slowed(FOUR, {1: 1.15, 3: 2.0})),
+    ),
     "overhead": ({"overhead_s": -0.05}, lambda: plain(replace(FOUR, overhead_s=-0.05))),
     "clock change": (
         {"clock_change": {"call_s": 0.006, "gpus_per_node": 2}},
@@ -109,21 +124,31 @@ KEYS: dict[str, tuple[dict[str, Any], Callable[[], PipelineDag]]] = {
                 {"kind": "B.sync", "microbatches": [0, 2], "stages": [1]},
             ],
         },
-        lambda: plain(SYNCED, variants=[Variant("B.sync", "last"), Variant("B.sync", (0, 2), (1,))]),
+        lambda: plain(
+            SYNCED, variants=[Variant("B.sync", "last"), Variant("B.sync", (0, 2), (1,))]
+        ),
     ),
     "a profile for each stage": (
         {"profile": ["fast.yaml", "slow.yaml", "fast.yaml"], "blocking_power_w": [60, 61, 62]},
-        lambda: plain(stage_by_stage([one_stage(1.0, 60.0), one_stage(1.3, 61.0), one_stage(1.0, 62.0)])),
+        lambda: plain(
+            stage_by_stage([one_stage(1.0, 60.0), one_stage(1.3, 61.0), one_stage(1.0, 62.0)])
+        ),
     ),
     "a profile for each GPU": (
         {"profile": [["fast.yaml", "slow.yaml"], ["fast.yaml", "fast.yaml"]], "tensor_parallel": 2},
-        lambda: plain(stage_by_stage([tensor_group([one_stage(1.0), one_stage(1.3)]), on_each_gpu(one_stage(1.0), 2)])),
+        lambda: plain(
+            stage_by_stage(
+                [tensor_group([one_stage(1.0), one_stage(1.3)]), on_each_gpu(one_stage(1.0), 2)]
+            )
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize(("keys", "wanted"), KEYS.values(), ids=KEYS)
-def test_each_key_is_the_call_that_it_stands_for(work: Path, keys: dict[str, Any], wanted: Callable[[], PipelineDag]):
+def test_each_key_is_the_call_that_it_stands_for(
+    work: Path, keys: dict[str, Any], wanted: Callable[[], PipelineDag]
+):
     SYNCED.save("synced.yaml")
     dag, expected = only(Job.load(write(**{**PLAIN, **keys}))), wanted()
     assert (dag, dag.profile.digest) == (expected, expected.profile.digest)
@@ -147,7 +172,10 @@ def test_paths_are_relative_to_the_job_file(work: Path, monkeypatch: pytest.Monk
         ({"schedule": "zb-h1"}, lambda: schedules.zb_h1(4, 8)),
         ({"schedule": "zbv"}, lambda: schedules.zbv(2, 8)),
         ({"schedule": "interleaved-1f1b", "ranks": 2}, lambda: schedules.interleaved_1f1b(2, 2, 8)),
-        ({"schedule": "interleaved-1f1b", "virtual_stages": 2}, lambda: schedules.interleaved_1f1b(2, 2, 8)),
+        (
+            {"schedule": "interleaved-1f1b", "virtual_stages": 2},
+            lambda: schedules.interleaved_1f1b(2, 2, 8),
+        ),
         (
             {"schedule": "interleaved-1f1b", "virtual_stages": 2, "ranks": 2, "stages": 4},
             lambda: schedules.interleaved_1f1b(2, 2, 8),
@@ -187,7 +215,9 @@ def test_a_python_argument_replaces_a_key(work: Path):
 
 
 def test_settings_need_no_file(work: Path):
-    settings = Settings(profile=Path("four.yaml"), schedule="1f1b", microbatches=6, replicas=(ReplicaSettings(2),))
+    settings = Settings(
+        profile=Path("four.yaml"), schedule="1f1b", microbatches=6, replicas=(ReplicaSettings(2),)
+    )
     assert Job.of(settings) == Job.load(write(**PLAIN, replicas=2))
 
 

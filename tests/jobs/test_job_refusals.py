@@ -16,21 +16,22 @@ from perseus_planner.errors import JobError, PlannerError
 from perseus_planner.jobs.job import Job
 from perseus_planner.profiles.groups import on_each_gpu
 
-JOB = "format: perseus-planner/job\nversion: 1\nprofile: two.yaml\nschedule: 1f1b\nmicrobatches: 3\n"
+JOB = (
+    "format: perseus-planner/job\nversion: 1\nprofile: two.yaml\nschedule: 1f1b\nmicrobatches: 3\n"
+)
 KNOWN = (
-    "blocking_power_w, clock_change, correction, format, gpu, gpu_power_limit_w, microbatch_group, microbatches, "
-    "operations, overhead_s, "
-    "profile, ranks, replicas, samples_per_iteration, schedule, slow_stages, stage, stages, tensor_parallel, "
-    "tokens_per_iteration, transfer, variants, version, "
-    "virtual_stages"
+    "blocking_power_w, clock_change, correction, format, gpu, gpu_power_limit_w, "
+    "microbatch_group, microbatches, operations, overhead_s, profile, ranks, replicas, "
+    "samples_per_iteration, schedule, slow_stages, stage, stages, tensor_parallel, "
+    "tokens_per_iteration, transfer, variants, version, virtual_stages"
 )
 COUNT = "a whole number of at least 1"
 WAIT = "a wait: give finite seconds of 0 or more, such as 0.002"
 POWER = "a power: give finite watts of 0 or more, such as 83.64"
 STAGE = "a stage number: write 0 for the first stage, 1 for the next, and so on"
 SOURCE = (
-    "is not a profile: name a file; or a list of files, one for each stage; or a list of lists, one for each stage, "
-    "with a file for each of its GPUs, equally many"
+    "is not a profile: name a file; or a list of files, one for each stage; or a list of lists, "
+    "one for each stage, with a file for each of its GPUs, equally many"
 )
 NUMBERS = "is not a list of numbers; write one such as [0, 2]"
 
@@ -39,11 +40,13 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     "no profile": (("profile: two.yaml\n", ""), "job.yaml: has no key 'profile'; add it"),
     "later version": (
         ("version: 1", "version: 2"),
-        "job.yaml, line 2, key 'version': 2 cannot be read: this planner reads version 1; use the planner that wrote "
-        "the file, or write it again with this one",
+        "job.yaml, line 2, key 'version': 2 cannot be read: this planner reads version 1; use the "
+        "planner that wrote the file, or write it again with this one",
     ),
-    "misspelt key": ("transfers: 1\n", "job.yaml, line 6: unknown key 'transfers'; did you mean 'transfer'?"),
-    "unknown key": ("zebra: 1\n", f"job.yaml, line 6: unknown key 'zebra'; remove it; known keys are {KNOWN}"),
+    "misspelt key": ("transfers: 1\n", "job.yaml, line 6: unknown key 'transfers'; did you mean "
+    "'transfer'?"),
+    "unknown key": ("zebra: 1\n", "job.yaml, line 6: unknown key 'zebra'; remove it; known keys "
+    f"are {KNOWN}"),
     "misspelt key inside": (
         "transfer:\n  forward_s: 1\n  backwards_s: 2\n",
         "job.yaml, line 8: unknown key 'backwards_s' of transfer; did you mean 'backward_s'?",
@@ -54,7 +57,8 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "unknown key of a variant": (
         "variants:\n- kind: B.sync\n  zebra: 1\n",
-        "job.yaml, line 8: unknown key 'zebra' of variants; remove it; known keys are kind, microbatches, stages",
+        "job.yaml, line 8: unknown key 'zebra' of variants; remove it; known keys are kind, "
+        "microbatches, stages",
     ),
     "misspelt key of a replica": (
         "replicas:\n- count: 2\n- counts: 1\n",
@@ -72,8 +76,11 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
         "operations:\n- {name: a, when: end, time_s: 1}\n- name: b\n",
         "job.yaml, line 8, operations: has no key 'time_s', 'when'; add it",
     ),
-    "alias": ("stages: &a 2\nranks: *a\n", "job.yaml, line 7: uses the alias *a; write the value itself"),
-    "no count": (("microbatches: 3", "microbatches: 0"), f"job.yaml, line 5, key 'microbatches': 0 is not {COUNT}"),
+    "alias": ("stages: &a 2\nranks: "
+    "*a\n", "job.yaml, line 7: uses the alias *a; write the value "
+    "itself"),
+    "no count": (("microbatches: 3", "microbatches: 0"), "job.yaml, line 5, key 'microbatches': 0 "
+    f"is not {COUNT}"),
     "count as text": ("ranks: '2'\n", f"job.yaml, line 6, key 'ranks': '2' is not {COUNT}"),
     "profile a number": (("two.yaml", "7"), f"job.yaml, line 3, key 'profile': 7 {SOURCE}"),
     "profile an empty list": (("two.yaml", "[]"), f"job.yaml, line 3, key 'profile': [] {SOURCE}"),
@@ -81,19 +88,23 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
         ("two.yaml", "[[a, b], [c]]"),
         f"job.yaml, line 3, key 'profile': [['a', 'b'], ['c']] {SOURCE}",
     ),
-    "groups and files": (("two.yaml", "[[a], b]"), f"job.yaml, line 3, key 'profile': [['a'], 'b'] {SOURCE}"),
+    "groups and files": (("two.yaml", "[[a], b]"), "job.yaml, line 3, key 'profile': [['a'], 'b'] "
+    f"{SOURCE}"),
     "schedule a number": (
         ("1f1b", "1"),
         "job.yaml, line 4, key 'schedule': 1 is not one line of text; write one",
     ),
-    "power as text": ("blocking_power_w: low\n", f"job.yaml, line 6, key 'blocking_power_w': 'low' is not {POWER}"),
+    "power as text": ("blocking_power_w: "
+    "low\n", "job.yaml, line 6, key 'blocking_power_w': 'low' "
+    f"is not {POWER}"),
     "one power negative": (
         "blocking_power_w: [1, -1]\n",
         f"job.yaml, line 6, key 'blocking_power_w': -1 is not {POWER}",
     ),
     "transfer a number": (
         "transfer: 0.1\n",
-        "job.yaml, line 6, key 'transfer': 0.1 is not a mapping; write it with the keys forward_s, backward_s",
+        "job.yaml, line 6, key 'transfer': 0.1 is not a mapping; write it with the keys forward_s, "
+        "backward_s",
     ),
     "negative transfer": (
         "transfer:\n  backward_s: -1\n",
@@ -101,31 +112,33 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "operations no list": (
         "operations: {name: a}\n",
-        "job.yaml, line 6, key 'operations': {'name': 'a'} is not a list; begin each of its entries with a hyphen",
+        "job.yaml, line 6, key 'operations': {'name': 'a'} is not a list; begin each of its "
+        "entries with a hyphen",
     ),
     "clock change a number": (
         "clock_change: 5\n",
-        "job.yaml, line 6, key 'clock_change': 5 is not a mapping; write it with the keys call_s, settle_s, "
-        "gpus_per_node",
+        "job.yaml, line 6, key 'clock_change': 5 is not a mapping; write it with the keys call_s, "
+        "settle_s, gpus_per_node",
     ),
     "an operation no mapping": (
         "operations:\n- a\n",
-        "job.yaml, line 7, key 'operations': 'a' is not a mapping; write it with the keys name, when, time_s, "
-        "energy_j, where",
+        "job.yaml, line 7, key 'operations': 'a' is not a mapping; write it with the keys name, "
+        "when, time_s, energy_j, where",
     ),
     "operation in capitals": (
         "operations:\n- {name: Load, when: end, time_s: 1}\n",
-        "job.yaml, line 7, key 'name' of operations: 'Load' is not the name of an operation: write lower-case letters, "
-        "hyphens",
+        "job.yaml, line 7, key 'name' of operations: 'Load' is not the name of an operation: "
+        "write lower-case letters, hyphens",
     ),
     "operation of no time": (
         "operations:\n- {name: load, when: end, time_s: 0}\n",
-        "job.yaml, line 7, key 'time_s' of operations: 0 is not a time: write finite seconds above 0, such as 0.0512",
+        "job.yaml, line 7, key 'time_s' of operations: 0 is not a time: write finite seconds above "
+        "0, such as 0.0512",
     ),
     "operation at no point": (
         "operations:\n- name: load\n  when: now\n  time_s: 1\n",
-        "job.yaml, line 8, key 'when' of operations: operation load, when: 'now' is unknown; write start, end, or "
-        "before or after and a kind, such as before F",
+        "job.yaml, line 8, key 'when' of operations: operation load, when: 'now' is unknown; "
+        "write start, end, or before or after and a kind, such as before F",
     ),
     "where a number": (
         "operations:\n- {name: load, when: end, time_s: 1, where: 0}\n",
@@ -137,25 +150,28 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "operation of no computation": (
         "operations:\n- {name: load, when: after W, time_s: 1}\n",
-        "operation load, when: schedule 1f1b, 2 stages x 3 microbatches has no W; name a kind that it has",
+        "operation load, when: schedule 1f1b, 2 stages x 3 microbatches has no W; name a kind that "
+        "it has",
     ),
     "variant without suffix": (
         "variants:\n- {kind: B, microbatches: last}\n",
-        "job.yaml, line 7, key 'kind' of variants: variant: 'B' is not a kind with a suffix; write one, such as B.sync",
+        "job.yaml, line 7, key 'kind' of variants: variant: 'B' is not a kind with a suffix; write "
+        "one, such as B.sync",
     ),
     "variant of unknown microbatches": (
         "variants:\n- {kind: B.sync, microbatches: late}\n",
-        "job.yaml, line 7, key 'microbatches' of variants: variant B.sync, microbatches: 'late' is unknown; write "
-        "first, last, all or a list of numbers",
+        "job.yaml, line 7, key 'microbatches' of variants: variant B.sync, microbatches: 'late' "
+        "is unknown; write first, last, all or a list of numbers",
     ),
     "variant not profiled": (
         "variants:\n- {kind: B.sync, microbatches: last}\n",
-        "the profile has no B.sync of stage 0, which 0B2 needs; measure it, or leave that variant out",
+        "the profile has no B.sync of stage 0, which 0B2 needs; measure it, or leave that variant "
+        "out",
     ),
     "slow stages a list": (
         "slow_stages: [1.1]\n",
-        "job.yaml, line 6, key 'slow_stages': [1.1] is not a mapping; write entries such as 3: 1.15, stage and "
-        "slowdown",
+        "job.yaml, line 6, key 'slow_stages': [1.1] is not a mapping; write entries such as 3: "
+        "1.15, stage and slowdown",
     ),
     "slow stage by name": (
         "slow_stages:\n  last: 1.1\n",
@@ -163,17 +179,21 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "slow by nothing": (
         "slow_stages:\n  1: 0\n",
-        "job.yaml, line 7, key '1' of slow_stages: 0 is not a slowdown: give how many times as long it takes, above 0, "
-        "such as 1.15",
+        "job.yaml, line 7, key '1' of slow_stages: 0 is not a slowdown: give how many times as "
+        "long it takes, above 0, such as 1.15",
     ),
-    "slow stage that is not": ("slow_stages: {2: 1.1}\n", "slow stage 2: does not exist; stages are 0 to 1"),
+    "slow stage that is not": ("slow_stages: {2: "
+    "1.1}\n", "slow stage 2: does not exist; stages "
+    "are 0 to 1"),
     "overhead as text": (
         "overhead_s: much\n",
-        "job.yaml, line 6, key 'overhead_s': 'much' is not an overhead: write finite seconds, such as 0.12",
+        "job.yaml, line 6, key 'overhead_s': 'much' is not an overhead: write finite seconds, such "
+        "as 0.12",
     ),
     "overhead yes": (
         "overhead_s: yes\n",
-        "job.yaml, line 6, key 'overhead_s': True is not an overhead: write finite seconds, such as 0.12",
+        "job.yaml, line 6, key 'overhead_s': True is not an overhead: write finite seconds, such "
+        "as 0.12",
     ),
     "clock change without call": (
         "clock_change:\n  settle_s: 0.01\n",
@@ -185,17 +205,18 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "no replicas": (
         "replicas: []\n",
-        "job.yaml, line 6, key 'replicas': is empty; give how many pipelines there are, or an entry for each "
-        "kind of them",
+        "job.yaml, line 6, key 'replicas': is empty; give how many pipelines there are, or an "
+        "entry for each kind of them",
     ),
     "replicas of no count": (
         "replicas:\n- {count: 0}\n",
         f"job.yaml, line 7, key 'count' of replicas: 0 is not {COUNT}",
     ),
     "a replica that lacks a variant": (
-        "variants: [{kind: B.sync, microbatches: last}]\nreplicas:\n- {count: 1}\n- {count: 1, slow_stages: {1: 2}}\n",
-        "pipelines of kind 0: the profile has no B.sync of stage 0, which 0B2 needs; measure it, or leave that "
-        "variant out",
+        "variants: [{kind: B.sync, microbatches: last}]\nreplicas:\n- {count: 1}\n- {count: 1, "
+        "slow_stages: {1: 2}}\n",
+        "pipelines of kind 0: the profile has no B.sync of stage 0, which 0B2 needs; measure it, "
+        "or leave that variant out",
     ),
     "a replica that does not fit": (
         "replicas:\n- {count: 1}\n- {count: 1, slow_stages: {7: 2}}\n",
@@ -207,25 +228,29 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "groups of other size than measured": (
         ("two.yaml", "pair.yaml\ntensor_parallel: 4"),
-        "tensor_parallel is 4, but the profile was measured with 2 GPUs for each stage; correct one",
+        "tensor_parallel is 4, but the profile was measured with 2 GPUs for each stage; correct "
+        "one",
     ),
     "a stage that is no function": (
         "stage: package.module\n",
-        "job.yaml, line 6, key 'stage': 'package.module' is not a function: write package.module:function",
+        "job.yaml, line 6, key 'stage': 'package.module' is not a function: write "
+        "package.module:function",
     ),
-    "a gpu that is no text": ("gpu: 0\n", "job.yaml, line 6, key 'gpu': 0 is not one line of text; write one"),
+    "a gpu that is no text": ("gpu: 0\n", "job.yaml, line 6, key 'gpu': 0 is not one line of text; "
+    "write one"),
     "powers for other stages": (
         ("two.yaml", "[one.yaml, one.yaml]\nblocking_power_w: [1, 2, 3]"),
         "blocking_power_w has 3 numbers for 2 profiles; give one for each, or one for all",
     ),
     "no schedule": (
         ("schedule: 1f1b\n", ""),
-        f"no schedule is given; give --schedule, or schedule in a job file: {', '.join(schedules.NAMES)}, "
-        "or a text grid",
+        "no schedule is given; give --schedule, or schedule in a job file: "
+        f"{', '.join(schedules.NAMES)}, or a text grid",
     ),
     "no microbatches": (
         ("microbatches: 3\n", ""),
-        "the number of microbatches of an iteration is missing; give --microbatches, or microbatches in a job file",
+        "the number of microbatches of an iteration is missing; give --microbatches, or "
+        "microbatches in a job file",
     ),
     "other stages": (
         "stages: 2\nranks: 4\n",
@@ -241,7 +266,8 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
     ),
     "transfer for other boundaries": (
         "transfer: {forward_s: [0.1, 0.2]}\n",
-        "transfer, forward_s: has 2 numbers for 1 boundaries between stages; give one for each, or one for all",
+        "transfer, forward_s: has 2 numbers for 1 boundaries between stages; give one for each, or "
+        "one for all",
     ),
     "profile not there": (("two.yaml", "absent.yaml"), "absent.yaml: no such file; check the path"),
 }  # fmt: skip
@@ -260,7 +286,9 @@ def work(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
-def test_a_bad_job_is_refused_with_its_remedy(work: Path, change: str | tuple[str, str], message: str):
+def test_a_bad_job_is_refused_with_its_remedy(
+    work: Path, change: str | tuple[str, str], message: str
+):
     text = JOB + change if isinstance(change, str) else JOB.replace(*change)
     assert text != JOB
     Path("job.yaml").write_text(text)
@@ -284,7 +312,9 @@ WHOLE = {
     "stages": 2,
     "tensor_parallel": 2,
     "transfer": {"forward_s": 0.1, "backward_s": [0.1]},
-    "operations": [{"name": "load", "when": "before F", "time_s": 0.1, "energy_j": 3, "where": [0]}],
+    "operations": [
+        {"name": "load", "when": "before F", "time_s": 0.1, "energy_j": 3, "where": [0]}
+    ],
     "variants": [{"kind": "F.x", "microbatches": [0], "stages": [0]}],
     "slow_stages": {1: 1.1},
     "blocking_power_w": [50, 50],
@@ -294,7 +324,9 @@ WHOLE = {
     "samples_per_iteration": 2,
     "stage": "package.module:build_stage",
     "gpu": "nvml:0",
-    "replicas": [{"count": 1, "profile": "named.yaml", "blocking_power_w": 50, "slow_stages": {0: 1.1}}],
+    "replicas": [
+        {"count": 1, "profile": "named.yaml", "blocking_power_w": 50, "slow_stages": {0: 1.1}}
+    ],
 }
 ODD = (
     None,
@@ -320,7 +352,13 @@ ODD = (
 
 def places(value: object) -> Iterator[tuple[object, ...]]:
     """The path of every value inside `value`."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inside:
         yield (key,)
         yield from ((key, *rest) for rest in places(each))
@@ -337,7 +375,9 @@ def with_one(value: Any, path: tuple[object, ...], odd: object) -> Any:
 
 def said_of(keys: dict[str, Any]) -> str | None:
     """The refusal of a job of these keys; None where there is none."""
-    Path("job.yaml").write_text(yaml.safe_dump({"format": "perseus-planner/job", "version": 1, **keys}))
+    Path("job.yaml").write_text(
+        yaml.safe_dump({"format": "perseus-planner/job", "version": 1, **keys})
+    )
     try:
         Job.load("job.yaml").dags()
     except PlannerError as error:
@@ -346,7 +386,9 @@ def said_of(keys: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize("path", list(places(WHOLE)), ids=str)
-def test_whatever_stands_in_a_job_is_taken_or_refused_in_one_line(work: Path, path: tuple[object, ...]):
+def test_whatever_stands_in_a_job_is_taken_or_refused_in_one_line(
+    work: Path, path: tuple[object, ...]
+):
     assert said_of(WHOLE) is None
     messages = [said_of(with_one(WHOLE, path, odd)) for odd in ODD]
     assert not any("\n" in message for message in messages if message is not None)

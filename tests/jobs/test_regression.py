@@ -1,4 +1,6 @@
-"""The regression of iteration times: it finds the terms that plans were made from, and on real runs the constant."""
+"""The regression of iteration times: it finds the terms that plans were made from, and on real
+runs the constant.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from perseus_planner.profiles.measurement import Measurement
 
 TERMS = [("a",), ("b",), ("a", "b")]
 SCALES = {"a": 1.0, "b": 1.0}
-PATHS = np.random.default_rng(3).uniform(0.5, 2.0, (8, 3, 3))  # (measurements, paths, seconds of 1, a and b)
+PATHS = np.random.default_rng(3).uniform(
+    0.5, 2.0, (8, 3, 3)
+)  # (measurements, paths, seconds of 1, a and b)
 
 
 def replay(values: Mapping[str, float]) -> Sequence[float]:
@@ -40,7 +44,9 @@ def test_terms_that_are_there_are_found(a: float, b: float, constant_s: float):
 
 @settings(fixed, max_examples=60)
 @given(st.lists(st.floats(0.5, 20), min_size=1, max_size=8))
-def test_no_value_is_negative_and_left_out_errors_are_never_above_those_of_the_constant(measured_s: list[float]):
+def test_no_value_is_negative_and_left_out_errors_are_never_above_those_of_the_constant(
+    measured_s: list[float],
+):
     def of_these(values: Mapping[str, float]) -> Sequence[float]:
         return replay(values)[: len(measured_s)]
 
@@ -65,9 +71,14 @@ def test_the_constant_is_all_that_a_measured_run_can_carry():
     profiles = {plan: measured_runs._profile_without(run, plan)[0] for plan in plans}
 
     def replayed(values: Mapping[str, float]) -> list[float]:
-        return [measured_runs._replayed_s(run, slower(profiles[plan], values), run.clocks[plan]) for plan in plans]
+        return [
+            measured_runs._replayed_s(run, slower(profiles[plan], values), run.clocks[plan])
+            for plan in plans
+        ]
 
-    found = fit_terms([run.iteration_s[plan] for plan in plans], replayed, [("F", "B")], {"F": 0.1, "B": 0.1})
+    found = fit_terms(
+        [run.iteration_s[plan] for plan in plans], replayed, [("F", "B")], {"F": 0.1, "B": 0.1}
+    )
     assert not found.values
     assert found.constant_s > 0.3
     assert found.left_out_error is not None
@@ -76,7 +87,9 @@ def test_the_constant_is_all_that_a_measured_run_can_carry():
 
 def slower(profile: Profile, values: Mapping[str, float]) -> Profile:
     rows = {
-        key: tuple(Measurement(m.clock_mhz, m.time_s * (1 + values.get(key[1], 0.0)), 0.0) for m in each)
+        key: tuple(
+            Measurement(m.clock_mhz, m.time_s * (1 + values.get(key[1], 0.0)), 0.0) for m in each
+        )
         for key, each in profile.measurements.items()
     }
     return Profile(rows, 0.0)

@@ -1,4 +1,6 @@
-"""Clock changes that take time: by hand, against the rules solved another way, and by what no replay may break."""
+"""Clock changes that take time: by hand, against the rules solved another way, and by what no
+replay may break.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from hypothesis import strategies as st
 from strategies import fixed, pipelines
 
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.clock_replay import Call, ChangeReplay, RankChanges, Task, replay_with_changes
+from perseus_planner.plans.clock_replay import (
+    Call,
+    ChangeReplay,
+    RankChanges,
+    Task,
+    replay_with_changes,
+)
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import iteration_energy_j, replay
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
@@ -46,7 +54,10 @@ class Problem(NamedTuple):
     def replayed(self, change: ClockChange | None = None) -> ChangeReplay:
         return replay_with_changes(
             [task for rank in self.ranks for task in rank],
-            [[task for task, rank in enumerate(self.rank_of) if rank == number] for number in range(len(self.ranks))],
+            [
+                [task for task, rank in enumerate(self.rank_of) if rank == number]
+                for number in range(len(self.ranks))
+            ],
             self.waits,
             change or self.change,
             node_of_rank=self.node_of_rank,
@@ -63,25 +74,45 @@ class Problem(NamedTuple):
 
 
 def plan_of(profile: Profile, schedule: Schedule, rng: Random) -> Plan:
-    """A plan of clocks drawn for each computation; what it says of time, energy and bound is nothing."""
-    clocks = {str(c): rng.choice(profile.measurements[c[:2]]).clock_mhz for c in schedule.computations()}
-    table = {key: {m.clock_mhz: m for m in measured} for key, measured in profile.measurements.items()}
+    """A plan of clocks drawn for each computation; what it says of time, energy and bound is
+    nothing.
+    """
+    clocks = {
+        str(c): rng.choice(profile.measurements[c[:2]]).clock_mhz for c in schedule.computations()
+    }
+    table = {
+        key: {m.clock_mhz: m for m in measured} for key, measured in profile.measurements.items()
+    }
     return Plan(
-        pipeline_iteration(schedule), clocks, table, "", None, "measured", profile.blocking_power_w, *[math.nan] * 6
+        pipeline_iteration(schedule),
+        clocks,
+        table,
+        "",
+        None,
+        "measured",
+        profile.blocking_power_w,
+        *[math.nan] * 6,
     )
 
 
 def problem_of(plan: Plan, rng: Random) -> Problem:
     """The plan's iteration on GPUs of any latency, in any nodes."""
-    ranks = [[Task(plan.measurements[c[:2]], plan.clocks[str(c)]) for c in rank] for rank in plan.schedule.ranks]
+    ranks = [
+        [Task(plan.measurements[c[:2]], plan.clocks[str(c)]) for c in rank]
+        for rank in plan.schedule.ranks
+    ]
     waits = [[(other, 0.0) for other in before] for before in plan.iteration.predecessors]
     change = ClockChange(rng.choice((0.0, 1e-4, 2e-3, 6e-3, 0.1)), rng.choice((0.0, 1e-3, 0.05)))
     nodes = [rng.randrange(3) for _ in ranks]
-    return Problem(ranks, waits, change, nodes, [plan.blocking_power_w] * len(ranks), rng.choice((1, 1, 4)))
+    return Problem(
+        ranks, waits, change, nodes, [plan.blocking_power_w] * len(ranks), rng.choice((1, 1, 4))
+    )
 
 
 def exact(seed: int) -> Problem:
-    """A few tasks whose times and shares are sums of few powers of two, so that floats hold them exactly."""
+    """A few tasks whose times and shares are sums of few powers of two, so that floats hold them
+    exactly.
+    """
     rng = Random(seed)
     clocks = (1000, 1200, 1400)
 
@@ -91,24 +122,30 @@ def exact(seed: int) -> Problem:
             return Task.operation(Measurement(1, base_s, joules))
         measured = rng.sample(clocks, rng.randint(1, 3))
         costs = {
-            clock: Measurement(clock, base_s * rng.choice((1, 2)), joules + rng.randint(0, 64)) for clock in measured
+            clock: Measurement(clock, base_s * rng.choice((1, 2)), joules + rng.randint(0, 64))
+            for clock in measured
         }
         return Task(costs, rng.choice(measured))
 
     ranks = [[task() for _ in range(rng.randint(1, 5))] for _ in range(rng.randint(1, 3))]
-    turns = rng.sample([number for number, rank in enumerate(ranks) for _ in rank], sum(map(len, ranks)))
+    turns = rng.sample(
+        [number for number, rank in enumerate(ranks) for _ in rank], sum(map(len, ranks))
+    )
     first = [sum(map(len, ranks[:number])) for number in range(len(ranks))]
     done: list[int] = []
     waits: list[list[tuple[int, float]]] = [[] for _ in turns]
     for turn, number in enumerate(turns):
         place = first[number] + turns[:turn].count(number)
         waits[place] = [
-            (other, rng.choice((0.0, 0.25, 1.5))) for other in rng.sample(done, min(turn, rng.randint(0, 2)))
+            (other, rng.choice((0.0, 0.25, 1.5)))
+            for other in rng.sample(done, min(turn, rng.randint(0, 2)))
         ]
         done.append(place)
     change = ClockChange(rng.choice((0.0, 0.25, 0.5, 1.5)), rng.choice((0.0, 0.25, 1.0)))
     powers = [rng.choice((0.0, 8.0, 64.0)) for _ in ranks]
-    return Problem(ranks, waits, change, [rng.randrange(2) for _ in ranks], powers, rng.choice((1, 1, 2)))
+    return Problem(
+        ranks, waits, change, [rng.randrange(2) for _ in ranks], powers, rng.choice((1, 1, 2))
+    )
 
 
 def clocks_of(rank: Sequence[Task]) -> list[int]:
@@ -121,8 +158,12 @@ class Request(NamedTuple):
     clock_mhz: int
 
 
-def requests_of(problem: Problem, ends_s: Sequence[float | Fraction], idle_s: Sequence[Fraction]) -> list[Request]:
-    """What the ranks ask for, rank by rank, if their tasks end then, and have been idle for that long before time 0."""
+def requests_of(
+    problem: Problem, ends_s: Sequence[float | Fraction], idle_s: Sequence[Fraction]
+) -> list[Request]:
+    """What the ranks ask for, rank by rank, if their tasks end then, and have been idle for that
+    long before time 0.
+    """
     requests, place = [], 0
     for number, tasks in enumerate(problem.ranks):
         wanted = clocks_of(tasks)[-1:]
@@ -142,19 +183,31 @@ def planned_s(problem: Problem) -> tuple[list[Fraction], list[Fraction]]:
     return ends_s, [max(ends_s) - ends_s[last] for last in lasts]
 
 
-def ends_at(problem: Problem, in_force: list[list[tuple[Fraction, int]]]) -> tuple[list[Fraction], list[Fraction]]:
-    """When each task ends, and its joules, if its rank's clocks change then; as planned if they never do."""
+def ends_at(
+    problem: Problem, in_force: list[list[tuple[Fraction, int]]]
+) -> tuple[list[Fraction], list[Fraction]]:
+    """When each task ends, and its joules, if its rank's clocks change then; as planned if they
+    never do.
+    """
     ranks = problem.ranks
-    tasks = [(number, task, position) for number, rank in enumerate(ranks) for position, task in enumerate(rank)]
+    tasks = [
+        (number, task, position)
+        for number, rank in enumerate(ranks)
+        for position, task in enumerate(rank)
+    ]
     ends_s: dict[int, Fraction] = {}
     joules: dict[int, Fraction] = {}
     while len(ends_s) < len(tasks):
         for place, (number, task, position) in enumerate(tasks):
             waits = [*problem.waits[place], *([(place - 1, 0.0)] if position else [])]
             if place not in ends_s and all(other in ends_s for other, _ in waits):
-                start_s = max((ends_s[other] + Fraction(lag_s) for other, lag_s in waits), default=Fraction(0))
+                start_s = max(
+                    (ends_s[other] + Fraction(lag_s) for other, lag_s in waits), default=Fraction(0)
+                )
                 ends_s[place], joules[place] = worked_off(task, start_s, in_force[number])
-    return [ends_s[place] for place in range(len(tasks))], [joules[place] for place in range(len(tasks))]
+    return [ends_s[place] for place in range(len(tasks))], [
+        joules[place] for place in range(len(tasks))
+    ]
 
 
 def cost_at(task: Task, clock_mhz: int) -> Measurement:
@@ -163,7 +216,9 @@ def cost_at(task: Task, clock_mhz: int) -> Measurement:
     return task.costs[measured[0] if task.clock_mhz is None or not lower else lower[-1]]
 
 
-def worked_off(task: Task, start_s: Fraction, in_force: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
+def worked_off(
+    task: Task, start_s: Fraction, in_force: list[tuple[Fraction, int]]
+) -> tuple[Fraction, Fraction]:
     """When a task ends, and its joules: one stretch of time after another, each at one clock."""
     if not in_force:
         return start_s + Fraction(task.planned.time_s), Fraction(task.planned.energy_j)
@@ -177,14 +232,20 @@ def worked_off(task: Task, start_s: Fraction, in_force: list[tuple[Fraction, int
 
 
 def served(problem: Problem, requests: list[Request]) -> list[tuple[int, int, Fraction, Fraction]]:
-    """The calls of one node as (rank, MHz, asked, begun): whenever the lock is free, what waits by then."""
+    """The calls of one node as (rank, MHz, asked, begun): whenever the lock is free, what waits
+    by then.
+    """
     hold_s = Fraction(problem.change.call_s) * problem.gpus_per_rank
-    last = {number: clocks[-1] for number, clocks in enumerate(map(clocks_of, problem.ranks)) if clocks}
+    last = {
+        number: clocks[-1] for number, clocks in enumerate(map(clocks_of, problem.ranks)) if clocks
+    }
     calls: list[tuple[int, int, Fraction, Fraction]] = []
     free_s = min((r.at_s for r in requests), default=Fraction(0))
     while True:
         moments_s = [free_s, *sorted(r.at_s for r in requests if r.at_s > free_s)]
-        now_s = next((moment_s for moment_s in moments_s if waiting(requests, moment_s, last)), None)
+        now_s = next(
+            (moment_s for moment_s in moments_s if waiting(requests, moment_s, last)), None
+        )
         if now_s is None:
             return calls
         slots = waiting(requests, now_s, last)
@@ -195,7 +256,9 @@ def served(problem: Problem, requests: list[Request]) -> list[tuple[int, int, Fr
         requests = [r for r in requests if r.rank != number or r.at_s > now_s]
 
 
-def waiting(requests: list[Request], now_s: Fraction, last: dict[int, int]) -> dict[int, tuple[Fraction, Request]]:
+def waiting(
+    requests: list[Request], now_s: Fraction, last: dict[int, int]
+) -> dict[int, tuple[Fraction, Request]]:
     """What waits at one moment: rank -> since when it is in the queue, and its latest request."""
     slots: dict[int, tuple[Fraction, Request]] = {}
     for request in sorted(requests):
@@ -206,13 +269,18 @@ def waiting(requests: list[Request], now_s: Fraction, last: dict[int, int]) -> d
     return slots
 
 
-def solved(problem: Problem) -> tuple[list[Fraction], list[Fraction], list[tuple[int, int, Fraction, Fraction]]]:
-    """Ends, joules and calls that fit each other: guess the ends, see what they lead to, and again, until they stay.
+def solved(
+    problem: Problem,
+) -> tuple[list[Fraction], list[Fraction], list[tuple[int, int, Fraction, Fraction]]]:
+    """Ends, joules and calls that fit each other: guess the ends, see what they lead to, and again,
+    until they stay.
 
     What comes later never changes what came before, so each round settles at least one more task.
     """
     ends_s, idle_s = planned_s(problem)
-    after_s = Fraction(problem.change.call_s) * problem.gpus_per_rank + Fraction(problem.change.settle_s)
+    after_s = Fraction(problem.change.call_s) * problem.gpus_per_rank + Fraction(
+        problem.change.settle_s
+    )
     for _ in range(2 * len(ends_s) + 2):
         requests = requests_of(problem, ends_s, idle_s)
         calls = []
@@ -221,7 +289,9 @@ def solved(problem: Problem) -> tuple[list[Fraction], list[Fraction], list[tuple
         in_force: list[list[tuple[Fraction, int]]] = []
         for number, rank in enumerate(problem.ranks):
             clocks = clocks_of(rank)
-            set_then = [(begun_s + after_s, clock) for who, clock, _, begun_s in calls if who == number]
+            set_then = [
+                (begun_s + after_s, clock) for who, clock, _, begun_s in calls if who == number
+            ]
             in_force.append([(Fraction(-(10**6)), clocks[-1]), *set_then] if clocks else [])
         before_s, (ends_s, joules) = ends_s, ends_at(problem, in_force)
         if before_s == ends_s:
@@ -236,14 +306,22 @@ def test_the_replay_follows_from_the_rules(seed: int):
     result, (ends_s, joules, calls) = problem.replayed(), solved(problem)
     assert result.ends_s == tuple(ends_s)
     assert result.energies_j == tuple(joules)
-    assert sorted((c.rank, c.clock_mhz, c.requested_s, c.start_s) for c in result.calls) == sorted(calls)
+    assert sorted((c.rank, c.clock_mhz, c.requested_s, c.start_s) for c in result.calls) == sorted(
+        calls
+    )
     busy_s = [0.0] * len(problem.ranks)
     for number, duration_s in zip(problem.rank_of, result.durations_s, strict=True):
         busy_s[number] += duration_s
-    waiting_j = [p * (problem.time_s(result) - s) for p, s in zip(problem.waiting_w, busy_s, strict=True)]
-    assert (problem.time_s(result), problem.energy_j(result)) == (max(ends_s), sum(joules) + sum(waiting_j))
+    waiting_j = [
+        p * (problem.time_s(result) - s) for p, s in zip(problem.waiting_w, busy_s, strict=True)
+    ]
+    assert (problem.time_s(result), problem.energy_j(result)) == (
+        max(ends_s),
+        sum(joules) + sum(waiting_j),
+    )
     assert all(
-        start + s == end for start, s, end in zip(result.starts_s, result.durations_s, result.ends_s, strict=True)
+        start + s == end
+        for start, s, end in zip(result.starts_s, result.durations_s, result.ends_s, strict=True)
     )
 
 
@@ -289,7 +367,9 @@ def test_an_iteration_is_between_all_at_the_fastest_and_all_at_the_slowest_clock
         for rank in drawn.ranks:
             clocks = clocks_of(rank)  # which may be in force at any of its tasks
             costs = [[task.at(clock) for clock in clocks] for task in rank]
-            ranks.append([Task.operation(choose(each, key=lambda cost: cost.time_s)) for each in costs])
+            ranks.append(
+                [Task.operation(choose(each, key=lambda cost: cost.time_s)) for each in costs]
+            )
         ends_s[choose] = max(drawn._replace(ranks=ranks).replayed(NONE).ends_s)
     assert ends_s[min] * (1 - 1e-12) <= time_s <= ends_s[max] * (1 + 1e-12)
 
@@ -305,19 +385,31 @@ def test_a_node_makes_one_call_at_a_time_of_the_latest_value_and_loses_no_change
     for node in set(drawn.node_of_rank):
         calls = [call for call in result.calls if call.node == node]
         assert all(one.end_s <= other.start_s for one, other in pairwise(calls))
-        assert all(call.end_s == call.start_s + drawn.gpus_per_rank * drawn.change.call_s for call in calls)
+        assert all(
+            call.end_s == call.start_s + drawn.gpus_per_rank * drawn.change.call_s for call in calls
+        )
     for number, rank in enumerate(drawn.ranks):
         asked = [r for r in requests_of(drawn, result.ends_s, idle_s) if r.rank == number]
-        assert result.ranks[number].requested == len(asked) == changes_per_rank([task.clock_mhz for task in rank])
+        assert (
+            result.ranks[number].requested
+            == len(asked)
+            == changes_per_rank([task.clock_mhz for task in rank])
+        )
         calls = [call for call in result.calls if call.rank == number]
         for call in calls:
-            latest = [r for r in asked if r.at_s <= Fraction(call.start_s) + Fraction(1, 10**12)][-1]
+            latest = [r for r in asked if r.at_s <= Fraction(call.start_s) + Fraction(1, 10**12)][
+                -1
+            ]
             assert call.clock_mhz == latest.clock_mhz
             assert math.isclose(call.requested_s, latest.at_s, abs_tol=1e-12)
         set_to = [clocks_of(rank)[-1], *(call.clock_mhz for call in calls)]
-        assert set_to[-1] == set_to[0]  # the clock of the last task, with which the next iteration begins
+        assert (
+            set_to[-1] == set_to[0]
+        )  # the clock of the last task, with which the next iteration begins
         assert all(one != other for one, other in pairwise(set_to))
-        assert result.ranks[number].longest_s == max((c.settled_s - c.requested_s for c in calls), default=0.0)
+        assert result.ranks[number].longest_s == max(
+            (c.settled_s - c.requested_s for c in calls), default=0.0
+        )
 
 
 def test_two_ranks_by_hand():
@@ -351,8 +443,8 @@ def test_a_request_that_waits_for_the_lock_is_overtaken_by_hand():
         [Task({1: short}, 1), Task({2: long}, 2), Task.operation(short)],
     ]
     result = Problem(ranks, [[]] * 6, ClockChange(1.0, 0.0), [7, 7], [0.0, 0.0]).replayed()
-    # At 0 both ask, and rank 0 is served. Rank 1 asks at 0.25 for what it is set to: its request leaves the queue. That
-    # of rank 0 for 2 MHz waits since 0.25; 3 MHz takes its place at 0.5.
+    # At 0 both ask, and rank 0 is served. Rank 1 asks at 0.25 for what it is set to: its request
+    # leaves the queue. That of rank 0 for 2 MHz waits since 0.25; 3 MHz takes its place at 0.5.
     assert [call[1:6] for call in result.calls] == [(0, 1, 0.0, 0.0, 1.0), (0, 3, 0.5, 1.0, 2.0)]
     assert result.ranks == (RankChanges(3, 1.5, 1.5), RankChanges(2, 0.25, 0.0))
 
@@ -370,13 +462,18 @@ def test_a_task_of_zero_time_runs_at_its_clock_if_changes_take_no_time():
 def test_a_tensor_group_makes_a_call_for_each_gpu():
     point = Measurement(1, 8.0, 1.0)
     tasks = [Task({1: point}, 1), Task({2: point}, 2)]
-    result = Problem([tasks], [[], []], ClockChange(0.5, 0.25), [0], [0.0], gpus_per_rank=4).replayed()
+    result = Problem(
+        [tasks], [[], []], ClockChange(0.5, 0.25), [0], [0.0], gpus_per_rank=4
+    ).replayed()
     assert [(call.start_s, call.settled_s) for call in result.calls] == [(0.0, 2.25), (8.0, 10.25)]
 
 
 def test_a_clock_that_was_not_measured_is_the_next_lower_one_or_else_the_lowest():
     costs = {clock: Measurement(clock, 1.0, 1.0) for clock in (1410, 900, 1200)}
-    found = {clock: Task(costs, 900).at(clock).clock_mhz for clock in (2000, 1410, 1300, 1200, 1000, 900, 100)}
+    found = {
+        clock: Task(costs, 900).at(clock).clock_mhz
+        for clock in (2000, 1410, 1300, 1200, 1000, 900, 100)
+    }
     assert found == {2000: 1410, 1410: 1410, 1300: 1200, 1200: 1200, 1000: 900, 900: 900, 100: 900}
 
 

@@ -21,7 +21,9 @@ COUNT = 3
 @given(dag=problems(12))
 def test_each_draw_is_replayed_as_alone(dag: PipelineDag):
     random = np.random.default_rng(1)
-    clocks = sorted({row.clock_mhz for rows in dag.profile.measurements.values() for row in rows}, reverse=True)
+    clocks = sorted(
+        {row.clock_mhz for rows in dag.profile.measurements.values() for row in rows}, reverse=True
+    )
     shape = (len(clocks), COUNT)
     draws = Draws(
         tuple(clocks),
@@ -34,7 +36,11 @@ def test_each_draw_is_replayed_as_alone(dag: PipelineDag):
     row = dag.baseline_measurements()[0]
     for draw in range(COUNT):
         points = [
-            replace(row, time_s=float(draws.time_s[key][i, draw]), energy_j=float(draws.energy_j[key][i, draw]))
+            replace(
+                row,
+                time_s=float(draws.time_s[key][i, draw]),
+                energy_j=float(draws.energy_j[key][i, draw]),
+            )
             for key, i in zip(dag.iteration.keys, chosen, strict=True)
         ]
         alone_s, alone_j = time_and_energy(dag, points)

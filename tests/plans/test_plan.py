@@ -55,7 +55,9 @@ def test_a_plan_in_the_time_of_maximum_clocks_costs_no_more_than_they_do(dag: Pi
     plan = frontier.plan_until(frontier.baseline_time_s)
     at_maximum_j = effective_j(frontier, frontier.baseline_time_s, frontier.baseline_energy_j)
     assert plan.time_s <= frontier.baseline_time_s
-    assert effective_j(frontier, plan.time_s, plan.energy_j) <= at_maximum_j + 1e-12 * abs(at_maximum_j)
+    assert effective_j(frontier, plan.time_s, plan.energy_j) <= at_maximum_j + 1e-12 * abs(
+        at_maximum_j
+    )
 
 
 @settings(fixed, max_examples=30)
@@ -71,7 +73,9 @@ def test_an_overhead_lengthens_every_iteration_and_all_gpus_wait_meanwhile(
     plan, quicker = (each.plan_until(deadline_s(each, share)) for each in (frontier, without))
     again = frontier.plan_of(quicker.clocks)
     assert again.time_s == quicker.time_s + overhead_s
-    scale_j = without.baseline_energy_j + waiting_w(dag) * (frontier.max_time_s + frontier.baseline_time_s)
+    scale_j = without.baseline_energy_j + waiting_w(dag) * (
+        frontier.max_time_s + frontier.baseline_time_s
+    )
     for one, other in (
         (again.energy_j, quicker.energy_j),
         (again.bound_j, quicker.bound_j),
@@ -89,11 +93,16 @@ def test_equal_input_gives_equal_plans_whatever_was_asked_before(frontier: Front
 
 
 def test_a_plan_asked_for_again_is_at_hand(frontier: Frontier):
-    assert frontier.plan_until(1.1 * frontier.baseline_time_s) is frontier.plan_until(1.1 * frontier.baseline_time_s)
+    assert frontier.plan_until(1.1 * frontier.baseline_time_s) is frontier.plan_until(
+        1.1 * frontier.baseline_time_s
+    )
 
 
 def test_a_plan_saves_energy_and_more_where_there_is_more_time(frontier: Frontier):
-    plans = [frontier.plan_until(ratio * frontier.baseline_time_s) for ratio in (1.0, 1.02, 1.05, 1.1, 1.2)]
+    plans = [
+        frontier.plan_until(ratio * frontier.baseline_time_s)
+        for ratio in (1.0, 1.02, 1.05, 1.1, 1.2)
+    ]
     savings_j = [plan.saving_j for plan in plans]
     assert savings_j[0] > 0.05 * frontier.baseline_energy_j
     assert savings_j == sorted(savings_j)
@@ -103,7 +112,9 @@ def test_a_plan_saves_energy_and_more_where_there_is_more_time(frontier: Frontie
         assert plan.energy_j <= 1.005 * plan.bound_j
 
 
-def test_a_plan_holds_the_closer_bound_for_measured_clocks_and_so_does_its_file(frontier: Frontier, tmp_path: Path):
+def test_a_plan_holds_the_closer_bound_for_measured_clocks_and_so_does_its_file(
+    frontier: Frontier, tmp_path: Path
+):
     plan = frontier.plan_until(1.05 * frontier.baseline_time_s)
     assert plan.point_bound_j == frontier.point_bound_j(plan.time_s)
     assert plan.bound_j <= plan.point_bound_j <= plan.energy_j
@@ -114,7 +125,9 @@ def test_a_plan_holds_the_closer_bound_for_measured_clocks_and_so_does_its_file(
 
 @settings(fixed, max_examples=30)
 @given(dag=jobs(), slowdown=st.floats(1.0, 3.0))
-def test_more_time_than_saves_energy_gives_the_plan_of_least_energy(dag: PipelineDag, slowdown: float):
+def test_more_time_than_saves_energy_gives_the_plan_of_least_energy(
+    dag: PipelineDag, slowdown: float
+):
     frontier = solve_dag(dag)
     least = frontier.plan_for_least_energy()
     assert least.time_s <= frontier.least_energy_time_s * (1 + 1e-8)
@@ -124,7 +137,10 @@ def test_more_time_than_saves_energy_gives_the_plan_of_least_energy(dag: Pipelin
 
 
 def test_beside_a_straggler_a_pipeline_is_as_slow_but_no_slower_than_pays(frontier: Frontier):
-    fastest, slowest = frontier.plan_until(frontier.min_time_s), frontier.plan_until(frontier.max_time_s)
+    fastest, slowest = (
+        frontier.plan_until(frontier.min_time_s),
+        frontier.plan_until(frontier.max_time_s),
+    )
     between_s = (frontier.min_time_s + frontier.max_time_s) / 2
     assert frontier.plan_beside_straggler(frontier.min_time_s / 2) == fastest
     assert frontier.plan_beside_straggler(between_s) == frontier.plan_until(between_s)
@@ -136,7 +152,9 @@ def test_beside_a_straggler_a_pipeline_is_as_slow_but_no_slower_than_pays(fronti
 
 @settings(fixed, max_examples=30)
 @given(dag=jobs(), slowdown=st.floats(0.5, 2.0))
-def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: PipelineDag, slowdown: float):
+def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(
+    dag: PipelineDag, slowdown: float
+):
     frontier = solve_dag(dag)
     straggler_s = slowdown * frontier.max_time_s
     plan = frontier.plan_beside_straggler(straggler_s)
@@ -150,7 +168,9 @@ def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(dag: Pipe
 
 @settings(fixed, max_examples=30)
 @given(dag=jobs(), share=st.floats(0, 1))
-def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(dag: PipelineDag, share: float):
+def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(
+    dag: PipelineDag, share: float
+):
     frontier = solve_dag(dag)
     average_w = frontier.energies_j / frontier.times_s
     budget_w = max(0.0, float(average_w.min() + share * (average_w.max() - average_w.min())))
@@ -175,7 +195,8 @@ def test_a_plan_of_any_clocks_holds_in_every_number(dag: PipelineDag, seed: int)
     check_plan(plan, frontier)
     check_replay(plan)
     assert plan.changes == tuple(
-        sum(clocks[str(a)] != clocks[str(b)] for a, b in pairwise([*rank, rank[0]])) for rank in dag.schedule.ranks
+        sum(clocks[str(a)] != clocks[str(b)] for a, b in pairwise([*rank, rank[0]]))
+        for rank in dag.schedule.ranks
     )
 
 
@@ -220,11 +241,15 @@ def test_a_pipeline_alone_gets_the_least_energy(frontier: Frontier):
     assert alone.time_s <= frontier.least_energy_time_s * (1 + 1e-8)
     assert alone.energy_j <= 1.003 * frontier.bound_j(frontier.least_energy_time_s)
     for ratio in (1.0, 1.05, 1.1, 1.2, 1.4):
-        assert alone.energy_j <= 1.001 * frontier.plan_until(ratio * frontier.baseline_time_s).energy_j
+        assert (
+            alone.energy_j <= 1.001 * frontier.plan_until(ratio * frontier.baseline_time_s).energy_j
+        )
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 1.0])
-def test_a_plan_within_a_power_budget_is_near_the_fastest_there_can_be(frontier: Frontier, share: float):
+def test_a_plan_within_a_power_budget_is_near_the_fastest_there_can_be(
+    frontier: Frontier, share: float
+):
     average_w = frontier.energies_j / frontier.times_s
     budget_w = float(average_w.min() + share * (average_w.max() - average_w.min()))
     plan = frontier.plan_within_power(budget_w)
@@ -303,7 +328,9 @@ def test_a_plan_needs_a_measured_clock_for_each_computation(frontier: Frontier):
         {**plan.clocks, "9F9": 1410},
         dict(reversed(plan.clocks.items())),
     ):
-        with pytest.raises(PlanError, match="clocks: are not those of the schedule's computations, in their order"):
+        with pytest.raises(
+            PlanError, match="clocks: are not those of the schedule's computations, in their order"
+        ):
             replace(plan, clocks=clocks)
     with pytest.raises(PlanError, match="0F0: has no clock, or no measurement of it, in this plan"):
         replace(plan, clocks={**plan.clocks, "0F0": 1})
@@ -311,20 +338,33 @@ def test_a_plan_needs_a_measured_clock_for_each_computation(frontier: Frontier):
 
 @pytest.mark.parametrize(
     ("microbatches", "most", "ratios"),
-    [(12, 0.005, (1.0, 1.01, 1.02, 1.05, 1.1, 1.2)), (96, 0.003, (1.0, 1.05, 1.2))],  # benchmark 3 has all of both
+    [
+        (12, 0.005, (1.0, 1.01, 1.02, 1.05, 1.1, 1.2)),
+        (96, 0.003, (1.0, 1.05, 1.2)),
+    ],  # benchmark 3 has all of both
 )
-@pytest.mark.parametrize(("name", "power_w"), [("gpt3-175b+a100_sxm_bf16", 83.64), ("bloom+a40_bf16", 70.38)])
+@pytest.mark.parametrize(
+    ("name", "power_w"), [("gpt3-175b+a100_sxm_bf16", 83.64), ("bloom+a40_bf16", 70.38)]
+)
 def test_plans_of_measured_profiles_are_near_the_bound(
-    measured_data: Path, name: str, power_w: float, microbatches: int, most: float, ratios: tuple[float, ...]
+    measured_data: Path,
+    name: str,
+    power_w: float,
+    microbatches: int,
+    most: float,
+    ratios: tuple[float, ...],
 ):
-    profile = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / f"{name}.csv", power_w)
+    profile = Profile.load(
+        measured_data / "perseus_sosp24" / "stage_profile" / f"{name}.csv", power_w
+    )
     frontier = solve(profile, one_f_one_b(8, microbatches))
     for ratio in ratios:
         plan = frontier.plan_until(ratio * frontier.baseline_time_s)
         check_plan(plan, frontier)
         check_replay(plan)
         assert plan.bound_j * (1 - 1e-12) <= plan.energy_j <= plan.bound_j * (1 + most)
-        # An iteration that lasts the whole deadline: time that a plan leaves unused counts against it.
+        # An iteration that lasts the whole deadline: time that a plan leaves unused counts against
+        # it.
         whole_s = min(plan.deadline_s, frontier.max_time_s)
         whole_j = plan.energy_j + power_w * profile.stages * (whole_s - plan.time_s)
         assert whole_j <= frontier.bound_j(whole_s) * (1 + most)

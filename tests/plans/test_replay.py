@@ -24,25 +24,47 @@ from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 
 def with_clocks(dag: PipelineDag, rng: Random) -> Plan:
-    """A plan of clocks drawn for each computation; what it says of time, energy and bound is nothing."""
+    """A plan of clocks drawn for each computation; what it says of time, energy and bound is
+    nothing.
+    """
     profile, iteration = dag.profile, dag.iteration
     chosen = zip(dag.computations, iteration.keys, strict=True)
     clocks = {str(c): rng.choice(profile.measurements[key]).clock_mhz for c, key in chosen}
-    table = {key: {m.clock_mhz: m for m in measured} for key, measured in profile.measurements.items()}
+    table = {
+        key: {m.clock_mhz: m for m in measured} for key, measured in profile.measurements.items()
+    }
     power_w, overhead_s = profile.blocking_power_w, profile.overhead_s
-    return Plan(iteration, clocks, table, "", None, "measured", power_w, *[math.nan] * 6, overhead_s=overhead_s)
+    return Plan(
+        iteration,
+        clocks,
+        table,
+        "",
+        None,
+        "measured",
+        power_w,
+        *[math.nan] * 6,
+        overhead_s=overhead_s,
+    )
 
 
 Span = tuple[float, float]
 
 
-def programs(schedule: Schedule, operations: Sequence[FixedOperation]) -> list[list[tuple[str, Computation | None]]]:
+def programs(
+    schedule: Schedule, operations: Sequence[FixedOperation]
+) -> list[list[tuple[str, Computation | None]]]:
     """What each rank runs, by name: its computations, and the operations that stand beside them."""
     listed = []
     for rank, program in enumerate(schedule.ranks):
 
-        def named(when: str, number: int, microbatch: object = "", rank: int = rank) -> list[tuple[str, None]]:
-            here = [each for each in operations if each.when == when and (each.where is None or number in each.where)]
+        def named(
+            when: str, number: int, microbatch: object = "", rank: int = rank
+        ) -> list[tuple[str, None]]:
+            here = [
+                each
+                for each in operations
+                if each.when == when and (each.where is None or number in each.where)
+            ]
             return [(f"{number}{each.name}{microbatch}", None) for each in here]
 
         line: list[tuple[str, Computation | None]] = [*named("start", rank)]
@@ -62,8 +84,12 @@ def lag_s(transfer: Transfer, schedule: Schedule, kind: str, lower: int) -> floa
     return taken[lower] if isinstance(taken, tuple) else taken
 
 
-def sent(transfer: Transfer, schedule: Schedule, done: Computation, end_s: float) -> tuple[tuple[str, int, int], float]:
-    """What a computation sends: an activation or a gradient, to which stage, and when it arrives."""
+def sent(
+    transfer: Transfer, schedule: Schedule, done: Computation, end_s: float
+) -> tuple[tuple[str, int, int], float]:
+    """What a computation sends: an activation or a gradient, to which stage, and when it
+    arrives.
+    """
     stage, kind, microbatch = done
     if kind == "W":
         return ("nothing", stage, microbatch), end_s
@@ -73,10 +99,16 @@ def sent(transfer: Transfer, schedule: Schedule, done: Computation, end_s: float
     if not ahead and stage == 0:
         return ("nothing", stage, microbatch), end_s
     arrives_s = end_s + lag_s(transfer, schedule, kind, stage if ahead else stage - 1)
-    return ("activation" if ahead else "gradient", stage + (1 if ahead else -1), microbatch), arrives_s
+    return (
+        "activation" if ahead else "gradient",
+        stage + (1 if ahead else -1),
+        microbatch,
+    ), arrives_s
 
 
-def simulated(plan: Plan, transfer: Transfer, operations: Sequence[FixedOperation]) -> dict[str, Span]:
+def simulated(
+    plan: Plan, transfer: Transfer, operations: Sequence[FixedOperation]
+) -> dict[str, Span]:
     """When each node runs: ranks take their work in order, and wait for what others send."""
     schedule, ran = plan.schedule, {}
     work, fixed_s = programs(schedule, operations), {each.name: each.time_s for each in operations}
@@ -117,7 +149,10 @@ def test_a_replay_equals_ranks_that_wait_for_messages(seed: int, ranks: int, mic
     beside = extras(seed, schedule)
     dag = furnished(seed, schedule, 4)
     plan = with_clocks(dag, Random(seed))
-    timeline, ran = replay(plan), simulated(plan, beside["transfer"] or Transfer(), beside["operations"])
+    timeline, ran = (
+        replay(plan),
+        simulated(plan, beside["transfer"] or Transfer(), beside["operations"]),
+    )
     assert {name: (span.start_s, span.end_s) for name, span in timeline.spans.items()} == ran
     assert timeline.time_s == max(end_s for _, end_s in ran.values()) + dag.profile.overhead_s
     parts_j = []
@@ -127,7 +162,9 @@ def test_a_replay_equals_ranks_that_wait_for_messages(seed: int, ranks: int, mic
         for operation in dag.iteration.operations:
             if operation.rank == rank:
                 names.append(str(operation))
-                drawn_j = power_w * operation.time_s if operation.energy_j is None else operation.energy_j
+                drawn_j = (
+                    power_w * operation.time_s if operation.energy_j is None else operation.energy_j
+                )
                 spent_j.append(drawn_j)
         busy_s = math.fsum(ran[name][1] - ran[name][0] for name in names)
         parts_j += [*spent_j, power_w * (timeline.time_s - busy_s)]
@@ -145,7 +182,9 @@ def test_two_stages_by_hand():
         (1, "F"): (Measurement(1410, 1.5, 120.0),),
         (1, "B"): (Measurement(1410, 2.5, 400.0),),
     }
-    timeline = replay(with_clocks(PipelineDag.from_schedule(Profile(points, 50.0), one_f_one_b(2, 2)), Random(0)))
+    timeline = replay(
+        with_clocks(PipelineDag.from_schedule(Profile(points, 50.0), one_f_one_b(2, 2)), Random(0))
+    )
     assert {text: (span.start_s, span.end_s) for text, span in timeline.spans.items()} == {
         **{"0F0": (0.0, 1.0), "0F1": (1.0, 2.0), "0B0": (5.0, 7.0), "0B1": (9.0, 11.0)},
         **{"1F0": (1.0, 2.5), "1B0": (2.5, 5.0), "1F1": (5.0, 6.5), "1B1": (6.5, 9.0)},
@@ -157,7 +196,11 @@ def test_two_stages_by_hand():
 
 def test_lags_fixed_operations_and_weight_gradients_by_hand():
     one = {"F": 1.0, "I": 2.0, "W": 0.5, "W.sync": 0.75}
-    points = {(stage, kind): (Measurement(1410, s, 100 * s),) for stage in range(2) for kind, s in one.items()}
+    points = {
+        (stage, kind): (Measurement(1410, s, 100 * s),)
+        for stage in range(2)
+        for kind, s in one.items()
+    }
     dag = PipelineDag.from_schedule(
         Profile(points, (50.0, 20.0), overhead_s=0.125),
         schedules.zb_h1(2, 2),
@@ -177,7 +220,9 @@ def test_lags_fixed_operations_and_weight_gradients_by_hand():
         **{"0load0": (0.0, 0.5), "0load1": (1.5, 2.0), "0step": (11.0, 14.0), "1step": (9.0, 12.0)},
     }
     assert timeline.time_s == 14.125
-    busy_j = 2 * (100 * (1 + 1 + 2 + 2 + 0.5 + 0.75) + 90) + 50 * 1.0  # loading draws what waiting does
+    busy_j = (
+        2 * (100 * (1 + 1 + 2 + 2 + 0.5 + 0.75) + 90) + 50 * 1.0
+    )  # loading draws what waiting does
     waiting_j = 50 * (14.125 - 7.25 - 3 - 1) + 20 * (14.125 - 7.25 - 3)
     assert timeline.energy_j == busy_j + waiting_j
     assert timeline.spans["0load0"].power_w == 50.0

@@ -68,22 +68,36 @@ def refusal(text: str, position: RankPosition | None = None) -> str:
     return str(error.value)
 
 
-def test_a_function_gets_the_arguments_that_it_takes(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_gets_the_arguments_that_it_takes(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     module, inputs, loss = StageBuilder.load("own:build_stage").build(RankPosition(1, 2))
     assert isinstance(module, torch.nn.Linear)
     assert (tuple(inputs.shape), loss) == ((2, 8), None)
     StageBuilder.load("own:with_all").build(RankPosition(1, 2, 3, 4))
-    assert capsys.readouterr().out == "[('stage', 1), ('stages', 2), ('tensor_parallel', 4), ('tensor_rank', 3)]\n"
+    assert (
+        capsys.readouterr().out
+        == "[('stage', 1), ('stages', 2), ('tensor_parallel', 4), ('tensor_rank', 3)]\n"
+    )
 
 
 def test_a_text_that_names_no_function_is_refused(own: Path) -> None:
     for text in ("own", "own:", ":build_stage"):
-        assert refusal(text) == f"stage {text!r} does not name a function; write package.module:build_stage"
+        assert (
+            refusal(text)
+            == f"stage {text!r} does not name a function; write package.module:build_stage"
+        )
     assert refusal("own_stages:build") == (
         f"stage 'own_stages:build': there is no module 'own_stages' in {own} or on sys.path"
     )
-    assert refusal("own:build") == "stage 'own:build': own has no function 'build'; define it, or name another"
-    assert refusal("own:constant") == "stage 'own:constant': own has no function 'constant'; define it, or name another"
+    assert (
+        refusal("own:build")
+        == "stage 'own:build': own has no function 'build'; define it, or name another"
+    )
+    assert (
+        refusal("own:constant")
+        == "stage 'own:constant': own has no function 'constant'; define it, or name another"
+    )
 
 
 def test_a_module_that_cannot_be_imported_is_refused_with_its_line(own: Path) -> None:
@@ -95,20 +109,30 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_line(own: Path) ->
         (own / "broken.py").write_text(content)
         sys.modules.pop("broken", None)
         text = refusal("broken:build")
-        assert text.startswith(f"stage 'broken:build': importing broken failed: {own / 'broken.py'}{message}"), text
+        assert text.startswith(
+            f"stage 'broken:build': importing broken failed: {own / 'broken.py'}{message}"
+        ), text
 
 
 def test_a_function_that_raises_is_refused_with_its_line(own: Path) -> None:
     line = WHOLE.splitlines().index('    raise ValueError("no such layer\\nand more")') + 1
     where = f"own:failing for stage 0 of 2 failed: {own / 'own.py'}:{line}"
     assert refusal("own:failing") == f"{where}: ValueError: no such layer"
-    assert refusal("own:of_torch").startswith(f"own:of_torch for stage 0 of 2 failed: {own / 'own.py'}:{line + 6}: ")
+    assert refusal("own:of_torch").startswith(
+        f"own:of_torch for stage 0 of 2 failed: {own / 'own.py'}:{line + 6}: "
+    )
 
 
 def test_a_function_that_returns_something_else_is_refused(own: Path) -> None:
-    wanted = "return a torch module, a sample input of one microbatch, and the loss of the last stage or None"
+    wanted = (
+        "return a torch module, a sample input of one microbatch, and the loss of the last "
+        "stage or None"
+    )
     assert refusal("own:two") == f"own:two for stage 0 of 2 returned Linear, NoneType; {wanted}"
-    assert refusal("own:nothing", RankPosition(1, 3)) == f"own:nothing for stage 1 of 3 returned NoneType; {wanted}"
+    assert (
+        refusal("own:nothing", RankPosition(1, 3))
+        == f"own:nothing for stage 1 of 3 returned NoneType; {wanted}"
+    )
 
 
 def test_a_module_is_found_in_the_given_folder_before_the_current_one(own: Path) -> None:
@@ -120,7 +144,8 @@ def test_a_module_is_found_in_the_given_folder_before_the_current_one(own: Path)
     with pytest.raises(UsageError) as error:
         StageBuilder.load("own_stages:build", beside)
     assert str(error.value) == (
-        f"stage 'own_stages:build': there is no module 'own_stages' in {beside}, in {own} or on sys.path"
+        f"stage 'own_stages:build': there is no module 'own_stages' in {beside}, in {own} or on "
+        "sys.path"
     )
 
 
@@ -165,11 +190,14 @@ def test_the_command_profiles_a_job_of_another_folder_with_a_rank_for_each_stage
 
 
 def test_too_few_ranks_end_with_one_message(own: Path) -> None:
-    everyone = ranks("command", 2, own, str(EXAMPLES), "profile", "job.yaml", "-o", str(own / "profile.yaml"))
+    everyone = ranks(
+        "command", 2, own, str(EXAMPLES), "profile", "job.yaml", "-o", str(own / "profile.yaml")
+    )
     assert [each.code for each in everyone] == [2, 2]
     (message,) = {each.stderr for each in everyone} - {""}
     assert message == (
-        "Error: 4 stages on 1 GPU each need 4 ranks, but there are 2; start 4 ranks, of one pipeline only\n"
+        "Error: 4 stages on 1 GPU each need 4 ranks, but there are 2; start 4 ranks, of one "
+        "pipeline only\n"
     )
 
 
@@ -187,7 +215,9 @@ def test_tensor_parallel_stages_need_ranks(own: Path) -> None:
     )
 
 
-def test_a_rank_that_cannot_find_the_others_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_find_the_others_is_refused(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -195,15 +225,18 @@ def test_a_rank_that_cannot_find_the_others_is_refused(own: Path, monkeypatch: p
     with pytest.raises(UsageError) as error:
         profile_stages("own:build_stage", QUIET, 2)
     assert str(error.value) == (
-        "the environment has a rank but no MASTER_ADDR and no MASTER_PORT; start with torchrun, or unset RANK and "
-        "WORLD_SIZE to profile in one process"
+        "the environment has a rank but no MASTER_ADDR and no MASTER_PORT; start with torchrun, "
+        "or unset RANK and WORLD_SIZE to profile in one process"
     )
 
 
 def test_a_real_gpu_is_not_measured_while_the_cpu_computes() -> None:
     cpu: Any = torch.device("cpu")
     for text in ("nvml:0", "cuda", "dry-run:nvml"):
-        with pytest.raises(UsageError, match="torch computes on cpu here, so that nothing of the stage would run on"):
+        with pytest.raises(
+            UsageError,
+            match="torch computes on cpu here, so that nothing of the stage would run on",
+        ):
             gpu_text(text, cpu)
     assert gpu_text("dry-run:nvml:0", cpu) == "dry-run:nvml:0"
     assert gpu_text(QUIET, cpu) == QUIET
@@ -213,4 +246,7 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UsageError) as error:
         profile_stages("own:build_stage", QUIET, 2)
-    assert str(error.value) == "stages are torch modules: run `pip install '.[torch]'` in your clone of perseus-planner"
+    assert (
+        str(error.value)
+        == "stages are torch modules: run `pip install '.[torch]'` in your clone of perseus-planner"
+    )

@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.model import OpCost
-from perseus_planner.profiler.choosing import _RISES, MAX_SETTINGS, _expected_improvement, descent, next_setting
+from perseus_planner.profiler.choosing import (
+    _RISES,
+    MAX_SETTINGS,
+    _expected_improvement,
+    descent,
+    next_setting,
+)
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 CLOCKS = tuple(range(1980, 209, -15))
 
 
-def chosen(settings: tuple[int, ...], rows: dict[str, dict[int, Measurement]], waiting_w: float = 80.0) -> list[int]:
+def chosen(
+    settings: tuple[int, ...], rows: dict[str, dict[int, Measurement]], waiting_w: float = 80.0
+) -> list[int]:
     """Return the settings that a sweep measures, in order, if measuring gives `rows`."""
     seen: dict[str, dict[int, Measurement]] = {kind: {} for kind in rows}
     order: list[int] = []
@@ -37,7 +45,10 @@ def modelled(name: str, work: OpCost) -> dict[int, Measurement]:
         achieved = load.achieved_mhz(clock)
         throttle = ("sw-power-cap",) if achieved < clock else ()
         rows[clock] = Measurement(
-            clock, load.time_s(clock), load.energy_j(clock), Evidence(achieved, 0, 0, 3, 60, throttle)
+            clock,
+            load.time_s(clock),
+            load.energy_j(clock),
+            Evidence(achieved, 0, 0, 3, 60, throttle),
         )
     return rows
 
@@ -60,16 +71,23 @@ def test_chosen_clocks_lose_less_than_as_many_evenly_spaced():
     chosen_losses, even_losses = [], []
     for name, model in CATALOG.items():
         for intensity in (1e4, 700, 100):
-            rows, settings = modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity)), model.clocks_mhz
+            rows, settings = (
+                modelled(name, OpCost(flops=1e12, bytes=1e12 / intensity)),
+                model.clocks_mhz,
+            )
             last = len(settings) - 1
-            even = [settings[round(index * last / (MAX_SETTINGS - 1))] for index in range(MAX_SETTINGS)]
+            even = [
+                settings[round(index * last / (MAX_SETTINGS - 1))] for index in range(MAX_SETTINGS)
+            ]
             chosen_losses.append(fmean(lost(rows, chosen(settings, {"F": rows}))))
             even_losses.append(fmean(lost(rows, even)))
     assert fmean(chosen_losses) < 0.7 * fmean(even_losses)
 
 
 def lost(rows: dict[int, Measurement], order: list[int], waiting_w: float = 80.0) -> list[float]:
-    """Return, for each price of time, the relative cost of the best of `order` above the best of `rows`."""
+    """Return, for each price of time, the relative cost of the best of `order` above the best of
+    `rows`.
+    """
     top = rows[max(rows)]
     losses = []
     for step in range(30):
@@ -92,7 +110,8 @@ def test_settings_above_a_power_cap_are_skipped():
 
 
 def test_the_descent_ends_when_effective_energy_has_risen_twice():
-    # Half the clock costs twice the energy: slower is worse, and nothing below the third step is measured.
+    # Half the clock costs twice the energy: slower is worse, and nothing below the third step is
+    # measured.
     rising = {clock: Measurement(clock, 1980 / clock, 200 * 1980 / clock) for clock in CLOCKS}
     third = descent(CLOCKS, CLOCKS[0])[_RISES]
     assert min(chosen(CLOCKS, {"F": rising})) == third
@@ -106,7 +125,10 @@ def test_the_descent_goes_on_while_a_waiting_gpu_would_draw_more():
 
 
 def test_after_the_descent_the_lowest_settings_come_first_where_waiting_draws_much():
-    rows = {clock: Measurement(clock, 1 + 1e-3 * (1980 - clock), 300 - (1980 - clock) / 10) for clock in CLOCKS}
+    rows = {
+        clock: Measurement(clock, 1 + 1e-3 * (1980 - clock), 300 - (1980 - clock) / 10)
+        for clock in CLOCKS
+    }
     seen = {setting: rows[setting] for setting in descent(CLOCKS, CLOCKS[0])}
     lowest, second = sorted(seen)[:2]
     found = next_setting(CLOCKS, {"F": seen}, 180.0)
@@ -115,7 +137,9 @@ def test_after_the_descent_the_lowest_settings_come_first_where_waiting_draws_mu
 
 
 def test_one_kind_that_still_saves_goes_on_to_the_bottom():
-    falling = {clock: Measurement(clock, 1 + 1e-3 * (1980 - clock), 100 + clock / 10) for clock in CLOCKS}
+    falling = {
+        clock: Measurement(clock, 1 + 1e-3 * (1980 - clock), 100 + clock / 10) for clock in CLOCKS
+    }
     rising = {clock: Measurement(clock, 1980 / clock, 200 * 1980 / clock) for clock in CLOCKS}
     assert min(chosen(CLOCKS, {"F": rising, "B": falling})) == CLOCKS[-1]
 
@@ -124,23 +148,31 @@ def test_one_kind_that_still_saves_goes_on_to_the_bottom():
     st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 100)), min_size=1, max_size=100),
     st.sampled_from((0.0, 80.0, 1e4)),
 )
-def test_few_settings_are_measured_beginning_with_the_top_one(rows: list[tuple[float, float]], waiting_w: float):
+def test_few_settings_are_measured_beginning_with_the_top_one(
+    rows: list[tuple[float, float]], waiting_w: float
+):
     settings = tuple(1980 - 15 * index for index in range(len(rows)))
-    table = {setting: Measurement(setting, *row) for setting, row in zip(settings, rows, strict=True)}
+    table = {
+        setting: Measurement(setting, *row) for setting, row in zip(settings, rows, strict=True)
+    }
     order = chosen(settings, {"F": table}, waiting_w)
     assert order[0] == settings[0]
     assert len(order) == min(MAX_SETTINGS, len(settings)) or min(order) > settings[-1]
 
 
 def test_settings_above_a_dip_are_measured():
-    # As in a measured profile: below 1050 MHz other kernels run, which are 10 % faster and need much less energy.
+    # As in a measured profile: below 1050 MHz other kernels run, which are 10 % faster and need
+    # much less energy.
     def row(clock: int) -> Measurement:
         kernel = 0.9 if clock <= 1050 else 1.0
-        return Measurement(clock, kernel * (0.06 + 120 / clock), kernel * (15 + 24 * (clock / 1740) ** 2))
+        return Measurement(
+            clock, kernel * (0.06 + 120 / clock), kernel * (15 + 24 * (clock / 1740) ** 2)
+        )
 
     settings = tuple(range(1740, 854, -15))
     assert any(
-        1020 <= setting <= 1050 for setting in chosen(settings, {"F": {clock: row(clock) for clock in settings}})
+        1020 <= setting <= 1050
+        for setting in chosen(settings, {"F": {clock: row(clock) for clock in settings}})
     )
 
 
@@ -167,5 +199,6 @@ def test_power_limits_are_not_taken_for_clocks():
     limits = tuple(range(700, 199, -5))
     capped = Evidence(400.0, 0, 0, 3, 60, ("sw-power-cap",))
     seen = {"F": {700: Measurement(700, 1.0, 600.0, capped)}}
-    # The first step down is a fifth of all settings below the top, not below the 400 MHz that were reached.
+    # The first step down is a fifth of all settings below the top, not below the 400 MHz that were
+    # reached.
     assert next_setting(limits, seen, 80.0, clocks=False) == 600  # type: ignore[operator]

@@ -73,7 +73,11 @@ def test_a_tighter_goal_never_measures_less_and_says_what_it_reached():
         assert float(rows.conditions["saving known within"].rstrip("%")) <= 100 * within
     order, rows, _ = sweeps[-1]
     assert len(order) > len(set(order)) >= MAX_SETTINGS
-    windows = {row.clock_mhz: row.evidence.windows for row in rows.measurements["F"] if row.evidence is not None}
+    windows = {
+        row.clock_mhz: row.evidence.windows
+        for row in rows.measurements["F"]
+        if row.evidence is not None
+    }
     assert all(windows[clock] >= 3 * order.count(clock) for clock in order)
 
 
@@ -88,7 +92,9 @@ def test_more_minutes_measure_more_and_are_kept():
 
 def test_two_settings_are_measured_in_no_time():
     gpu = WatchedGpu()
-    rows = measure_stage(gpu, gpu.stage(), 0, SweepSettings(window_s=1.0, minutes=0.01)).measurements
+    rows = measure_stage(
+        gpu, gpu.stage(), 0, SweepSettings(window_s=1.0, minutes=0.01)
+    ).measurements
     assert [len(table) for table in rows.values()] == [2, 2]
 
 
@@ -152,9 +158,12 @@ def test_gpus_that_share_a_stage_measure_alike_though_their_clocks_differ():
 
 
 def test_what_is_left_after_all_clocks_ends_the_sweep():
-    # The counter is good to 0.02 % at best, so the goal cannot be reached; every row ends with 48 windows or more.
+    # The counter is good to 0.02 % at best, so the goal cannot be reached; every row ends with 48
+    # windows or more.
     table = {
-        clock: Measurement(clock, 1400 / clock, 200 + clock / 10, Evidence(clock, 1e-3, 0.1, 48, 60.0))
+        clock: Measurement(
+            clock, 1400 / clock, 200 + clock / 10, Evidence(clock, 1e-3, 0.1, 48, 60.0)
+        )
         for clock in (1400, 1300, 1200)
     }
     assert find_doubt((1400, 1300, 1200), {"F": table, "B": table}, 80.0).setting is None
@@ -164,7 +173,10 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     settings, noise, stages = A100.clocks_mhz[:36:2], 0.006, 2
     loads = {kind: A100.load(work) for kind, work in (("F", WORK), ("B", WORK * 2))}
     truth = {
-        kind: {clock: Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in settings}
+        kind: {
+            clock: Measurement(clock, load.time_s(clock), load.energy_j(clock))
+            for clock in settings
+        }
         for kind, load in loads.items()
     }
     schedule = schedules.one_f_one_b(stages, 4)
@@ -174,7 +186,9 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
         random = np.random.default_rng([seed, 5])
 
         def noisy(row: Measurement, random: np.random.Generator = random) -> Measurement:
-            time_s, energy_j = (np.exp(noise * random.standard_normal(2)) * (row.time_s, row.energy_j)).tolist()
+            time_s, energy_j = (
+                np.exp(noise * random.standard_normal(2)) * (row.time_s, row.energy_j)
+            ).tolist()
             return replace(
                 row,
                 time_s=time_s,
@@ -183,7 +197,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
             )
 
         seen = [
-            {k: {each: noisy(of[each]) for each in settings[::3]} for k, of in truth.items()} for _ in range(stages)
+            {k: {each: noisy(of[each]) for each in settings[::3]} for k, of in truth.items()}
+            for _ in range(stages)
         ]
         share = np.mean([find_doubt(settings, rows, 80.0, stages=stages).share for rows in seen])
         found = solve(_profile(seen).estimated(settings).mean, schedule)
@@ -206,7 +221,11 @@ def test_rows_that_are_measured_again_are_merged_by_their_windows():
     one = Measurement(1400, 1.0, 100.0, Evidence(1400, 0.04, 4.0, 4, 50.0, ("hw-thermal",)))
     other = Measurement(1400, 1.3, 130.0, Evidence(1385, 0.03, 3.0, 8, 56.0))
     both = merge(one, other)
-    assert (both.clock_mhz, both.time_s, both.energy_j) == (1400, pytest.approx(1.2), pytest.approx(120.0))
+    assert (both.clock_mhz, both.time_s, both.energy_j) == (
+        1400,
+        pytest.approx(1.2),
+        pytest.approx(120.0),
+    )
     assert both.evidence is not None
     assert (both.evidence.windows, both.evidence.temperature_c) == (12, pytest.approx(54.0))
     assert both.evidence.time_stderr_s == pytest.approx(np.hypot(0.04 / 3, 0.03 * 2 / 3))
@@ -224,8 +243,14 @@ def test_the_first_clocks_are_those_of_a_sweep_without_a_goal():
     ("settings", "text"),
     [
         ({"minutes": 0.0}, "minutes: 0.0 is not a number of minutes above 0, such as 30"),
-        ({"saving_within": -0.1}, "saving_within: -0.1 is not a share: give a number of 0 or more, such as 0.001"),
-        ({"minutes": 5.0, "full": True}, "minutes and saving_within choose what is measured; leave out full, or "),
+        (
+            {"saving_within": -0.1},
+            "saving_within: -0.1 is not a share: give a number of 0 or more, such as 0.001",
+        ),
+        (
+            {"minutes": 5.0, "full": True},
+            "minutes and saving_within choose what is measured; leave out full, or ",
+        ),
         (
             {"saving_within": 0.01, "control": "observed"},
             "minutes and saving_within choose what is measured; leave out",

@@ -1,4 +1,6 @@
-"""Every schedule of every engine can be profiled, solved without further options, planned and trained by its plan."""
+"""Every schedule of every engine can be profiled, solved without further options, planned and
+trained by its plan.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,19 @@ def check(results: Results, names: list[str], folder: Path) -> None:
             assert timed == (["F"] if name in SPLIT else ["FB"]), (
                 "the times in training that repetitions are compared with"
             )
-            assert found == {"planned": True, "deviations": [None, None], "problem": None, "warnings": []}, name
+            assert found == {
+                "planned": True,
+                "deviations": [None, None],
+                "problem": None,
+                "warnings": [],
+            }, name
     for name in names:
         path = folder / f"{name.replace(' ', '-')}.yaml"
         profile = Profile.load(path)
-        assert len({profile.blocking_w(stage) for stage in range(0, profile.stages, 2)}) == 1 or "v" in name
+        assert (
+            len({profile.blocking_w(stage) for stage in range(0, profile.stages, 2)}) == 1
+            or "v" in name
+        )
         (dag,) = Job.of(Settings(profile=path)).dags()
         assert (len(dag.schedule.ranks), dag.schedule.microbatches) == (2, 4)
 
@@ -44,16 +54,22 @@ def test_stages_that_one_simulated_gpu_measured_can_share_a_rank() -> None:
 
 
 def test_torch(tmp_path: Path) -> None:
-    check(results_of("profile_programs:torch_schedules", 2, tmp_path, *TORCH), list(TORCH), tmp_path)
+    check(
+        results_of("profile_programs:torch_schedules", 2, tmp_path, *TORCH), list(TORCH), tmp_path
+    )
 
 
 def test_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    results = results_of("profile_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"])
+    results = results_of(
+        "profile_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"]
+    )
     check(results, ["1f1b"], tmp_path)
 
 
 def test_megatron(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    results = results_of("profile_programs:megatron_models", 2, tmp_path, imports=["megatron_training"])
+    results = results_of(
+        "profile_programs:megatron_models", 2, tmp_path, imports=["megatron_training"]
+    )
     check(results, ["1f1b", "interleaved-1f1b", "groups of 4"], tmp_path)

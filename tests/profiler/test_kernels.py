@@ -36,7 +36,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_process_measures_layers_head_and_memory(folder: Path, recompute: str):
-    code, text, _ = refusal(f"{MEASURE} --microbatch 1,2 --recompute {recompute} --node-bandwidth 50")
+    code, text, _ = refusal(
+        f"{MEASURE} --microbatch 1,2 --recompute {recompute} --node-bandwidth 50"
+    )
     assert code == 0
     assert "tensor  microbatch  recomputation  " in text
     system = load_system(Path("system.yaml"))
@@ -44,7 +46,9 @@ def test_one_process_measures_layers_head_and_memory(folder: Path, recompute: st
     assert system.node_bytes_per_s == 50e9
     shape = replace(read_transformer(Path("small.yaml")), microbatch=2, recomputation=recompute)
     times = next(found for key, found in system.kernels.items() if key.microbatch == 2)
-    assert layer_times(shape, system).layer["B"].load(system).time_s(1410) == pytest.approx(times.layer_backward_s)
+    assert layer_times(shape, system).layer["B"].load(system).time_s(1410) == pytest.approx(
+        times.layer_backward_s
+    )
     assert 0 < times.layer_forward_s < 10
     found = done("explore small.yaml --gpus 2 --system system.yaml --batch 4")
     assert "ESTIMATED FROM MEASURED KERNELS" in found
@@ -57,7 +61,9 @@ def test_the_ranks_of_a_node_measure_tensor_groups_and_their_links(folder: Path)
     assert [key.tensor_degree for key in system.kernels] == [1, 2]
     assert system.link_bytes_per_s > 0
     assert run.stdout.count("Wrote") == 1
-    assert run.stderr.count("torch finds no GPU: processors are measured, which may take hours") == 1
+    assert (
+        run.stderr.count("torch finds no GPU: processors are measured, which may take hours") == 1
+    )
 
 
 REFUSED = {
@@ -66,11 +72,14 @@ REFUSED = {
     ),
     f"{MEASURE} --microbatch 1,x": "--microbatch: 'x' is not a whole number of at least 1",
     f"{MEASURE} --tensor-parallel 2": (
-        "--tensor-parallel: 2 GPUs do not divide the 1 ranks; start 2 with torchrun --nproc-per-node 2"
+        "--tensor-parallel: 2 GPUs do not divide the 1 ranks; start 2 with torchrun "
+        "--nproc-per-node 2"
     ),
-    f"{MEASURE} --recompute selective": "--recompute: 'selective' is not measured; give none or full",
+    f"{MEASURE} --recompute selective": "--recompute: 'selective' is not measured; give none or "
+    "full",
     "calibrate small.yaml": "give a profile or job and a plan or run, or --kernels and a model",
-    f"{MEASURE} small.yaml small.yaml": "--kernels: measures on its own; leave out profile, plan and --measured",
+    f"{MEASURE} small.yaml small.yaml": "--kernels: measures on its own; leave out profile, plan "
+    "and --measured",
 }
 
 

@@ -1,4 +1,6 @@
-"""A sweep that is killed at any moment leaves no locked clock and no half-written file, and can resume."""
+"""A sweep that is killed at any moment leaves no locked clock and no half-written file, and can
+resume.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from perseus_planner.gpu.lease.lease import recover, stale_records
 from perseus_planner.profiles.csv_file import Row, read_table
 
 CLOCKS_MHZ = (1980, 1800, 1605, 1395, 1200, 1005, 810)
-# What `planner profile` does on each rank. Clocks are set through NVML. Time is virtual, so that equal sweeps find
-# equal rows, but each run also takes a millisecond of real time, so that a kill can come during a measurement. After
-# each row the sweep prints a line and waits for one on stdin; it goes on without waiting when stdin is closed.
+# What `planner profile` does on each rank. Clocks are set through NVML. Time is virtual, so that
+# equal sweeps find equal rows, but each run also takes a millisecond of real time, so that a kill
+# can come during a measurement. After each row the sweep prints a line and waits for one on stdin;
+# it goes on without waiting when stdin is closed.
 SWEEP = """
 import sys, time
 from pathlib import Path
@@ -67,7 +70,7 @@ with open_gpu("nvml:0") as nvml, lease_gpus([nvml], power_limit=False):
 profile = assemble_profile([rows], blocking_power_w=85.0)
 profile.save(output)
 delete_rows(output, 1)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -84,7 +87,9 @@ def rows_of(path: Path) -> dict[tuple[str, int], Row]:
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill a sweep: `delay_s` seconds after its begin, or after it has written a number of new rows."""
+    """When to kill a sweep: `delay_s` seconds after its begin, or after it has written a number
+    of new rows.
+    """
 
     delay_s: float
     rows: int | None = None
@@ -133,7 +138,8 @@ def sweep_and_kill(
         state: The folder of the records of set GPUs.
         folder: The folder to work in.
         times: How often to kill.
-        next_kill: Chooses when, given the number of rows that are missing and the seconds of a whole sweep.
+        next_kill: Chooses when, given the number of rows that are missing and the seconds of a
+            whole sweep.
 
     Returns:
         How many kills left some new rows, but not all.
@@ -160,8 +166,13 @@ def sweep_and_kill(
         if (folder / "p.yaml").exists() and not (folder / "p.rows-0.csv").exists():
             assert Profile.load(folder / "p.yaml").measurements.keys() == {(0, "F"), (0, "B")}
             assert list(rows) == list(whole)
-            for key, row in rows.items():  # the counter is updated at other times after an interruption
-                assert (row.time_s, row.energy_j) == pytest.approx((whole[key].time_s, whole[key].energy_j), rel=1e-3)
+            for (
+                key,
+                row,
+            ) in rows.items():  # the counter is updated at other times after an interruption
+                assert (row.time_s, row.energy_j) == pytest.approx(
+                    (whole[key].time_s, whole[key].energy_j), rel=1e-3
+                )
             assert [*folder.glob(".*rows*")] == []
             shutil.rmtree(folder)
             folder.mkdir()
@@ -170,7 +181,9 @@ def sweep_and_kill(
 
 
 def drawn_kills(seed: int, amid: float) -> Callable[[int, float], Kill]:
-    """Return draws of when to kill: right after a few rows in this share of the sweeps, at any moment in the others."""
+    """Return draws of when to kill: right after a few rows in this share of the sweeps, at any
+    moment in the others.
+    """
     draw = random.Random(seed)
 
     def next_kill(missing: int, whole_s: float) -> Kill:
@@ -181,12 +194,16 @@ def drawn_kills(seed: int, amid: float) -> Callable[[int, float], Kill]:
     return next_kill
 
 
-def test_a_sweep_killed_between_rows_resumes_and_leaves_nothing_locked(nvml: StandIn, state: Path, tmp_path: Path):
+def test_a_sweep_killed_between_rows_resumes_and_leaves_nothing_locked(
+    nvml: StandIn, state: Path, tmp_path: Path
+):
     # At most four rows are new after each kill, so three kills leave some of the 14 rows missing.
     assert sweep_and_kill(nvml, state, tmp_path / "work", 12, drawn_kills(1, amid=1.0)) >= 3
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_a_sweep_killed_200_times_resumes_and_leaves_nothing_locked(nvml: StandIn, state: Path, tmp_path: Path):
+def test_a_sweep_killed_200_times_resumes_and_leaves_nothing_locked(
+    nvml: StandIn, state: Path, tmp_path: Path
+):
     assert sweep_and_kill(nvml, state, tmp_path / "work", 200, drawn_kills(2, amid=0.5)) >= 50

@@ -1,4 +1,6 @@
-"""Ranks that wait for each other's messages on GPUs never wait for ever; NCCL and the streams are stand-ins."""
+"""Ranks that wait for each other's messages on GPUs never wait for ever; NCCL and the streams
+are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +77,15 @@ def test_neighbours_that_block_on_each_other_end(
     assert all(each_s >= MESSAGE_S for each_s in times_s)
 
 
-def test_a_message_that_does_not_come_is_an_error_that_names_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_does_not_come_is_an_error_that_names_both_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waiting, _ = pair(monkeypatch, FakeNccl(one_queue=False, limit_s=5.0))
     monkeypatch.setattr(neighbours, "LIMIT_S", 0.05)
     with pytest.raises(RankError) as error:
         waiting.block(0.1)
     assert str(error.value) == (
-        "rank 1 is alive, but a message that rank 0 waits for has not come within 0.15 s; see with NCCL_DEBUG=INFO "
-        "whether their GPUs can reach each other, or give --blocking-power W (in Python blocking_power_w=), which "
-        "needs no messages"
+        "rank 1 is alive, but a message that rank 0 waits for has not come within 0.15 s; see "
+        "with NCCL_DEBUG=INFO whether their GPUs can reach each other, or give --blocking-power W "
+        "(in Python blocking_power_w=), which needs no messages"
     )

@@ -1,4 +1,6 @@
-"""Profiling inside a training script does not change the training, with torch's schedules on real ranks."""
+"""Profiling inside a training script does not change the training, with torch's schedules on
+real ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,28 @@ pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the profiles of three schedules, which two ranks wrote after comparing trainings."""
+    """The folder of the profiles of three schedules, which two ranks wrote after comparing
+    trainings.
+    """
     folder = tmp_path_factory.mktemp("profiles")
     for each in ranks("schedules", 2, folder):
         assert (each.code, each.stdout) == (0, "equal\n"), each.stderr
     return folder
 
 
-def test_losses_gradients_weights_and_random_state_are_bit_equal_to_a_training_without(profiles: Path) -> None:
+def test_losses_gradients_weights_and_random_state_are_bit_equal_to_a_training_without(
+    profiles: Path,
+) -> None:
     assert len(list(profiles.glob("*.yaml"))) == 3  # each was written during such a comparison
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "kinds"), [("1f1b", 2, "FB"), ("interleaved-1f1b", 4, "FB"), ("interleaved-zb", 4, "FBIW")]
+    ("schedule", "stages", "kinds"),
+    [("1f1b", 2, "FB"), ("interleaved-1f1b", 4, "FB"), ("interleaved-zb", 4, "FBIW")],
 )
-def test_all_stages_have_the_kinds_of_the_schedule(profiles: Path, schedule: str, stages: int, kinds: str) -> None:
+def test_all_stages_have_the_kinds_of_the_schedule(
+    profiles: Path, schedule: str, stages: int, kinds: str
+) -> None:
     profile = Profile.load(profiles / f"{schedule}.yaml")
     assert set(profile.measurements) == set(itertools.product(range(stages), kinds))
     assert (profile.origin, profile.control) == ("simulated", "observed")
@@ -39,7 +48,9 @@ def test_all_stages_have_the_kinds_of_the_schedule(profiles: Path, schedule: str
 
 def test_only_one_of_several_replicas_measures(tmp_path: Path) -> None:
     everyone = ranks("replicas", 4, tmp_path)
-    assert [each.stdout for each in everyone] == ["True\n", "False\n", "False\n", "False\n"], everyone
+    assert [each.stdout for each in everyone] == ["True\n", "False\n", "False\n", "False\n"], (
+        everyone
+    )
     profile = Profile.load(tmp_path / "profile.yaml")
     assert (profile.stages, profile.gpus_per_stage) == (2, 1)
 
@@ -54,10 +65,12 @@ def test_stages_are_measured_in_the_precision_of_the_training(cache: bool, tmp_p
         assert profiled == trained
 
 
-def test_stages_that_cannot_be_measured_end_the_profiling_and_not_the_training(tmp_path: Path) -> None:
+def test_stages_that_cannot_be_measured_end_the_profiling_and_not_the_training(
+    tmp_path: Path,
+) -> None:
     problem = (
-        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of them; profile the "
-        "pipeline without FSDP"
+        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of "
+        "them; profile the pipeline without FSDP"
     )
     first, second = ranks("sharded", 2, tmp_path)
     assert [each.code for each in (first, second)] == [0, 0], (first.stderr, second.stderr)
@@ -80,6 +93,6 @@ def test_an_object_that_is_not_an_engine_is_refused() -> None:
     with pytest.raises(UsageError) as error, profile_pipeline(object()):
         pass
     assert str(error.value) == (
-        "profile_pipeline was given a object; give it a DeepSpeed PipelineEngine, the chunks of a Megatron-core model, "
-        "or a schedule of torch.distributed.pipelining"
+        "profile_pipeline was given a object; give it a DeepSpeed PipelineEngine, the chunks of a "
+        "Megatron-core model, or a schedule of torch.distributed.pipelining"
     )

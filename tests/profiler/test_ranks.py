@@ -28,7 +28,9 @@ def test_a_wrong_number_of_ranks_is_refused() -> None:
     with pytest.raises(UsageError) as error:
         position_of(0, 4, 3, 2)
     assert (
-        str(error.value) == "3 stages on 2 GPUs each need 6 ranks, but there are 4; start 6 ranks, of one pipeline only"
+        str(error.value)
+        == "3 stages on 2 GPUs each need 6 ranks, but there are 4; start 6 ranks, of one pipeline "
+        "only"
     )
 
 
@@ -48,7 +50,9 @@ def test_an_error_of_one_rank_ends_all_with_one_message(tmp_path: Path) -> None:
     assert [each.stderr for each in everyone] == ["", "rank 1 cannot go on\n", ""]
 
 
-def test_when_a_rank_is_killed_the_others_end_with_one_message_and_keep_their_rows(tmp_path: Path) -> None:
+def test_when_a_rank_is_killed_the_others_end_with_one_message_and_keep_their_rows(
+    tmp_path: Path,
+) -> None:
     first, dead, last = ranks("killed", 3, tmp_path, "profile.yaml")
     assert (first.code, dead.code, last.code) == (2, -9, 2)
     messages = [line for each in (first, last) for line in each.stderr.splitlines()]
@@ -59,7 +63,9 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message_and_keep_their_ro
 
 
 def test_a_tensor_parallel_stage_measures_all_its_ranks(tmp_path: Path) -> None:
-    everyone = ranks("stages", 4, tmp_path, "simulated:a100-sxm?noise=0&drift=0", "2", "2", "both.yaml")
+    everyone = ranks(
+        "stages", 4, tmp_path, "simulated:a100-sxm?noise=0&drift=0", "2", "2", "both.yaml"
+    )
     assert [each.code for each in everyone] == [0] * 4, everyone
     assert [each.stdout for each in everyone] == ["rank 0\n"] + 3 * ["another rank\n"]
     profile = Profile.load(tmp_path / "both.yaml")

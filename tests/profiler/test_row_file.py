@@ -1,4 +1,6 @@
-"""Finished rows survive the end of a sweep, and a resumed sweep gives the same rows as an uninterrupted one."""
+"""Finished rows survive the end of a sweep, and a resumed sweep gives the same rows as an
+uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
 SUBJECT = {"gpu": "GPU-8f6b", "window": "5.0 s"}
-ROW = Measurement(1410, 0.1, 30.0, Evidence(1395.5, 1e-4, 0.02, 3, 61.5, ("sw-power-cap", "hw-thermal")))
+ROW = Measurement(
+    1410, 0.1, 30.0, Evidence(1395.5, 1e-4, 0.02, 3, 61.5, ("sw-power-cap", "hw-thermal"))
+)
 
 
 def gpu_of_a_stage() -> ReplayGpu:
@@ -36,13 +40,17 @@ def gpu_of_a_stage() -> ReplayGpu:
 
 def swept(path: Path | None, *, resume: bool = True, **options: object) -> StageRows:
     gpu = gpu_of_a_stage()
-    return measure_stage(gpu, gpu.stage(), 0, SweepSettings(**options), rows_file=path, resume=resume)  # type: ignore[arg-type]
+    return measure_stage(
+        gpu, gpu.stage(), 0, SweepSettings(**options), rows_file=path, resume=resume
+    )  # type: ignore[arg-type]
 
 
 def assert_same(one: StageRows, other: StageRows) -> None:
     assert set(one.measurements) == set(other.measurements)
     for kind, rows in one.measurements.items():
-        assert [row.clock_mhz for row in rows] == [row.clock_mhz for row in other.measurements[kind]]
+        assert [row.clock_mhz for row in rows] == [
+            row.clock_mhz for row in other.measurements[kind]
+        ]
         for row, same in zip(rows, other.measurements[kind], strict=True):
             assert row.time_s == pytest.approx(same.time_s, rel=1e-9)
             # The counter is updated at other times after an interruption.
@@ -62,9 +70,17 @@ def test_rows_are_read_back_as_they_were_added(tmp_path: Path):
 def test_the_file_is_a_table_of_a_profile_below_its_subject(tmp_path: Path):
     path = tmp_path / "r.csv"
     RowFile(path, 3, "power-limit", SUBJECT, resume=False).add("F", ROW)
-    assert path.read_text().startswith("# gpu: GPU-8f6b\n# window: 5.0 s\nstage,instruction,power_limit,time,energy,")
+    assert path.read_text().startswith(
+        "# gpu: GPU-8f6b\n# window: 5.0 s\nstage,instruction,power_limit,time,energy,"
+    )
     (row,), control = read_table(path)
-    assert (row.stage, row.kind, row.clock_mhz, row.time_s, control) == (3, "F", 1410, 0.1, "power-limit")
+    assert (row.stage, row.kind, row.clock_mhz, row.time_s, control) == (
+        3,
+        "F",
+        1410,
+        0.1,
+        "power-limit",
+    )
 
 
 def test_rows_of_another_subject_are_refused_with_the_first_difference(folder: Path):
@@ -90,7 +106,9 @@ def test_rows_of_another_subject_are_refused_with_the_first_difference(folder: P
         ({"control": "observed"}, "control: clock, and now it is observed"),
     ],
 )
-def test_a_sweep_with_other_settings_cannot_resume(tmp_path: Path, change: dict[str, object], difference: str):
+def test_a_sweep_with_other_settings_cannot_resume(
+    tmp_path: Path, change: dict[str, object], difference: str
+):
     swept(tmp_path / "r.csv", resume=False)
     with pytest.raises(ProfileError, match=difference):
         swept(tmp_path / "r.csv", **change)
@@ -100,7 +118,9 @@ def test_a_damaged_file_is_refused_with_its_line(folder: Path):
     RowFile(Path("r.csv"), 0, "clock", SUBJECT, resume=False).add("F", ROW)
     text = Path("r.csv").read_text()
     Path("r.csv").write_text(text.replace("30.0", "much"))
-    with pytest.raises(ProfileError, match=r"r.csv, line 4, column 'energy': 'much' is not an energy"):
+    with pytest.raises(
+        ProfileError, match=r"r.csv, line 4, column 'energy': 'much' is not an energy"
+    ):
         RowFile(Path("r.csv"), 0, "clock", SUBJECT, resume=True)
 
 
@@ -147,10 +167,16 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, after: int):
     assert len(before) == after
     done: list[int] = []
     gpu = gpu_of_a_stage()
-    rows = measure_stage(gpu, gpu.stage(), 0, rows_file=path, resume=True, progress=lambda now, _: done.append(now))
+    rows = measure_stage(
+        gpu, gpu.stage(), 0, rows_file=path, resume=True, progress=lambda now, _: done.append(now)
+    )
     assert done[0] == after + 1
     assert_same(rows, swept(None))
-    kept = {(kind, row.clock_mhz): row.energy_j for kind, table in rows.measurements.items() for row in table}
+    kept = {
+        (kind, row.clock_mhz): row.energy_j
+        for kind, table in rows.measurements.items()
+        for row in table
+    }
     assert kept.items() >= before.items()
 
 
@@ -160,7 +186,9 @@ def test_the_rows_of_a_stage_can_be_pickled():
 
 
 def killed(path: Path, kills: int) -> None:
-    """Kill sweeps at random moments; each leaves a complete file, from which the next may resume."""
+    """Kill sweeps at random moments; each leaves a complete file, from which the next may
+    resume.
+    """
     draw = random.Random(kills)
     begin_s = time.perf_counter()
     whole = swept(path, resume=False)
@@ -175,12 +203,16 @@ def killed(path: Path, kills: int) -> None:
         process.kill()
         process.join()
         done += process.exitcode == -signal.SIGKILL
-        rows = {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
+        rows = (
+            {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
+        )
         found = len(rows)
         for kind, table in whole.measurements.items():
             for row in table:
                 if (kind, row.clock_mhz) in rows:
-                    assert rows.pop((kind, row.clock_mhz)).energy_j == pytest.approx(row.energy_j, rel=1e-4)
+                    assert rows.pop((kind, row.clock_mhz)).energy_j == pytest.approx(
+                        row.energy_j, rel=1e-4
+                    )
         assert not rows
     assert_same(swept(path), whole)
     delete_rows(path.with_name("r.yaml"), 1)
@@ -196,5 +228,7 @@ def test_twenty_sweeps_killed_at_random_moments_leave_complete_files_and_resume(
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_two_hundred_sweeps_killed_at_random_moments_leave_complete_files_and_resume(tmp_path: Path):
+def test_two_hundred_sweeps_killed_at_random_moments_leave_complete_files_and_resume(
+    tmp_path: Path,
+):
     killed(tmp_path / "r.rows-0.csv", 200)

@@ -32,7 +32,9 @@ T = TypeVar("T")
 WORK = OpCost(flops=1e13, bytes=1e10)
 
 
-def playing(time_s: float = 0.05, energy_j: float = 15.0, *, waiting_w: float = 80.0, **options: float) -> ReplayGpu:
+def playing(
+    time_s: float = 0.05, energy_j: float = 15.0, *, waiting_w: float = 80.0, **options: float
+) -> ReplayGpu:
     """Return a GPU that replays one row."""
     row = (Measurement(1410, time_s, energy_j),)
     return ReplayGpu(Profile({(0, "F"): row, (0, "B"): row}, waiting_w), 0, **options)
@@ -58,7 +60,9 @@ def evidence_of(row: Measurement) -> Evidence:
     power_w=st.floats(90, 700),
     seed=st.integers(0, 1000),
 )
-def test_the_interval_of_the_counter_costs_no_accuracy(step_s: float, time_s: float, power_w: float, seed: int):
+def test_the_interval_of_the_counter_costs_no_accuracy(
+    step_s: float, time_s: float, power_w: float, seed: int
+):
     row = row_of(playing(time_s, power_w * time_s, step_s=step_s, seed=seed))
     assert row.time_s == pytest.approx(time_s, rel=1e-9)
     # Readings at arbitrary times would be wrong by up to one interval: 0.4 to 10 % of the window.
@@ -98,7 +102,9 @@ def test_the_interval_of_the_counter_is_found(step_s: float):
 def test_a_counter_that_stands_still_is_an_error():
     gpu = SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(fault=("counter-stuck@1s",)))
     with pytest.raises(GpuError, match=r"energy counter has stood at .* for 5 s.*planner doctor"):
-        RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 0.0).measure_row(lambda n: gpu.run(WORK, n), 1410, Random(0))
+        RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 0.0).measure_row(
+            lambda n: gpu.run(WORK, n), 1410, Random(0)
+        )
 
 
 def test_a_counter_that_goes_back_is_an_error(monkeypatch: pytest.MonkeyPatch):
@@ -115,8 +121,12 @@ def test_a_stage_that_takes_no_time_is_an_error():
         measuring(gpu).measure_row(lambda n: None, 1410, Random(0))
 
 
-@pytest.mark.parametrize(("window_s", "step_s", "least_s"), [(5.0, 0.1, 5.0), (0.2, 0.1, 1.0), (1.0, 0.5, 5.0)])
-def test_a_window_is_as_long_as_requested_and_at_least_ten_intervals(window_s: float, step_s: float, least_s: float):
+@pytest.mark.parametrize(
+    ("window_s", "step_s", "least_s"), [(5.0, 0.1, 5.0), (0.2, 0.1, 1.0), (1.0, 0.5, 5.0)]
+)
+def test_a_window_is_as_long_as_requested_and_at_least_ten_intervals(
+    window_s: float, step_s: float, least_s: float
+):
     gpu = playing(step_s=step_s)
     meter = measuring(gpu, window_s=window_s)
     calls: list[int] = []
@@ -241,7 +251,10 @@ def test_the_truth_is_within_two_standard_errors_in_95_percent_of_rows(noise: fl
         row = row_of(playing(noise=noise, seed=seed))
         evidence = evidence_of(row)
         assert 3 <= evidence.windows <= 12
-        deviations += [(row.time_s - 0.05) / evidence.time_stderr_s, (row.energy_j - 15.0) / evidence.energy_stderr_j]
+        deviations += [
+            (row.time_s - 0.05) / evidence.time_stderr_s,
+            (row.energy_j - 15.0) / evidence.energy_stderr_j,
+        ]
     assert 0.93 <= fmean(abs(each) <= 2 for each in deviations) <= 0.97
 
 
@@ -257,18 +270,24 @@ def test_outliers_are_left_out(seed: int):
 
 
 def test_windows_that_differ_by_little_are_not_outliers():
-    windows = [Window(time_s, 1.0, 1410, 50, 0, frozenset()) for time_s in (1.0, 1.0, 1.0, 1.005, 1.3)]
+    windows = [
+        Window(time_s, 1.0, 1410, 50, 0, frozenset()) for time_s in (1.0, 1.0, 1.0, 1.005, 1.3)
+    ]
     assert without_outliers(windows) == windows[:4]
 
 
 def hot(*spans: str) -> SimulatedGpu:
     faults = tuple(f"throttled@{span}" for span in spans)
-    return SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(noise=0, drift=0, fault=faults))
+    return SimulatedGpu(
+        CATALOG["a100-sxm"], options=SimulationOptions(noise=0, drift=0, fault=faults)
+    )
 
 
 def row_on(gpu: SimulatedGpu, work: OpCost = WORK) -> Measurement:
     gpu.set_clock_mhz(1110)
-    return RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0).measure_row(lambda n: gpu.run(work, n), 1110, Random(0))
+    return RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0).measure_row(
+        lambda n: gpu.run(work, n), 1110, Random(0)
+    )
 
 
 def test_windows_in_which_the_gpu_was_too_hot_are_measured_again():
@@ -285,7 +304,9 @@ def test_a_row_of_a_gpu_that_is_always_too_hot_names_the_reason():
 
 def test_a_power_cap_is_recorded_and_accepted():
     gpu = SimulatedGpu(CATALOG["a100-sxm"], options=SimulationOptions(noise=0, drift=0))
-    row = RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0).measure_row(lambda n: gpu.run(WORK, n), 1410, Random(0))
+    row = RowMeter(gpu, lambda: None, SingleGpu(), 5.0, 5.0).measure_row(
+        lambda n: gpu.run(WORK, n), 1410, Random(0)
+    )
     evidence = evidence_of(row)
     assert evidence.throttle == ("sw-power-cap",)
     assert evidence.windows == 3
@@ -320,7 +341,11 @@ def test_subtracted_rows_add_their_errors_in_quadrature():
     both = Measurement(1410, 0.15, 40.0, Evidence(1400, 3e-4, 0.03, 4, 60, ("sw-power-cap",)))
     one = Measurement(1410, 0.05, 15.0, Evidence(1405, 4e-4, 0.04, 3, 55, ("hw-thermal",)))
     rest = subtract(both, one)
-    assert (rest.clock_mhz, rest.time_s, rest.energy_j) == (1410, pytest.approx(0.10), pytest.approx(25.0))
+    assert (rest.clock_mhz, rest.time_s, rest.energy_j) == (
+        1410,
+        pytest.approx(0.10),
+        pytest.approx(25.0),
+    )
     evidence = evidence_of(rest)
     assert evidence.time_stderr_s == pytest.approx(5e-4)
     assert evidence.energy_stderr_j == pytest.approx(0.05)
@@ -361,7 +386,9 @@ def measured_together(gpus: list[ReplayGpu], runs: list[list[int]]) -> list[Meas
             runs[number].append(repetitions)
             gpu.stage().runs["F"].run(repetitions)
 
-        rows[number] = RowMeter(gpu, gpu.stage().synchronize, group, 5.0, 0.0).measure_row(run, 1410, Random(0))
+        rows[number] = RowMeter(gpu, gpu.stage().synchronize, group, 5.0, 0.0).measure_row(
+            run, 1410, Random(0)
+        )
 
     threads = [threading.Thread(target=measure, args=(number,)) for number in range(len(gpus))]
     for thread in threads:

@@ -1,4 +1,6 @@
-"""Requests are measured over clocks, prefill and decode apart, and what they cost becomes an inference profile."""
+"""Requests are measured over clocks, prefill and decode apart, and what they cost becomes an
+inference profile.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import pytest
 from perseus_planner.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import open_emulated
-from perseus_planner.profiler.serving import ServedRow, ServingSettings, Shape, measure_serving, save_served
+from perseus_planner.profiler.serving import (
+    ServedRow,
+    ServingSettings,
+    Shape,
+    measure_serving,
+    save_served,
+)
 from perseus_planner.profiler.serving_targets import CompletionsServer, ServingFunction, open_target
 
 GPU = "emulated:a100-sxm/0?slower=60"
@@ -31,7 +39,9 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def address(state: None) -> Iterator[str]:
     """Start a server with a tiny model of random weights, and return its address."""
-    with subprocess.Popen([sys.executable, str(SERVER), GPU], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(SERVER), GPU], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
         process.terminate()
@@ -43,7 +53,10 @@ def test_a_server_is_measured_at_several_clocks(address: str, tmp_path: Path):
     with open_gpu(GPU) as gpu, closing(open_target(address)) as target:
         rows = measure_serving(target, [gpu], settings, lambda *step: steps.append(step))
     assert [(row.setting, row.batch, row.shape) for row in rows] == [
-        (clock, batch, shape) for clock in (1410, 705) for batch in (1, 2) for shape in (SHORT, LONG)
+        (clock, batch, shape)
+        for clock in (1410, 705)
+        for batch in (1, 2)
+        for shape in (SHORT, LONG)
     ]
     assert steps[-1] == (12, 12)
     by = {(row.setting, row.batch, row.shape): row for row in rows}
@@ -64,7 +77,9 @@ def test_a_server_is_measured_at_several_clocks(address: str, tmp_path: Path):
     save_served(rows, "clock", "simulated", tmp_path / "inference.csv")
     comment, header, first, *_ = (tmp_path / "inference.csv").read_text().splitlines()
     assert comment == "# simulated by planner inference profile"
-    assert header.startswith("input,output,tensor_degree,clock_mhz,tokens_per_s,energy_j,ttft_s,tbt_s,idle_w,batch,")
+    assert header.startswith(
+        "input,output,tensor_degree,clock_mhz,tokens_per_s,energy_j,ttft_s,tbt_s,idle_w,batch,"
+    )
     assert first.startswith("64,1,1,1410,")
     assert "nan" not in first
 
@@ -75,10 +90,13 @@ def test_a_server_that_cannot_be_measured_is_refused(address: str):
     server = CompletionsServer(address.removesuffix("/v1"))
     server._model = "gone"
     with pytest.raises(
-        UsageError, match=r"completions: answers 400: .*no such model.*; check the address and the model$"
+        UsageError,
+        match=r"completions: answers 400: .*no such model.*; check the address and the model$",
     ):
         server.serve(1, 4, 1)
-    with pytest.raises(UsageError, match=r"does not answer as OpenAI's completions API does \(.*; start the server"):
+    with pytest.raises(
+        UsageError, match=r"does not answer as OpenAI's completions API does \(.*; start the server"
+    ):
         CompletionsServer("http://127.0.0.1:9")
 
 
@@ -116,19 +134,32 @@ def test_without_a_control_the_row_has_the_clock_that_was_achieved():
 
 
 def test_a_function_that_cannot_be_measured_is_refused():
-    with pytest.raises(UsageError, match=r"^nowhere:f: No module named 'nowhere'; name a function as module:function"):
+    with pytest.raises(
+        UsageError,
+        match=r"^nowhere:f: No module named 'nowhere'; name a function as module:function",
+    ):
         open_target("nowhere:f")
-    with pytest.raises(UsageError, match=r"yielded 7 times for 8 output tokens; yield once for each$"):
+    with pytest.raises(
+        UsageError, match=r"yielded 7 times for 8 output tokens; yield once for each$"
+    ):
         ServingFunction(f"{__name__}:too_few").serve(1, *LONG)
-    with pytest.raises(UsageError, match=r"^--model tiny: serving:f is not a server; leave it out$"):
+    with pytest.raises(
+        UsageError, match=r"^--model tiny: serving:f is not a server; leave it out$"
+    ):
         open_target("serving:f", "tiny")
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"control": "voltage"}, "control: 'voltage' is unknown; choose one of: clock, power-limit, observed"),
-        ({"control": "observed", "settings": (1410,)}, "control='observed' sets nothing; leave out the settings"),
+        (
+            {"control": "voltage"},
+            "control: 'voltage' is unknown; choose one of: clock, power-limit, observed",
+        ),
+        (
+            {"control": "observed", "settings": (1410,)},
+            "control='observed' sets nothing; leave out the settings",
+        ),
         ({"batches": ()}, "there is nothing to measure; give a class of requests and a batch"),
     ],
 )
@@ -138,5 +169,7 @@ def test_settings_that_fit_nothing_are_refused(settings: dict[str, object], prob
 
 
 def test_a_clock_that_the_gpu_lacks_is_refused():
-    with pytest.raises(UsageError, match=r"^clock 1000 MHz: the GPU does not have it; the nearest is 1005 MHz$"):
+    with pytest.raises(
+        UsageError, match=r"^clock 1000 MHz: the GPU does not have it; the nearest is 1005 MHz$"
+    ):
         measured(settings=(1000,))

@@ -53,7 +53,10 @@ def stage_of(gpu: SimulatedGpu, work: OpCost = WORK) -> Stage:
 
 
 def watched(
-    gpu: SimulatedGpu, calls: list[int | None], stop_after: int | None = None, error: type[BaseException] = RuntimeError
+    gpu: SimulatedGpu,
+    calls: list[int | None],
+    stop_after: int | None = None,
+    error: type[BaseException] = RuntimeError,
 ) -> Stage:
     """Return its stage, which appends the locked clock to `calls` whenever it runs."""
 
@@ -63,7 +66,11 @@ def watched(
         if stop_after is not None and len(calls) > stop_after:
             raise error
 
-    return Stage({"F": TimedRun(partial(run, WORK)), "B": TimedRun(partial(run, WORK * 2))}, lambda: None, gpu.block)
+    return Stage(
+        {"F": TimedRun(partial(run, WORK)), "B": TimedRun(partial(run, WORK * 2))},
+        lambda: None,
+        gpu.block,
+    )
 
 
 def fastest_s(profile: Profile, stage: int, kind: str) -> float:
@@ -79,7 +86,9 @@ def saved(directory: Path, seed: int) -> dict[str, bytes]:
 def test_every_stage_has_both_kinds_at_few_clocks_that_they_share(profile: Profile):
     assert set(profile.measurements) == set(itertools.product(range(4), "FB"))
     for stage in range(4):
-        forward, backward = ([row.clock_mhz for row in profile.measurements[stage, kind]] for kind in "FB")
+        forward, backward = (
+            [row.clock_mhz for row in profile.measurements[stage, kind]] for kind in "FB"
+        )
         assert forward == backward
         assert set(forward) <= set(A100.clocks_mhz)
         assert forward[0] == A100.clocks_mhz[0]
@@ -87,7 +96,11 @@ def test_every_stage_has_both_kinds_at_few_clocks_that_they_share(profile: Profi
 
 
 def test_the_profile_records_how_it_was_measured(profile: Profile):
-    assert (profile.origin, profile.gpu, profile.control) == ("simulated", "simulated a100-sxm", "clock")
+    assert (profile.origin, profile.gpu, profile.control) == (
+        "simulated",
+        "simulated a100-sxm",
+        "clock",
+    )
     assert profile.conditions["planner"] == __version__
     assert profile.conditions["windows"] == "5 s"
     assert profile.conditions["energy counter step"] == "0.100 s"
@@ -96,7 +109,9 @@ def test_the_profile_records_how_it_was_measured(profile: Profile):
 
 
 def test_equal_seeds_give_equal_files_and_others_do_not(tmp_path: Path):
-    first, again, other = (saved(tmp_path / name, seed) for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    first, again, other = (
+        saved(tmp_path / name, seed) for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
     assert first == again
     assert first != other
 
@@ -141,7 +156,8 @@ def test_plans_from_few_clocks_cost_hardly_more_than_plans_from_all(name: str):
         for kind, each in (("F", work), ("B", work * 2)):
             load = model.load(each)
             full[number, kind] = tuple(
-                Measurement(clock, load.time_s(clock), load.energy_j(clock)) for clock in model.clocks_mhz
+                Measurement(clock, load.time_s(clock), load.energy_j(clock))
+                for clock in model.clocks_mhz
             )
     few = assemble_profile(adaptive)
     schedule = schedules.one_f_one_b(3, 8)
@@ -157,7 +173,9 @@ def test_observing_sets_nothing_and_measures_each_kind_once_at_the_clock_that_th
     gpu = quiet(fault=("not-permitted",))
     rows = measure_stage(gpu, stage_of(gpu), 0, OBSERVED)
     achieved = round(A100.load(WORK).achieved_mhz(1410))
-    assert {kind: [row.clock_mhz for row in table] for kind, table in rows.measurements.items()} == {
+    assert {
+        kind: [row.clock_mhz for row in table] for kind, table in rows.measurements.items()
+    } == {
         "F": [achieved],
         "B": [round(A100.load(WORK * 2).achieved_mhz(1410))],
     }
@@ -193,12 +211,18 @@ def test_blocking_power_is_the_mean_of_the_highest_and_the_lowest_clock():
     lowest = rows.measurements["F"][-1].clock_mhz
     powers_w = [A100.blocking().free_power_w(clock) for clock in (1410, lowest)]
     assert rows.blocking_power_w == pytest.approx(sum(powers_w) / 2, rel=2e-3)
-    assert rows.conditions["blocking power"] == f"{powers_w[0]:.1f} W at 1410 MHz, {powers_w[1]:.1f} W at {lowest} MHz"
+    assert (
+        rows.conditions["blocking power"]
+        == f"{powers_w[0]:.1f} W at 1410 MHz, {powers_w[1]:.1f} W at {lowest} MHz"
+    )
 
 
 def test_the_forward_is_subtracted_from_a_backward_that_runs_it():
     gpu = quiet()
-    timed = {"F": TimedRun(partial(gpu.run, WORK)), "B": TimedRun(partial(gpu.run, WORK * 3), includes="F")}
+    timed = {
+        "F": TimedRun(partial(gpu.run, WORK)),
+        "B": TimedRun(partial(gpu.run, WORK * 3), includes="F"),
+    }
     rows = measure_stage(gpu, Stage(timed, lambda: None, gpu.block), 0, QUICK).measurements
     apart = quiet()
     twice = measure_stage(apart, stage_of(apart), 0, QUICK).measurements
@@ -213,7 +237,10 @@ def test_the_forward_is_subtracted_from_a_backward_that_runs_it():
 
 def test_a_backward_that_seems_to_take_nothing_is_an_error_that_names_it():
     gpu = quiet()
-    timed = {"F": TimedRun(partial(gpu.run, WORK)), "B": TimedRun(partial(gpu.run, WORK * 0.5), includes="F")}
+    timed = {
+        "F": TimedRun(partial(gpu.run, WORK)),
+        "B": TimedRun(partial(gpu.run, WORK * 0.5), includes="F"),
+    }
     with pytest.raises(GpuError, match=r"stage 3, B with F: at 1410 .*nothing else run"):
         measure_stage(gpu, Stage(timed, lambda: None, gpu.block), 3, QUICK)
 
@@ -224,11 +251,16 @@ def test_rows_that_were_measured_too_hot_are_measured_again_at_the_end():
     assert "measured while too hot" not in found.conditions
     for kind, rows in expected.measurements.items():
         for row, again in zip(rows, found.measurements[kind], strict=True):
-            assert (again.clock_mhz, again.time_s) == (row.clock_mhz, pytest.approx(row.time_s, rel=1e-6))
+            assert (again.clock_mhz, again.time_s) == (
+                row.clock_mhz,
+                pytest.approx(row.time_s, rel=1e-6),
+            )
 
 
 @pytest.mark.parametrize("settings", [QUICK, replace(OBSERVED, window_s=1.0, cool_down_s=0.0)])
-def test_rows_that_are_still_too_hot_are_refused_unless_they_are_allowed(settings: SweepSettings, tmp_path: Path):
+def test_rows_that_are_still_too_hot_are_refused_unless_they_are_allowed(
+    settings: SweepSettings, tmp_path: Path
+):
     gpu, rows = quiet(fault=("throttled@0s-100000s",)), tmp_path / "rows.csv"
     with pytest.raises(GpuError) as error:
         measure_stage(gpu, stage_of(gpu), 0, settings, rows_file=rows)
@@ -240,7 +272,9 @@ def test_rows_that_are_still_too_hot_are_refused_unless_they_are_allowed(setting
         "(in Python SweepSettings(allow_hot=True))"
     )
     assert rows.exists()
-    allowed = measure_stage(gpu, stage_of(gpu), 0, replace(settings, allow_hot=True), rows_file=rows, resume=True)
+    allowed = measure_stage(
+        gpu, stage_of(gpu), 0, replace(settings, allow_hot=True), rows_file=rows, resume=True
+    )
     assert allowed.conditions["measured while too hot"].startswith("F at ")
 
 
@@ -258,15 +292,20 @@ class Unlockable(SimulatedGpu):
         """Do nothing."""
 
 
-@pytest.mark.parametrize(("kept_mhz", "locked_mhz", "rows"), [(1410, 1170, 2), (900, 690, 6), (210, 210, 24)])
-def test_locks_without_effect_are_refused(kept_mhz: int, locked_mhz: int, rows: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kept_mhz", "locked_mhz", "rows"), [(1410, 1170, 2), (900, 690, 6), (210, 210, 24)]
+)
+def test_locks_without_effect_are_refused(
+    kept_mhz: int, locked_mhz: int, rows: int, tmp_path: Path
+):
     gpu, kept = Unlockable(kept_mhz), tmp_path / "rows.csv"
     with pytest.raises(GpuError) as error:
         measure_stage(gpu, stage_of(gpu, OpCost(flops=1e12, bytes=1e11)), 0, QUICK, rows_file=kept)
     assert str(error.value) == (
-        f"simulated:a100-sxm?noise=0&drift=0: its SM clock was locked at {locked_mhz} MHz, and under load ran at "
-        f"{kept_mhz} MHz, as when it was locked at 1410 MHz ({kept_mhz} MHz), so the lock has no effect; see whether "
-        "Slurm (--gpu-freq), DCGM or a host sets the clock, or try another back-end (nvml:, zeusd: or command:)"
+        f"simulated:a100-sxm?noise=0&drift=0: its SM clock was locked at {locked_mhz} MHz, and "
+        f"under load ran at {kept_mhz} MHz, as when it was locked at 1410 MHz ({kept_mhz} MHz), "
+        "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the "
+        "clock, or try another back-end (nvml:, zeusd: or command:)"
     )
     assert kept.read_text().count("\n0,") == rows
 
@@ -290,7 +329,9 @@ def test_a_lock_without_effect_is_found_on_one_gpu_of_a_stage():
 
     def measure(gpu: SimulatedGpu, rank: int) -> str:
         try:
-            measure_stage(gpu, stage_of(gpu, OpCost(flops=1e12, bytes=1e11)), 0, QUICK, group=Pair(rank))
+            measure_stage(
+                gpu, stage_of(gpu, OpCost(flops=1e12, bytes=1e11)), 0, QUICK, group=Pair(rank)
+            )
         except GpuError as error:
             barrier.abort()
             return str(error)
@@ -306,15 +347,32 @@ def test_a_lock_without_effect_is_found_on_one_gpu_of_a_stage():
 
 def test_a_dry_run_measures_all_rows_at_one_clock_and_says_so():
     gpu = quiet()
-    rows = measure_stage(cast("Gpu", DryRunGpu(gpu)), stage_of(gpu, OpCost(flops=1e12, bytes=1e11)), 0, QUICK)
-    assert len({row.evidence.achieved_mhz for row in rows.measurements["F"] if row.evidence is not None}) == 1
+    rows = measure_stage(
+        cast("Gpu", DryRunGpu(gpu)), stage_of(gpu, OpCost(flops=1e12, bytes=1e11)), 0, QUICK
+    )
+    assert (
+        len(
+            {
+                row.evidence.achieved_mhz
+                for row in rows.measurements["F"]
+                if row.evidence is not None
+            }
+        )
+        == 1
+    )
     assert "nothing is set in a dry run" in rows.conditions["warnings"]
 
 
 def test_a_power_cap_is_no_lock_without_effect():
     gpu = quiet()
-    rows = measure_stage(gpu, stage_of(gpu, OpCost(flops=1e13, bytes=1e9)), 0, FULL).measurements["B"]
-    capped = [row for row in rows if row.evidence is not None and row.evidence.throttle == ("sw-power-cap",)]
+    rows = measure_stage(gpu, stage_of(gpu, OpCost(flops=1e13, bytes=1e9)), 0, FULL).measurements[
+        "B"
+    ]
+    capped = [
+        row
+        for row in rows
+        if row.evidence is not None and row.evidence.throttle == ("sw-power-cap",)
+    ]
     assert len(capped) >= 3
     assert capped[0].evidence is not None
     assert capped[0].evidence.achieved_mhz < 0.95 * capped[0].clock_mhz
@@ -322,7 +380,9 @@ def test_a_power_cap_is_no_lock_without_effect():
 
 @pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [0, 3, 50])
-def test_clocks_are_reset_after_an_exception_at_any_moment(exception: type[BaseException], after: int):
+def test_clocks_are_reset_after_an_exception_at_any_moment(
+    exception: type[BaseException], after: int
+):
     gpu = quiet()
     locked: list[int | None] = []
     with pytest.raises(exception):
@@ -346,7 +406,9 @@ def test_clocks_are_reset_after_a_sweep_and_when_its_watcher_raises():
 @pytest.mark.parametrize("stages", [1, 3])
 def test_progress_rises_to_the_total(stages: int):
     calls: list[tuple[int, int]] = []
-    profile = profile_simulated("simulated:a100-sxm", stages, progress=lambda *call: calls.append(call))
+    profile = profile_simulated(
+        "simulated:a100-sxm", stages, progress=lambda *call: calls.append(call)
+    )
     done = [done for done, _ in calls]
     assert all(done <= total for done, total in calls)
     assert calls[-1] == (sum(map(len, profile.measurements.values())),) * 2
@@ -356,14 +418,30 @@ def test_progress_rises_to_the_total(stages: int):
 
 
 def rows_of(
-    stage: int, *, power_w: float | None = 80.0, gpus: int = 1, control: str = "clock", **conditions: str
+    stage: int,
+    *,
+    power_w: float | None = 80.0,
+    gpus: int = 1,
+    control: str = "clock",
+    **conditions: str,
 ) -> StageRows:
     row = (Measurement(1410, 0.1, 30.0),)
-    return StageRows(stage, {"F": row, "B": row}, power_w, gpus, f"GPU {stage % 2}", "measured", control, conditions)
+    return StageRows(
+        stage,
+        {"F": row, "B": row},
+        power_w,
+        gpus,
+        f"GPU {stage % 2}",
+        "measured",
+        control,
+        conditions,
+    )
 
 
 def test_stages_are_assembled_in_any_order():
-    profile = assemble_profile([rows_of(2, power_w=90.0), rows_of(0), rows_of(1)], conditions={"date": "2026-01-01"})
+    profile = assemble_profile(
+        [rows_of(2, power_w=90.0), rows_of(0), rows_of(1)], conditions={"date": "2026-01-01"}
+    )
     assert profile.stages == 3
     assert profile.blocking_power_w == (80.0, 80.0, 90.0)
     assert (profile.gpu, profile.origin) == ("GPU 0 + GPU 1", "measured")
@@ -378,7 +456,11 @@ def test_conditions_that_stages_share_appear_once():
 
 
 def test_a_stage_without_a_neighbour_gets_the_mean_power_of_the_others():
-    stages = [rows_of(0, power_w=160.0, gpus=2), rows_of(1, power_w=None, gpus=2), rows_of(2, power_w=200.0, gpus=2)]
+    stages = [
+        rows_of(0, power_w=160.0, gpus=2),
+        rows_of(1, power_w=None, gpus=2),
+        rows_of(2, power_w=200.0, gpus=2),
+    ]
     profile = assemble_profile(stages)
     assert profile.blocking_power_w == (160.0, 180.0, 200.0)
     assert profile.gpus_per_stage == 2
@@ -391,8 +473,14 @@ def test_a_stage_without_a_neighbour_gets_the_mean_power_of_the_others():
         ([], "no stage was measured; give at least one"),
         ([rows_of(0), rows_of(2)], "stage 1 is missing though there is a stage 2"),
         ([rows_of(0), rows_of(0)], "stage 0 was measured twice; give it once"),
-        ([rows_of(0), rows_of(1, control="observed")], "stage 0 and stage 1 differ in control; measure both alike"),
-        ([rows_of(0), rows_of(1, gpus=2)], "stage 0 and stage 1 differ in gpus; measure both alike"),
+        (
+            [rows_of(0), rows_of(1, control="observed")],
+            "stage 0 and stage 1 differ in control; measure both alike",
+        ),
+        (
+            [rows_of(0), rows_of(1, gpus=2)],
+            "stage 0 and stage 1 differ in gpus; measure both alike",
+        ),
         ([rows_of(0, power_w=None)], "give it with --blocking-power W"),
     ],
 )
@@ -404,7 +492,10 @@ def test_stages_that_do_not_fit_together_are_refused(stages: list[StageRows], re
 @pytest.mark.parametrize(
     ("setting", "refusal"),
     [
-        ({"control": "voltage"}, "control: 'voltage' is unknown; choose one of: clock, power-limit, observed"),
+        (
+            {"control": "voltage"},
+            "control: 'voltage' is unknown; choose one of: clock, power-limit, observed",
+        ),
         ({"window_s": 0.0}, "window_s: 0.0 is not a time"),
         ({"cool_down_s": -1.0}, "cool_down_s: -1.0 is not a wait"),
         ({"seed": 1.5}, "seed: 1.5 is not a whole number of 0 or more"),
@@ -436,7 +527,11 @@ def test_a_lower_clock_is_never_faster_beyond_noise(profile: Profile):
 def test_average_power_lies_above_blocking_and_below_the_limit(profile: Profile):
     for (stage, _), rows in profile.measurements.items():
         for row in rows:
-            assert profile.blocking_w(stage) < row.energy_j / row.time_s <= A100.power_limit_w * (1 + NOISE)
+            assert (
+                profile.blocking_w(stage)
+                < row.energy_j / row.time_s
+                <= A100.power_limit_w * (1 + NOISE)
+            )
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])

@@ -165,7 +165,9 @@ def test_time_on_a_simulated_gpu_is_the_models() -> None:
     with torch_stage(gpu, network(), sample()) as stage:
         start_s = gpu.now_s()
         stage.runs["B"].run(7)
-        assert gpu.now_s() - start_s == pytest.approx(7 * gpu.model.load(gpu.works[-1]).time_s(1410))
+        assert gpu.now_s() - start_s == pytest.approx(
+            7 * gpu.model.load(gpu.works[-1]).time_s(1410)
+        )
 
 
 def test_forward_and_backward_really_run_apart_from_each_other() -> None:
@@ -243,7 +245,11 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear, self.drop = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.norm, self.linear, self.drop = (
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.5),
+        )
         self.drop.eval()
 
     def forward(self, x: Any) -> Any:
@@ -259,7 +265,9 @@ def test_everything_is_restored_afterwards() -> None:
     module.zero_grad()
     module(sample()).sum().backward()
     stepped.clear()
-    gradients = [(each, each.grad, each.grad.clone(), each.main_grad) for each in module.parameters()]
+    gradients = [
+        (each, each.grad, each.grad.clone(), each.main_grad) for each in module.parameters()
+    ]
     state = {name: value.clone() for name, value in module.state_dict().items()}
     modes, random = [part.training for part in module.modules()], torch.get_rng_state()
     with torch_stage(Busy(), module, sample(), split_backward=True) as stage:
@@ -331,7 +339,9 @@ def refused(module: Any, inputs: Any, loss: Any = None) -> str:
 
 def test_a_stage_that_cannot_run_is_refused() -> None:
     wrong = refused(network(), torch.zeros(ROWS, 3))
-    assert wrong.startswith("the stage cannot be run on its sample input: RuntimeError: mat1 and mat2 shapes")
+    assert wrong.startswith(
+        "the stage cannot be run on its sample input: RuntimeError: mat1 and mat2 shapes"
+    )
     assert refused(nn.Identity(), torch.zeros(3, dtype=torch.long)).startswith(
         "the stage returns no tensor with a gradient"
     )

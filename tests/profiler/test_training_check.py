@@ -64,12 +64,16 @@ def test_computations_that_lost_the_autocast_of_the_training_are_refused(tmp_pat
     everyone = compared(tmp_path, "lost")
     assert [each.code for each in everyone] == [2, 2]
     (message,) = {each.stderr for each in everyone} - {""}
-    forward = {"stage 0": "10 ms in the iteration and takes 30", "stage 1": "15 ms in the iteration and takes 45"}
+    forward = {
+        "stage 0": "10 ms in the iteration and takes 30",
+        "stage 1": "15 ms in the iteration and takes 45",
+    }
     assert message == (
-        f"{message[:7]}: F took {forward[message[:7]]} ms when it is repeated; B took 20 ms in the iteration and "
-        "takes 60 ms when it is repeated, over 10% apart, so the profile would not be that of the training; profile an "
-        "iteration after the first ones, of several microbatches, while nothing else runs on the GPU; or measure all "
-        "the same, with profile_pipeline(..., force=True)\n"
+        f"{message[:7]}: F took {forward[message[:7]]} ms when it is repeated; B took 20 ms in "
+        "the iteration and takes 60 ms when it is repeated, over 10% apart, so the profile would "
+        "not be that of the training; profile an iteration after the first ones, of several "
+        "microbatches, while nothing else runs on the GPU; or measure all the same, with "
+        "profile_pipeline(..., force=True)\n"
     )
     assert not (tmp_path / "profile.yaml").exists()
 

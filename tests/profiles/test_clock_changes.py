@@ -39,7 +39,9 @@ def test_changes_by_hand(clocks, changes):
 @given(clocks=st.lists(st.sampled_from((None, 900, 1200, 1410)), min_size=1, max_size=12))
 def test_changes_are_those_of_the_second_of_three_iterations_in_a_row(clocks: list[int | None]):
     clocked = [(i, clock) for i in range(3) for clock in clocks if clock is not None]
-    assert changes_per_rank(clocks) == sum(i == 1 and clock != before for (_, before), (i, clock) in pairwise(clocked))
+    assert changes_per_rank(clocks) == sum(
+        i == 1 and clock != before for (_, before), (i, clock) in pairwise(clocked)
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,10 @@ def test_neighbours_that_are_raised_least_are_merged_first(most: int, merged: li
 
 
 @fixed
-@given(clocks=st.lists(st.integers(9, 14).map(lambda each: 100 * each), min_size=1, max_size=20), data=st.data())
+@given(
+    clocks=st.lists(st.integers(9, 14).map(lambda each: 100 * each), min_size=1, max_size=20),
+    data=st.data(),
+)
 def test_fewer_changes_make_no_computation_slower(clocks: list[int], data: st.DataObject):
     planned = changes_per_rank(clocks)
     most = data.draw(st.integers(0, planned))

@@ -31,35 +31,62 @@ def message_of(path: str, blocking_power_w: float | None = None) -> str:
 
 
 BAD_ROWS = {
-    "time that is no number": ("0,forward,1395,fast,20", f"line 4, column 'time': 'fast' {NEEDS_TIME}"),
+    "time that is no number": (
+        "0,forward,1395,fast,20",
+        f"line 4, column 'time': 'fast' {NEEDS_TIME}",
+    ),
     "empty time": ("0,forward,1395,,20", f"line 4, column 'time': '' {NEEDS_TIME}"),
     "NaN time": ("0,forward,1395,nan,20", f"line 4, column 'time': 'nan' {NEEDS_TIME}"),
     "infinite time": ("0,forward,1395,inf,20", f"line 4, column 'time': 'inf' {NEEDS_TIME}"),
     "overflowing time": ("0,forward,1395,1e999,20", f"line 4, column 'time': '1e999' {NEEDS_TIME}"),
     "zero time": ("0,forward,1395,0.0,20", f"line 4, column 'time': '0.0' {NEEDS_TIME}"),
     "negative time": ("0,forward,1395,-0.05,20", f"line 4, column 'time': '-0.05' {NEEDS_TIME}"),
-    "digits grouped by underscores": ("0,forward,1395,1_0,20", f"line 4, column 'time': '1_0' {NEEDS_TIME}"),
-    "quoted decimal comma": ('0,forward,1395,"0,05",20', f"line 4, column 'time': '0,05' {NEEDS_TIME}"),
+    "digits grouped by underscores": (
+        "0,forward,1395,1_0,20",
+        f"line 4, column 'time': '1_0' {NEEDS_TIME}",
+    ),
+    "quoted decimal comma": (
+        '0,forward,1395,"0,05",20',
+        f"line 4, column 'time': '0,05' {NEEDS_TIME}",
+    ),
     "negative energy": ("0,forward,1395,0.05,-1", f"line 4, column 'energy': '-1' {NEEDS_ENERGY}"),
     "NaN energy": ("0,forward,1395,0.05,NaN", f"line 4, column 'energy': 'NaN' {NEEDS_ENERGY}"),
-    "infinite energy": ("0,forward,1395,0.05,-inf", f"line 4, column 'energy': '-inf' {NEEDS_ENERGY}"),
-    "energy with a unit": ("0,forward,1395,0.05,20 J", f"line 4, column 'energy': '20 J' {NEEDS_ENERGY}"),
-    "fractional clock": ("0,forward,1395.5,0.05,20", f"line 4, column 'frequency': '1395.5' {NEEDS_CLOCK}"),
+    "infinite energy": (
+        "0,forward,1395,0.05,-inf",
+        f"line 4, column 'energy': '-inf' {NEEDS_ENERGY}",
+    ),
+    "energy with a unit": (
+        "0,forward,1395,0.05,20 J",
+        f"line 4, column 'energy': '20 J' {NEEDS_ENERGY}",
+    ),
+    "fractional clock": (
+        "0,forward,1395.5,0.05,20",
+        f"line 4, column 'frequency': '1395.5' {NEEDS_CLOCK}",
+    ),
     "zero clock": ("0,forward,0,0.05,20", f"line 4, column 'frequency': '0' {NEEDS_CLOCK}"),
-    "negative clock": ("0,forward,-1395,0.05,20", f"line 4, column 'frequency': '-1395' {NEEDS_CLOCK}"),
+    "negative clock": (
+        "0,forward,-1395,0.05,20",
+        f"line 4, column 'frequency': '-1395' {NEEDS_CLOCK}",
+    ),
     "clock in words": ("0,forward,max,0.05,20", f"line 4, column 'frequency': 'max' {NEEDS_CLOCK}"),
     "negative stage": ("-1,forward,1395,0.05,20", f"line 4, column 'stage': '-1' {NEEDS_STAGE}"),
-    "fractional stage": ("0.5,forward,1395,0.05,20", f"line 4, column 'stage': '0.5' {NEEDS_STAGE}"),
-    "stage by name": ("first,forward,1395,0.05,20", f"line 4, column 'stage': 'first' {NEEDS_STAGE}"),
+    "fractional stage": (
+        "0.5,forward,1395,0.05,20",
+        f"line 4, column 'stage': '0.5' {NEEDS_STAGE}",
+    ),
+    "stage by name": (
+        "first,forward,1395,0.05,20",
+        f"line 4, column 'stage': 'first' {NEEDS_STAGE}",
+    ),
     "unknown instruction": (
         "0,optimizer,1395,0.05,20",
-        "line 4, column 'instruction': 'optimizer' is not an instruction: write forward or backward "
-        "(or input-gradient, weight-gradient; with a suffix such as backward.sync)",
+        "line 4, column 'instruction': 'optimizer' is not an instruction: write forward or "
+        "backward (or input-gradient, weight-gradient; with a suffix such as backward.sync)",
     ),
     "suffix in capitals": (
         "0,backward.Sync,1395,0.05,20",
-        "line 4, column 'instruction': 'backward.Sync' is not an instruction: write forward or backward "
-        "(or input-gradient, weight-gradient; with a suffix such as backward.sync)",
+        "line 4, column 'instruction': 'backward.Sync' is not an instruction: write forward or "
+        "backward (or input-gradient, weight-gradient; with a suffix such as backward.sync)",
     ),
     "empty suffix": (
         "0,B.,1395,0.05,20",
@@ -74,8 +101,14 @@ BAD_ROWS = {
         "0,F,1410,0.06,21",
         "line 4: stage 0 forward at 1410 MHz is on line 2 too; keep one of them",
     ),
-    "too few cells": ("0,forward,1395,0.05", f"line 4: has 4 cells where the header has 5; {NEEDS_CELLS}"),
-    "decimal comma": ("0,forward,1395,0,05,20", f"line 4: has 6 cells where the header has 5; {NEEDS_CELLS}"),
+    "too few cells": (
+        "0,forward,1395,0.05",
+        f"line 4: has 4 cells where the header has 5; {NEEDS_CELLS}",
+    ),
+    "decimal comma": (
+        "0,forward,1395,0,05,20",
+        f"line 4: has 6 cells where the header has 5; {NEEDS_CELLS}",
+    ),
     "NUL byte": (
         "0,for\0ward,1395,0.05,20",
         "line 4: has a NUL byte, so the file is damaged or not text; write it again",
@@ -100,8 +133,14 @@ def test_a_bad_row_is_refused_with_its_line_and_remedy(folder: Path, row: str, m
 
 
 BAD_TABLES = {
-    "empty": ("", f"p.csv: is empty; write the header {HEADER.strip()} and a row for each measurement"),
-    "header only": (HEADER, "p.csv: has no measurements; give at least one forward and one backward of stage 0"),
+    "empty": (
+        "",
+        f"p.csv: is empty; write the header {HEADER.strip()} and a row for each measurement",
+    ),
+    "header only": (
+        HEADER,
+        "p.csv: has no measurements; give at least one forward and one backward of stage 0",
+    ),
     "missing column": (
         "stage,instruction,frequency,time\n0,forward,1410,0.05\n",
         "p.csv, line 1: no column 'energy' in the header 'stage,instruction,frequency,time'; "
@@ -109,13 +148,15 @@ BAD_TABLES = {
     ),
     "semicolons": (
         GOOD.replace(",", ";"),
-        "p.csv, line 1: no column 'stage', 'instruction', 'frequency', 'time', 'energy' in the header "
-        "'stage;instruction;frequency;time;energy'; write stage,instruction,frequency,time,energy, separated by commas",
+        "p.csv, line 1: no column 'stage', 'instruction', 'frequency', 'time', 'energy' in the "
+        "header 'stage;instruction;frequency;time;energy'; write "
+        "stage,instruction,frequency,time,energy, separated by commas",
     ),
     "no header": (
         ROWS,
-        "p.csv, line 1: no column 'stage', 'instruction', 'frequency', 'time', 'energy' in the header "
-        "'0,forward,1410,0.05,20'; write stage,instruction,frequency,time,energy, separated by commas",
+        "p.csv, line 1: no column 'stage', 'instruction', 'frequency', 'time', 'energy' in the "
+        "header '0,forward,1410,0.05,20'; write stage,instruction,frequency,time,energy, "
+        "separated by commas",
     ),
     "column twice": (
         "stage,instruction,frequency,time,energy,time\n",
@@ -135,11 +176,13 @@ BAD_TABLES = {
     ),
     "hole": (
         GOOD + "2,forward,1410,0.05,20\n2,backward,1410,0.1,40\n",
-        "p.csv: stage 1 is missing though there is a stage 2; measure it, or number the stages from 0",
+        "p.csv: stage 1 is missing though there is a stage 2; measure it, or number the stages "
+        "from 0",
     ),
     "stages from 1": (
         GOOD.replace("\n0,", "\n1,"),
-        "p.csv: stage 0 is missing though there is a stage 1; measure it, or number the stages from 0",
+        "p.csv: stage 0 is missing though there is a stage 1; measure it, or number the stages "
+        "from 0",
     ),
 }
 
@@ -153,8 +196,14 @@ def test_a_bad_csv_is_refused_with_its_remedy(folder: Path, text: str, message: 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (HEADER.encode("utf-16"), "p.csv, line 1: has a NUL byte, so the file is damaged or not text; write it again"),
-        (GOOD.encode() + b"0,forw\xe4rts,1,1,1\n", "p.csv, line 4: is not UTF-8 text; save the file as UTF-8"),
+        (
+            HEADER.encode("utf-16"),
+            "p.csv, line 1: has a NUL byte, so the file is damaged or not text; write it again",
+        ),
+        (
+            GOOD.encode() + b"0,forw\xe4rts,1,1,1\n",
+            "p.csv, line 4: is not UTF-8 text; save the file as UTF-8",
+        ),
     ],
     ids=["UTF-16", "Latin-1"],
 )
@@ -201,7 +250,9 @@ def test_a_wrong_header_is_found_before_the_rest_is_read(folder: Path):
     descriptor = os.open("p.csv", os.O_RDWR)
     try:
         os.write(descriptor, b"stage,instruction,clock,time,energy\n")
-        assert message_of("p.csv", 80.0).startswith("p.csv, line 1: no column 'frequency' in the header")
+        assert message_of("p.csv", 80.0).startswith(
+            "p.csv, line 1: no column 'frequency' in the header"
+        )
     finally:
         os.close(descriptor)
 
@@ -228,7 +279,13 @@ def test_two_gigabytes_that_are_no_profile_are_not_read_into_memory(folder: Path
         GOOD.replace("\n", "\n\n"),
         "energy,host,time,stage,frequency,instruction\n40,a,0.1,0,1410,backward\n20,b,0.05,0,1410,forward\n",
     ],
-    ids=["byte order mark", "CRLF", "spaces and short kinds", "empty lines", "other columns in another order"],
+    ids=[
+        "byte order mark",
+        "CRLF",
+        "spaces and short kinds",
+        "empty lines",
+        "other columns in another order",
+    ],
 )
 def test_a_csv_is_read_however_it_was_written(folder: Path, text: str):
     (folder / "p.csv").write_bytes(GOOD.encode())
@@ -251,7 +308,10 @@ def test_evidence_comes_back_from_the_table_and_changes_no_identity(folder: Path
     assert again == profile
     assert [row.evidence for row in again.measurements[0, "F"]] == [EVIDENCE, None]
     assert Profile.load("p.csv", 85.0).digest == profile.digest != bare.digest
-    assert replace(profile, measurements={**profile.measurements, (0, "B"): rows[1:]}).digest == profile.digest
+    assert (
+        replace(profile, measurements={**profile.measurements, (0, "B"): rows[1:]}).digest
+        == profile.digest
+    )
 
 
 def test_a_profile_without_evidence_has_the_documented_columns_alone(folder: Path):
@@ -260,7 +320,9 @@ def test_a_profile_without_evidence_has_the_documented_columns_alone(folder: Pat
     assert Path("p.csv").read_text().splitlines()[0] == HEADER.strip()
 
 
-@pytest.mark.parametrize(("control", "column"), [("power-limit", "power_limit"), ("observed", "observed_frequency")])
+@pytest.mark.parametrize(
+    ("control", "column"), [("power-limit", "power_limit"), ("observed", "observed_frequency")]
+)
 def test_the_third_column_names_the_control(folder: Path, control: str, column: str):
     row = (Measurement(250, 0.05, 20.0),)
     profile = Profile({(0, "F"): row, (0, "B"): row}, 85.0, control=control)
@@ -278,7 +340,8 @@ BAD_CONTROLS = {
     ),
     "no watts": (
         "stage,instruction,power_limit,time,energy\n0,forward,low,0.05,20\n",
-        "p.csv, line 2, column 'power_limit': 'low' is not a power limit: write whole watts above 0, such as 250",
+        "p.csv, line 2, column 'power_limit': 'low' is not a power limit: write whole watts above "
+        "0, such as 250",
     ),
     "evidence that is none": (
         "stage,instruction,frequency,time,energy,achieved_frequency,time_stderr,energy_stderr,windows,temperature\n"

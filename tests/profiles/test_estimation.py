@@ -69,7 +69,8 @@ def test_noise_is_found_if_rows_have_no_standard_errors():
     without = replace(
         rows,
         measurements={
-            key: tuple(replace(row, evidence=None) for row in each) for key, each in rows.measurements.items()
+            key: tuple(replace(row, evidence=None) for row in each)
+            for key, each in rows.measurements.items()
         },
     )
     found = without.estimated()
@@ -112,13 +113,19 @@ def test_only_evenly_spaced_clocks_are_filled_in():
 
 
 def test_supported_clocks_can_be_given():
-    found = one_stage(Measurement(1400, 0.05, 20.0), Measurement(1000, 0.06, 15.0)).estimated([1400, 1207])
+    found = one_stage(Measurement(1400, 0.05, 20.0), Measurement(1000, 0.06, 15.0)).estimated(
+        [1400, 1207]
+    )
     assert [row.clock_mhz for row in found.mean.measurements[0, "B"]] == [1400, 1207, 1000]
     assert found.interpolated[0, "B"] == (1207,)
 
 
 def test_times_below_the_lowest_measured_clock_are_physically_possible():
-    rows = [Measurement(1400, 0.05, 20.0), Measurement(1300, 0.055, 18.0), Measurement(1200, 0.08, 17.0)]
+    rows = [
+        Measurement(1400, 0.05, 20.0),
+        Measurement(1300, 0.055, 18.0),
+        Measurement(1200, 0.08, 17.0),
+    ]
     profile = one_stage(*rows)
     draws = profile.estimated([1000, 600]).draws(300).time_s[0, "F"]
     for drawn, clock in zip(draws[-2:], (1000, 600), strict=True):
@@ -130,14 +137,19 @@ def test_rows_of_many_windows_count_for_more():
     def row(clock: int, factor: float, windows: int) -> Measurement:
         time_s = factor * (0.01 + 50 / clock)
         error = 0.01 / windows**0.5
-        return Measurement(clock, time_s, 20.0, Evidence(clock, error * time_s, 20 * error, windows, 60.0))
+        return Measurement(
+            clock, time_s, 20.0, Evidence(clock, error * time_s, 20 * error, windows, 60.0)
+        )
 
     def off(windows: int) -> float:
         rows = [
             row(clock, 1.02 if clock == 1200 else 1.0, windows if clock == 1200 else 4)
             for clock in range(1005, 1411, 15)
         ]
-        found = {each.clock_mhz: each.time_s for each in one_stage(*rows).estimated().mean.measurements[0, "F"]}
+        found = {
+            each.clock_mhz: each.time_s
+            for each in one_stage(*rows).estimated().mean.measurements[0, "F"]
+        }
         return found[1200] / (0.01 + 50 / 1200) - 1
 
     assert 0 < off(4) < 0.5 * off(400)
@@ -154,12 +166,14 @@ REFUSALS = {
     "a clock above the highest": (
         lambda: smooth_profile(1).estimated([1425]),
         ProfileError,
-        "clocks_mhz: 1425 is above 1410 MHz, the highest that was measured; measure it, or leave it out",
+        "clocks_mhz: 1425 is above 1410 MHz, the highest that was measured; measure it, or leave "
+        "it out",
     ),
     "no energy": (
         lambda: one_stage(Measurement(1410, 0.05, 0.0)).estimated(),
         ProfileError,
-        "stage 0 forward at 1410 MHz: has an energy of 0 J, from which nothing can be estimated; measure it",
+        "stage 0 forward at 1410 MHz: has an energy of 0 J, from which nothing can be estimated; "
+        "measure it",
     ),
     "no draws": (
         lambda: smooth_profile(1).estimated().draws(0),

@@ -12,13 +12,27 @@ from strategies import fixed, profiles, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.errors import ProfileError
-from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group, within_power_limit
+from perseus_planner.profiles.groups import (
+    on_each_gpu,
+    slowed,
+    stage_by_stage,
+    tensor_group,
+    within_power_limit,
+)
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.solver.solve import solve
 
-FAST = Profile({(0, kind): (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.5, 200.0)) for kind in "FB"}, 80.0, "A")
-SLOW = Profile({(0, kind): (Measurement(1400, 1.2, 250.0), Measurement(900, 2.0, 150.0)) for kind in "FB"}, 60.0, "B")
+FAST = Profile(
+    {(0, kind): (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.5, 200.0)) for kind in "FB"},
+    80.0,
+    "A",
+)
+SLOW = Profile(
+    {(0, kind): (Measurement(1400, 1.2, 250.0), Measurement(900, 2.0, 150.0)) for kind in "FB"},
+    60.0,
+    "B",
+)
 
 
 def test_a_group_takes_the_longest_time_and_all_the_energy_at_common_clocks():
@@ -37,26 +51,42 @@ def test_a_group_of_like_gpus_saves_the_same_share(profile: Profile, gpus: int):
     assert math.isclose(group.baseline_energy_j, gpus * one.baseline_energy_j, rel_tol=1e-12)
     middle_s = (one.min_time_s + one.max_time_s) / 2
     scale_j = max(map(abs, (one.bound_j(middle_s), one.baseline_energy_j)))
-    assert math.isclose(group.bound_j(middle_s), gpus * one.bound_j(middle_s), rel_tol=0, abs_tol=1e-9 * gpus * scale_j)
+    assert math.isclose(
+        group.bound_j(middle_s),
+        gpus * one.bound_j(middle_s),
+        rel_tol=0,
+        abs_tol=1e-9 * gpus * scale_j,
+    )
 
 
 def with_errors(profile: Profile, time_s: float, energy_j: float) -> Profile:
     evidence = Evidence(1390.0, time_s, energy_j, 4, 60.0, ("sw-power-cap",))
-    rows = {key: tuple(replace(row, evidence=evidence) for row in each) for key, each in profile.measurements.items()}
+    rows = {
+        key: tuple(replace(row, evidence=evidence) for row in each)
+        for key, each in profile.measurements.items()
+    }
     return replace(profile, measurements=rows)
 
 
 def test_a_group_has_the_errors_of_its_slowest_gpu_and_of_all_energies():
-    group = tensor_group([with_errors(FAST, 0.1, 2.0), with_errors(SLOW, 0.3, 5.0), with_errors(FAST, 0.2, 2.0)])
-    assert group.measurements[0, "F"][0].evidence == Evidence(1390.0, 0.3, 9.0, 4, 60.0, ("sw-power-cap",))
-    assert tensor_group([FAST, with_errors(SLOW, 0.3, 5.0)]).measurements[0, "F"][0].evidence is None
+    group = tensor_group(
+        [with_errors(FAST, 0.1, 2.0), with_errors(SLOW, 0.3, 5.0), with_errors(FAST, 0.2, 2.0)]
+    )
+    assert group.measurements[0, "F"][0].evidence == Evidence(
+        1390.0, 0.3, 9.0, 4, 60.0, ("sw-power-cap",)
+    )
+    assert (
+        tensor_group([FAST, with_errors(SLOW, 0.3, 5.0)]).measurements[0, "F"][0].evidence is None
+    )
 
 
 def test_the_errors_of_a_slower_stage_grow_as_its_times():
     rows = slowed(with_errors(FAST, 0.1, 2.0), {0: 1.5}).measurements[0, "F"]
     evidence = rows[0].evidence
     assert evidence is not None
-    assert (evidence.time_stderr_s, evidence.energy_stderr_j) == pytest.approx((0.15, 3.0), rel=1e-12)
+    assert (evidence.time_stderr_s, evidence.energy_stderr_j) == pytest.approx(
+        (0.15, 3.0), rel=1e-12
+    )
 
 
 def test_stages_measured_apart_make_one_pipeline():
@@ -76,12 +106,16 @@ def test_a_whole_pipeline_for_each_stage_gives_that_stage():
 
 @fixed
 @given(profile=profiles(), slowdown=st.floats(1.0, 3.0))
-def test_a_pipeline_whose_every_stage_is_slower_is_that_much_slower(profile: Profile, slowdown: float):
+def test_a_pipeline_whose_every_stage_is_slower_is_that_much_slower(
+    profile: Profile, slowdown: float
+):
     schedule = schedules.one_f_one_b(profile.stages, 3)
     slow = solve(slowed(profile, dict.fromkeys(range(profile.stages), slowdown)), schedule)
     frontier = solve(profile, schedule)
     assert math.isclose(slow.min_time_s, slowdown * frontier.min_time_s, rel_tol=1e-12)
-    assert math.isclose(slow.baseline_energy_j, slowdown * frontier.baseline_energy_j, rel_tol=1e-12, abs_tol=1e-9)
+    assert math.isclose(
+        slow.baseline_energy_j, slowdown * frontier.baseline_energy_j, rel_tol=1e-12, abs_tol=1e-9
+    )
 
 
 def test_only_the_slow_stage_is_slower():
@@ -89,7 +123,9 @@ def test_only_the_slow_stage_is_slower():
     slow = slowed(profile, {1: 1.15})
     for (stage, kind), rows in profile.measurements.items():
         slowdown = 1.15 if stage == 1 else 1.0
-        wanted = tuple(Measurement(m.clock_mhz, m.time_s * slowdown, m.energy_j * slowdown) for m in rows)
+        wanted = tuple(
+            Measurement(m.clock_mhz, m.time_s * slowdown, m.energy_j * slowdown) for m in rows
+        )
         assert slow.measurements[stage, kind] == wanted
 
 
@@ -103,7 +139,9 @@ def test_only_the_slow_stage_is_slower():
             "GPU 1 of the group has other stages or kinds than GPU 0; measure the same",
         ),
         (
-            lambda: tensor_group([FAST, Profile(dict.fromkeys(FAST.measurements, (Measurement(7, 1, 1),)), 1.0)]),
+            lambda: tensor_group(
+                [FAST, Profile(dict.fromkeys(FAST.measurements, (Measurement(7, 1, 1),)), 1.0)]
+            ),
             "stage 0 forward: the GPUs of the group have no clock in common; measure one",
         ),
         (
@@ -122,7 +160,8 @@ def test_only_the_slow_stage_is_slower():
         (lambda: slowed(FAST, {1: 1.1}), "slow stage 1: does not exist; stages are 0 to 0"),
         (
             lambda: slowed(FAST, {0: 0.0}),
-            "slow stage 0: 0.0 is not a slowdown: give how many times as long it takes, above 0, such as 1.15",
+            "slow stage 0: 0.0 is not a slowdown: give how many times as long it takes, above 0, "
+            "such as 1.15",
         ),
     ],
 )
@@ -136,13 +175,21 @@ def test_clocks_that_a_power_limit_would_cap_are_no_operating_points():
     limited = within_power_limit(FAST, 200.0)  # at 1400 MHz it draws 300 W, at 1000 MHz 133 W
     assert limited.measurements[0, "F"] == (Measurement(1000, 1.5, 200.0),)
     assert limited.digest != FAST.digest
-    assert within_power_limit(FAST, 295.0) is FAST  # a GPU at its limit is read to draw a little more
+    assert (
+        within_power_limit(FAST, 295.0) is FAST
+    )  # a GPU at its limit is read to draw a little more
     two = on_each_gpu(FAST, 2)
     assert within_power_limit(two, 295.0) is two  # the limit is that of one GPU
     frontier = solve(limited, schedules.one_f_one_b(1, 2))
-    assert frontier.plan_for(frontier.baseline_time_s, max_changes=0).time_s == frontier.min_time_s == 6.0
+    assert (
+        frontier.plan_for(frontier.baseline_time_s, max_changes=0).time_s
+        == frontier.min_time_s
+        == 6.0
+    )
     limits = replace(FAST, control="power-limit", gpu=None)
-    assert within_power_limit(limits, 1200.0).measurements[0, "F"] == (Measurement(1000, 1.5, 200.0),)
+    assert within_power_limit(limits, 1200.0).measurements[0, "F"] == (
+        Measurement(1000, 1.5, 200.0),
+    )
 
 
 def test_a_power_limit_under_which_nothing_can_run_is_refused():
@@ -152,5 +199,7 @@ def test_a_power_limit_under_which_nothing_can_run_is_refused():
         "stage 0 forward: draws 133 W at its least clock, and the power limit of its GPU is 100 W; "
         "measure lower clocks, or raise the limit"
     )
-    with pytest.raises(ProfileError, match=r"gpu_power_limit_w: 0 is not a power: give finite watts above 0"):
+    with pytest.raises(
+        ProfileError, match=r"gpu_power_limit_w: 0 is not a power: give finite watts above 0"
+    ):
         within_power_limit(FAST, 0)

@@ -17,7 +17,9 @@ from perseus_planner.profiles.profiles import Profile
 
 @fixed
 @given(profile=profiles())
-def test_worthwhile_options_get_slower_and_cheaper_and_leave_none_out_that_is_better(profile: Profile):
+def test_worthwhile_options_get_slower_and_cheaper_and_leave_none_out_that_is_better(
+    profile: Profile,
+):
     power_w = profile.blocking_power_w
     for measured in profile.measurements.values():
         kept = pareto_front(measured, power_w)
@@ -25,7 +27,10 @@ def test_worthwhile_options_get_slower_and_cheaper_and_leave_none_out_that_is_be
         assert all(o.effective_j == o.energy_j - power_w * o.time_s for o in kept)
         assert all(a.time_s < b.time_s and a.effective_j > b.effective_j for a, b in pairwise(kept))
         for m in measured:
-            assert any(o.time_s <= m.time_s and o.effective_j <= m.energy_j - power_w * m.time_s for o in kept)
+            assert any(
+                o.time_s <= m.time_s and o.effective_j <= m.energy_j - power_w * m.time_s
+                for o in kept
+            )
 
 
 def test_energy_is_compared_after_the_waiting_is_subtracted():
@@ -35,23 +40,37 @@ def test_energy_is_compared_after_the_waiting_is_subtracted():
 
 
 def test_no_slowdown_is_worthwhile_where_nothing_is_saved():
-    options = [Measurement(1410, 1.0, 100.0), Measurement(1200, 1.5, 100.0), Measurement(855, 2.0, 101.0)]
+    options = [
+        Measurement(1410, 1.0, 100.0),
+        Measurement(1200, 1.5, 100.0),
+        Measurement(855, 2.0, 101.0),
+    ]
     assert [option.clock_mhz for option in pareto_front(options, 0.0)] == [1410]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_of_equal_options_the_highest_clock_stays(order: tuple[int, ...]):
     options = [Measurement(clock, 1.0, 50.0) for clock in (1410, 1395, 1380)]
-    assert [option.clock_mhz for option in pareto_front([options[i] for i in order], 80.0)] == [1410]
+    assert [option.clock_mhz for option in pareto_front([options[i] for i in order], 80.0)] == [
+        1410
+    ]
 
 
 def test_of_equally_fast_options_the_cheapest_stays():
-    options = [Measurement(1410, 1.0, 52.0), Measurement(1395, 1.0, 50.0), Measurement(1380, 1.0, 51.0)]
+    options = [
+        Measurement(1410, 1.0, 52.0),
+        Measurement(1395, 1.0, 50.0),
+        Measurement(1380, 1.0, 51.0),
+    ]
     assert [option.clock_mhz for option in pareto_front(options, 80.0)] == [1395]
 
 
 @fixed
-@given(points=st.dictionaries(st.integers(0, 40), st.integers(-40, 40) | st.integers(-(2**62), 2**62), min_size=1))
+@given(
+    points=st.dictionaries(
+        st.integers(0, 40), st.integers(-40, 40) | st.integers(-(2**62), 2**62), min_size=1
+    )
+)
 def test_the_hull_is_convex_and_below_all_points(points: dict[int, int]):
     ordered = sorted(points.items())
     hull = lower_hull(ordered)

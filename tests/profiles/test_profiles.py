@@ -32,7 +32,10 @@ def small(**changes: object) -> Profile:
 
 
 BAD_VALUES = {
-    "no measurements": ({}, "has no measurements; give at least one forward and one backward of stage 0"),
+    "no measurements": (
+        {},
+        "has no measurements; give at least one forward and one backward of stage 0",
+    ),
     "wrong key": (
         {"0F": ()},
         "measurements: '0F' is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
@@ -42,9 +45,18 @@ BAD_VALUES = {
         "measurements: (0, 'X') is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
     ),
     "wrong stage": ({(-1, "F"): ()}, f"stage: -1 {NEEDS_STAGE}"),
-    "no clocks": ({(0, "F"): ()}, "stage 0 forward: has no measurement; give one for each clock, at least one"),
+    "no clocks": (
+        {(0, "F"): ()},
+        "stage 0 forward: has no measurement; give one for each clock, at least one",
+    ),
     "clock twice": (
-        {(3, "B"): (Measurement(855, 1.0, 1.0), Measurement(1410, 1.0, 1.0), Measurement(855, 2.0, 1.0))},
+        {
+            (3, "B"): (
+                Measurement(855, 1.0, 1.0),
+                Measurement(1410, 1.0, 1.0),
+                Measurement(855, 2.0, 1.0),
+            )
+        },
         "stage 3 backward: 855 MHz is there twice; keep one measurement of each clock",
     ),
     "no backward": (
@@ -60,7 +72,11 @@ BAD_VALUES = {
         "stage 0 has no input-gradient; measure its input-gradient at one clock or more",
     ),
     "a backward in two parts on one stage only": (
-        {(stage, kind): (Measurement(855, 1.0, 1.0),) for stage in range(2) for kind in ("FIW", "F")[stage]},
+        {
+            (stage, kind): (Measurement(855, 1.0, 1.0),)
+            for stage in range(2)
+            for kind in ("FIW", "F")[stage]
+        },
         "stage 1 has no backward; measure its backward at one clock or more",
     ),
     "no forward beside weight gradients": (
@@ -166,7 +182,13 @@ def test_the_digest_changes_with_every_value():
     options = {(0, kind): (Measurement(1410, 0.05, 20.0),) for kind in "FB"}
     changed = {**options, (0, "B"): (Measurement(1410, 0.05, np.nextafter(20.0, 21.0)),)}
     variants = [
-        *({}, {"blocking_power_w": 83.65}, {"blocking_power_w": (83.64,)}, {"gpu": "A100"}, {"origin": "simulated"}),
+        *(
+            {},
+            {"blocking_power_w": 83.65},
+            {"blocking_power_w": (83.64,)},
+            {"gpu": "A100"},
+            {"origin": "simulated"},
+        ),
         *({"gpus_per_stage": 2}, {"overhead_s": 1e-9}, {"overhead_s": -1e-9}),
         *(
             {"clock_change": ClockChange(0.01)},
@@ -174,7 +196,10 @@ def test_the_digest_changes_with_every_value():
             {"clock_change": ClockChange(0.01, 0.0, 4)},
         ),
     ]
-    profiles = [small(**changes) for changes in variants] + [Profile(options, 83.64), Profile(changed, 83.64)]
+    profiles = [small(**changes) for changes in variants] + [
+        Profile(options, 83.64),
+        Profile(changed, 83.64),
+    ]
     assert len({profile.digest for profile in profiles}) == len(profiles)
 
 
@@ -182,7 +207,16 @@ def test_a_profile_of_parts_and_variants_stands_in_their_order():
     options = (Measurement(1410, 1.0, 0.0),)
     kinds = ("W.b", "W", "I.sync", "W.a", "B", "F.re-compute_1", "I", "F")
     profile = Profile({(0, kind): options for kind in kinds}, 0.0)
-    assert [kind for _, kind in profile.measurements] == ["F", "F.re-compute_1", "B", "I", "I.sync", "W", "W.a", "W.b"]
+    assert [kind for _, kind in profile.measurements] == [
+        "F",
+        "F.re-compute_1",
+        "B",
+        "I",
+        "I.sync",
+        "W",
+        "W.a",
+        "W.b",
+    ]
     assert Profile({(0, kind): options for kind in "FIW"}, 0.0).stages == 1
 
 
@@ -201,9 +235,15 @@ def test_less_may_have_been_measured_than_replayed(overhead_s):
 
 def profiles() -> st.SearchStrategy[Profile]:
     times_s = st.floats(0, exclude_min=True, allow_infinity=False)
-    options = st.builds(Measurement, st.integers(1, 3000), times_s, st.floats(0, allow_infinity=False))
-    choices = st.lists(options, min_size=1, max_size=4, unique_by=lambda option: option.clock_mhz).map(tuple)
-    kinds = st.sampled_from((("F", "B"), ("F", "I", "W"), ("F", "B", "I", "W"), ("F", "F.recompute", "B", "B.sync")))
+    options = st.builds(
+        Measurement, st.integers(1, 3000), times_s, st.floats(0, allow_infinity=False)
+    )
+    choices = st.lists(
+        options, min_size=1, max_size=4, unique_by=lambda option: option.clock_mhz
+    ).map(tuple)
+    kinds = st.sampled_from(
+        (("F", "B"), ("F", "I", "W"), ("F", "B", "I", "W"), ("F", "F.recompute", "B", "B.sync"))
+    )
     powers_w, waits_s = st.floats(0, allow_infinity=False), st.floats(0, 1e300)
 
     def of(kinds_of: list[tuple[str, ...]]) -> st.SearchStrategy[Profile]:
@@ -223,7 +263,9 @@ def profiles() -> st.SearchStrategy[Profile]:
 
 
 @given(profile=profiles())
-def test_a_saved_profile_loads_as_it_was_and_saves_to_the_same_bytes(profile: Profile, tmp_path_factory):
+def test_a_saved_profile_loads_as_it_was_and_saves_to_the_same_bytes(
+    profile: Profile, tmp_path_factory
+):
     folder = tmp_path_factory.mktemp("profile")
     profile.save(folder / "p.yaml")
     written = [(folder / name).read_bytes() for name in ("p.csv", "p.yaml")]
@@ -261,7 +303,8 @@ def test_a_saved_profile_of_all_there_can_be_reads_well(folder: Path):
     ).save("p.yaml")
     assert (folder / "p.yaml").read_text() == (
         "format: perseus-planner/profile\nversion: 1\nmeasurements: p.csv\n"
-        "blocking_power_w:\n- 83.64\n- 70.0\ngpu: null\norigin: measured\ngpus_per_stage: 8\noverhead_s: -0.25\n"
+        "blocking_power_w:\n- 83.64\n- 70.0\ngpu: null\norigin: measured\ngpus_per_stage: "
+        "8\noverhead_s: -0.25\n"
         "clock_change:\n  call_s: 0.01\n  settle_s: 0.005\n  gpus_per_node: 8\n"
     )
     words = [line.split(",")[:2] for line in (folder / "p.csv").read_text().splitlines()[1:]]
@@ -274,8 +317,14 @@ def test_a_saved_profile_of_all_there_can_be_reads_well(folder: Path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("p.csv", "p.csv: a profile is saved as YAML with a CSV beside it; end the name with .yaml"),
-        ("none/p.yaml", "none/p.csv: cannot be written: No such file or directory; check the folder"),
+        (
+            "p.csv",
+            "p.csv: a profile is saved as YAML with a CSV beside it; end the name with .yaml",
+        ),
+        (
+            "none/p.yaml",
+            "none/p.csv: cannot be written: No such file or directory; check the folder",
+        ),
     ],
 )
 def test_a_profile_that_cannot_be_saved_says_why(folder: Path, path: str, message: str):
@@ -295,10 +344,17 @@ def test_a_failed_save_leaves_no_temporary_file(folder: Path):
 
 @pytest.mark.parametrize(
     ("name", "power_w", "clocks_mhz"),
-    [("gpt3-175b+a100_sxm_bf16", 83.64, range(1410, 840, -15)), ("bloom+a40_bf16", 70.38, range(1740, 840, -15))],
+    [
+        ("gpt3-175b+a100_sxm_bf16", 83.64, range(1410, 840, -15)),
+        ("bloom+a40_bf16", 70.38, range(1740, 840, -15)),
+    ],
 )
-def test_measured_profiles_load_whole(measured_data: Path, name: str, power_w: float, clocks_mhz: range):
-    profile = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / f"{name}.csv", power_w)
+def test_measured_profiles_load_whole(
+    measured_data: Path, name: str, power_w: float, clocks_mhz: range
+):
+    profile = Profile.load(
+        measured_data / "perseus_sosp24" / "stage_profile" / f"{name}.csv", power_w
+    )
     assert profile.stages == 8
     for options in profile.measurements.values():
         assert [option.clock_mhz for option in options] == list(clocks_mhz)

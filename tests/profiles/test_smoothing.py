@@ -29,7 +29,11 @@ def covariances(scales: Scales) -> tuple[np.ndarray, np.ndarray]:
     for i, a in enumerate(X):
         for j, b in enumerate(X):
             near, far = min(a, b), max(a, b)
-            wave = scales.bend**2 * near**2 * (3 * far - near) / 6 + scales.kink**2 * near + scales.step**2 * (i == j)
+            wave = (
+                scales.bend**2 * near**2 * (3 * far - near) / 6
+                + scales.kink**2 * near
+                + scales.step**2 * (i == j)
+            )
             shared[i, j] = smoothing._VAGUE * (1 + a * b) + wave
             own[i, j] = scales.level**2 + scales.slope**2 * a * b + scales.shape**2 * wave
             own[i, j] += smoothing._LEAST_STEP**2 * (i == j)
@@ -50,17 +54,25 @@ def dense(points: list[Points], scales: Scales) -> tuple[np.ndarray, np.ndarray]
 
 @pytest.mark.parametrize("curves", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_mean_is_that_of_a_dense_process(monkeypatch: pytest.MonkeyPatch, curves: int, seed: int):
+def test_the_mean_is_that_of_a_dense_process(
+    monkeypatch: pytest.MonkeyPatch, curves: int, seed: int
+):
     monkeypatch.setattr(smoothing, "_UNLIKE", {1.0: 0.0})
     points = some_points(seed, curves)
-    assert np.allclose(Curves(X, points, GUESS, SURE).mean(), dense(points, GUESS)[0], rtol=0, atol=1e-6)
+    assert np.allclose(
+        Curves(X, points, GUESS, SURE).mean(), dense(points, GUESS)[0], rtol=0, atol=1e-6
+    )
 
 
 def test_draws_have_the_mean_and_the_covariance_of_a_dense_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(smoothing, "_UNLIKE", {1.0: 0.0})
     points = some_points(0, 3)
     mean, covariance = dense(points, GUESS)
-    drawn = Curves(X, points, GUESS, SURE).draws(40_000, np.random.default_rng(5)).reshape(len(covariance), -1)
+    drawn = (
+        Curves(X, points, GUESS, SURE)
+        .draws(40_000, np.random.default_rng(5))
+        .reshape(len(covariance), -1)
+    )
     deviation = np.sqrt(np.diag(covariance))
     assert np.abs((drawn.mean(axis=1) - mean.ravel()) / deviation).max() < 0.03
     assert np.abs((np.cov(drawn) - covariance) / np.outer(deviation, deviation)).max() < 0.05
@@ -70,7 +82,11 @@ def test_scales_are_found_from_the_points():
     random, x = np.random.default_rng(1), np.linspace(0, 1, 40)
     shared = 0.8 * x + 0.3 * x**2
     points = [
-        Points(np.arange(40), shared + 0.1 * random.standard_normal() + 0.02 * random.standard_normal(40), np.ones(40))
+        Points(
+            np.arange(40),
+            shared + 0.1 * random.standard_normal() + 0.02 * random.standard_normal(40),
+            np.ones(40),
+        )
         for _ in range(8)
     ]
     found = Curves(x, points, GUESS, Scales(*[1.0] * 7)).scales
@@ -81,7 +97,10 @@ def test_scales_are_found_from_the_points():
 def test_a_curve_unlike_the_others_is_not_pulled_towards_them():
     x, random = np.linspace(0, 1, 30), np.random.default_rng(2)
     logs = np.array([0.5 * x + (0.03 * np.sin(40 * x) if i == 9 else 0.0) for i in range(10)])
-    points = [Points(np.arange(30), each + 2e-3 * random.standard_normal(30), np.ones(30)) for each in logs]
+    points = [
+        Points(np.arange(30), each + 2e-3 * random.standard_normal(30), np.ones(30))
+        for each in logs
+    ]
     guess = Scales(bend=0.3, kink=0.03, step=0.003, level=0.03, slope=0.02, shape=0.3, noise=2e-3)
     off = Curves(x, points, guess, Scales(*[1.0] * 5, 0.4, 0.2)).mean() - logs
     assert np.sqrt(np.mean(off[9] ** 2)) < 3e-3

@@ -21,7 +21,8 @@ def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-# Number 17 checks times, which hold only on an idle machine. What takes long even so is among the soaks.
+# Number 17 checks times, which hold only on an idle machine. What takes long even so is among the
+# soaks.
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -35,7 +36,9 @@ def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
         pytest.param([24, 25, 26, 27], id="estimates", marks=pytest.mark.soak),
     ],
 )
-def test_a_smoke_run_passes_every_check(numbers: Sequence[int], measured_data: Path, tmp_path: Path):
+def test_a_smoke_run_passes_every_check(
+    numbers: Sequence[int], measured_data: Path, tmp_path: Path
+):
     only = [f"--only={number}" for number in numbers]
     result = benchmarks("--smoke", *only, "--output", str(tmp_path), data=measured_data)
     assert result.returncode == 0, result.stderr
@@ -45,7 +48,9 @@ def test_a_smoke_run_passes_every_check(numbers: Sequence[int], measured_data: P
     assert all(check["passed"] for section in sections for check in section["checks"])
     skipped = [section["number"] for section in sections if section["title"] == "Skipped"]
     assert skipped == (
-        [] if importlib.util.find_spec("lowtime") else [number for number in numbers if number in (2, 6)]
+        []
+        if importlib.util.find_spec("lowtime")
+        else [number for number in numbers if number in (2, 6)]
     )
     assert written.with_suffix(".md").read_text().count("\n## ") == len(sections)
 
@@ -54,7 +59,10 @@ def test_a_run_without_measured_data_is_skipped_with_the_reason(tmp_path: Path):
     result = benchmarks(data=tmp_path)
     assert result.returncode == 0
     missing = tmp_path / "perseus_sosp24"
-    expected = f"skipped: no measured profiles: {missing} does not exist; name their folder in PLANNER_DATA\n"
+    expected = (
+        f"skipped: no measured profiles: {missing} does not exist; name their folder in "
+        "PLANNER_DATA\n"
+    )
     assert result.stdout == expected
 
 

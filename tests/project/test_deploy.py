@@ -1,4 +1,6 @@
-"""The files in deploy/ start the service, and reset what killed jobs left; what they name exists."""
+"""The files in deploy/ start the service, and reset what killed jobs left; what they name
+exists.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,18 @@ def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def slurm(script: str, **variables: str) -> str:
-    """Run the prolog or epilog in Slurm's environment, which has few variables, and return what it prints."""
-    environment = {**os.environ, "PLANNER": str(Path(sys.executable).with_name("planner")), **variables}
+    """Run the prolog or epilog in Slurm's environment, which has few variables, and return what
+    it prints.
+    """
+    environment = {
+        **os.environ,
+        "PLANNER": str(Path(sys.executable).with_name("planner")),
+        **variables,
+    }
     command = [DEPLOY / f"slurm-{script}.sh"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=True
+    ).stdout
 
 
 def epilog(**variables: str) -> str:
@@ -76,7 +86,9 @@ def test_the_epilog_leaves_what_another_job_has_leased_and_succeeds(nvml: StandI
         assert nvml.locked_mhz(0) == (1500, 1500)
 
 
-def test_the_prolog_resets_what_is_left_and_says_what_the_gpus_of_the_job_can_do(nvml: StandIn, state: Path):
+def test_the_prolog_resets_what_is_left_and_says_what_the_gpus_of_the_job_can_do(
+    nvml: StandIn, state: Path
+):
     with owner(LOCKS_AND_WAITS) as process:
         kill(*(guardian.pid for guardian in guardians(process)), process.pid)
         process.wait()
@@ -107,7 +119,9 @@ with ExitStack() as stack:
 
 
 def test_a_pod_that_is_stopped_leaves_no_gpu_set(nvml: StandIn, state: Path, tmp_path: Path):
-    (container,) = yaml.safe_load((DEPLOY / "kubernetes-pod.yaml").read_text())["spec"]["containers"]
+    (container,) = yaml.safe_load((DEPLOY / "kubernetes-pod.yaml").read_text())["spec"][
+        "containers"
+    ]
     main, stop = (
         [word.replace("/tmp/training.pid", str(tmp_path / "training.pid")) for word in words]
         for words in (container["command"], container["lifecycle"]["preStop"]["exec"]["command"])
@@ -116,7 +130,9 @@ def test_a_pod_that_is_stopped_leaves_no_gpu_set(nvml: StandIn, state: Path, tmp
     (tmp_path / "bin" / "torchrun").write_text(TRAINING)
     (tmp_path / "bin" / "torchrun").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{PATH}"}
-    with subprocess.Popen(main, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as pod:
+    with subprocess.Popen(
+        main, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as pod:
         try:
             assert pod.stdout.readline() == "set\n"
             assert nvml.locked_mhz(0) == (1500, 1500)
@@ -142,7 +158,9 @@ def test_the_parts_of_a_manifest_fit_together(name: str):
     labels = pod["metadata"]["labels"]
     assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
     (container,) = pod["spec"]["containers"]
-    assert [mount["name"] for mount in container["volumeMounts"]] == [each["name"] for each in pod["spec"]["volumes"]]
+    assert [mount["name"] for mount in container["volumeMounts"]] == [
+        each["name"] for each in pod["spec"]["volumes"]
+    ]
     if "Service" in objects:
         service = objects["Service"]["spec"]
         assert service["selector"].items() <= labels.items()
@@ -150,7 +168,10 @@ def test_the_parts_of_a_manifest_fit_together(name: str):
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         assert ports[port["targetPort"]] == port["port"] == 8400
         assert container["readinessProbe"]["httpGet"]["port"] in ports
-        claims = [each.get("persistentVolumeClaim", {}).get("claimName") for each in pod["spec"]["volumes"]]
+        claims = [
+            each.get("persistentVolumeClaim", {}).get("claimName")
+            for each in pod["spec"]["volumes"]
+        ]
         assert objects["PersistentVolumeClaim"]["metadata"]["name"] in claims
         check_shell(shlex.join([*container["command"], *container["args"]]))
 
@@ -159,9 +180,13 @@ def test_the_daemon_set_resets_what_a_killed_pod_left(nvml: StandIn, state: Path
     with owner(LOCKS_AND_WAITS) as process:
         kill(*(guardian.pid for guardian in guardians(process)), process.pid)
         process.wait()
-    (container,) = manifests("kubernetes-daemonset.yaml")["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    (container,) = manifests("kubernetes-daemonset.yaml")["DaemonSet"]["spec"]["template"]["spec"][
+        "containers"
+    ]
     command, environment = container["command"], {**os.environ, "PATH": PATH}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as pod:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as pod:
         try:
             assert "Reset nvml:" in pod.stdout.readline()
             assert nvml.locked_mhz(0) is None
@@ -185,7 +210,8 @@ def test_the_image_is_made_of_files_that_exist_and_starts_the_service():
         *copied
     }  # what the wheel is made of
     user, cache, warm_up = (
-        steps.index(step) for step in (["USER", "planner"], ["ENV", CACHE], ["RUN", "planner warm-up"])
+        steps.index(step)
+        for step in (["USER", "planner"], ["ENV", CACHE], ["RUN", "planner warm-up"])
     )
     assert user < cache < warm_up  # as the user of the containers, who may write where it goes
     assert CACHE.partition("=")[2] in of["RUN"][0].partition("install -d -o planner ")[2].split()
@@ -196,7 +222,9 @@ def test_the_image_is_made_of_files_that_exist_and_starts_the_service():
     check_shell(shlex.join(start))
     compile(json.loads(of["HEALTHCHECK"][0].removeprefix("CMD "))[2], "health", "exec")
     (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
-    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+    assert (
+        DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]
+    ).resolve() == DEPLOY / "Dockerfile"
     assert service["ports"] == [f"{of['EXPOSE'][0]}:{of['EXPOSE'][0]}"]
     mounts = {volume.split(":")[1] for volume in service["volumes"]}
     assert mounts == {*of["VOLUME"], start[start.index("--tokens") + 1]}

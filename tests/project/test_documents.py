@@ -68,7 +68,9 @@ def test_a_page_runs_as_written_after_the_readme(
 ):
     shutil.copytree(Path.cwd(), tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    reader = Reader(free_port() if starts_service(page) else after_readme.port, monkeypatch.setenv, _before)
+    reader = Reader(
+        free_port() if starts_service(page) else after_readme.port, monkeypatch.setenv, _before
+    )
     try:
         reader.read(page)
     finally:
@@ -98,7 +100,8 @@ def test_commands_in_the_text_exist(page: Path):
         '```sh title="no time"\nplanner show plan.yaml\n```\n',
         '```sh title="needs a GPU"\nnvidia-smi\n```\n',
         '```sh title="installs"\npip install .[gold]\n```\n',
-        '```python title="in the training script"\nfrom perseus_planner import solve\nsolve(profile, colour=1)\n```\n',
+        '```python title="in the training script"\nfrom perseus_planner import '
+        "solve\nsolve(profile, colour=1)\n```\n",
         "```sh\nfalse\n```\n",
         "```sh\nplanner show nothing.yaml\n```\n",
         "```yaml\n{\n```\n",
@@ -112,7 +115,9 @@ def test_a_wrong_block_is_found(text: str, folder: Path, monkeypatch: pytest.Mon
         Reader(0, monkeypatch.setenv).read(page)
 
 
-@pytest.mark.parametrize("command", ["planner fly", "planner show --colour", "make gold", "python benchmarks/gold.py"])
+@pytest.mark.parametrize(
+    "command", ["planner fly", "planner show --colour", "make gold", "python benchmarks/gold.py"]
+)
 def test_a_wrong_command_in_the_text_is_found(command: str):
     with pytest.raises((AssertionError, KeyError)):
         check_inline(command)

@@ -35,20 +35,35 @@ def test_an_example_profiles_plans_and_trains_with_the_same_losses(
 ) -> None:
     _need(engine)
     example = [str(EXAMPLES / f"train_{engine}.py"), "--gpu", "emulated:a100-sxm"]
-    # runtime/test_unmodified.py starts ranks with each launcher; here it would take long to import engines again.
-    outputs = [_forked(engine, tmp_path, [*example, "--local_rank=0"] if engine == "deepspeed" else example)]
+    # runtime/test_unmodified.py starts ranks with each launcher; here it would take long to import
+    # engines again.
+    outputs = [
+        _forked(
+            engine, tmp_path, [*example, "--local_rank=0"] if engine == "deepspeed" else example
+        )
+    ]
     if engine != "torch":  # tests of the profiler and of the runtime compare more torch schedules
         outputs.append(_forked(engine, tmp_path, [*example, "--no-plan"]))
     assert {len(losses(each)) for each in outputs} == {4}
     assert len({tuple(losses(each)) for each in outputs}) == 1
     profile = Profile.load(tmp_path / "trained" / "profile.yaml")
-    assert (profile.stages, profile.origin, profile.gpu) == (2, "simulated", "simulated a100-sxm slower=50000")
+    assert (profile.stages, profile.origin, profile.gpu) == (
+        2,
+        "simulated",
+        "simulated a100-sxm slower=50000",
+    )
     assert set(profile.measurements) == {(stage, kind) for stage in (0, 1) for kind in "FB"}
-    assert profile.measurements[1, "F"][0].time_s > profile.measurements[0, "F"][0].time_s  # the head and the loss
+    assert (
+        profile.measurements[1, "F"][0].time_s > profile.measurements[0, "F"][0].time_s
+    )  # the head and the loss
     assert_ran_as_planned(tmp_path / "trained")
-    assert "so that iterations take longer than planned, and much longer while it is busy.\n" in outputs[0]
+    assert (
+        "so that iterations take longer than planned, and much longer while it is busy.\n"
+        in outputs[0]
+    )
     _, _, next_steps = outputs[0].partition(
-        "Wrote trained/profile.yaml, trained/frontier.npz, trained/plan.yaml and the folder trained/run. Next:\n"
+        "Wrote trained/profile.yaml, trained/frontier.npz, trained/plan.yaml and the folder "
+        "trained/run. Next:\n"
     )
     commands = re.findall("^  planner (.*)", next_steps, re.MULTILINE)
     assert len(commands) == 2
@@ -67,7 +82,9 @@ def assert_ran_as_planned(folder: Path) -> None:
         assert len(rank.iterations) == 3
         for iteration in rank.iterations:
             assert iteration.is_as_planned
-            ran = [(each.computation, each.clock) for each in rank.computations[iteration.iteration]]
+            ran = [
+                (each.computation, each.clock) for each in rank.computations[iteration.iteration]
+            ]
             assert ran == [(each, plan.clocks[str(each)]) for each in order]
 
 
@@ -86,7 +103,9 @@ def _forked(engine: str, folder: Path, script: Sequence[str]) -> str:
 
 
 def _need(engine: str) -> None:
-    """Skip if the engine is not installed. It is only looked up: importing it takes seconds and warns."""
+    """Skip if the engine is not installed. It is only looked up: importing it takes seconds and
+    warns.
+    """
     from importlib.util import find_spec
 
     for name in ("torch", engine):
@@ -98,25 +117,53 @@ def _need(engine: str) -> None:
 def clone(tmp_path: Path) -> Path:
     """A clone from which nothing is installed."""
     for name in ("perseus_planner", "profiler", "runtime", "examples"):
-        ignored = shutil.ignore_patterns("__pycache__", "profile.*", "frontier.npz", "plan.yaml", "run")
+        ignored = shutil.ignore_patterns(
+            "__pycache__", "profile.*", "frontier.npz", "plan.yaml", "run"
+        )
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
     return tmp_path
 
 
-def test_the_job_of_the_examples_is_profiled_in_a_bare_clone_by_a_rank_for_each_stage(clone: Path) -> None:
+def test_the_job_of_the_examples_is_profiled_in_a_bare_clone_by_a_rank_for_each_stage(
+    clone: Path,
+) -> None:
     _need("torch")
-    found = ended(started(["-c", "import perseus_planner.runtime.hook as hook; print(hook.__file__)"], clone))
+    found = ended(
+        started(["-c", "import perseus_planner.runtime.hook as hook; print(hook.__file__)"], clone)
+    )
     assert found.stdout == f"{clone}/perseus_planner/runtime/hook.py\n"
-    command = ["-m", "perseus_planner", "profile", "examples/job.yaml", "--stages", "2", "--split-backward"]
+    command = [
+        "-m",
+        "perseus_planner",
+        "profile",
+        "examples/job.yaml",
+        "--stages",
+        "2",
+        "--split-backward",
+    ]
     output = _launched(torchrun, clone, command)
-    assert output.startswith("Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking")
+    assert output.startswith(
+        "Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking"
+    )
     assert output.endswith("\nWrote examples/profile.yaml\nWrote examples/profile.csv\n")
-    assert {kind for _, kind in Profile.load(clone / "examples" / "profile.yaml").measurements} == set("FBIW")
+    assert {
+        kind for _, kind in Profile.load(clone / "examples" / "profile.yaml").measurements
+    } == set("FBIW")
 
 
-def test_the_job_of_the_examples_is_profiled_in_one_process_from_another_folder(folder: Path) -> None:
+def test_the_job_of_the_examples_is_profiled_in_one_process_from_another_folder(
+    folder: Path,
+) -> None:
     _need("torch")
-    command = ["-m", "perseus_planner", "profile", str(EXAMPLES / "job.yaml"), "--observe", "-o", "profile.yaml"]
+    command = [
+        "-m",
+        "perseus_planner",
+        "profile",
+        str(EXAMPLES / "job.yaml"),
+        "--observe",
+        "-o",
+        "profile.yaml",
+    ]
     result = ended(started(command, folder))
     assert (result.code, result.stderr) == (0, "")
     assert Profile.load(folder / "profile.yaml").stages == 4

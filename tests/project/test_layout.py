@@ -17,12 +17,33 @@ from perseus_planner import schedules, solve
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("perseus_planner", "profiler", "runtime")
 ROOMS = [
-    *("profiles", "schedules", "plans", "solver", "jobs", "gpu", "training", "estimate", "cluster", "runs", "service"),
+    *(
+        "profiles",
+        "schedules",
+        "plans",
+        "solver",
+        "jobs",
+        "gpu",
+        "training",
+        "estimate",
+        "cluster",
+        "runs",
+        "service",
+    ),
     "inference",
     "views",
 ]
 """The folders of the package, in the order of the data."""
-CORE = ("displayed", "documents", "errors", "files", "prefixes", "processes", "quantities", "strict_json")
+CORE = (
+    "displayed",
+    "documents",
+    "errors",
+    "files",
+    "prefixes",
+    "processes",
+    "quantities",
+    "strict_json",
+)
 """The modules at its root, which all folders may import."""
 LEAVES = ("cli", "profiler", "runtime")
 """Folders that no other folder imports."""
@@ -34,7 +55,9 @@ def sources(*folders: str) -> list[Path]:
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """Yield every module that an import in `node` may load: `from a import b` may load a and a.b."""
+    """Yield every module that an import in `node` may load: `from a import b` may load a and
+    a.b.
+    """
     for child in ast.walk(node):
         if isinstance(child, ast.Import):
             yield from (name.name for name in child.names)
@@ -44,7 +67,9 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `code` in a new interpreter, which finds modules in `cwd` first."""
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
 
 
 def printed(code: str, cwd: Path) -> object:
@@ -57,14 +82,19 @@ def printed(code: str, cwd: Path) -> object:
 def test_a_generic_folder_is_refused_under_its_bare_name(name: str):
     result = python(f"import {name}", cwd=ROOT)
     assert result.returncode == 1
-    expected = f"'{name}' is not a package of its own; install perseus-planner, import perseus_planner.{name}"
+    expected = (
+        f"'{name}' is not a package of its own; install perseus-planner, import "
+        f"perseus_planner.{name}"
+    )
     assert result.stderr.splitlines()[-1] == f"ImportError: {expected}"
 
 
 @pytest.mark.parametrize("name", ["profiler", "runtime"])
 def test_a_generic_folder_is_part_of_the_package(name: str, tmp_path: Path):
     # A source distribution holds a copy in place of the symbolic link.
-    assert (ROOT / "perseus_planner" / name).resolve() == ROOT / name or not (ROOT / ".git").exists()
+    assert (ROOT / "perseus_planner" / name).resolve() == ROOT / name or not (
+        ROOT / ".git"
+    ).exists()
     assert python(f"import perseus_planner.{name}", cwd=tmp_path).returncode == 0
 
 
@@ -80,7 +110,9 @@ def test_a_folder_imports_only_folders_above_it(room: str):
 @pytest.mark.parametrize("name", CORE)
 def test_the_root_imports_no_folder(name: str):
     reached = imported(ast.parse((ROOT / "perseus_planner" / f"{name}.py").read_text()))
-    assert {module.split(".")[1] for module in reached if module.startswith("perseus_planner.")} <= {*CORE}
+    assert {
+        module.split(".")[1] for module in reached if module.startswith("perseus_planner.")
+    } <= {*CORE}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +123,10 @@ def test_the_root_imports_no_folder(name: str):
         "from perseus_planner.runtime import planner_runtime",
         "from perseus_planner.service.client.client import Client",
         'from perseus_planner.cli import main; main(["--help"], standalone_mode=False)',
-        'from perseus_planner.cli import main; main(["show", "profile.yaml"], standalone_mode=False)',
-        'from perseus_planner.cli import main; main(["show", "frontier.npz"], standalone_mode=False)',
+        'from perseus_planner.cli import main; main(["show", "profile.yaml"], '
+        "standalone_mode=False)",
+        'from perseus_planner.cli import main; main(["show", "frontier.npz"], '
+        "standalone_mode=False)",
         'from perseus_planner.cli import main; main(["show", "plan.yaml"], standalone_mode=False)',
         'from perseus_planner.cli import main; main(["status"])',
         'from perseus_planner.cli import main; main(["profile", "absent.yaml"])',
@@ -127,7 +161,17 @@ print(json.dumps([package.__all__, sorted(public)]))
     listed, public = printed(code, tmp_path)
     assert listed == public
     assert listed == [
-        *("Client", "Frontier", "Job", "Monitor", "PipelineDag", "Plan", "Profile", "Replicas", "Run"),
+        *(
+            "Client",
+            "Frontier",
+            "Job",
+            "Monitor",
+            "PipelineDag",
+            "Plan",
+            "Profile",
+            "Replicas",
+            "Run",
+        ),
         *("errors", "schedules", "solve", "solve_dag"),
     ]
 
@@ -140,15 +184,23 @@ def is_for_types(node: ast.stmt) -> bool:
 @pytest.mark.parametrize("file", sources("perseus_planner/cli"), ids=lambda file: file.name)
 def test_a_command_loads_profiler_and_runtime_only_when_it_runs(file: Path):
     body = ast.parse(file.read_text())
-    body.body = [node for node in body.body if not isinstance(node, ast.FunctionDef) and not is_for_types(node)]
+    body.body = [
+        node
+        for node in body.body
+        if not isinstance(node, ast.FunctionDef) and not is_for_types(node)
+    ]
     reached = [
-        name for name in imported(body) if name.startswith(("perseus_planner.profiler", "perseus_planner.runtime"))
+        name
+        for name in imported(body)
+        if name.startswith(("perseus_planner.profiler", "perseus_planner.runtime"))
     ]
     assert reached == []
 
 
 def test_no_file_hides_a_module_that_cprofile_needs():
-    assert [file for file in sources(*FOLDERS, "tests", "benchmarks") if file.name == "profile.py"] == []
+    assert [
+        file for file in sources(*FOLDERS, "tests", "benchmarks") if file.name == "profile.py"
+    ] == []
 
 
 def test_the_tests_mirror_the_tree():

@@ -1,4 +1,6 @@
-"""The fit finds the physics behind a profile, also through noise, and comes near to what was measured."""
+"""The fit finds the physics behind a profile, also through noise, and comes near to what was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ PROFILES = ("gpt3-175b+a100_sxm_bf16", "bloom+a40_bf16")
 
 @st.composite
 def loads(draw: st.DrawFn) -> tuple[Load, list[int]]:
-    """A computation on a GPU of the catalogue under some power limit, and clocks that it could be measured at."""
+    """A computation on a GPU of the catalogue under some power limit, and clocks that it could
+    be measured at.
+    """
     model = draw(st.sampled_from(list(CATALOG.values())))
     work = OpCost(draw(st.floats(1e11, 1e13)), draw(st.floats(1e8, 1e11)))
     limit_w = draw(st.floats(0.5, 1.0)) * model.power_limit_w
     lowest = draw(st.sampled_from([0.0, 0.3, 0.6])) * model.clocks_mhz[0]
-    clocks = [clock for clock in model.clocks_mhz if clock >= lowest][:: draw(st.sampled_from([1, 2, 3]))]
+    clocks = [clock for clock in model.clocks_mhz if clock >= lowest][
+        :: draw(st.sampled_from([1, 2, 3]))
+    ]
     return replace(model.load(work), power_limit_w=limit_w), clocks
 
 
@@ -39,7 +45,11 @@ def rows_of(load: Load, clocks: list[int], noise: float = 0.0, seed: int = 0) ->
     """What would be measured, each number off by a normal relative error."""
     error = random.Random(seed)
     return [
-        Measurement(c, load.time_s(c) * (1 + error.gauss(0, noise)), load.energy_j(c) * (1 + error.gauss(0, noise)))
+        Measurement(
+            c,
+            load.time_s(c) * (1 + error.gauss(0, noise)),
+            load.energy_j(c) * (1 + error.gauss(0, noise)),
+        )
         for c in clocks
     ]
 
@@ -52,7 +62,9 @@ def errors(load: Load, rows: list[Measurement]) -> tuple[np.ndarray, np.ndarray]
 
 
 def measured(folder: Path, name: str) -> Profile:
-    return Profile.load(folder / "perseus_sosp24" / "stage_profile" / f"{name}.csv", blocking_power_w=80.0)
+    return Profile.load(
+        folder / "perseus_sosp24" / "stage_profile" / f"{name}.csv", blocking_power_w=80.0
+    )
 
 
 def test_a_fit_has_at_most_nine_numbers():
@@ -66,7 +78,9 @@ def test_what_has_no_noise_is_found_again(drawn: tuple[Load, list[int]]):
     load, clocks = drawn
     rows = rows_of(load, clocks)
     for error in errors(fit_load(rows), rows):
-        assert np.median(error) <= 0.008  # reached where a limit holds nearly all clocks; otherwise below 0.001
+        assert (
+            np.median(error) <= 0.008
+        )  # reached where a limit holds nearly all clocks; otherwise below 0.001
         assert error.max() <= 0.03
 
 
@@ -84,8 +98,12 @@ def test_the_parameters_themselves_are_found_where_the_clocks_tell_them_apart():
     truth = A40.load(OpCost(3e12, 4e10))
     found = fit_load(rows_of(truth, list(A40.clocks_mhz), noise=0.003))
     for field in fields(Load):
-        if field.name != "power_limit_w":  # half of the work waits for memory: the limit hardly holds
-            assert getattr(found, field.name) == pytest.approx(getattr(truth, field.name), rel=0.1), field.name
+        if (
+            field.name != "power_limit_w"
+        ):  # half of the work waits for memory: the limit hardly holds
+            assert getattr(found, field.name) == pytest.approx(
+                getattr(truth, field.name), rel=0.1
+            ), field.name
 
 
 def test_the_power_limit_is_found():
@@ -112,9 +130,14 @@ def test_work_that_no_limit_holds_back_is_fitted_without_one():
 
 def test_rows_that_were_measured_badly_have_little_pull():
     truth = A40.load(OpCost(5e12, 3e10))
-    clean, rows = rows_of(truth, list(A40.clocks_mhz)), rows_of(truth, list(A40.clocks_mhz), noise=0.005)
+    clean, rows = (
+        rows_of(truth, list(A40.clocks_mhz)),
+        rows_of(truth, list(A40.clocks_mhz), noise=0.005),
+    )
     for index in range(3, len(rows), 10):
-        rows[index] = replace(rows[index], time_s=1.3 * rows[index].time_s, energy_j=1.2 * rows[index].energy_j)
+        rows[index] = replace(
+            rows[index], time_s=1.3 * rows[index].time_s, energy_j=1.2 * rows[index].energy_j
+        )
     for error in errors(fit_load(rows), clean):
         assert np.median(error) <= 0.01
         assert error.max() <= 0.04
@@ -141,7 +164,10 @@ def test_what_cannot_be_fitted_is_refused_by_its_name():
     enough = tuple(Measurement(clock, 1.0, 100.0) for clock in (900, 800, 700, 600))
     with pytest.raises(ProfileError) as refusal:
         fit_profile(Profile({(0, "F"): enough, (0, "B"): enough[:3]}, 80.0))
-    assert str(refusal.value) == "stage 0 B: a fit needs 4 clocks or more, but there are 3; measure more"
+    assert (
+        str(refusal.value)
+        == "stage 0 B: a fit needs 4 clocks or more, but there are 3; measure more"
+    )
     empty = (*enough[:3], Measurement(600, 1.0, 0.0))
     with pytest.raises(ProfileError) as refusal:
         fit_profile(Profile({(0, "F"): empty, (0, "B"): enough}, 80.0))

@@ -51,10 +51,22 @@ class Fetched(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("material", reason="mkdocs-material is not installed; pip install 'perseus-planner[docs]'")
+    pytest.importorskip(
+        "material", reason="mkdocs-material is not installed; pip install 'perseus-planner[docs]'"
+    )
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder), *_config(folder)],
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--site-dir",
+            str(folder),
+            *_config(folder),
+        ],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},  # a warning about future releases of mkdocs
         capture_output=True,
@@ -66,12 +78,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(folder: Path) -> list[str]:
-    """Return the option for a configuration without the pages from docstrings, if mkdocstrings is not installed."""
+    """Return the option for a configuration without the pages from docstrings, if mkdocstrings
+    is not installed.
+    """
     if HAS_REFERENCE:
         return []
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     config["plugins"] = [each for each in config["plugins"] if "mkdocstrings" not in each]
-    config["docs_dir"], config["hooks"] = str(ROOT / "docs"), [str(ROOT / each) for each in config["hooks"]]
+    config["docs_dir"], config["hooks"] = (
+        str(ROOT / "docs"),
+        [str(ROOT / each) for each in config["hooks"]],
+    )
     config["exclude_docs"] += "\nreference.md"
     config["nav"][-1]["Reference"].remove("reference.md")
     path = folder.with_suffix(".yml")
@@ -100,10 +117,15 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.mark.parametrize(
     "look",
-    [{"color_scheme": "light"}, {"color_scheme": "dark", "viewport": {"width": 390, "height": 844}}],
+    [
+        {"color_scheme": "light"},
+        {"color_scheme": "dark", "viewport": {"width": 390, "height": 844}},
+    ],
     ids=["light", "dark, phone"],
 )
-def test_axe_finds_nothing_on_pages_not_even_of_the_theme(served: str, site: Path, look: dict[str, Any]):
+def test_axe_finds_nothing_on_pages_not_even_of_the_theme(
+    served: str, site: Path, look: dict[str, Any]
+):
     names = ["index", "faq", "planning", "exploring", *(["reference"] if HAS_REFERENCE else [])]
     with chromium() as browser:
         for name in names:
@@ -114,7 +136,9 @@ def test_axe_finds_nothing_on_pages_not_even_of_the_theme(served: str, site: Pat
 
 def test_a_page_that_is_opened_from_a_folder_finds_words(site: Path):
     with chromium() as browser, opened(browser, (site / "index.html").as_uri()) as page:
-        page.locator(".md-search__input").press_sequentially("blocking power")  # the page looks at keys
+        page.locator(".md-search__input").press_sequentially(
+            "blocking power"
+        )  # the page looks at keys
         page.locator(".md-search-result__item").first.wait_for()
 
 
@@ -123,8 +147,24 @@ def test_the_reference_has_what_the_package_exports(site: Path):
         pytest.skip("mkdocstrings is not installed; pip install 'perseus-planner[docs]'")
     text = (site / "reference.html").read_text()
     documented = set(re.findall(r'id="perseus_planner\.(?:[\w.]+\.)?(\w+)"', text))
-    assert documented >= {"solve", "Profile", "Frontier", "Plan", "Replicas", "Job", "Run", "Monitor", "Client"}
-    assert documented >= {"plan_for", "baseline_time_s", "planner_runtime", "profile_pipeline", "PlannerError"}
+    assert documented >= {
+        "solve",
+        "Profile",
+        "Frontier",
+        "Plan",
+        "Replicas",
+        "Job",
+        "Run",
+        "Monitor",
+        "Client",
+    }
+    assert documented >= {
+        "plan_for",
+        "baseline_time_s",
+        "planner_runtime",
+        "profile_pipeline",
+        "PlannerError",
+    }
 
 
 def test_every_page_is_built_and_fetches_nothing_from_other_hosts(site: Path):
@@ -132,10 +172,14 @@ def test_every_page_is_built_and_fetches_nothing_from_other_hosts(site: Path):
     written = {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md")}
     assert pages >= (written if HAS_REFERENCE else written - {"reference.html"})
     for page in site.rglob("*.html"):
-        away = [each for each in Fetched(page.read_text()).addresses if re.match(r"(?:\w+:)?//", each)]
+        away = [
+            each for each in Fetched(page.read_text()).addresses if re.match(r"(?:\w+:)?//", each)
+        ]
         assert not away, f"{page.name}: {away}"
     for sheet in site.rglob("*.css"):
-        assert not re.search(r"(?:url\(\s*[\"']?|@import\s+[\"'])(?:https?:)?//", sheet.read_text()), sheet.name
+        assert not re.search(
+            r"(?:url\(\s*[\"']?|@import\s+[\"'])(?:https?:)?//", sheet.read_text()
+        ), sheet.name
 
 
 def test_pages_open_from_a_folder(site: Path):

@@ -1,4 +1,6 @@
-"""The wheel, in a clean environment, does what `make demo` shows; the tests of the source distribution run."""
+"""The wheel, in a clean environment, does what `make demo` shows; the tests of the source
+distribution run.
+"""
 
 from __future__ import annotations
 
@@ -22,37 +24,69 @@ FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 MOST_BYTES = 1_000_000  #: of the wheel
 DEMO = {
     *("profile.yaml", "profile.csv", "frontier.npz", "frontier.json", "frontier.png"),
-    *("explored.png", "plan-1.00x.yaml", "plan-1.10x.yaml", "plan-1.10x-8-changes.yaml", "plan-1.00x.png"),
+    *(
+        "explored.png",
+        "plan-1.00x.yaml",
+        "plan-1.10x.yaml",
+        "plan-1.10x-8-changes.yaml",
+        "plan-1.00x.png",
+    ),
     "report.html",
 }
 
 
 def output_of(*command: str | Path, cwd: Path) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run([*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment that holds the wheel, and nothing else but a path to the dependencies of this one."""
+    """A virtual environment that holds the wheel, and nothing else but a path to the
+    dependencies of this one.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     source, environment = folder / "source", folder / "venv"
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in FILES:
         shutil.copy(ROOT / name, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    output_of(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
+    output_of(
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        folder,
+        source,
+        cwd=folder,
+    )
     (wheel,) = folder.glob("*.whl")
     assert wheel.stat().st_size <= MOST_BYTES
     venv.create(environment, symlinks=True)
-    output_of(*pip, "--python", environment / "bin" / "python", "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    output_of(
+        *pip,
+        "--python",
+        environment / "bin" / "python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=folder,
+    )
     (packages,) = environment.glob("lib/python*/site-packages")
     dependencies = [path for path in sys.path if path.endswith("-packages")]
     (packages / "dependencies.pth").write_text("\n".join(dependencies))
-    for compiled in ROOT.glob("perseus_planner/solver/__pycache__/*.nb[ic]"):  # numba compares the times of sources
+    for compiled in ROOT.glob(
+        "perseus_planner/solver/__pycache__/*.nb[ic]"
+    ):  # numba compares the times of sources
         shutil.copy(compiled, packages / compiled.relative_to(ROOT).parent)
     for file in ROOT.glob("perseus_planner/solver/*.py"):
         os.utime(packages / file.relative_to(ROOT), ns=2 * (file.stat().st_mtime_ns,))
@@ -60,17 +94,27 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_path: Path):
-    code = "import perseus_planner.profiler, perseus_planner.runtime.hook as hook; print(hook.__file__)"
+    code = (
+        "import perseus_planner.profiler, perseus_planner.runtime.hook as hook; "
+        "print(hook.__file__)"
+    )
     found = Path(output_of(environment / "bin" / "python", "-c", code, cwd=tmp_path).strip())
     assert found.is_relative_to(environment)
-    assert output_of(environment / "bin" / "planner", "--version", cwd=tmp_path).startswith("planner")
+    assert output_of(environment / "bin" / "planner", "--version", cwd=tmp_path).startswith(
+        "planner"
+    )
     run = (environment / "bin" / "planner", "run", environment / "bin" / "python", "-c")
-    assert output_of(*run, "import sys; print(type(sys.meta_path[0]).__name__)", cwd=tmp_path) == "_EngineFinder\n"
+    assert (
+        output_of(*run, "import sys; print(type(sys.meta_path[0]).__name__)", cwd=tmp_path)
+        == "_EngineFinder\n"
+    )
 
 
 def test_the_description_is_complete_and_its_links_lead_to_files_at_the_tag(environment: Path):
     (metadata,) = environment.glob("lib/python*/site-packages/perseus_planner-*.dist-info/METADATA")
-    Metadata.from_email(metadata.read_bytes(), validate=True)  # as the index checks it, which `twine check` does not
+    Metadata.from_email(
+        metadata.read_bytes(), validate=True
+    )  # as the index checks it, which `twine check` does not
     about = email.message_from_string(metadata.read_text())
     assert (about["Version"], about["Author"]) == (__version__, "The perseus-planner developers")
     assert about["Description-Content-Type"] == "text/markdown"
@@ -79,14 +123,19 @@ def test_the_description_is_complete_and_its_links_lead_to_files_at_the_tag(envi
     ours = f"{urls['Source']}/"
     links = re.findall(r"\]\(([^)]+)\)", about.get_payload())
     assert [link for link in links if not link.startswith("https://")] == []
-    files = [re.fullmatch(rf"(?:blob|raw)/v{__version__}/([^#]+)(?:#.*)?", link.removeprefix(ours)) for link in links
-             if link.startswith(ours)]  # fmt: skip
+    files = [
+        re.fullmatch(rf"(?:blob|raw)/v{__version__}/([^#]+)(?:#.*)?", link.removeprefix(ours))
+        for link in links
+        if link.startswith(ours)
+    ]
     assert len(files) > 10
     assert [found for found in files if found is None or not (ROOT / found[1]).exists()] == []
 
 
 def test_the_changelog_begins_with_this_version():
-    releases = re.findall(r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    releases = re.findall(
+        r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert releases[0] == __version__
 
 
@@ -105,15 +154,28 @@ def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     packed = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if not path.is_dir()}
     assert {name for name in tracked if not (ROOT / name).is_dir()} - packed == {".gitignore"}
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_quantities.py", "tests/project/test_layout.py")
+    tests = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_quantities.py",
+        "tests/project/test_layout.py",
+    )
     assert " passed" in output_of(sys.executable, *tests, cwd=unpacked)
 
 
 def test_the_demo_runs_with_the_installed_package(environment: Path, tmp_path: Path):
     installed = "--assume-old=.venv/installed-plot"
-    output_of("make", "-f", ROOT / "Makefile", installed, "demo", f"BIN={environment}/bin", cwd=tmp_path)
+    output_of(
+        "make", "-f", ROOT / "Makefile", installed, "demo", f"BIN={environment}/bin", cwd=tmp_path
+    )
     assert {file.name for file in (tmp_path / "demo").iterdir()} == DEMO
-    plan, frontier = Plan.load(tmp_path / "demo/plan-1.00x.yaml"), Frontier.load(tmp_path / "demo/frontier.npz")
+    plan, frontier = (
+        Plan.load(tmp_path / "demo/plan-1.00x.yaml"),
+        Frontier.load(tmp_path / "demo/frontier.npz"),
+    )
     assert Profile.load(tmp_path / "demo/profile.yaml").stages == 4
     assert plan.time_s <= frontier.baseline_time_s
     assert plan.energy_j < plan.baseline_energy_j

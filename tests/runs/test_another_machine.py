@@ -1,4 +1,6 @@
-"""A run that takes over twice as long as planned, or under half, is told so in one sentence, and saves nothing."""
+"""A run that takes over twice as long as planned, or under half, is told so in one sentence, and
+saves nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from perseus_planner.views.run import summarize_run
 from perseus_planner.views.run_text import run_text
 
 
-@pytest.mark.parametrize(("time_s", "is_told"), [(0.49, True), (0.5, False), (2.0, False), (2.01, True), (None, False)])
+@pytest.mark.parametrize(
+    ("time_s", "is_told"), [(0.49, True), (0.5, False), (2.0, False), (2.01, True), (None, False)]
+)
 def test_only_times_over_twice_apart_are_of_another_machine(time_s: float | None, is_told: bool):
     assert (of_another_machine(time_s, 1.0) is not None) == is_told
 
@@ -30,11 +34,16 @@ def test_such_a_run_is_told_so_and_saves_nothing(tmp_path: Path):
     plan = frontier.plan_for(frontier.baseline_time_s)
     write_run(tmp_path, plan, 4)
     run = Run.load(tmp_path)
-    unlike = replace(run, plans={key: replace(each, time_s=each.time_s / 1000) for key, each in run.plans.items()})
+    unlike = replace(
+        run,
+        plans={key: replace(each, time_s=each.time_s / 1000) for key, each in run.plans.items()},
+    )
     found = []
     for each in (run, unlike):
         text = run_text(summarize_run(each))
-        made = make_report(Sources(plans={"plan.yaml": plan}, runs={"run": each}), EnergyRates(), IterationSize())
+        made = make_report(
+            Sources(plans={"plan.yaml": plan}, runs={"run": each}), EnergyRates(), IterationSize()
+        )
         found.append((text, made.savings, report_text(made), page(made)))
     (text, savings, told, html), (of_unlike, no_savings, told_unlike, html_unlike) = found
     assert "another machine" not in text + told + html

@@ -1,4 +1,6 @@
-"""A run folder used again: attempts never mix, the folder stays small, and its totals miss no iteration."""
+"""A run folder used again: attempts never mix, the folder stays small, and its totals miss no
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def planned(stages: int) -> Plan:
     return frontier.plan_for(1.1 * frontier.baseline_time_s)
 
 
-@pytest.mark.parametrize(("stages", "pipelines"), [((4, 2), (1, 1)), ((2, 2), (2, 1)), ((2, 2), (1, 1))])
+@pytest.mark.parametrize(
+    ("stages", "pipelines"), [((4, 2), (1, 1)), ((2, 2), (2, 1)), ((2, 2), (1, 1))]
+)
 def test_the_newest_attempt_is_shown_and_all_are_added_up(
     tmp_path: Path, stages: tuple[int, int], pipelines: tuple[int, int]
 ):
@@ -55,13 +59,18 @@ def test_the_newest_attempt_is_shown_and_all_are_added_up(
     shown = summarize_run(run)
     assert (len(shown.ranks), shown.pipelines) == (stages[1], 1)
     assert shown.current.planned_energy_j == pytest.approx(plans[1].energy_j, rel=1e-9)
-    assert [[row.iteration for row in rank.iterations] for rank in run.ranks] == [[0, 1, 2]] * stages[1]
+    assert [[row.iteration for row in rank.iterations] for rank in run.ranks] == [
+        [0, 1, 2]
+    ] * stages[1]
     assert [(each.attempt, each.version, each.iterations) for each in run.totals] == [
         (20260101000000, 1, 9),
         (20260101000001, 1, 3),
     ]
     for total, plan, count in zip(run.totals, plans, pipelines, strict=True):
-        energy_j, baseline_j = total.iterations * count * plan.energy_j, total.iterations * plan.baseline_j(plan.time_s)
+        energy_j, baseline_j = (
+            total.iterations * count * plan.energy_j,
+            total.iterations * plan.baseline_j(plan.time_s),
+        )
         assert total.energy_j == pytest.approx(energy_j, rel=1e-6)
         assert total.saved_j == pytest.approx(count * baseline_j - energy_j, rel=1e-6)
         assert total.time_s == pytest.approx(total.iterations * plan.time_s, rel=1e-6)
@@ -78,14 +87,33 @@ def test_what_is_printed_of_all_attempts_is_their_sum(tmp_path: Path):
     assert old.iterations == 11, "rows of older attempts are gone"
     run = Run.load(tmp_path)
     lines = run_text(summarize_run(run)).splitlines()
-    begin = lines.index("All attempts, energy simulated, saved against all clocks at maximum in as much time:")
+    begin = lines.index(
+        "All attempts, energy simulated, saved against all clocks at maximum in as much time:"
+    )
     heading, older, *others, whole = [line.split() for line in lines[begin + 2 :]]
-    assert heading == ["attempt", "iterations", "time", "s", "energy", "kJ", "saved", "kJ", "saved", "%"]
+    assert heading == [
+        "attempt",
+        "iterations",
+        "time",
+        "s",
+        "energy",
+        "kJ",
+        "saved",
+        "kJ",
+        "saved",
+        "%",
+    ]
     assert (older[:2], len(others), whole[:2]) == (["older", "5"], 10, ["all", "90"])
     assert others[-1][:2] == [attempt_in(tmp_path).name, "13"]
     saved_j = plan.baseline_j(plan.time_s) - plan.energy_j
     assert [float(cell) for cell in whole[2:]] == pytest.approx(
-        [90 * plan.time_s, 0.09 * plan.energy_j, 0.09 * saved_j, 100 * saved_j / plan.baseline_j(plan.time_s)], rel=5e-4
+        [
+            90 * plan.time_s,
+            0.09 * plan.energy_j,
+            0.09 * saved_j,
+            100 * saved_j / plan.baseline_j(plan.time_s),
+        ],
+        rel=5e-4,
     )
     assert (run.total.attempt, run.total.version, run.total.iterations) == (0, 1, 90)
 
@@ -94,7 +122,9 @@ def test_iterations_of_unknown_energy_are_told(tmp_path: Path):
     with closing(RankFiles(tmp_path, 0, 1, Attempt.next_in(tmp_path, START))) as files:
         files.save_plan(planned(1), 1, None)
         for row in rows_of(Random(3), 20, 10_000):
-            files.add_iteration(replace(row, version=1, energy_j=100.0 if row.iteration > 4 else None))
+            files.add_iteration(
+                replace(row, version=1, energy_j=100.0 if row.iteration > 4 else None)
+            )
         files.write()
     text = run_text(summarize_run(Run.load(tmp_path)))
     assert text.endswith("\nThe energy of 15 of 20 iterations is known.\n")
@@ -110,7 +140,11 @@ def test_an_attempt_without_iterations_shows_the_one_before(tmp_path: Path):
 
 def test_attempts_rise_even_if_the_clock_was_set_back(tmp_path: Path):
     numbers = []
-    for now in (datetime(2026, 11, 22, 13, 35, 2), datetime(2026, 11, 22, 13, 35, 2), datetime(2020, 1, 1)):
+    for now in (
+        datetime(2026, 11, 22, 13, 35, 2),
+        datetime(2026, 11, 22, 13, 35, 2),
+        datetime(2020, 1, 1),
+    ):
         attempt = Attempt.next_in(tmp_path, now)
         attempt_path(tmp_path, attempt.number).mkdir()
         numbers.append(attempt.number)
@@ -119,7 +153,9 @@ def test_attempts_rise_even_if_the_clock_was_set_back(tmp_path: Path):
 
 
 def rows_of(rng: Random, count: int, switch: int, pipeline: int = 0) -> Iterator[IterationRecord]:
-    """Yield rows of a rank whose job switches plans every `switch` iterations; some are not metered or not planned."""
+    """Yield rows of a rank whose job switches plans every `switch` iterations; some are not
+    metered or not planned.
+    """
     for number in range(count):
         begin_s = 1.7e9 + number
         is_metered, is_planned = rng.random() < 0.99, rng.random() < 0.95
@@ -145,19 +181,31 @@ def folder_bytes(folder: Path) -> int:
 def test_months_of_iterations_and_restarts_stay_within_the_bound_and_are_all_in_the_totals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """For each rank, two files of rows in each of two attempts, and 1,000 totals; for each attempt, 64 plans."""
+    """For each rank, two files of rows in each of two attempts, and 1,000 totals; for each
+    attempt, 64 plans.
+    """
     monkeypatch.setattr(os, "fsync", lambda _: None)
     plan, rng = planned(1), Random(0)
     plan.save(tmp_path / "plan.yaml")
     plan_bytes = (tmp_path / "plan.yaml").stat().st_size
     folder, largest_bytes, every = tmp_path / "run", 0, list[IterationRecord]()
-    for ranks, count, switch in ((3, 8_000, 7), (1, 12_000, 400), (3, 500, 50), (2, 8_000, 400), (3, 5_000, 300)):
+    for ranks, count, switch in (
+        (3, 8_000, 7),
+        (1, 12_000, 400),
+        (3, 500, 50),
+        (2, 8_000, 400),
+        (3, 5_000, 300),
+    ):
         attempt = Attempt.next_in(folder, START)
         for rank in range(ranks):
             with closing(RankFiles(folder, rank, ranks, attempt)) as files:
                 version = None
                 for number, row in enumerate(rows_of(rng, count, switch, rank)):
-                    if rank == 0 and row.version not in (None, version) and (switch > 7 or row.version % 10 == 0):
+                    if (
+                        rank == 0
+                        and row.version not in (None, version)
+                        and (switch > 7 or row.version % 10 == 0)
+                    ):
                         version = row.version
                         files.save_plan(plan, version, None)
                     files.add_iteration(row)
@@ -168,7 +216,9 @@ def test_months_of_iterations_and_restarts_stay_within_the_bound_and_are_all_in_
                         largest_bytes = max(largest_bytes, folder_bytes(folder))
                 files.write()
     totals_bytes = MOST_TOTALS * 200
-    bound_bytes = 3 * (ATTEMPTS_KEPT * 2 * MAX_BYTES + totals_bytes) + ATTEMPTS_KEPT * PLANS_KEPT * plan_bytes
+    bound_bytes = (
+        3 * (ATTEMPTS_KEPT * 2 * MAX_BYTES + totals_bytes) + ATTEMPTS_KEPT * PLANS_KEPT * plan_bytes
+    )
     assert 5 * MAX_BYTES < largest_bytes <= bound_bytes
     assert len(attempts_in(folder)) == ATTEMPTS_KEPT
     assert len(list(folder.glob("totals-*.csv"))) == 3
@@ -176,7 +226,9 @@ def test_months_of_iterations_and_restarts_stay_within_the_bound_and_are_all_in_
     def check(totals: list[Total]) -> None:
         known = [row for row in every if row.energy_j is not None]
         saved_j = [row.baseline_j - row.energy_j for row in known if row.baseline_j is not None]
-        assert math.fsum(each.energy_j for each in totals) == pytest.approx(math.fsum(row.energy_j for row in known))
+        assert math.fsum(each.energy_j for each in totals) == pytest.approx(
+            math.fsum(row.energy_j for row in known)
+        )
         assert math.fsum(each.saved_j for each in totals) == pytest.approx(math.fsum(saved_j))
 
     check(list(Run.load(folder).totals))
@@ -191,8 +243,12 @@ def test_months_of_iterations_and_restarts_stay_within_the_bound_and_are_all_in_
     check(of_ranks)
     assert of_ranks[0].attempt == 0, "the oldest of more than 1,000 totals are one"
     assert sum(each.iterations for each in of_ranks) == len(every)
-    assert sum(each.metered_iterations for each in of_ranks) == sum(row.energy_j is not None for row in every)
-    assert math.fsum(each.time_s for each in of_ranks) == pytest.approx(math.fsum(row.time_s for row in every))
+    assert sum(each.metered_iterations for each in of_ranks) == sum(
+        row.energy_j is not None for row in every
+    )
+    assert math.fsum(each.time_s for each in of_ranks) == pytest.approx(
+        math.fsum(row.time_s for row in every)
+    )
 
 
 class Killed(Exception):
@@ -211,13 +267,20 @@ def write_rows(files: RankFiles, rows: list[IterationRecord]) -> int:
     return written
 
 
-def test_a_rank_killed_before_it_renames_its_rows_counts_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def replace_or_die(source: Path, target: Path, really: Callable[..., None] = os.replace) -> None:
+def test_a_rank_killed_before_it_renames_its_rows_counts_them_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def replace_or_die(
+        source: Path, target: Path, really: Callable[..., None] = os.replace
+    ) -> None:
         if str(target).endswith(".old.csv"):
             raise Killed
         really(source, target)
 
-    files, rows = RankFiles(tmp_path, 0, 1, Attempt.next_in(tmp_path, START)), list(rows_of(Random(1), 9_000, 10_000))
+    files, rows = (
+        RankFiles(tmp_path, 0, 1, Attempt.next_in(tmp_path, START)),
+        list(rows_of(Random(1), 9_000, 10_000)),
+    )
     files.save_plan(planned(1), 1, None)
     monkeypatch.setattr(os, "replace", replace_or_die)
     written = write_rows(files, rows)
@@ -226,7 +289,9 @@ def test_a_rank_killed_before_it_renames_its_rows_counts_them_once(tmp_path: Pat
     assert sum(each.iterations for each in Run.load(tmp_path).totals) == written
 
 
-def test_a_rank_killed_before_it_deletes_rows_counts_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_killed_before_it_deletes_rows_counts_them_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def die(_: Path, **__: object) -> None:
         raise Killed
 
@@ -239,16 +304,22 @@ def test_a_rank_killed_before_it_deletes_rows_counts_them_once(tmp_path: Path, m
     for number in range(2):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", die)
-            assert write_rows(RankFiles(tmp_path, 0, 1, Attempt.next_in(tmp_path, START)), rows) == 0
+            assert (
+                write_rows(RankFiles(tmp_path, 0, 1, Attempt.next_in(tmp_path, START)), rows) == 0
+            )
         assert (tmp_path / "totals-0.csv").exists()
-        assert sum(each.iterations for each in Run.load(tmp_path).totals) == 300 * ATTEMPTS_KEPT, number
+        assert sum(each.iterations for each in Run.load(tmp_path).totals) == 300 * ATTEMPTS_KEPT, (
+            number
+        )
 
 
 def test_fewer_ranks_add_up_the_rows_of_all_ranks_before(tmp_path: Path):
     for ranks in (5, 2, 2):
         attempt = Attempt.next_in(tmp_path, START)
         for rank in range(ranks):
-            write_rows(RankFiles(tmp_path, rank, ranks, attempt), list(rows_of(Random(rank), 100, 10_000)))
+            write_rows(
+                RankFiles(tmp_path, rank, ranks, attempt), list(rows_of(Random(rank), 100, 10_000))
+            )
     assert len(attempts_in(tmp_path)) == ATTEMPTS_KEPT
     totals = [read_totals(tmp_path, rank) for rank in range(5)]
     assert [sum(each.iterations for each in of_rank) for of_rank in totals] == [100] * 5
@@ -267,7 +338,7 @@ for number in itertools.count():
     if number % 10 == 9:
         files.write()
         print(number + 1, flush=True)
-"""
+"""  # noqa: E501
 
 
 def test_a_rank_that_is_killed_at_any_moment_leaves_whole_rows_and_their_sum(tmp_path: Path):
@@ -294,8 +365,12 @@ def totals_in(folder: Path) -> list[Total]:
     """Add up what a rank has written, as a run without plans cannot be loaded."""
     totals = RankTotals()
     if folder.exists():
-        rows = {each: attempt_path(folder, each) / "iterations-0.csv" for each in attempts_in(folder)}
-        found = {each: ITERATIONS.read(path) if path.exists() else [] for each, path in rows.items()}
+        rows = {
+            each: attempt_path(folder, each) / "iterations-0.csv" for each in attempts_in(folder)
+        }
+        found = {
+            each: ITERATIONS.read(path) if path.exists() else [] for each, path in rows.items()
+        }
         totals = read_totals(folder, 0)
         for each, added in found.items():
             totals.add(each, added)
@@ -326,7 +401,9 @@ def test_a_last_row_that_was_cut_off_is_not_counted_and_known(tmp_path: Path):
     run = Run.load(tmp_path)
     assert [rank.is_cut_off for rank in run.ranks] == [False, True]
     assert [len(rank.iterations) for rank in run.ranks] == [3, 2]
-    assert "Not counted: the last row of rank 1, which was cut off.\n" in run_text(summarize_run(run))
+    assert "Not counted: the last row of rank 1, which was cut off.\n" in run_text(
+        summarize_run(run)
+    )
 
 
 def test_plans_that_are_no_longer_kept_are_only_in_the_totals(tmp_path: Path):

@@ -1,4 +1,6 @@
-"""Run folders: what ranks record is read back, also from damaged files; a run by its plan shows no deviation."""
+"""Run folders: what ranks record is read back, also from damaged files; a run by its plan shows
+no deviation.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ ROWS = st.builds(
 SOME = st.builds(
     ComputationRecord,
     iteration=WHOLE,
-    computation=st.builds(Computation, st.integers(0, 999), st.sampled_from("FBIW"), st.integers(0, 999)),
+    computation=st.builds(
+        Computation, st.integers(0, 999), st.sampled_from("FBIW"), st.integers(0, 999)
+    ),
     begin_s=FINITE,
     end_s=FINITE,
     clock=maybe(WHOLE),
@@ -96,7 +100,9 @@ def test_a_file_that_was_cut_off_anywhere_has_the_rows_that_were_whole(plan: Pla
         path = attempt_in(tmp_path) / name
         data, rows = path.read_bytes(), table.read(path)
         assert len(rows) > 2
-        data = data[: data.index(b"\n", data.index(b"\n", data.index(b"\n") + 1) + 1) + 1]  # the header and two rows
+        data = data[
+            : data.index(b"\n", data.index(b"\n", data.index(b"\n") + 1) + 1) + 1
+        ]  # the header and two rows
         for length in range(len(data) + 1):
             path.write_bytes(data[:length])
             assert table.read(path) == rows[: max(0, data[:length].count(b"\n") - 1)]
@@ -108,7 +114,9 @@ def with_cell(text: str, place: int, cell: str) -> str:
     return text + ",".join([*cells[:place], cell, *cells[place + 1 :]]) + "\n"
 
 
-def test_a_malformed_row_is_refused_with_its_line(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_malformed_row_is_refused_with_its_line(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     write_run(Path("run"), plan, 2)
     path = attempt_in(Path("run")) / "iterations-1.csv"
@@ -117,12 +125,24 @@ def test_a_malformed_row_is_refused_with_its_line(plan: Plan, tmp_path: Path, mo
     changed = "; the file was changed"
     no_row = f"is not a row of {len(cells)} cells{changed}: record it again"
     for wrong, message in (
-        (text[1:], ", line 1: has other columns; read it with the planner that the training ran with"),
+        (
+            text[1:],
+            ", line 1: has other columns; read it with the planner that the training ran with",
+        ),
         (f"{text}1,2\n", f", line 4: {no_row}"),
         (f'{text}"\n', f", line 4: {no_row}"),
-        (with_cell(text, 0, "x"), f", line 4, column 'iteration': 'x' is not a whole number of 0 or more{changed}"),
-        (with_cell(text, 0, ""), f", line 4, column 'iteration': '' is not a whole number of 0 or more{changed}"),
-        (with_cell(text, 4, "nan"), f", line 4, column 'begin_s': 'nan' is not a finite number{changed}"),
+        (
+            with_cell(text, 0, "x"),
+            f", line 4, column 'iteration': 'x' is not a whole number of 0 or more{changed}",
+        ),
+        (
+            with_cell(text, 0, ""),
+            f", line 4, column 'iteration': '' is not a whole number of 0 or more{changed}",
+        ),
+        (
+            with_cell(text, 4, "nan"),
+            f", line 4, column 'begin_s': 'nan' is not a finite number{changed}",
+        ),
     ):
         path.write_text(wrong)
         with pytest.raises(RunError) as refusal:
@@ -144,7 +164,11 @@ def test_a_run_that_followed_its_plan_shows_no_deviation(plan: Plan, tmp_path: P
         for rank, changes in zip(shown.ranks, each.changes, strict=True):
             assert rank.busy_s == pytest.approx(rank.planned_busy_s, abs=1e-6)
             assert rank.energy_j == pytest.approx(rank.planned_energy_j, rel=1e-6)
-            assert (rank.changes_asked, rank.changes_set, rank.changes_overtaken) == (4 * changes, 4 * changes, 0)
+            assert (rank.changes_asked, rank.changes_set, rank.changes_overtaken) == (
+                4 * changes,
+                4 * changes,
+                0,
+            )
             assert rank.changes_late == rank.planned_late == 0
             assert rank.off_clock_s == pytest.approx(rank.planned_off_clock_s, abs=1e-6)
             assert (rank.off_clock_s > 1e-6) == (changes > 0 and number == 1)
@@ -156,19 +180,30 @@ def test_a_late_change_and_one_that_was_never_made_are_found(plan: Plan, tmp_pat
 
     def edit(iteration: int, change: ControlChange) -> ControlChange | None:
         if iteration == 2 and change.position == place["late"]:
-            return replace(change, begun_ns=change.begun_ns + 3 * 10**7, ended_ns=change.ended_ns + 3 * 10**7)
+            return replace(
+                change, begun_ns=change.begun_ns + 3 * 10**7, ended_ns=change.ended_ns + 3 * 10**7
+            )
         return None if iteration == 3 and change.position == place["lost"] else change
 
     ranks = [[str(each) for each in program] for program in plan.schedule.ranks]
-    # one that sets its first clock at the begin of each iteration, as a run has no other record of that clock
-    rank = next(rank for rank, names in enumerate(ranks) if plan.clocks[names[0]] != plan.clocks[names[-1]])
+    # one that sets its first clock at the begin of each iteration, as a run has no other record of
+    # that clock
+    rank = next(
+        rank for rank, names in enumerate(ranks) if plan.clocks[names[0]] != plan.clocks[names[-1]]
+    )
     names = ranks[rank]
     firsts = [i for i in range(1, len(names)) if plan.clocks[names[i]] != plan.clocks[names[i - 1]]]
     place["late"], place["lost"] = firsts[0], firsts[-1]
     write_run(tmp_path, plan, 5, edit=edit)
     run = Run.load(tmp_path)
     rows = run.ranks[rank].iterations
-    assert [(row.changes_late, row.changes_overtaken) for row in rows] == [(0, 0), (0, 0), (1, 0), (0, 1), (0, 0)]
+    assert [(row.changes_late, row.changes_overtaken) for row in rows] == [
+        (0, 0),
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (0, 0),
+    ]
     late = run.ranks[rank].computations[2][place["late"]]
     assert rows[2].off_clock_s == pytest.approx(late.set_end_s - late.begin_s, abs=1e-6)
     assert late.is_late
@@ -196,29 +231,44 @@ def test_what_is_foreseen_of_any_plan_is_its_replay(seed: int, call_s: float | N
         counts = ChangeStatistics.of(ran)
         assert counts.changes_asked == counts.changes_set + counts.changes_overtaken
         if not call_s:
-            assert (counts.changes_late, counts.changes_overtaken, counts.off_clock_s) == (0, 0, 0.0)
+            assert (counts.changes_late, counts.changes_overtaken, counts.off_clock_s) == (
+                0,
+                0,
+                0.0,
+            )
     if not call_s:
         assert tuple(ChangeStatistics.of(ran).changes_asked for ran in ranks) == plan.changes
 
 
-def test_iterations_count_that_ran_as_planned_by_the_newest_plan_but_for_its_first(plan: Plan, tmp_path: Path):
+def test_iterations_count_that_ran_as_planned_by_the_newest_plan_but_for_its_first(
+    plan: Plan, tmp_path: Path
+):
     slower = replace(plan, time_s=plan.time_s + 1.0)
     write_run(tmp_path, plan, 3)
     first = attempt_in(tmp_path)
-    write_run(tmp_path, slower, 4, version=2, first=3, deviations={5: "0F9, where the plan has 0F1"})
+    write_run(
+        tmp_path, slower, 4, version=2, first=3, deviations={5: "0F9, where the plan has 0F1"}
+    )
     (first / "plan-1.yaml").rename(attempt_in(tmp_path) / "plan-1.yaml")
     for number in (0, 2):
         path = attempt_in(tmp_path) / f"iterations-{number}.csv"
         path.write_text((first / path.name).read_text() + path.read_text().split("\n", 1)[1])
     run = Run.load(tmp_path)
     assert run.versions == (1, 2)
-    assert [row.iteration for row in run.ranks[0].counted(2)] == [4]  # the one after a deviation runs without clocks
+    assert [row.iteration for row in run.ranks[0].counted(2)] == [
+        4
+    ]  # the one after a deviation runs without clocks
     found = calibration_of(run)
     assert found.plan == slower
     assert found.time_s == pytest.approx(slower.time_s, abs=1e-6)
     shown = summarize_run(run)
-    assert [(each.version, each.iterations, each.counted) for each in shown.plans] == [(1, 3, 2), (2, 4, 1)]
-    assert [(each.reason, each.times, each.ranks, each.first_iteration) for each in shown.deviations] == [
+    assert [(each.version, each.iterations, each.counted) for each in shown.plans] == [
+        (1, 3, 2),
+        (2, 4, 1),
+    ]
+    assert [
+        (each.reason, each.times, each.ranks, each.first_iteration) for each in shown.deviations
+    ] == [
         ("0F9, where the plan has 0F1", 3, (0, 1, 2), 5),
         ("it ran without clocks, because the iteration before was not as planned", 3, (0, 1, 2), 6),
     ]
@@ -229,13 +279,18 @@ def test_without_an_iteration_that_counts_nothing_is_calibrated(plan: Plan, fold
     assert summarize_run(Run.load("run")).plans[0].time_s is None
     with pytest.raises(RunError) as refusal:
         calibration_of(Run.load("run"))
-    assert str(refusal.value) == "run: no iteration ran as planned by plan 1 after its first one; train for longer"
+    assert (
+        str(refusal.value)
+        == "run: no iteration ran as planned by plan 1 after its first one; train for longer"
+    )
 
 
 def test_pipelines_are_distinguished_and_may_have_separate_plans(plan: Plan, tmp_path: Path):
     made = write_run(tmp_path, plan, 3, pipelines=2, own_plans=True)
     attempt = attempt_in(tmp_path)
-    assert sorted(path.name for path in attempt.glob("plan*")) == [f"plan-1-pipeline-{n}.yaml" for n in range(2)]
+    assert sorted(path.name for path in attempt.glob("plan*")) == [
+        f"plan-1-pipeline-{n}.yaml" for n in range(2)
+    ]
     replace(plan, time_s=plan.time_s + 1.0).save(attempt / "plan-1-pipeline-1.yaml")
     run = Run.load(tmp_path)
     assert [(each.rank, each.pipeline, each.pipeline_rank) for each in run.ranks] == [
@@ -245,7 +300,10 @@ def test_pipelines_are_distinguished_and_may_have_separate_plans(plan: Plan, tmp
     assert calibration_of(run).plan == run.plan(1, 1)  # the others wait for the slowest
     shown = summarize_run(run)
     assert shown.plans[0].planned_time_s == plan.time_s + 1.0
-    assert shown.ranks[0].planned_energy_j > summarize_run_of(plan, tmp_path / "alone").ranks[0].planned_energy_j
+    assert (
+        shown.ranks[0].planned_energy_j
+        > summarize_run_of(plan, tmp_path / "alone").ranks[0].planned_energy_j
+    )
 
 
 def summarize_run_of(plan: Plan, folder: Path):
@@ -271,14 +329,18 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
     for path in attempt_in(folder / "free").glob("iterations*"):
         rows = [replace(row, version=None) for row in ITERATIONS.read(path)]
         path.write_text(ITERATIONS.header + "".join(map(ITERATIONS.line, rows)))
-    remedy = "copy the files of all nodes into one folder, or try again when each rank has ended an iteration"
+    remedy = (
+        "copy the files of all nodes into one folder, or try again when each rank has ended "
+        "an iteration"
+    )
     for name, message in {
         "absent": "no such file; check the path",
         "empty": "is empty; try again when an iteration by a plan has ended",
-        "other": "is a folder, but not a run folder; name a folder that a training run has written, or a file",
+        "other": "is a folder, but not a run folder; name a folder that a training run has "
+        "written, or a file",
         "0.1": (
-            "has files of a run of version 0.1, which this one does not read; move them to another folder, and show "
-            "them with the planner that the training ran with"
+            "has files of a run of version 0.1, which this one does not read; move them to "
+            "another folder, and show them with the planner that the training ran with"
         ),
         "early": "no iteration has ended yet; try again when one has",
         "header": "no iteration has ended yet; try again when one has",

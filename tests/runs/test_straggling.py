@@ -9,10 +9,18 @@ from hypothesis import strategies as st
 from strategies import fixed
 
 from perseus_planner.runs import IterationRecord
-from perseus_planner.runs.straggler import ENOUGH, RECOVERED, SLOW, StragglerDetection, StragglerDetector
+from perseus_planner.runs.straggler import (
+    ENOUGH,
+    RECOVERED,
+    SLOW,
+    StragglerDetection,
+    StragglerDetector,
+)
 
 
-def ran(ratio: float, planned_s: float = 2.0, deviation: str | None = None, **throttled_s: float) -> IterationRecord:
+def ran(
+    ratio: float, planned_s: float = 2.0, deviation: str | None = None, **throttled_s: float
+) -> IterationRecord:
     """An iteration of 4 s whose computations took `ratio` times as long as planned."""
     return IterationRecord(
         iteration=0,
@@ -28,7 +36,9 @@ def ran(ratio: float, planned_s: float = 2.0, deviation: str | None = None, **th
     )
 
 
-def reports(rows: list[IterationRecord], usual: float | None = 1.0) -> list[tuple[int, StragglerDetection]]:
+def reports(
+    rows: list[IterationRecord], usual: float | None = 1.0
+) -> list[tuple[int, StragglerDetection]]:
     """Return (index of the iteration, what was reported after it)."""
     watch, found = StragglerDetector(usual), []
     for place, row in enumerate(rows):
@@ -39,13 +49,18 @@ def reports(rows: list[IterationRecord], usual: float | None = 1.0) -> list[tupl
 
 
 RATIOS = st.lists(
-    st.tuples(st.sampled_from((0.9, 1.0, 1.01, 1.03, 1.049, 1.06, 1.1, 1.5, 3.0)), st.integers(1, 12)), max_size=12
+    st.tuples(
+        st.sampled_from((0.9, 1.0, 1.01, 1.03, 1.049, 1.06, 1.1, 1.5, 3.0)), st.integers(1, 12)
+    ),
+    max_size=12,
 ).map(lambda runs: [ratio for ratio, times in runs for _ in range(times)])
 
 
 @settings(fixed, max_examples=200)
 @given(RATIOS)
-def test_every_report_has_so_many_iterations_in_a_row_behind_it_and_none_is_missed(ratios: list[float]):
+def test_every_report_has_so_many_iterations_in_a_row_behind_it_and_none_is_missed(
+    ratios: list[float],
+):
     found = dict(reports([ran(ratio) for ratio in ratios]))
     reported = 1.0
     for place in range(len(ratios)):
@@ -67,7 +82,9 @@ def test_every_report_has_so_many_iterations_in_a_row_behind_it_and_none_is_miss
 
 @settings(fixed, max_examples=50)
 @given(st.floats(0.2, 5.0), RATIOS)
-def test_what_is_usual_is_learned_so_that_only_what_changes_counts(usual: float, ratios: list[float]):
+def test_what_is_usual_is_learned_so_that_only_what_changes_counts(
+    usual: float, ratios: list[float]
+):
     rows = [ran(usual)] * ENOUGH + [ran(usual * ratio) for ratio in ratios]
     learned = reports(rows, None)
     expected = reports([ran(ratio) for ratio in ratios])
@@ -80,7 +97,9 @@ def test_what_is_usual_is_learned_so_that_only_what_changes_counts(usual: float,
 
 @settings(fixed, max_examples=50)
 @given(RATIOS, st.data())
-def test_iterations_that_did_not_run_as_planned_say_nothing(ratios: list[float], data: st.DataObject):
+def test_iterations_that_did_not_run_as_planned_say_nothing(
+    ratios: list[float], data: st.DataObject
+):
     rows = [ran(ratio) for ratio in ratios]
     with_others = [*rows]
     for place in sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=5)), reverse=True):
@@ -91,10 +110,18 @@ def test_iterations_that_did_not_run_as_planned_say_nothing(ratios: list[float],
 def test_the_reason_is_what_the_counters_say():
     slow = [ran(1.2, sw_thermal=1.0, sw_power_cap=3.0, hw_thermal=0.1)] * ENOUGH
     assert reports(slow) == [
-        (ENOUGH - 1, StragglerDetection(1.2, "throttled: sw-power-cap 75 % of the time, sw-thermal 25 % of the time"))
+        (
+            ENOUGH - 1,
+            StragglerDetection(
+                1.2, "throttled: sw-power-cap 75 % of the time, sw-thermal 25 % of the time"
+            ),
+        )
     ]
     assert reports([ran(1.2)] * 9) == [
-        (ENOUGH - 1, StragglerDetection(1.2, "its computations take longer; no throttling was counted"))
+        (
+            ENOUGH - 1,
+            StragglerDetection(1.2, "its computations take longer; no throttling was counted"),
+        )
     ]
 
 
@@ -103,4 +130,6 @@ def test_a_gpu_that_is_held_back_from_the_start_is_judged_by_the_profile():
     found = reports([held] * 7 + [free] * 20, None)
     assert [place for place, _ in found] == [ENOUGH - 1, 7 + 2 * ENOUGH - 1]
     assert [each.slowdown for _, each in found] == [1.3, 1.0]
-    assert reports([ran(1.3, sw_power_cap=4.0)] * 20, None) == []  # at its power limit, like many GPUs all the time
+    assert (
+        reports([ran(1.3, sw_power_cap=4.0)] * 20, None) == []
+    )  # at its power limit, like many GPUs all the time

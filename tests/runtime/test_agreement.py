@@ -37,7 +37,9 @@ NEWER = Rejection("a newer plan was proposed before this one")
 
 
 class Job:
-    """Ranks on one thread, which look when the test says so; all but `readers` look at the store themselves."""
+    """Ranks on one thread, which look when the test says so; all but `readers` look at the store
+    themselves.
+    """
 
     def __init__(self, size: int = 4, store: Any = None, readers: int = 0, nodes: int = 1):
         self.store = store or HashStore()
@@ -119,7 +121,11 @@ def test_the_newest_of_several_proposals_is_taken():
     mine, newer = job.agreements[0].propose(b"mine"), job.agreements[0].propose(b"newer")
     other = job.agreements[2].propose(b"other")
     job.run(5)
-    assert (mine.outcome, newer.outcome, other.outcome) == (NEWER, Acceptance(2, 8), Acceptance(3, 8))
+    assert (mine.outcome, newer.outcome, other.outcome) == (
+        NEWER,
+        Acceptance(2, 8),
+        Acceptance(3, 8),
+    )
     job.run(6)
     assert job.run(8) == [3, 3, 3, 3]
 
@@ -210,7 +216,9 @@ def test_a_store_that_has_forgotten_is_lost():
     job.run(5)
     job.store.delete_key("state")
     job.run(6)
-    expected = "the job's store can no longer be used (the store has lost what the ranks had agreed on): "
+    expected = (
+        "the job's store can no longer be used (the store has lost what the ranks had agreed on): "
+    )
     assert all(str(agreement.lost).startswith(expected) for agreement in job.agreements)
     assert job.run(8) == [2, 2]
 
@@ -220,7 +228,9 @@ def test_a_plan_that_no_store_takes_is_refused_at_once():
     noise = random.Random(0).randbytes(LONGEST_PLAN_BYTES + 1)
     outcome = job.agreements[0].propose(noise).outcome
     assert isinstance(outcome, Rejection)
-    assert f"the job's store takes {LONGEST_PLAN_BYTES}; plan for fewer microbatches" in outcome.text
+    assert (
+        f"the job's store takes {LONGEST_PLAN_BYTES}; plan for fewer microbatches" in outcome.text
+    )
 
 
 def test_many_switches_leave_nothing_behind():
@@ -287,7 +297,9 @@ def test_a_store_that_cannot_be_cloned_is_used_as_it_is():
 @pytest.mark.parametrize("program", ["over_tcp", "over_file", "over_hash"])
 def test_real_ranks_come_to_the_plan_though_one_stands_still(program: str, tmp_path: Path):
     arguments = [str(tmp_path / "store")] if program == "over_file" else []
-    everyone = ranks(f"agreement_programs:{program}", 1 if program == "over_hash" else 4, tmp_path, *arguments)
+    everyone = ranks(
+        f"agreement_programs:{program}", 1 if program == "over_hash" else 4, tmp_path, *arguments
+    )
     assert [each.code for each in everyone] == [0] * len(everyone), everyone
     said = [json.loads(each.stdout) for each in everyone]
     versions: list[list[int]] = said[0] if program == "over_hash" else said

@@ -1,4 +1,6 @@
-"""In any order of store operations there is one order of versions, all ranks come to the last, and none waits."""
+"""In any order of store operations there is one order of versions, all ranks come to the last,
+and none waits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from perseus_planner.runtime.switching.shared_state import AgreedState
 
 NODES = (1, 2)  #: ranks of each node
 RANKS = range(sum(NODES))
-STEPS = {f"step {times}": lambda world, rank, times=times: world.step(rank, times) for times in (1, 2, 3, 7)}
+STEPS = {
+    f"step {times}": lambda world, rank, times=times: world.step(rank, times)
+    for times in (1, 2, 3, 7)
+}
 OTHERS = {
     "begin": World.begin,
     "propose": World.propose,
@@ -30,7 +35,15 @@ OTHERS = {
 }
 FAULTS = {"kill": World.kill, "lose": World.lose}
 ACTIONS = {**STEPS, **OTHERS, **FAULTS}
-WEIGHTS = {"step 1": 20, "step 2": 10, "step 3": 10, "step 7": 10, "begin": 30, "propose": 3, "wait": 5}
+WEIGHTS = {
+    "step 1": 20,
+    "step 2": 10,
+    "step 3": 10,
+    "step 7": 10,
+    "begin": 30,
+    "propose": 3,
+    "wait": 5,
+}
 
 Happening = tuple[str, int]
 """What happens next, to which rank."""

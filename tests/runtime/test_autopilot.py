@@ -1,4 +1,6 @@
-"""The autopilot in small worlds in virtual time: what it learns, what that costs, and what it does in bad ones."""
+"""The autopilot in small worlds in virtual time: what it learns, what that costs, and what it
+does in bad ones.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from perseus_planner import Profile
 from perseus_planner.errors import UsageError
 from perseus_planner.profiles.clock_changes import changes_per_rank
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings, ComputationObservation, RankObservation
+from perseus_planner.runtime.autopilot import (
+    Autopilot,
+    AutopilotSettings,
+    ComputationObservation,
+    RankObservation,
+)
 
 TRUTH = smooth_profile(3, step_mhz=45)
 LARGER = smooth_profile(4, step_mhz=45)  #: with 8 microbatches
@@ -30,7 +37,9 @@ def scaled(profile: Profile, stage: int, factor: float) -> Profile:
     return replace(
         profile,
         measurements={
-            key: tuple(Measurement(m.clock_mhz, m.time_s * factor, m.energy_j * factor) for m in rows)
+            key: tuple(
+                Measurement(m.clock_mhz, m.time_s * factor, m.energy_j * factor) for m in rows
+            )
             if key[0] == stage
             else rows
             for key, rows in profile.measurements.items()
@@ -45,7 +54,14 @@ def trained() -> Training:
 
 def test_it_saves_energy_within_the_agreed_time(trained: Training):
     full_s, full_j = steady(LARGER, job_of(LARGER, 8).iteration, Physics(), full_clocks(LARGER, 8))
-    given_all = train(LARGER, 4, microbatches=8, prior=LARGER, settings=AutopilotSettings(learn=False), physics=QUIET)
+    given_all = train(
+        LARGER,
+        4,
+        microbatches=8,
+        prior=LARGER,
+        settings=AutopilotSettings(learn=False),
+        physics=QUIET,
+    )
     assert given_all.decisions[-1].phase == "following"
     best = given_all.saved()
     assert best > 0.04
@@ -67,7 +83,9 @@ def test_iterations_at_full_clocks_come_first_then_trials(trained: Training):
 
 
 def test_where_there_are_many_clocks_it_goes_on_trying_many():
-    trials = [each.trials for each in train(smooth_profile(2, step_mhz=9), 15, microbatches=4).decisions]
+    trials = [
+        each.trials for each in train(smooth_profile(2, step_mhz=9), 15, microbatches=4).decisions
+    ]
     assert trials[14] > max(trials) / 2
 
 
@@ -103,7 +121,11 @@ def test_the_reference_is_what_iterations_at_full_clocks_took_and_not_what_learn
     assert ledger is not None
     phases = [decision.phase for decision in done.decisions]
     assert phases.count("reference") + phases.count("audit") < 8
-    full_s = [ran.time_s for ran, each in zip(done.ran[:-1], done.decisions, strict=False) if each.version == 0]
+    full_s = [
+        ran.time_s
+        for ran, each in zip(done.ran[:-1], done.decisions, strict=False)
+        if each.version == 0
+    ]
     assert ledger.reference_s == pytest.approx(median(full_s), rel=1e-12)
     assert (done.autopilot._learner.times.factor == 1.0).all()  # no GPU became slower
 
@@ -111,7 +133,9 @@ def test_the_reference_is_what_iterations_at_full_clocks_took_and_not_what_learn
 @pytest.mark.parametrize("most", [0, 3])
 def test_no_gpu_changes_its_clock_more_often_than_allowed_trials_and_joins_included(most: int):
     done = train(TRUTH, 8, settings=AutopilotSettings(max_changes=most))
-    assert max(ran.changes for ran in done.ran) <= max(most, 1)  # a join of two constant programs is a change
+    assert max(ran.changes for ran in done.ran) <= max(
+        most, 1
+    )  # a join of two constant programs is a change
     counts = [changes_per_rank(clocks) for programs in done.programs for clocks in programs[0]]
     assert max(counts) <= most
 
@@ -141,7 +165,11 @@ def test_a_stage_that_becomes_slower_is_planned_for_at_once(late: int):
 
     done = train(TRUTH, 21 + late, late=late, before=before)
     full_s, full_j = steady(slower, job_of(TRUTH, 6).iteration, Physics(), full_clocks(slower))
-    late_ones = [number for number, ran in enumerate(done.ran) if number >= at and ran.time_s > 1.005 * full_s]
+    late_ones = [
+        number
+        for number, ran in enumerate(done.ran)
+        if number >= at and ran.time_s > 1.005 * full_s
+    ]
     assert len(late_ones) <= 2
     assert all(ledger is not None and not ledger.is_overdrawn for ledger in done.ledgers)
     assert done.decisions[-1].ledger is not None
@@ -154,9 +182,13 @@ def test_rows_that_become_slower_while_others_do_not_are_learnt_anew():
     """As after a lower power limit, which holds only the highest clocks back."""
 
     def limited(rows: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
-        return tuple(replace(m, time_s=m.time_s * (1.06 if m.clock_mhz > 1300 else 1.0)) for m in rows)
+        return tuple(
+            replace(m, time_s=m.time_s * (1.06 if m.clock_mhz > 1300 else 1.0)) for m in rows
+        )
 
-    after = replace(TRUTH, measurements={key: limited(rows) for key, rows in TRUTH.measurements.items()})
+    after = replace(
+        TRUTH, measurements={key: limited(rows) for key, rows in TRUTH.measurements.items()}
+    )
     job = job_of(TRUTH, 6)
     world, autopilot = World(TRUTH, job.iteration, Physics()), Autopilot(job_of(TRUTH, 6))
     for _ in range(6):
@@ -179,7 +211,9 @@ def test_a_replica_that_is_slower_has_a_plan_of_its_own_and_the_others_slow_down
 
     done = train(TRUTH, 14, pipelines=2, before=before)
     slow, fast = done.programs[-1]
-    assert np.mean([np.mean(clocks) for clocks in fast]) < np.mean([np.mean(clocks) for clocks in slow])
+    assert np.mean([np.mean(clocks) for clocks in fast]) < np.mean(
+        [np.mean(clocks) for clocks in slow]
+    )
 
 
 def test_pipelines_that_wait_for_a_slower_one_slow_down_until_it_is_over():
@@ -197,7 +231,9 @@ def test_pipelines_that_wait_for_a_slower_one_slow_down_until_it_is_over():
         phases.append(decision.phase)
         times_s.append(ran.time_s)
         if number == 9:
-            mine, others = (np.mean([np.mean(rank) for rank in clocks]) for clocks in decision.clocks)
+            mine, others = (
+                np.mean([np.mean(rank) for rank in clocks]) for clocks in decision.clocks
+            )
             assert mine > 1.05 * others
     full_s = times_s[0]
     assert max(times_s[2:6] + times_s[13:]) < 1.01 * full_s
@@ -227,7 +263,9 @@ def test_an_audit_runs_at_full_clocks(monkeypatch: pytest.MonkeyPatch):
     done = train(TRUTH, 12, prior=TRUTH)
     audits = [number for number, each in enumerate(done.decisions) if each.phase == "audit"]
     assert audits == [5, 10]
-    assert all(clock == 1410 for number in audits for rank in done.programs[number][0] for clock in rank)
+    assert all(
+        clock == 1410 for number in audits for rank in done.programs[number][0] for clock in rank
+    )
 
 
 def test_a_throttled_iteration_teaches_nothing():
@@ -238,18 +276,26 @@ def test_a_throttled_iteration_teaches_nothing():
         autopilot.observe(world.run(world.full()).observations)
     before = autopilot.learned()
     world.set_truth(scaled(TRUTH, 1, 1.5))
-    autopilot.observe([each._replace(throttled_s=1.0) for each in world.run(world.full()).observations])
+    autopilot.observe(
+        [each._replace(throttled_s=1.0) for each in world.run(world.full()).observations]
+    )
     assert autopilot.learned() == before
 
 
 def test_observations_that_do_not_fit_are_refused():
     autopilot = Autopilot(job_of(TRUTH, 6))
     seen = RankObservation(0, 0, 0, 0, 1.0, (ComputationObservation(0.0, 0.1, 1410),))
-    with pytest.raises(UsageError, match=r"^observations, rank 0: has 1 computations and its program 12; give one"):
+    with pytest.raises(
+        UsageError, match=r"^observations, rank 0: has 1 computations and its program 12; give one"
+    ):
         autopilot.observe([seen])
-    with pytest.raises(UsageError, match=r"^observations: are of more than one iteration; give those of one"):
+    with pytest.raises(
+        UsageError, match=r"^observations: are of more than one iteration; give those of one"
+    ):
         autopilot.observe([seen, seen._replace(iteration=1)])
-    with pytest.raises(UsageError, match=r"^the autopilot has not observed all stages at full clocks; there is no"):
+    with pytest.raises(
+        UsageError, match=r"^the autopilot has not observed all stages at full clocks; there is no"
+    ):
         autopilot.learned()
 
 
@@ -261,14 +307,24 @@ def test_observations_that_do_not_fit_are_refused():
     late=st.integers(1, 3),
     slowdown=st.sampled_from([1.0, 1.05]),
 )
-def test_the_guarantee_holds_whatever_clocks_cost(seed: int, over: float, worse_from: int, late: int, slowdown: float):
-    """Rows far over the bound, steps, and lower clocks that become slower meanwhile; the reference is right."""
+def test_the_guarantee_holds_whatever_clocks_cost(
+    seed: int, over: float, worse_from: int, late: int, slowdown: float
+):
+    """Rows far over the bound, steps, and lower clocks that become slower meanwhile; the
+    reference is right.
+    """
     random = np.random.default_rng(seed)
 
     def adverse(factor: float) -> Profile:
         table = {}
         for key, rows in smooth_profile(2, step_mhz=90).measurements.items():
-            slower = [1.0, *(1 + (random.uniform(0.15, 0.3) if random.random() < over else 0.0) for _ in rows[1:])]
+            slower = [
+                1.0,
+                *(
+                    1 + (random.uniform(0.15, 0.3) if random.random() < over else 0.0)
+                    for _ in rows[1:]
+                ),
+            ]
             table[key] = tuple(
                 Measurement(m.clock_mhz, m.time_s * s * (factor if i else 1.0), m.energy_j * s)
                 for i, (m, s) in enumerate(zip(rows, slower, strict=True))
@@ -283,7 +339,9 @@ def test_the_guarantee_holds_whatever_clocks_cost(seed: int, over: float, worse_
 
     settings = AutopilotSettings(slowdown=slowdown, seed=seed)
     physics = Physics(jitter=0.0)
-    done = train(truth, 11, microbatches=4, late=late, settings=settings, physics=physics, before=before)
+    done = train(
+        truth, 11, microbatches=4, late=late, settings=settings, physics=physics, before=before
+    )
     full_s = done.ran[0].time_s
     share = slowdown + settings.max_slowdown
     total_s, tripping_s = 0.0, 0.0

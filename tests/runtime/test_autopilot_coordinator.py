@@ -1,4 +1,6 @@
-"""Rank 0's part in the autopilot: which keys it reads, what it passes on, and what follows when the process ends."""
+"""Rank 0's part in the autopilot: which keys it reads, what it passes on, and what follows when
+the process ends.
+"""
 # ruff: noqa: TID253 - these tests are there for torch
 
 from __future__ import annotations
@@ -73,7 +75,10 @@ class Job:
     """Pipelines of one rank, rank 0's part in the autopilot, and what it does."""
 
     def __init__(
-        self, pipelines: int, monkeypatch: pytest.MonkeyPatch, exchange: ServiceExchange | None = None
+        self,
+        pipelines: int,
+        monkeypatch: pytest.MonkeyPatch,
+        exchange: ServiceExchange | None = None,
     ) -> None:
         self.exchange = exchange
         self.store, self.now_s, self.begun = Store(), 0.0, -1
@@ -112,7 +117,9 @@ class Job:
 
     def observe(self, rank: int, iteration: int, order: list[tuple[int, str, int]] = ORDER) -> None:
         self.store.set(rank_key(rank), json.dumps({"order": order, "gpu": None}))
-        self.store.set(observed_key(rank), Frame(rank, order_number(order), iteration, 0, 1.0).pack())
+        self.store.set(
+            observed_key(rank), Frame(rank, order_number(order), iteration, 0, 1.0).pack()
+        )
 
     def look(self) -> list[tuple[bytes, bytes]]:
         """Look once; return what the process is told."""
@@ -131,7 +138,9 @@ def test_an_iteration_is_passed_on_once_when_all_have_told_it(monkeypatch: pytes
     job.observe(1, 0)
     (first, told), (second, observed) = job.look()
     assert (first, second) == (JOB, OBSERVED)
-    assert JobDescription.loads(told).told == {0: {"order": [list(each) for each in ORDER], "gpu": None}}
+    assert JobDescription.loads(told).told == {
+        0: {"order": [list(each) for each in ORDER], "gpu": None}
+    }
     since, frames = read_observed(observed)
     assert (since, [frame.rank for frame in frames]) == (3, [0, 1])
     reads = len(job.store.read)
@@ -142,7 +151,9 @@ def test_an_iteration_is_passed_on_once_when_all_have_told_it(monkeypatch: pytes
 def test_another_order_is_told_when_all_pipelines_run_it(monkeypatch: pytest.MonkeyPatch):
     job = Job(2, monkeypatch)
     kinds = []
-    for iteration, orders in enumerate([(ORDER, ORDER), (OTHER, ORDER), (OTHER, OTHER), (OTHER, OTHER)]):
+    for iteration, orders in enumerate(
+        [(ORDER, ORDER), (OTHER, ORDER), (OTHER, OTHER), (OTHER, OTHER)]
+    ):
         assert job.warned == []
         for rank, order in enumerate(orders):
             job.observe(rank, iteration, order)
@@ -151,7 +162,9 @@ def test_another_order_is_told_when_all_pipelines_run_it(monkeypatch: pytest.Mon
     assert kinds == [[JOB, OBSERVED], [OBSERVED], [JOB, OBSERVED], [OBSERVED]]
 
 
-def test_pipelines_that_go_on_running_different_orders_are_warned_of_once(monkeypatch: pytest.MonkeyPatch):
+def test_pipelines_that_go_on_running_different_orders_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
     job = Job(2, monkeypatch)
     for iteration in range(10):
         for rank, order in enumerate([ORDER, OTHER]):
@@ -160,8 +173,8 @@ def test_pipelines_that_go_on_running_different_orders_are_warned_of_once(monkey
         assert [kind for kind, _ in job.look()] == [OBSERVED]
         assert bool(job.warned) == (iteration >= module.DIFFERING)
     assert set(job.warned) == {
-        "the pipelines of this job run different orders of computations, which the autopilot cannot plan; training "
-        "goes on as it did before"
+        "the pipelines of this job run different orders of computations, which the autopilot "
+        "cannot plan; training goes on as it did before"
     }
 
 
@@ -177,7 +190,9 @@ def test_in_a_large_job_only_those_whose_turn_it_is_are_read(monkeypatch: pytest
     assert job.store.read == [50] * 8
 
 
-def test_what_the_service_knows_is_awaited_for_a_while_and_what_it_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
+def test_what_the_service_knows_is_awaited_for_a_while_and_what_it_says_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
     exchange = ServiceExchange()
     job = Job(1, monkeypatch, exchange)
     job.look()
@@ -192,7 +207,10 @@ def test_what_the_service_knows_is_awaited_for_a_while_and_what_it_says_is_passe
     exchange.waits_s = (1.25,)
     assert [job.look(), job.look()] == [[(WAITS, b"[1.25]")], []]
     learnt = {"profile_csv": "c", "profile_yaml": "y", "schedule": "s", "rows": 4, "time_s": 1.0}
-    job.started[0].replies = [(LEARNT, json.dumps(learnt).encode()), (STATUS, b'{"phase": "learning"}')]
+    job.started[0].replies = [
+        (LEARNT, json.dumps(learnt).encode()),
+        (STATUS, b'{"phase": "learning"}'),
+    ]
     job.look()
     assert exchange.learnt == Learnt(**learnt)
     assert exchange.status.phase == "learning"
@@ -212,7 +230,9 @@ def test_what_the_service_knows_is_awaited_for_a_while_and_what_it_says_is_passe
     assert away.exchange.key == key  # it runs another number of microbatches, which does not matter
 
 
-def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_pause(monkeypatch: pytest.MonkeyPatch):
+def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+):
     job = Job(1, monkeypatch)
     job.look()
     job.started[0].replies = [(PROGRAMS, b"programs")]

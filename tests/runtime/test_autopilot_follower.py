@@ -39,7 +39,13 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     JobDescription,
     observed_message,
 )
-from perseus_planner.runtime.autopilot.ranks.observer import SETTLE_NS, ObservedGpu, Observer, observed_key, rank_key
+from perseus_planner.runtime.autopilot.ranks.observer import (
+    SETTLE_NS,
+    ObservedGpu,
+    Observer,
+    observed_key,
+    rank_key,
+)
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
 from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
@@ -53,13 +59,19 @@ TOP_MHZ = 1410
 MS = 1_000_000
 
 
-def programs(clocks: Sequence[Sequence[Sequence[int]]], decision: int = 1, ledger: Ledger | None = None) -> Programs:
+def programs(
+    clocks: Sequence[Sequence[Sequence[int]]], decision: int = 1, ledger: Ledger | None = None
+) -> Programs:
     """Return programs of one clock for each computation of each rank, of each pipeline."""
     of_pipelines = tuple(tuple(map(tuple, pipeline)) for pipeline in clocks)
-    return Programs(decision, tuple(ORDERS), of_pipelines, TOP_MHZ, 0.5, ledger, AutopilotStatus("learning", 7))
+    return Programs(
+        decision, tuple(ORDERS), of_pipelines, TOP_MHZ, 0.5, ledger, AutopilotStatus("learning", 7)
+    )
 
 
-CLOCKS = st.tuples(*(st.lists(st.sampled_from([1410, 1200, 210]), min_size=6, max_size=6) for _ in RANKS))
+CLOCKS = st.tuples(
+    *(st.lists(st.sampled_from([1410, 1200, 210]), min_size=6, max_size=6) for _ in RANKS)
+)
 
 
 @given(st.lists(CLOCKS, min_size=1, max_size=3))
@@ -102,8 +114,14 @@ class Follower:
         self.ends.append((iteration, program, deviation))
 
 
-def trained(given: Sequence[RankProgram | None], runs: Sequence[Sequence[Computation]], times_s: Sequence[float]):
-    """Run iterations on a rank that the autopilot pilots; return the rank, and the clocks asked for in each."""
+def trained(
+    given: Sequence[RankProgram | None],
+    runs: Sequence[Sequence[Computation]],
+    times_s: Sequence[float],
+):
+    """Run iterations on a rank that the autopilot pilots; return the rank, and the clocks asked
+    for in each.
+    """
     source, shared, asked = ProgramFollower(), memoryview(bytearray(8)).cast("Q"), []
     marks = HostMarks(shared)
     lasting = iter(times_s)
@@ -123,13 +141,17 @@ def trained(given: Sequence[RankProgram | None], runs: Sequence[Sequence[Computa
 
 def test_a_rank_whose_ledger_is_overdrawn_runs_the_next_iteration_at_full_clocks_until_it_is_paid():
     ledger = Ledger(1.0, max_slowdown=0.01, burst_s=0.02)
-    program = Programs.program_of(programs([[[1200] * 6] * 2], ledger=ledger).dumps(), 2, 0, 0, ORDERS)
+    program = Programs.program_of(
+        programs([[[1200] * 6] * 2], ledger=ledger).dumps(), 2, 0, 0, ORDERS
+    )
     times_s = [1.0, 1.05, 1.0, 1.0, 1.0, 1.0]
     source, asked = trained([program] * 6, [RANKS[0]] * 6, times_s)
     full = [clocks[1] == TOP_MHZ for clocks in asked]
     assert full == [False, False, True, True, False, False]
     assert [set(clocks[1:]) for clocks in asked] == [{TOP_MHZ} if each else {1200} for each in full]
-    assert [each.program.decision for each in source.ended if each.program] == [0 if each else 1 for each in full]
+    assert [each.program.decision for each in source.ended if each.program] == [
+        0 if each else 1 for each in full
+    ]
 
 
 def test_a_rank_that_is_not_the_first_overlooks_that_an_iteration_ends_later_than_its_pipeline():
@@ -151,7 +173,9 @@ def test_a_newer_program_brings_terms_that_count_the_iterations_before():
     old = Ledger(1.0, max_slowdown=0.01, burst_s=0.02)
     new = Ledger(2.0, max_slowdown=0.01, burst_s=0.02, owed_s=0.01, last=0)
     first, second = (
-        Programs.program_of(programs([[[1200] * 6] * 2], ledger=ledger).dumps(), version, 0, 0, ORDERS)
+        Programs.program_of(
+            programs([[[1200] * 6] * 2], ledger=ledger).dumps(), version, 0, 0, ORDERS
+        )
         for version, ledger in enumerate((old, new), 2)
     )
     source, _ = trained([first, second], [RANKS[0]] * 2, [1.02, 2.0])
@@ -245,7 +269,9 @@ def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     assert frame.throttled_s == pytest.approx(0.1)
     assert frame.changes == ((0.0, 1200), (0.025, 900))
     assert frame.spans_s[:4] == (0.0, 0.01, 0.01, 0.02)
-    observer.take(times[2:], [])  # a sample is missing: the iteration is told without energy once the next has ended
+    observer.take(
+        times[2:], []
+    )  # a sample is missing: the iteration is told without energy once the next has ended
     frame = Frame.unpack(store.get(observed_key(3)))
     assert (frame.iteration, frame.energy_j, frame.changes) == (2, None, ((0.0, 900),))
 
@@ -254,8 +280,15 @@ def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     ("pipelines", "ranks", "gpus", "every", "observing"),
     [(1, 4, 1, 1, 4), (4, 2, 1, 1, 8), (2, 2, 3, 1, 4), (40, 8, 1, 5, 64), (3, 100, 1, 3, 100)],
 )
-def test_in_large_jobs_pipelines_take_turns(pipelines: int, ranks: int, gpus: int, every: int, observing: int):
-    everyone = [(pipeline, rank) for pipeline in range(pipelines) for rank in range(ranks) for _ in range(gpus)]
+def test_in_large_jobs_pipelines_take_turns(
+    pipelines: int, ranks: int, gpus: int, every: int, observing: int
+):
+    everyone = [
+        (pipeline, rank)
+        for pipeline in range(pipelines)
+        for rank in range(ranks)
+        for _ in range(gpus)
+    ]
     places = Places.among(everyone)
     assert (places.pipelines, places.gpus_per_stage, places.every) == (pipelines, gpus, every)
     turns = [places.observed_in(iteration) for iteration in range(every)]
@@ -266,17 +299,24 @@ def test_in_large_jobs_pipelines_take_turns(pipelines: int, ranks: int, gpus: in
 def description(state: Path | None = None, **changed: object) -> JobDescription:
     """Return a job of one pipeline on a GPU with three clocks."""
     told = {
-        rank: {"order": [tuple(each) for each in order], "gpu": ["a GPU", "simulated", [1410, 1200, 900]]}
+        rank: {
+            "order": [tuple(each) for each in order],
+            "gpu": ["a GPU", "simulated", [1410, 1200, 900]],
+        }
         for rank, order in enumerate(RANKS)
     }
     settings = {"slowdown": 1.5, "max_slowdown": 0.005, "max_changes": 8, "learn": True, "seed": 0}
     places = {0: (0, 0), 1: (0, 1)}
-    job = JobDescription(settings, places, 1, 1, told, sets_clocks=True, state=None if state is None else str(state))
+    job = JobDescription(
+        settings, places, 1, 1, told, sets_clocks=True, state=None if state is None else str(state)
+    )
     return replace(job, **changed)
 
 
 def observed(iteration: int, decision: int, clocks: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
-    """Return the message of an iteration in which each computation takes 0.1 s at the top, and as much more below."""
+    """Return the message of an iteration in which each computation takes 0.1 s at the top, and
+    as much more below.
+    """
     frames = []
     for rank, (order, mhz) in enumerate(zip(RANKS, clocks, strict=True)):
         ends, spans, changes = 0.0, list[float](), list[tuple[float, int]]()
@@ -304,11 +344,16 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
         assert status.iteration == iteration + 2
         seen.add(status.phase)
         if PROGRAMS in dict(replies):
-            ran = [Programs.program_of(dict(replies)[PROGRAMS], 2, 0, rank, ORDERS) for rank in range(2)]
+            ran = [
+                Programs.program_of(dict(replies)[PROGRAMS], 2, 0, rank, ORDERS)
+                for rank in range(2)
+            ]
             clocks, decision = [list(each.clocks) for each in ran], ran[0].decision
     assert "learning" in seen
     assert ran[0].busy_s is not None
-    assert ran[0].busy_s == pytest.approx(sum(0.1 * TOP_MHZ / clock for clock in ran[0].clocks), rel=0.1)
+    assert ran[0].busy_s == pytest.approx(
+        sum(0.1 * TOP_MHZ / clock for clock in ran[0].clocks), rel=0.1
+    )
     assert planner.save() == []
     assert planner._autopilot is not None
     assert planner._autopilot.job.clock_change.call_s == 0.02  # as the ranks measured
@@ -318,9 +363,14 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
     replies = Planner().take([(JOB, description(state).dumps())])
     assert f"rows that were learnt before, from {state}" in replies[0][1].decode()
     told = description(state).told
-    other = {rank: {**each, "gpu": ["another", "simulated", [1410, 1200]]} for rank, each in told.items()}
+    other = {
+        rank: {**each, "gpu": ["another", "simulated", [1410, 1200]]} for rank, each in told.items()
+    }
     replies = Planner().take([(JOB, description(state, told=other).dumps())])
-    text = f"what was learnt before is not used: {state} is of the GPU 'a GPU', and this job has 'another'"
+    text = (
+        f"what was learnt before is not used: {state} is of the GPU 'a GPU', and this job has "
+        "'another'"
+    )
     assert replies[0] == (LOG, text.encode())
 
 
@@ -339,7 +389,10 @@ def test_a_service_is_told_what_is_learnt_and_its_profile_begins_the_next_job():
     assert learnt.time_s > 0.6
     known = (learnt.profile_csv, learnt.profile_yaml)
     replies = Planner().take([(JOB, description(known=known).dumps())])
-    assert replies[0] == (LOG, b"the autopilot begins with 4 rows that were learnt before, from the service")
+    assert replies[0] == (
+        LOG,
+        b"the autopilot begins with 4 rows that were learnt before, from the service",
+    )
     (last,) = (content for kind, content in planner.save() if kind == LEARNT)
     assert Learnt(**json.loads(last)).rows == 4
 
@@ -350,7 +403,10 @@ def test_there_is_a_line_a_minute_while_clocks_are_tried_and_then_silence():
     for second in range(0, 1000, 10):
         clock.return_value = float(second)
         trials = int(second < 300 or 700 <= second < 720)  # and again, as a stage has changed
-        lines += [float(second) for _ in planner._log(AutopilotStatus("learning", 1, 1.0, 0.1, trials=trials))]
+        lines += [
+            float(second)
+            for _ in planner._log(AutopilotStatus("learning", 1, 1.0, 0.1, trials=trials))
+        ]
     assert lines == [0.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 700.0, 760.0, 820.0]
 
 
@@ -388,7 +444,9 @@ def test_another_order_is_planned_with_what_is_known():
     program = Programs.program_of(replies[PROGRAMS], 2, 0, 1, longer)
     assert (program.microbatches, program.decision) == (5, 0)
     assert LOG not in replies or b"not used" not in replies[LOG]
-    assert planner.take([observed(3, 0, [[TOP_MHZ] * 6] * 2)])  # ranks that still run the other order teach nothing
+    assert planner.take(
+        [observed(3, 0, [[TOP_MHZ] * 6] * 2)]
+    )  # ranks that still run the other order teach nothing
     profile = planner._learned()
     assert profile is not None
     times_s = [row.time_s for rows in profile.measurements.values() for row in rows]
@@ -396,7 +454,10 @@ def test_another_order_is_planned_with_what_is_known():
 
 
 def test_the_planner_says_what_it_cannot_plan():
-    told = {rank: {"order": [tuple(each) for each in order[1:]], "gpu": None} for rank, order in enumerate(RANKS)}
+    told = {
+        rank: {"order": [tuple(each) for each in order[1:]], "gpu": None}
+        for rank, order in enumerate(RANKS)
+    }
     replies = dict(Planner().take([(JOB, description(told=told).dumps())]))
     assert replies[WARNING].decode().startswith("the autopilot cannot plan what this job runs: ")
     assert json.loads(replies[STATUS])["phase"] == "stopped"

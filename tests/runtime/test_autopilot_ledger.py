@@ -18,7 +18,8 @@ from perseus_planner.runtime.autopilot import Ledger
 def test_the_sum_of_iterations_is_bounded_whatever_they_take(
     iterations: list[tuple[float, float]], slowdown: float, share: float
 ):
-    """Each iteration has a time at full clocks, which counts when the ledger is overdrawn, and another one at a plan's.
+    """Each iteration has a time at full clocks, which counts when the ledger is overdrawn, and
+    another one at a plan's.
 
     The reference is right: it is the time at full clocks of each iteration.
     """
@@ -50,7 +51,9 @@ def test_terms_that_come_late_count_the_iterations_since():
     for time_s in (10.0, 11.5, 11.5, 11.5):
         own = own.add(time_s)
     assert own.is_overdrawn
-    terms = Ledger(11.5, burst_s=0.0575).add(10.0).add(11.5)  # since then it is known that the GPU became slower
+    terms = (
+        Ledger(11.5, burst_s=0.0575).add(10.0).add(11.5)
+    )  # since then it is known that the GPU became slower
     renewed = own.renewed(terms)
     assert not renewed.is_overdrawn
     assert renewed == terms.add(11.5).add(11.5)

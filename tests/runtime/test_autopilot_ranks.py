@@ -1,4 +1,6 @@
-"""Training without a plan as a whole: real engines, real ranks, the autopilot's process, and emulated GPUs."""
+"""Training without a plan as a whole: real engines, real ranks, the autopilot's process, and
+emulated GPUs.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ pytest.importorskip("torch")
         ("torch", 2),
         pytest.param(
             *("deepspeed", 4),  # two data-parallel pipelines
-            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+            marks=pytest.mark.skipif(
+                find_spec("deepspeed") is None, reason="deepspeed is not installed"
+            ),
         ),
     ],
 )
-def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(engine: str, ranks: int, tmp_path: Path):
+def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(
+    engine: str, ranks: int, tmp_path: Path
+):
     imports = ["deepspeed.pipe"] if engine == "deepspeed" else []
     for result in results_of("autopilot_programs:learns", ranks, tmp_path, engine, imports=imports):
         assert result["equal"]
@@ -61,4 +67,9 @@ def test_all_schedules_and_other_numbers_of_microbatches_are_learnt_by_watching(
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_what_megatron_runs_is_learnt_by_watching(tmp_path: Path):
     for result in results_of("megatron_programs:learned", 2, tmp_path):
-        assert result["megatron"] == {"planned": [4], "was locked": True, "after": None, "warnings": []}
+        assert result["megatron"] == {
+            "planned": [4],
+            "was locked": True,
+            "after": None,
+            "warnings": [],
+        }

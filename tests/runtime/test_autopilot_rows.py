@@ -1,4 +1,6 @@
-"""What the autopilot learns of rows: times, powers, and the replay that its plans are searched with."""
+"""What the autopilot learns of rows: times, powers, and the replay that its plans are searched
+with.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def test_the_compiled_replay_is_the_replay_of_plans(seed: int, stages: int, chan
     clocks = np.repeat(random.integers(0, len(CLOCKS), 5 * stages), 2)
     points = [profile.measurements[key] for key in dag.iteration.keys]
     tasks = [
-        Task({m.clock_mhz: m for m in rows}, rows[c].clock_mhz) for rows, c in zip(points, clocks.tolist(), strict=True)
+        Task({m.clock_mhz: m for m in rows}, rows[c].clock_mhz)
+        for rows, c in zip(points, clocks.tolist(), strict=True)
     ]
     wanted = replay_changes(dag.iteration, tasks, change, dag.rank_waiting_w, 1)
     time_s = max(wanted.ends_s)
@@ -50,8 +53,12 @@ def test_the_compiled_replay_is_the_replay_of_plans(seed: int, stages: int, chan
     laid, places = layout(dag.iteration, change, 1, waiting_w)
     keys = sorted(set(dag.iteration.keys))
     times_s = np.array([[m.time_s for m in profile.measurements[key]] for key in keys])
-    powers_w = np.array([[m.energy_j / m.time_s for m in profile.measurements[key]] for key in keys])
-    planned = end_times(dag, [rows[c].time_s for rows, c in zip(points, clocks.tolist(), strict=True)])
+    powers_w = np.array(
+        [[m.energy_j / m.time_s for m in profile.measurements[key]] for key in keys]
+    )
+    planned = end_times(
+        dag, [rows[c].time_s for rows, c in zip(points, clocks.tolist(), strict=True)]
+    )
     tail_s = np.array([max(planned) - planned[program[-1]] for program in dag.iteration.programs])
     ends_s = np.zeros(len(places))
     found_s, found_j = replay(laid, times_s, powers_w, waiting_w, clocks[places], tail_s, ends_s)
@@ -87,7 +94,9 @@ def test_a_row_that_was_not_measured_is_bounded_by_the_clock():
     tables = rows.tables(between=True)
     at = CLOCKS.index(870)
     assert tables.safe_s[0, at] == pytest.approx(0.11 * 1230 / 870, rel=0.01)
-    assert tables.doubt_s[0, at] > 1.1 * tables.safe_s[0, at]  # two rows do not tell that all keep to the bound
+    assert (
+        tables.doubt_s[0, at] > 1.1 * tables.safe_s[0, at]
+    )  # two rows do not tell that all keep to the bound
     assert np.isinf(tables.plan_s[0, at])
     assert np.isfinite(tables.plan_s[0, CLOCKS.index(1230)])
 
@@ -139,7 +148,9 @@ def test_a_trial_is_where_it_measures_the_most_new_rows():
     program[first] = 3  # a phase of one forward, whose clock is the nearest to the wanted one
     random = np.random.default_rng(1)
     wanted, limits = [[], [4]], [(costs, 2 * search.replay(program, costs)[0])]
-    trial, tried = search.with_trials(program, limits, wanted, ~known[[forward, backward]], known, random)
+    trial, tried = search.with_trials(
+        program, limits, wanted, ~known[[forward, backward]], known, random
+    )
     assert tried == [(1, 4)]
     assert backward in search.layout.member[np.flatnonzero(trial == 4)]
 
@@ -162,5 +173,7 @@ def test_powers_are_found_from_energies_of_whole_iterations():
             powers.add(rank, seconds, 0.5, joules, 0.0)
     found_w, error_w, _ = powers.tables()
     assert np.abs(found_w / true_w - 1).max() < 0.10
-    assert np.abs(found_w / true_w - 1).mean() < 0.03  # what waiting draws is not told apart from it
+    assert (
+        np.abs(found_w / true_w - 1).mean() < 0.03
+    )  # what waiting draws is not told apart from it
     assert (np.abs(found_w - true_w) < 4 * error_w + 8).mean() > 0.95

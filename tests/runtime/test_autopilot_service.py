@@ -1,4 +1,6 @@
-"""Training without a plan beside a service: what it learns goes there, and a straggler that is reported comes back."""
+"""Training without a plan beside a service: what it learns goes there, and a straggler that is
+reported comes back.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def training(name: str, address: str, folder: Path) -> Iterator[Callable[[Callab
 
     with ThreadPoolExecutor(1) as pool:
         arguments = (str(folder / "state"), address, name)
-        ended: Future[list[Ended]] = pool.submit(ranks, "autopilot_programs:served", RANKS, folder, *arguments)
+        ended: Future[list[Ended]] = pool.submit(
+            ranks, "autopilot_programs:served", RANKS, folder, *arguments
+        )
         try:
             yield eventually
         finally:
@@ -54,11 +58,18 @@ def training(name: str, address: str, folder: Path) -> Iterator[Callable[[Callab
 def clock(folder: Path, pipeline: int) -> float:
     """Mean clock that the ranks of a pipeline run by; 0 before the first program."""
     files = [folder / f"clock-{rank}" for rank in range(RANKS) if rank % 2 == pipeline]
-    return mean(float(file.read_text()) for file in files) if all(file.exists() for file in files) else 0.0
+    return (
+        mean(float(file.read_text()) for file in files)
+        if all(file.exists() for file in files)
+        else 0.0
+    )
 
 
-@pytest.mark.soak  # in real time: beside noise of the processors the autopilot tries few clocks, sometimes for minutes
-def test_a_job_in_autopilot_is_seen_at_the_service_moves_beside_a_straggler_and_leaves_what_it_learnt(tmp_path: Path):
+# in real time: beside noise of the processors the autopilot tries few clocks, sometimes for minutes
+@pytest.mark.soak
+def test_a_job_in_autopilot_is_seen_at_the_service_moves_beside_a_straggler_and_leaves_what_it_learnt(  # noqa: E501
+    tmp_path: Path,
+):
     server, first, second = Serving(tmp_path), tmp_path / "first", tmp_path / "second"
     server.start()
     try:
@@ -67,7 +78,11 @@ def test_a_job_in_autopilot_is_seen_at_the_service_moves_beside_a_straggler_and_
 
             def learning() -> Any:
                 status = client.status("gpt")
-                return status if status.autopilot is not None and status.autopilot.saving is not None else None
+                return (
+                    status
+                    if status.autopilot is not None and status.autopilot.saving is not None
+                    else None
+                )
 
             status = eventually(learning)
             assert status.autopilot.phase in ("learning", "following", "audit", "paying")
@@ -75,16 +90,26 @@ def test_a_job_in_autopilot_is_seen_at_the_service_moves_beside_a_straggler_and_
             assert status.job.ranks == RANKS
             assert status.telemetry.iterations > 0
             assert "Autopilot: " in done(f"status gpt --service {server.address}")
-            done(f"straggler --job gpt --pipeline 1 --slowdown 1.3 --key slow --service {server.address}")
+            done(
+                "straggler --job gpt --pipeline 1 --slowdown 1.3 --key slow --service "
+                f"{server.address}"
+            )
             eventually(lambda: 0.0 < clock(first, 0) < clock(first, 1) - 50.0)
             done(f"straggler --job gpt --clear slow --service {server.address}")
             eventually(lambda: abs(clock(first, 0) - clock(first, 1)) < 50.0)
             eventually(lambda: client.status("gpt").version > 2)
-            eventually(lambda: len(client.frontier("gpt").rising_s) > 2)  # it has grown with what was learnt
+            eventually(
+                lambda: len(client.frontier("gpt").rising_s) > 2
+            )  # it has grown with what was learnt
             assert eventually(lambda: client.status("gpt").taken).version > 1
-        ((key, profile),) = sqlite3.connect(tmp_path / "service.sqlite").execute("SELECT key, profile FROM learnt")
+        ((key, profile),) = sqlite3.connect(tmp_path / "service.sqlite").execute(
+            "SELECT key, profile FROM learnt"
+        )
         assert "learnt: while training" in profile
-        with Client(server.address) as client, training("gpt", server.address, second) as eventually:
+        with (
+            Client(server.address) as client,
+            training("gpt", server.address, second) as eventually,
+        ):
             eventually(lambda: clock(second, 0))
             assert client.learnt_profile(key) is not None
             eventually(client.jobs)

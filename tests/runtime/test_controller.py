@@ -1,4 +1,6 @@
-"""The clock controller as ranks see it: the real process, with the stand-in NVML library and simulated GPUs."""
+"""The clock controller as ranks see it: the real process, with the stand-in NVML library and
+simulated GPUs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from controller_ranks import (
 from fake_nvml import StandIn
 from gpu_owners import files
 
-from perseus_planner.errors import ControllerLost, GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
+from perseus_planner.errors import (
+    ControllerLost,
+    GpuError,
+    GpuInUse,
+    GpuNotPermitted,
+    GpuNotSupported,
+)
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.runtime.controller.client import Connection, start_controller
@@ -41,16 +49,22 @@ SIMULATED = "simulated:a100-sxm"
 @pytest.fixture
 def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # for ranks in other processes
+    monkeypatch.setenv(
+        "PYTHONPATH", str(Path(__file__).parents[1] / "support")
+    )  # for ranks in other processes
     return tmp_path / "state"
 
 
 def clocks_set(nvml: StandIn, gpu: int) -> list[int]:
     """Return the clock of each call that set a GPU; 0 for resets."""
-    return [each.high for each in nvml.settings() if each.gpu == gpu and "LockedClocks" in each.function]
+    return [
+        each.high for each in nvml.settings() if each.gpu == gpu and "LockedClocks" in each.function
+    ]
 
 
-def test_every_gpu_is_set_to_what_its_rank_asks_for_and_reset_when_it_leaves(nvml: StandIn, state: Path):
+def test_every_gpu_is_set_to_what_its_rank_asks_for_and_reset_when_it_leaves(
+    nvml: StandIn, state: Path
+):
     nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 3000)
     with attached(["nvml:0", "nvml:1"]) as (first, second):
         process = process_of(first)
@@ -101,8 +115,12 @@ def test_a_change_waits_for_the_dwell_and_the_latest_value_is_set_then(nvml: Sta
 def test_the_rate_is_of_all_gpus_together(nvml: StandIn, state: Path):
     with attached(["nvml:0", "nvml:1"], max_changes_per_s=10.0) as (first, second):
         begin_ns = time.monotonic_ns()
-        changes = [set_clock(each, clock) for clock in (1200, 900, 1500) for each in (first, second)]
-        assert changes[-1].begun_ns - begin_ns >= 400_000_000  # all but one for each GPU have to wait for their turn
+        changes = [
+            set_clock(each, clock) for clock in (1200, 900, 1500) for each in (first, second)
+        ]
+        assert (
+            changes[-1].begun_ns - begin_ns >= 400_000_000
+        )  # all but one for each GPU have to wait for their turn
 
 
 def test_a_power_limit_is_set_and_put_back_to_what_it_was(nvml: StandIn, state: Path):
@@ -139,15 +157,24 @@ def test_readings_come_at_the_start_of_every_iteration_and_at_the_end(nvml: Stan
 
 
 def test_a_reading_that_the_gpu_does_not_offer_is_none():
-    faults = "&".join(f"fault=not-supported:{what}" for what in ("energy", "power", "temperature", "throttle"))
+    faults = "&".join(
+        f"fault=not-supported:{what}" for what in ("energy", "power", "temperature", "throttle")
+    )
     with attached([f"{SIMULATED}?{faults}"]) as (connection,):
         reading = awaited(connection, GpuSample)
-    assert (reading.energy_j, reading.power_w, reading.temperature_c, reading.throttled_s) == (None, None, None, {})
+    assert (reading.energy_j, reading.power_w, reading.temperature_c, reading.throttled_s) == (
+        None,
+        None,
+        None,
+        {},
+    )
     assert reading.clock_mhz == 210
 
 
 @pytest.mark.parametrize(("gpu", "control"), [("dry-run:nvml:0", "clock"), ("nvml:0", "observed")])
-def test_without_privilege_a_gpu_can_be_watched_and_nothing_is_set(nvml: StandIn, state: Path, gpu: str, control):
+def test_without_privilege_a_gpu_can_be_watched_and_nothing_is_set(
+    nvml: StandIn, state: Path, gpu: str, control
+):
     for function in ("SetGpuLockedClocks", "ResetGpuLockedClocks", "SetPowerManagementLimit"):
         nvml.fail(f"nvmlDevice{function}", 4)
     with attached([gpu], control=control) as (connection,):
@@ -175,7 +202,10 @@ def test_a_gpu_of_another_job_is_refused(nvml: StandIn, state: Path):
 def test_a_second_controller_is_refused_what_the_first_one_has(nvml: StandIn, state: Path):
     with attached(["nvml:0"]) as (connection,):
         set_clock(connection, 1200)
-        with pytest.raises(GpuInUse, match=r"perseus_planner\.runtime\.controller"), attached(["nvml:0"]):
+        with (
+            pytest.raises(GpuInUse, match=r"perseus_planner\.runtime\.controller"),
+            attached(["nvml:0"]),
+        ):
             pytest.fail("not to be reached")
         assert nvml.locked_mhz(0) == (1200, 1200)
         set_clock(connection, 900)
@@ -190,7 +220,10 @@ def test_ranks_that_share_a_gpu_are_refused_in_terms_of_ranks(nvml: StandIn, sta
             for rank, gpu in enumerate(gpus)
         ]
         for rank in (0, 2):
-            with pytest.raises(GpuInUse, match=r"^ranks 0, 2 have the same GPU, GPU-1.*name another GPU for each rank"):
+            with pytest.raises(
+                GpuInUse,
+                match=r"^ranks 0, 2 have the same GPU, GPU-1.*name another GPU for each rank",
+            ):
                 ranks[rank].attach(LONG_S)
         ranks[1].attach(LONG_S)
         set_clock(ranks[1], 1200)
@@ -218,7 +251,9 @@ def test_a_gpu_that_may_not_be_set_is_refused(nvml: StandIn, state: Path):
     assert files(state) == []
 
 
-def test_one_rank_whose_gpu_cannot_be_opened_does_not_keep_the_others_from_theirs(nvml: StandIn, state: Path):
+def test_one_rank_whose_gpu_cannot_be_opened_does_not_keep_the_others_from_theirs(
+    nvml: StandIn, state: Path
+):
     address = start_controller(2, 100.0, LONG_S)
     with (
         Connection(address, AttachRequest(0, "nvml:9", "clock", None, 0.0)) as first,
@@ -267,7 +302,9 @@ def test_a_clock_that_the_gpu_does_not_have_is_a_failure():
         assert "the nearest supported clock is 1200 MHz" in awaited(connection, ControlFailure).text
 
 
-def test_a_rank_whose_plan_is_too_fast_for_its_node_is_told_how_many_changes_can_be_made(nvml: StandIn, state: Path):
+def test_a_rank_whose_plan_is_too_fast_for_its_node_is_told_how_many_changes_can_be_made(
+    nvml: StandIn, state: Path
+):
     with attached(["nvml:0", "nvml:1"], max_changes_per_s=2.0) as (first, second):
         set_clock(second, 1200)
         told: list[ToRank] = []
@@ -275,7 +312,11 @@ def test_a_rank_whose_plan_is_too_fast_for_its_node_is_told_how_many_changes_can
         while not told:
             first.request[0] = clock_request(place % 4, 900 + 15 * (place % 2))
             place += 1
-            told = [message for message in first.messages() if isinstance(message, Overload | ControlFailure)]
+            told = [
+                message
+                for message in first.messages()
+                if isinstance(message, Overload | ControlFailure)
+            ]
         assert isinstance(told[0], Overload)
         assert told[0].kept in (0, 1)  # less than half of the four of this iteration
         assert locked(nvml)[0] in (900, 915)
@@ -291,10 +332,13 @@ def test_a_gpu_that_has_one_clock_and_cannot_be_set_in_time_is_given_up(nvml: St
         while not failed:
             for request in (clock_request(0, 900), NO_REQUEST):  # as in iterations that deviate
                 first.request[0] = request
-                failed += [message for message in first.messages() if isinstance(message, ControlFailure)]
+                failed += [
+                    message for message in first.messages() if isinstance(message, ControlFailure)
+                ]
         assert failed[0].text == (
-            "GPU nvml:0: more than half of the last 64 changes of its clock were requested before the previous one "
-            "had been made, although its iterations have one clock; allow more changes per second"
+            "GPU nvml:0: more than half of the last 64 changes of its clock were requested before "
+            "the previous one had been made, although its iterations have one clock; allow more "
+            "changes per second"
         )
         assert locked(nvml) == [None, 1200]
         assert first.detach(LONG_S) is None

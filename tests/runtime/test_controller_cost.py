@@ -57,11 +57,15 @@ def test_a_process_is_watched_by_a_descriptor_of_any_number(many_descriptors: No
     watched.close()
 
 
-def test_ranks_are_served_over_descriptors_of_any_number(many_descriptors: None, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_are_served_over_descriptors_of_any_number(
+    many_descriptors: None, monkeypatch: pytest.MonkeyPatch
+):
     handshakes = Handshakes()
     thread = threading.Thread(target=Controller(handshakes, 1, 1e4).run)
     thread.start()
-    with Connection(handshakes.address, AttachRequest(0, SIMULATED, "clock", None, 0.0)) as connection:
+    with Connection(
+        handshakes.address, AttachRequest(0, SIMULATED, "clock", None, 0.0)
+    ) as connection:
         connection.attach(LONG_S)
         assert connection.fileno() > 1024
         connection.request[0] = clock_request(0, 1200)

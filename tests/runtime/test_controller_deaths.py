@@ -1,4 +1,6 @@
-"""When ranks, launcher or controller end for any reason, the controller and its guardian leave no clock set."""
+"""When ranks, launcher or controller end for any reason, the controller and its guardian leave
+no clock set.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
 @pytest.fixture
 def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # for ranks in other processes
+    monkeypatch.setenv(
+        "PYTHONPATH", str(Path(__file__).parents[1] / "support")
+    )  # for ranks in other processes
     return tmp_path / "state"
 
 
@@ -55,7 +59,9 @@ def test_a_killed_ranks_gpu_is_reset_in_time_and_no_other(nvml: StandIn, state: 
         set_clock(second, 1005)
 
 
-def test_a_forked_child_that_has_the_socket_does_not_hide_the_ranks_death(nvml: StandIn, state: Path):
+def test_a_forked_child_that_has_the_socket_does_not_hide_the_ranks_death(
+    nvml: StandIn, state: Path
+):
     address = start_controller(1, 100.0, LONG_S)
     with owner(RANK_OF_ITS_OWN, [address, "0", "nvml:0", "1200", "1"]) as rank:
         child = int(rank.stdout.readline().split()[1])
@@ -77,7 +83,8 @@ def test_a_killed_controllers_guardian_resets_all_in_time(nvml: StandIn, state: 
         eventually(lambda: _is_lost(first))
         assert (
             first.detach(1.0)
-            == "the clock controller of this node has ended; its guardian resets the GPUs that it had set"
+            == "the clock controller of this node has ended; its guardian resets the GPUs that it "
+            "had set"
         )
         first.request[0] = clock_request(0, 900)  # goes on to be memory
 
@@ -96,7 +103,9 @@ def test_a_controller_that_hangs_grows_old_and_can_be_killed(nvml: StandIn, stat
         process = process_of(connection)
         process.suspend()
         eventually(lambda: connection.age_s() > 0.3)
-        assert connection.detach(0.05) is not None  # it does not answer, and this does not wait for it
+        assert (
+            connection.detach(0.05) is not None
+        )  # it does not answer, and this does not wait for it
         assert locked(nvml) == [1200, None]
         process.kill()
         soon(lambda: locked(nvml) == [None, None])
@@ -113,8 +122,13 @@ def test_a_rank_kills_a_controller_that_hangs(nvml: StandIn, state: Path):
         connection.kill()  # harmless
 
 
-def test_the_end_of_the_launcher_resets_and_informs_all_and_ends_the_controller(nvml: StandIn, state: Path):
-    with owner(WAITS, []) as launcher, attached(["nvml:0", "nvml:1"], launcher=launcher.pid) as (first, second):
+def test_the_end_of_the_launcher_resets_and_informs_all_and_ends_the_controller(
+    nvml: StandIn, state: Path
+):
+    with (
+        owner(WAITS, []) as launcher,
+        attached(["nvml:0", "nvml:1"], launcher=launcher.pid) as (first, second),
+    ):
         process = process_of(first)
         set_clock(first, 1200)
         set_clock(second, 900)
@@ -213,7 +227,9 @@ def test_a_late_rank_is_attached_separately_and_missing_ranks_are_not_waited_for
     assert files(state) == []
 
 
-def test_without_pidfd_processes_are_polled(nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_pidfd_processes_are_polled(
+    nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(pid: int) -> int:
         raise PermissionError
 
@@ -230,7 +246,9 @@ def test_without_pidfd_processes_are_polled(nvml: StandIn, state: Path, monkeypa
     assert not thread.is_alive()
 
 
-def test_a_controller_that_fails_resets_and_informs_all(monkeypatch: pytest.MonkeyPatch, nvml: StandIn, state: Path):
+def test_a_controller_that_fails_resets_and_informs_all(
+    monkeypatch: pytest.MonkeyPatch, nvml: StandIn, state: Path
+):
     handshakes = Handshakes()
     serving = controller.Controller(handshakes, 1, 100.0)
     raised: list[BaseException] = []
@@ -243,7 +261,9 @@ def test_a_controller_that_fails_resets_and_informs_all(monkeypatch: pytest.Monk
 
     thread = threading.Thread(target=run)
     thread.start()
-    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)) as connection:
+    with Connection(
+        handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)
+    ) as connection:
         connection.attach(LONG_S)
         set_clock(connection, 1200)
         monkeypatch.setattr(serving, "_write_sign_of_life", lambda: 1 / 0)

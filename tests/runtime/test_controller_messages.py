@@ -1,4 +1,6 @@
-"""Messages between ranks and the controller survive encoding, and nothing else is accepted as a message."""
+"""Messages between ranks and the controller survive encoding, and nothing else is accepted as a
+message.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ VALUES = {
     "dict[str, float]": st.dictionaries(st.text(max_size=9), NUMBERS, max_size=5),
 }
 KINDS = (*get_args(FromRank), *get_args(ToRank))
-MESSAGES = st.one_of(st.builds(kind, **{field.name: VALUES[field.type] for field in fields(kind)}) for kind in KINDS)
+MESSAGES = st.one_of(
+    st.builds(kind, **{field.name: VALUES[field.type] for field in fields(kind)}) for kind in KINDS
+)
 
 
 @given(MESSAGES)
@@ -91,12 +95,22 @@ def test_numbers_and_depths_that_python_would_take_are_refused(line: bytes):
     [
         ({"rank": -1}, "rank -1 with launcher None: give whole numbers of 0 or more"),
         ({"launcher": -5}, "rank 0 with launcher -5: give whole numbers of 0 or more"),
-        ({"control": "voltage"}, "'voltage' is not a control; choose one of: clock, power-limit, observed"),
+        (
+            {"control": "voltage"},
+            "'voltage' is not a control; choose one of: clock, power-limit, observed",
+        ),
         ({"min_dwell_s": math.nan}, "a dwell of nan s: give finite seconds of 0 or more"),
     ],
 )
 def test_an_attach_request_refuses_wrong_values(changed: dict[str, object], said: str):
-    values = {"rank": 0, "gpu": "nvml:0", "control": "clock", "launcher": None, "min_dwell_s": 0.0, **changed}
+    values = {
+        "rank": 0,
+        "gpu": "nvml:0",
+        "control": "clock",
+        "launcher": None,
+        "min_dwell_s": 0.0,
+        **changed,
+    }
     with pytest.raises(UsageError) as caught:
         AttachRequest(**values)
     assert str(caught.value) == said

@@ -15,7 +15,11 @@ from perseus_planner.runtime.controller import backoff
 from perseus_planner.runtime.controller.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.handshake import Handshakes
-from perseus_planner.runtime.controller.protocol import AttachRequest, ControlFailure, ControlResumed
+from perseus_planner.runtime.controller.protocol import (
+    AttachRequest,
+    ControlFailure,
+    ControlResumed,
+)
 from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.marks import NO_REQUEST, clock_request
 
@@ -33,7 +37,9 @@ def served(max_changes_per_s: float = 1e4) -> Iterator[Connection]:
     handshakes = Handshakes()
     thread = threading.Thread(target=Controller(handshakes, 1, max_changes_per_s).run)
     thread.start()
-    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)) as connection:
+    with Connection(
+        handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)
+    ) as connection:
         connection.attach(LONG_S)
         yield connection
     thread.join(LONG_S)
@@ -87,7 +93,11 @@ def test_after_a_spell_of_too_many_changes_a_gpu_is_set_again(nvml: StandIn, sho
         while not failed:
             for request in (clock_request(0, 900), NO_REQUEST):  # as in iterations that deviate
                 connection.request[0] = request
-                failed += [message for message in connection.messages() if isinstance(message, ControlFailure)]
+                failed += [
+                    message
+                    for message in connection.messages()
+                    if isinstance(message, ControlFailure)
+                ]
         awaited(connection, ControlResumed)
         for each in range(8):
             set_clock(connection, 1200 + 15 * each)

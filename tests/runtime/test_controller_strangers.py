@@ -1,4 +1,6 @@
-"""The clock controller serves its ranks whatever other processes send to it, and reports why it cannot start."""
+"""The clock controller serves its ranks whatever other processes send to it, and reports why it
+cannot start.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,15 @@ def check_served(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("line", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_from_a_stranger_changes_nothing_for_others(simulated_rank: Connection, line: bytes):
+def test_garbage_from_a_stranger_changes_nothing_for_others(
+    simulated_rank: Connection, line: bytes
+):
     with _stranger(simulated_rank) as stranger:
         stranger.send(line)
         answer = stranger.recv(65536)
         assert answer.startswith(
-            b'{"message":"AttachRefusal","error":"GpuError","text":"the clock controller does not understand'
+            b'{"message":"AttachRefusal","error":"GpuError","text":"the clock controller does not '
+            b"understand"
         )
         assert stranger.recv(65536) == b""
     check_served(simulated_rank)
@@ -71,10 +76,12 @@ def test_garbage_from_a_stranger_changes_nothing_for_others(simulated_rank: Conn
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_memory_that_could_shrink_is_refused(simulated_rank: Connection, is_sealed: bool):
-    attach_request = (
-        b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n'
+    attach_request = b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n'  # noqa: E501
+    descriptor = (
+        os.memfd_create("small", os.MFD_ALLOW_SEALING)
+        if is_sealed
+        else os.open("/dev/zero", os.O_RDWR)
     )
-    descriptor = os.memfd_create("small", os.MFD_ALLOW_SEALING) if is_sealed else os.open("/dev/zero", os.O_RDWR)
     try:
         with _stranger(simulated_rank) as stranger:
             socket.send_fds(stranger, [attach_request], [descriptor])
@@ -96,13 +103,20 @@ def test_strangers_that_send_nothing_and_leave_are_forgotten(simulated_rank: Con
 
 
 def test_a_rank_too_many_is_refused(simulated_rank: Connection):
-    connection = Connection(_address(simulated_rank), AttachRequest(9, SIMULATED, "clock", None, 0.0))
-    with connection, pytest.raises(GpuError, match="all 1 ranks of this node have attached; rank 9 is one too many"):
+    connection = Connection(
+        _address(simulated_rank), AttachRequest(9, SIMULATED, "clock", None, 0.0)
+    )
+    with (
+        connection,
+        pytest.raises(
+            GpuError, match="all 1 ranks of this node have attached; rank 9 is one too many"
+        ),
+    ):
         connection.attach(LONG_S)
     check_served(simulated_rank)
 
 
-def test_messages_that_a_rank_does_not_read_are_dropped_and_counted_and_its_failure_is_sent_at_last():
+def test_messages_that_a_rank_does_not_read_are_dropped_and_counted_and_its_failure_is_sent_at_last():  # noqa: E501
     with attached([SIMULATED, SIMULATED], max_changes_per_s=1e6) as (idle, other):
         for place in range(600):
             idle.request[0] = clock_request(place, 900 + 15 * (place % 2))
@@ -160,7 +174,9 @@ def test_an_answer_that_does_not_come_is_not_waited_for():
 
 
 def test_a_controller_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(GpuError, match=r"could not be started: 0.0 changes per second: give 0\.001 or more"):
+    with pytest.raises(
+        GpuError, match=r"could not be started: 0.0 changes per second: give 0\.001 or more"
+    ):
         start_controller(1, 0.0, LONG_S)
     monkeypatch.setattr(sys, "executable", "/bin/true")
     with pytest.raises(GpuError, match="could not be started: it ended without any output"):

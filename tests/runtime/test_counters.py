@@ -1,4 +1,6 @@
-"""The counts of ranks match their GPUs' counters, and all ranks keep them at the same iterations."""
+"""The counts of ranks match their GPUs' counters, and all ranks keep them at the same
+iterations.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ S = 10**9
 
 def row(number: int, **fields: object) -> IterationRecord:
     return IterationRecord(
-        iteration=number, version=1, pipeline=0, pipeline_rank=0, begin_s=0.0, end_s=1.0, busy_s=1.0, **fields
+        iteration=number,
+        version=1,
+        pipeline=0,
+        pipeline_rank=0,
+        begin_s=0.0,
+        end_s=1.0,
+        busy_s=1.0,
+        **fields,
     )
 
 
@@ -57,7 +66,9 @@ def counted(ran: list[tuple[int, int]], readings: list[GpuSample]) -> Counts:
 
 
 STEPS = st.lists(
-    st.tuples(st.integers(0, S), st.integers(S // 100, 2 * S), st.floats(0.0, 500.0)), min_size=1, max_size=9
+    st.tuples(st.integers(0, S), st.integers(S // 100, 2 * S), st.floats(0.0, 500.0)),
+    min_size=1,
+    max_size=9,
 )
 
 
@@ -69,10 +80,15 @@ def test_joules_and_seconds_are_all_that_passed_from_the_first_begin_to_the_last
         at_ns += wait_ns + length_ns
     joules = [0.0, *accumulate(each_j for *_, each_j in steps)]
     at_ends = [
-        reading(at_ns, joule) for at_ns, joule in zip([ran[0][0], *(end for _, end in ran)], joules, strict=True)
+        reading(at_ns, joule)
+        for at_ns, joule in zip([ran[0][0], *(end for _, end in ran)], joules, strict=True)
     ]
     counts = counted(ran, at_ends)
-    assert (counts.iterations, counts.metered_iterations, counts.origin) == (len(ran), len(ran), "simulated")
+    assert (counts.iterations, counts.metered_iterations, counts.origin) == (
+        len(ran),
+        len(ran),
+        "simulated",
+    )
     assert counts.time_s == counts.metered_s == pytest.approx((ran[-1][1] - ran[0][0]) / S)
     assert counts.energy_j == pytest.approx(joules[-1])
 
@@ -100,14 +116,20 @@ def test_latencies_are_of_the_iterations_since_the_counts_before(monkeypatch: py
     counts = IterationCounter()
     p50_s = [0.9, 0.9, 0.9, 0.9, 0.01, None, 0.03, 0.02]
     for number, each in enumerate(p50_s):
-        counts.add(row(number, latency_p50_s=each, latency_p99_s=each and 2 * each, changes_late=1), 1.0, None)
+        counts.add(
+            row(number, latency_p50_s=each, latency_p99_s=each and 2 * each, changes_late=1),
+            1.0,
+            None,
+        )
     first, second = counts.checkpoints[-2:]
     assert (first.iteration, first.set_p50_s, first.set_p99_s) == (3, 0.9, 1.8)
     assert (second.iteration, second.set_p50_s, second.set_p99_s) == (7, 0.02, 0.06)
     assert (second.late_changes, second.energy_j, second.metered_iterations) == (8, 0.0, 0)
 
 
-@given(st.floats(0.001, 8.0), st.floats(1.0, 1.4), st.floats(1.0, 1.4), st.integers(0, 3), st.data())
+@given(
+    st.floats(0.001, 8.0), st.floats(1.0, 1.4), st.floats(1.0, 1.4), st.integers(0, 3), st.data()
+)
 def test_ranks_have_checkpoints_of_a_common_iteration_at_different_speeds(
     iteration_s: float, one: float, other: float, ahead: int, data: st.DataObject
 ):
@@ -152,18 +174,31 @@ def test_all_ranks_together_have_the_joules_of_all_and_no_more_iterations_than_e
     simulated = added_up("run", [one, Counts(9, 10, 12.0, 10, 12.0, 500.0, "simulated")])
     assert simulated.energy_is == "simulated"
     assert (simulated.ranks, simulated.following, simulated.off_plan_since_s) == (2, 2, None)
-    off_plan = added_up("run", [one, *(replace(one, off_plan_since_s=since_s) for since_s in (7.0, 5.0))])
+    off_plan = added_up(
+        "run", [one, *(replace(one, off_plan_since_s=since_s) for since_s in (7.0, 5.0))]
+    )
     assert (off_plan.ranks, off_plan.following, off_plan.off_plan_since_s) == (3, 1, 5.0)
-    limited = added_up("run", [one, *(replace(one, site_limit_w=limit_w) for limit_w in (500.0, 400.0))])
+    limited = added_up(
+        "run", [one, *(replace(one, site_limit_w=limit_w) for limit_w in (500.0, 400.0))]
+    )
     assert (found.gpu_power_limit_w, limited.gpu_power_limit_w) == (None, 400.0)
     unread = added_up("run", [one, Counts(9, 10, 12.5)])
-    assert (unread.metered_iterations, unread.metered_s, unread.energy_j, unread.energy_is) == (0, 0.0, 0.0, None)
+    assert (unread.metered_iterations, unread.metered_s, unread.energy_j, unread.energy_is) == (
+        0,
+        0.0,
+        0.0,
+        None,
+    )
 
 
 def test_a_rank_is_off_its_plan_since_the_first_of_its_last_iterations_that_were_not_as_planned():
     counts, since_s = Counts(), []
-    for number, deviation in enumerate([None, "2 microbatches", "2 microbatches", None, "2 microbatches"]):
-        record = replace(row(number, deviation=deviation), begin_s=100.0 + number, end_s=101.0 + number)
+    for number, deviation in enumerate(
+        [None, "2 microbatches", "2 microbatches", None, "2 microbatches"]
+    ):
+        record = replace(
+            row(number, deviation=deviation), begin_s=100.0 + number, end_s=101.0 + number
+        )
         counts = counts.plus(record, 1.0, None)
         since_s.append(counts.off_plan_since_s)
     assert since_s == [None, 101.0, 101.0, None, 104.0]

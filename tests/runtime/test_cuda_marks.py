@@ -1,4 +1,6 @@
-"""Marks on a stand-in for CUDA: requests and times follow the device's order, and nothing waits for it."""
+"""Marks on a stand-in for CUDA: requests and times follow the device's order, and nothing waits
+for it.
+"""
 
 from __future__ import annotations
 
@@ -103,9 +105,13 @@ def test_a_request_appears_when_the_device_reaches_it_whatever_plan_was_loaded_s
     steps=st.lists(st.integers(0, 9), min_size=12, max_size=12),
     is_prompt=st.booleans(),
 )
-def test_times_are_those_of_the_device_whenever_they_are_read(iterations, pauses_s, drift_ppm, steps, is_prompt):
+def test_times_are_those_of_the_device_whenever_they_are_read(
+    iterations, pauses_s, drift_ppm, steps, is_prompt
+):
     rig, found = Rig(FakeCuda(drift_ppm, is_prompt)), []
-    for number, (durations_ns, pause_s, count) in enumerate(zip(iterations, pauses_s, steps, strict=False)):
+    for number, (durations_ns, pause_s, count) in enumerate(
+        zip(iterations, pauses_s, steps, strict=False)
+    ):
         rig.cuda.passes(pause_s * 1_000 * MS)
         rig.iteration(number, durations_ns)
         rig.cuda.run(count)
@@ -139,9 +145,15 @@ def test_times_do_not_go_astray_over_days(drift_ppm, is_prompt):
             rig.cuda.run()
             found = rig.marks.finished()
         (timed,) = found
-        worst_ns = max(worst_ns, *(abs(a - b) for a, b in zip(flat(timed), rig.cuda.events_ns, strict=True)))
+        worst_ns = max(
+            worst_ns, *(abs(a - b) for a, b in zip(flat(timed), rig.cuda.events_ns, strict=True))
+        )
     assert rig.cuda.now_ns > 6 * 86_400_000 * MS
-    drift_ns, rounding_ns, looking_ns = 1_200 * MS * abs(drift_ppm) * 1e-6, 1_800_000 * MS * 2**-24, 200_000
+    drift_ns, rounding_ns, looking_ns = (
+        1_200 * MS * abs(drift_ppm) * 1e-6,
+        1_800_000 * MS * 2**-24,
+        200_000,
+    )
     assert worst_ns <= drift_ns + rounding_ns + looking_ns
 
 
@@ -206,7 +218,9 @@ def test_where_nobody_reads_the_times_no_more_are_kept():
 )
 def test_a_refusal_gives_its_reason_and_leaves_nothing_behind(function):
     cuda, page = FakeCuda(refuses={function: 800}), mmap(-1, 4096)
-    with pytest.raises(GpuError, match=r"the CUDA driver returns error 800 \(operation not permitted\) from cu"):
+    with pytest.raises(
+        GpuError, match=r"the CUDA driver returns error 800 \(operation not permitted\) from cu"
+    ):
         CudaMarks(page, "cuda:0", cuda, Driver(cuda))  # type: ignore[arg-type]
     assert cuda.registered == set()
 
@@ -279,7 +293,9 @@ def test_a_device_that_hangs_is_not_waited_for_and_keeps_the_page(monkeypatch):
 
 
 def test_a_driver_that_is_too_old_or_missing_is_refused(monkeypatch):
-    old = SimpleNamespace(cuMemHostRegister_v2=None, cuMemHostUnregister=None, cuMemHostGetDevicePointer_v2=None)
+    old = SimpleNamespace(
+        cuMemHostRegister_v2=None, cuMemHostUnregister=None, cuMemHostGetDevicePointer_v2=None
+    )
     with pytest.raises(GpuNotSupported, match="has no cuStreamWriteValue64_v2; update it"):
         Driver(old)
 

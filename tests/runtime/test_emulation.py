@@ -1,4 +1,6 @@
-"""Training on emulated GPUs gives the same results as without, and takes as long as the profile predicts."""
+"""Training on emulated GPUs gives the same results as without, and takes as long as the profile
+predicts.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Two(nn.Module):
 
 
 def plain() -> Any:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 def mean_square(output: Any) -> Any:
@@ -86,7 +90,9 @@ MODULES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None, bool]] 
 
 
 def sample(*, first: bool) -> Any:
-    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_(not first)
+    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_(
+        not first
+    )
 
 
 def backward(output: Any, loss: Callable[[Any], Any] | None) -> None:
@@ -94,7 +100,9 @@ def backward(output: Any, loss: Callable[[Any], Any] | None) -> None:
 
 
 def trained(module: Any, loss: Callable[[Any], Any] | None, *, first: bool) -> list[Any]:
-    """Return outputs, gradients and buffers of three microbatches, and a random number after them."""
+    """Return outputs, gradients and buffers of three microbatches, and a random number after
+    them.
+    """
     results: list[Any] = []
     for _ in range(3):
         x = sample(first=first)
@@ -102,11 +110,18 @@ def trained(module: Any, loss: Callable[[Any], Any] | None, *, first: bool) -> l
         results.append(output.detach().clone())
         backward(output, loss)
         results += [x.grad] if x.grad is not None else []
-    return [*results, *(each.grad for each in module.parameters()), *module.state_dict().values(), torch.rand(1)]
+    return [
+        *results,
+        *(each.grad for each in module.parameters()),
+        *module.state_dict().values(),
+        torch.rand(1),
+    ]
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_outputs_gradients_and_random_state_are_the_same_to_the_last_bit(gpu: EmulatedGpu, name: str):
+def test_outputs_gradients_and_random_state_are_the_same_to_the_last_bit(
+    gpu: EmulatedGpu, name: str
+):
     build, loss, first = MODULES[name]
     results = []
     for context in (nullcontext, partial(emulate_stage, gpu=gpu, loss=loss, first=first)):
@@ -115,7 +130,10 @@ def test_outputs_gradients_and_random_state_are_the_same_to_the_last_bit(gpu: Em
         before = dict(vars(module))
         with context(module) if context is not nullcontext else nullcontext():
             results.append(trained(module, loss, first=first))
-        hooks = [vars(module)[each] for each in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")]
+        hooks = [
+            vars(module)[each]
+            for each in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        ]
         assert not any(hooks)
         assert vars(module).keys() == before.keys()
     assert len(results[0]) == len(results[1])
@@ -133,7 +151,11 @@ def test_the_work_is_what_a_profile_measures(gpu: EmulatedGpu, name: str):
     ):
         for kind, counted in (("F", work.forward), ("B", work.backward)):
             seconds = []
-            for each in (stage.runs[kind], stage.runs["F"]) if stage.runs[kind].includes else (stage.runs[kind],):
+            for each in (
+                (stage.runs[kind], stage.runs["F"])
+                if stage.runs[kind].includes
+                else (stage.runs[kind],)
+            ):
                 start_s = simulated.now_s()
                 each.run(1)
                 seconds.append(simulated.now_s() - start_s)
@@ -149,7 +171,8 @@ def test_forward_and_backward_take_as_long_as_the_gpu_says_at_its_clock(
     build, loss, first = MODULES[name]
     module = build()
     expected_s = [
-        gpu.model.load(work).time_s(clock_mhz) for work in stage_op_cost(module, sample(first=first), loss, first=first)
+        gpu.model.load(work).time_s(clock_mhz)
+        for work in stage_op_cost(module, sample(first=first), loss, first=first)
     ]
     gpu.set_clock_mhz(clock_mhz)
     gpu.wait(2e-3)
@@ -167,7 +190,9 @@ def test_forward_and_backward_take_as_long_as_the_gpu_says_at_its_clock(
 
 def test_several_outputs_are_one_backward(virtual_time: VirtualTime, gpu: EmulatedGpu):
     module, mask = Two(), torch.ones(WIDTH, WIDTH)
-    expected_s = gpu.model.load(stage_op_cost(module, (sample(first=False), mask)).backward).time_s(1410)
+    expected_s = gpu.model.load(stage_op_cost(module, (sample(first=False), mask)).backward).time_s(
+        1410
+    )
     with emulate_stage(module, gpu):
         one, two, _ = module(sample(first=False), mask)
         for retain in (True, False):  # a graph that is kept takes its time again
@@ -186,7 +211,9 @@ def test_other_shapes_are_other_work(virtual_time: VirtualTime, gpu: EmulatedGpu
         for rows, work in ((8, small), (64, large), (8, small)):
             start_s = gpu.now_s()
             module(torch.randn(rows, WIDTH))
-            assert gpu.now_s() - start_s == pytest.approx(gpu.model.load(work).time_s(1410), rel=1e-3)
+            assert gpu.now_s() - start_s == pytest.approx(
+                gpu.model.load(work).time_s(1410), rel=1e-3
+            )
 
 
 def test_evaluation_is_left_alone(gpu: EmulatedGpu):
@@ -201,7 +228,9 @@ def test_a_stage_that_fails_leaves_the_next_microbatch_as_it_was(gpu: EmulatedGp
     module = plain()
     with emulate_stage(module, gpu):
         module(sample(first=False))
-        with pytest.raises(UsageError, match="cannot be run on its sample input: RuntimeError: mat1"):
+        with pytest.raises(
+            UsageError, match="cannot be run on its sample input: RuntimeError: mat1"
+        ):
             module(torch.randn(WIDTH, WIDTH + 1))
         backward(module(sample(first=False)), None)
     assert not module._forward_hooks
@@ -213,7 +242,9 @@ def test_a_stage_that_fails_leaves_the_next_microbatch_as_it_was(gpu: EmulatedGp
 def test_without_a_number_it_is_the_gpu_of_the_local_rank(monkeypatch: pytest.MonkeyPatch):
     cpu, text = torch.device("cpu"), "emulated:a100-sxm?slower=2000"
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(UsageError, match="LOCAL_RANK is not set; start this with torchrun, or write a number"):
+    with pytest.raises(
+        UsageError, match="LOCAL_RANK is not set; start this with torchrun, or write a number"
+    ):
         gpu_text(text, cpu)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert gpu_text(text, cpu) == "emulated:a100-sxm/3?slower=2000"
@@ -222,14 +253,19 @@ def test_without_a_number_it_is_the_gpu_of_the_local_rank(monkeypatch: pytest.Mo
 
 
 def test_what_is_no_engine_is_refused():
-    refused = pytest.raises(UsageError, match="emulate was given a Linear; give it a DeepSpeed PipelineEngine,")
+    refused = pytest.raises(
+        UsageError, match="emulate was given a Linear; give it a DeepSpeed PipelineEngine,"
+    )
     with refused, emulate(nn.Linear(1, 1), "emulated:a100-sxm/0"):
         pass
 
 
 def test_an_emulated_gpu_is_not_profiled_in_real_time(gpu: EmulatedGpu):
     with (
-        pytest.raises(UsageError, match=r"runs in real time; profile 'simulated:a100-sxm\?slower=200000&noise=0"),
+        pytest.raises(
+            UsageError,
+            match=r"runs in real time; profile 'simulated:a100-sxm\?slower=200000&noise=0",
+        ),
         torch_stage(gpu, plain(), sample(first=False)),
     ):
         pass

@@ -13,7 +13,9 @@ from launching import Ended, ranks
 
 def run(program: str, folder: Path) -> list[Ended]:
     """Run three ranks, with all that torch prints."""
-    return ranks(f"ending_programs:{program}", 3, folder, str(folder / "state"), torch_says="WARNING")
+    return ranks(
+        f"ending_programs:{program}", 3, folder, str(folder / "state"), torch_says="WARNING"
+    )
 
 
 def test_a_normal_end_prints_nothing(tmp_path: Path):

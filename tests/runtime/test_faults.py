@@ -1,4 +1,6 @@
-"""Whatever fails in setting clocks, training under a plan goes on to the same results, or is refused at the start."""
+"""Whatever fails in setting clocks, training under a plan goes on to the same results, or is
+refused at the start.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,51 @@ ORDER = "is not what torch.distributed.pipelining runs on rank {} of the pipelin
 @pytest.mark.parametrize(
     ("name", "errors", "text"),
     [
-        ("schedule of rank 1", "RankError PlanError", ORDER.format(1, "2 is 1B0 there and 1F1 in the plan; solve for")),
+        (
+            "schedule of rank 1",
+            "RankError PlanError",
+            ORDER.format(1, "2 is 1B0 there and 1F1 in the plan; solve for"),
+        ),
         ("microbatches", "PlanError PlanError", ORDER.format("{}", "")),
-        ("ranks", "PlanError PlanError", "the plan is for pipelines of 4 ranks, and torch.distributed.pipelining runs"),
-        ("gpu", "PlanError PlanError", "the plan is for the GPU 'NVIDIA A100-SXM4-80GB', and this rank has 'simulated"),
+        (
+            "ranks",
+            "PlanError PlanError",
+            "the plan is for pipelines of 4 ranks, and torch.distributed.pipelining runs",
+        ),
+        (
+            "gpu",
+            "PlanError PlanError",
+            "the plan is for the GPU 'NVIDIA A100-SXM4-80GB', and this rank has 'simulated",
+        ),
         ("damaged", "PlanError RankError", "damaged.yaml, line 3, key 'digest': does not match"),
         ("folder", "PlanError RankError", ".: is a folder; name the file in it"),
         ("missing", "PlanError RankError", "absent.yaml: no such file; check the path"),
-        ("missing after a restart", "PlanError RankError", "absent.yaml: no such file; check the path"),
-        ("missing for a pipeline", "PlanError RankError", "absent.yaml: no such file; check the path"),
-        ("gpu of rank 1", "RankError PlanError", "and this rank has 'simulated a100-pcie' (emulated:a100-pcie/1)"),
+        (
+            "missing after a restart",
+            "PlanError RankError",
+            "absent.yaml: no such file; check the path",
+        ),
+        (
+            "missing for a pipeline",
+            "PlanError RankError",
+            "absent.yaml: no such file; check the path",
+        ),
+        (
+            "gpu of rank 1",
+            "RankError PlanError",
+            "and this rank has 'simulated a100-pcie' (emulated:a100-pcie/1)",
+        ),
         ("no gpu on rank 1", "RankError UsageError", "GPU 'cuda:0': torch computes on cpu here"),
-        ("no engine on rank 1", "RankError UsageError", "planner_runtime was given a Linear; give it a DeepSpeed"),
+        (
+            "no engine on rank 1",
+            "RankError UsageError",
+            "planner_runtime was given a Linear; give it a DeepSpeed",
+        ),
     ],
 )
-def test_what_a_user_can_correct_is_refused_on_all_ranks_at_once(refused: Results, name: str, errors: str, text: str):
+def test_what_a_user_can_correct_is_refused_on_all_ranks_at_once(
+    refused: Results, name: str, errors: str, text: str
+):
     result = [rank[name] for rank in refused]
     assert [each["error"] for each in result] == errors.split()
     for number, each in enumerate(result):
@@ -75,10 +107,30 @@ def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(
     ("name", "plan", "problem", "text"),
     [
-        ("not permitted", True, "does not let this process set anything", "no clock can be set: simulated a100-sxm"),
-        ("no such GPU", True, "it fell off the bus", "no clock can be set: simulated a100-sxm is lost"),
-        ("no controller", True, "could not be started: it ended without any output", "no clock can be set: the clock"),
-        ("no records", True, "name another folder in PLANNER_STATE_DIR", "no clock can be set: /proc/none: cannot be"),
+        (
+            "not permitted",
+            True,
+            "does not let this process set anything",
+            "no clock can be set: simulated a100-sxm",
+        ),
+        (
+            "no such GPU",
+            True,
+            "it fell off the bus",
+            "no clock can be set: simulated a100-sxm is lost",
+        ),
+        (
+            "no controller",
+            True,
+            "could not be started: it ended without any output",
+            "no clock can be set: the clock",
+        ),
+        (
+            "no records",
+            True,
+            "name another folder in PLANNER_STATE_DIR",
+            "no clock can be set: /proc/none: cannot be",
+        ),
     ],
 )
 def test_training_begins_without_clocks_with_one_warning(
@@ -116,7 +168,11 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("killed", "the clock controller of this node has ended; its guardian resets the GPUs that it had set"),
+        (
+            "killed",
+            "the clock controller of this node has ended; its guardian resets the GPUs that it had "
+            "set",
+        ),
         ("stopped", "the clock controller gave no sign of life for 0.5 s and is killed"),
         ("lost", "simulated a100-sxm is lost: it fell off the bus, as its fault says"),
         ("fault", "a fault of the planner, please report it: ValueError: a test breaks it"),
@@ -143,7 +199,9 @@ def test_where_clock_changes_cannot_keep_up_training_goes_on_with_fewer(tmp_path
         assert result["slow"]["problem"] is None
         assert result["slow"]["locked_mhz"] is None
     (warning,) = warnings_of(everyone, "slow")
-    assert warning.startswith("clock changes cannot keep up, so this rank follows its plan with at most ")
+    assert warning.startswith(
+        "clock changes cannot keep up, so this rank follows its plan with at most "
+    )
 
 
 def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Results):
@@ -156,8 +214,8 @@ def test_after_its_controller_was_killed_twice_a_job_has_its_clocks_again(tmp_pa
     assert [each["locked_mhz"] for each in everyone] == [None, None]
     texts = [text.partition(": ")[2] for each in everyone for text in each["warnings"]]
     ended = (
-        "the clock controller of this node has ended; its guardian resets the GPUs that it had set; training goes on "
-        "at the GPU's default clocks until clocks can be set again"
+        "the clock controller of this node has ended; its guardian resets the GPUs that it had "
+        "set; training goes on at the GPU's default clocks until clocks can be set again"
     )
     assert sorted(texts) == [*["clocks are set again"] * 2, *[ended] * 2]
     eventually(lambda: not planner_processes(str(tmp_path / "state")))
@@ -166,7 +224,11 @@ def test_after_its_controller_was_killed_twice_a_job_has_its_clocks_again(tmp_pa
 
 def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn, tmp_path: Path):
     everyone = results_of(
-        "runtime_programs:no_permission_any_more", 2, tmp_path, json.dumps(dict(nvml.environment())), str(nvml.script)
+        "runtime_programs:no_permission_any_more",
+        2,
+        tmp_path,
+        json.dumps(dict(nvml.environment())),
+        str(nvml.script),
     )
     assert all("NVML returns 'Insufficient Permissions'" in rank["problem"] for rank in everyone)
     assert len([text for rank in everyone for text in rank["warnings"]]) == 1
@@ -181,14 +243,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("trace removed", ["removed: recording stops: No such file or directory; training goes on"]),
+        (
+            "trace removed",
+            ["removed: recording stops: No such file or directory; training goes on"],
+        ),
         ("trace full", ["full: recording stops: No space left on device; training goes on"]),
         ("left early", []),
         ("forked", []),
         ("suspended", []),
     ],
 )
-def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(undisturbed: Results, name: str, texts: list[str]):
+def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(
+    undisturbed: Results, name: str, texts: list[str]
+):
     for result in (rank[name] for rank in undisturbed):
         assert (result["problem"], result["locked_mhz"]) == (None, None)
     found = [text.removesuffix(" without recording") for text in warnings_of(undisturbed, name)]

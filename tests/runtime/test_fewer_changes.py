@@ -1,4 +1,6 @@
-"""Where clock changes cannot keep up, a rank follows its plan with fewer of them, in a time that the test keeps."""
+"""Where clock changes cannot keep up, a rank follows its plan with fewer of them, in a time that
+the test keeps.
+"""
 # ruff: noqa: TID253 - these tests are there for torch
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Node:
     """One rank and its clock controller, which take turns on this thread."""
 
     def __init__(self) -> None:
-        self.now_ns = time.monotonic_ns()  # the rank sees how long ago the controller's last sign of life was
+        self.now_ns = (
+            time.monotonic_ns()
+        )  # the rank sees how long ago the controller's last sign of life was
         handshakes = Handshakes()
         self.controller = Controller(handshakes, 1, PER_S)
         request = AttachRequest(0, "simulated:a100-sxm", "clock", None, 0.0)
@@ -58,13 +62,17 @@ class Node:
         (self.rank,) = self.controller._attached
         job = TrainingJob(HashStore(), 0, 1)
         telemetry = Telemetry(0, PipelineRank(0, 2, 0, (0, 1)))
-        self.follower = PlanFollower(job, NodeShare(), self._program, telemetry.on_end, now_s=lambda: self.now_ns / 1e9)
+        self.follower = PlanFollower(
+            job, NodeShare(), self._program, telemetry.on_end, now_s=lambda: self.now_ns / 1e9
+        )
         self.follower.start(FULL)
         marks = HostMarks(self.connection.request)
         self.hook = Hook(marks, self.follower, FULL)
         warnings = JobWarnings(job)
         unused = Mock()  # the controller is not lost
-        self.work = BackgroundWork(self.follower, self.hook, marks, telemetry, warnings, self.connection, unused, None)
+        self.work = BackgroundWork(
+            self.follower, self.hook, marks, telemetry, warnings, self.connection, unused, None
+        )
 
     @staticmethod
     def _program(version: int, data: bytes) -> Program:
@@ -90,7 +98,9 @@ class Node:
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
-    kept = SimpleNamespace(monotonic_ns=lambda: made.now_ns if made else time.monotonic_ns(), sleep=lambda _: None)
+    kept = SimpleNamespace(
+        monotonic_ns=lambda: made.now_ns if made else time.monotonic_ns(), sleep=lambda _: None
+    )
     monkeypatch.setattr(server, "time", kept)
     made: Node | None = None
     made = Node()
@@ -104,7 +114,9 @@ def changes(programs: list[Program | None]) -> list[int | None]:
     return [None if program is None else program.changes for program in programs]
 
 
-def test_a_rank_whose_changes_cannot_keep_up_follows_its_plan_with_fewer(node: Node, caplog: pytest.LogCaptureFixture):
+def test_a_rank_whose_changes_cannot_keep_up_follows_its_plan_with_fewer(
+    node: Node, caplog: pytest.LogCaptureFixture
+):
     with caplog.at_level(logging.WARNING, "perseus_planner.runtime"):
         assert changes(node.run_iterations(20))[:2] == [FULL.changes] * 2
         assert node.follower.problem is None
@@ -119,16 +131,18 @@ def test_a_rank_whose_changes_cannot_keep_up_follows_its_plan_with_fewer(node: N
     (text,) = caplog.messages
     before, _, after = text.partition("--max-changes ")
     assert before == (
-        "planner, rank 0: clock changes cannot keep up, so this rank follows its plan with at most "
-        f"{last.changes} of {FULL.changes} clock changes in an iteration, to the same deadline and for more energy; "
-        "make the plan with fewer changes ("
+        "planner, rank 0: clock changes cannot keep up, so this rank follows its plan with at "
+        f"most {last.changes} of {FULL.changes} clock changes in an iteration, to the same "
+        "deadline and for more energy; make the plan with fewer changes ("
     )
     most, _, rest = after.partition(")")
     assert last.changes <= int(most) <= 11
     assert rest == ", or allow more changes per second"
 
 
-def test_all_changes_are_tried_again_after_pauses_that_double(node: Node, caplog: pytest.LogCaptureFixture):
+def test_all_changes_are_tried_again_after_pauses_that_double(
+    node: Node, caplog: pytest.LogCaptureFixture
+):
     node.run_iterations(20)
     for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S):
         node.now_ns += round((pause_s - 10.0) * 1e9)

@@ -27,7 +27,9 @@ def follower_of(store: HashStore, *, is_prompt: bool = False) -> PlanFollower:
     def make_program(version: int, data: bytes) -> Program:
         return Program(version, Plans.loads(data).of_pipeline(0), 0)
 
-    follower = PlanFollower(TrainingJob(store, 0, 1), NodeShare(), make_program, lambda *_: None, is_prompt=is_prompt)
+    follower = PlanFollower(
+        TrainingJob(store, 0, 1), NodeShare(), make_program, lambda *_: None, is_prompt=is_prompt
+    )
     follower.start(Program(1, PLAN, 0))
     return follower
 
@@ -44,7 +46,10 @@ def test_a_rank_that_a_plan_does_not_fit_runs_without_clocks_until_it_has_one_th
             program = follower.program_for(iteration)
             versions.append(None if program is None else program.version)
     assert versions == [1, None, None, 3]
-    assert follower.misfit == "plan 2 is not for this rank: pipeline 0 has no plan; there are plans for 1"
+    assert (
+        follower.misfit
+        == "plan 2 is not for this rank: pipeline 0 has no plan; there are plans for 1"
+    )
 
 
 def test_programs_of_plans_that_were_replaced_are_dropped():
@@ -64,7 +69,9 @@ def test_programs_of_plans_that_were_replaced_are_dropped():
 
 @pytest.mark.parametrize("is_prompt", [False, True])
 def test_plans_that_come_one_after_the_other_have_as_few_changes_as_can_be_made(is_prompt: bool):
-    plan = solve(smooth_profile(2), "1f1b", microbatches=6).plan_for(1.05 * PLAN.baseline_time_s * 3)
+    plan = solve(smooth_profile(2), "1f1b", microbatches=6).plan_for(
+        1.05 * PLAN.baseline_time_s * 3
+    )
     follower = follower_of(HashStore(), is_prompt=is_prompt)
     changes, fewest = [], []
     for _ in range(2):

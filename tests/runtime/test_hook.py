@@ -1,4 +1,6 @@
-"""The hook against a plain model of its rules: the request at every moment, whatever an engine does."""
+"""The hook against a plain model of its rules: the request at every moment, whatever an engine
+does.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.errors import PlanError
 from perseus_planner.runtime.hook import Hook, Program
-from perseus_planner.runtime.marks import KEPT, NO_REQUEST, HostMarks, clock_request, parse_clock_request
+from perseus_planner.runtime.marks import (
+    KEPT,
+    NO_REQUEST,
+    HostMarks,
+    clock_request,
+    parse_clock_request,
+)
 from perseus_planner.schedules import Computation
 
 
@@ -53,8 +61,16 @@ class Ran:
 @st.composite
 def behaviours(draw: st.DrawFn, programs: list[Program | None]) -> Ran:
     chosen = draw(st.sampled_from(programs))
-    planned = list(chosen.computations) if chosen is not None else draw(st.lists(COMPUTATIONS, max_size=4))
-    kind = draw(st.sampled_from(["planned", "planned", "planned", "fewer", "more", "other order", "anything"]))
+    planned = (
+        list(chosen.computations)
+        if chosen is not None
+        else draw(st.lists(COMPUTATIONS, max_size=4))
+    )
+    kind = draw(
+        st.sampled_from(
+            ["planned", "planned", "planned", "fewer", "more", "other order", "anything"]
+        )
+    )
     if kind == "fewer":
         planned = planned[: draw(st.integers(0, len(planned)))]
     elif kind == "more":
@@ -63,7 +79,9 @@ def behaviours(draw: st.DrawFn, programs: list[Program | None]) -> Ran:
         planned = draw(st.permutations(planned))
     elif kind == "anything":
         planned = draw(st.lists(COMPUTATIONS, max_size=8))
-    said = st.sampled_from([None, chosen.plan.schedule.microbatches if chosen is not None else 2, 7])
+    said = st.sampled_from(
+        [None, chosen.plan.schedule.microbatches if chosen is not None else 2, 7]
+    )
     return Ran(chosen, draw(said), planned, bool(planned) and draw(st.integers(0, 5)) == 0)
 
 
@@ -74,20 +92,29 @@ def runs(draw: st.DrawFn) -> tuple[Program | None, list[Ran]]:
 
 
 def begins_as_planned(ran: Ran, count: int) -> bool:
-    """Whether the first `count` computations and the number of microbatches are those of the program."""
+    """Whether the first `count` computations and the number of microbatches are those of the
+    program.
+    """
     assert ran.program is not None
     right = (None, ran.program.plan.schedule.microbatches)
-    return ran.microbatches in right and tuple(ran.computations[:count]) == ran.program.computations[:count]
+    return (
+        ran.microbatches in right
+        and tuple(ran.computations[:count]) == ran.program.computations[:count]
+    )
 
 
 def is_clean(ran: Ran) -> bool:
     if ran.program is None or ran.is_broken_off:
         return False
-    return begins_as_planned(ran, len(ran.computations)) and len(ran.computations) == len(ran.program.computations)
+    return begins_as_planned(ran, len(ran.computations)) and len(ran.computations) == len(
+        ran.program.computations
+    )
 
 
 def standing(before: list[Ran], first: Program | None, ran: Ran, begun: int, ended: int) -> int:
-    """Return the expected request after some computations of an iteration, by the rules and the history."""
+    """Return the expected request after some computations of an iteration, by the rules and the
+    history.
+    """
     earlier = before[-1].program if before else first
     is_followed = ran.program is not earlier or not before or is_clean(before[-1])
     if ran.program is None or not is_followed or not begins_as_planned(ran, begun):
@@ -97,7 +124,11 @@ def standing(before: list[Ran], first: Program | None, ran: Ran, begun: int, end
 
 
 def after(ran: Ran) -> int:
-    return clock_request(0, ran.program.clocks[0]) if ran.program is not None and is_clean(ran) else NO_REQUEST
+    return (
+        clock_request(0, ran.program.clocks[0])
+        if ran.program is not None and is_clean(ran)
+        else NO_REQUEST
+    )
 
 
 @dataclass
@@ -112,14 +143,19 @@ class Recorder:
         self.asked.append(iteration)
         return self.programs[iteration]
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None, *_: object) -> None:
+    def on_end(
+        self, iteration: int, program: Program | None, deviation: str | None, *_: object
+    ) -> None:
         self.endings.append((iteration, program, deviation))
 
 
 @given(runs())
 def test_the_request_follows_the_rules_at_every_moment(run):
     first, behaviour = run
-    shared, source = memoryview(bytearray(8)).cast("Q"), Recorder([ran.program for ran in behaviour])
+    shared, source = (
+        memoryview(bytearray(8)).cast("Q"),
+        Recorder([ran.program for ran in behaviour]),
+    )
     marks = HostMarks(shared)
     hook = Hook(marks, source, first)
     assert shared[0] == (clock_request(0, first.clocks[0]) if first is not None else NO_REQUEST)
@@ -144,13 +180,21 @@ def test_the_request_follows_the_rules_at_every_moment(run):
     hook.end_iteration()
     assert not behaviour or shared[0] == after(behaviour[-1])
     assert source.asked == list(range(len(behaviour)))
-    endings = [(number, program, deviation is None) for number, program, deviation in source.endings]
-    expected = [(i, ran.program, ran.program is None or is_clean(ran)) for i, ran in enumerate(behaviour)]
+    endings = [
+        (number, program, deviation is None) for number, program, deviation in source.endings
+    ]
+    expected = [
+        (i, ran.program, ran.program is None or is_clean(ran)) for i, ran in enumerate(behaviour)
+    ]
     assert endings == expected
     timed = marks.finished()
     assert [(each.number, len(each.spans_ns)) for each in timed] == list(enumerate(spans))
     for each in timed:
-        times = [each.begin_ns, *(time_ns for span in each.spans_ns for time_ns in span), each.end_ns]
+        times = [
+            each.begin_ns,
+            *(time_ns for span in each.spans_ns for time_ns in span),
+            each.end_ns,
+        ]
         assert times == sorted(times)
 
 
@@ -209,14 +253,18 @@ def test_a_rank_that_the_plan_does_not_have_is_refused(rank):
 @given(st.data())
 def test_an_engines_order_is_refused_at_its_first_difference(data):
     part = program(2, "1f1b", 1.0, 1)
-    order = tuple(data.draw(st.one_of(st.permutations(part.computations), st.lists(COMPUTATIONS, max_size=6))))
+    order = tuple(
+        data.draw(st.one_of(st.permutations(part.computations), st.lists(COMPUTATIONS, max_size=6)))
+    )
     if order == part.computations:
         part.check_order(order, "an engine")
         return
     with pytest.raises(PlanError) as refused:
         part.check_order(order, "an engine")
     place = next(i for i in range(7) if order[i : i + 1] != part.computations[i : i + 1])
-    there, here = ([*map(str, each[place : place + 1]), "missing"][0] for each in (order, part.computations))
+    there, here = (
+        [*map(str, each[place : place + 1]), "missing"][0] for each in (order, part.computations)
+    )
     assert f"computation {place + 1} is {there} there and {here} in the plan" in str(refused.value)
     assert "is not what an engine runs on rank 1 of the pipeline" in str(refused.value)
 

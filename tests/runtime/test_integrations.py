@@ -1,4 +1,6 @@
-"""Frameworks on top of the engines: torchtitan and Automodel by their schedule, Megatron-Bridge by its callbacks."""
+"""Frameworks on top of the engines: torchtitan and Automodel by their schedule, Megatron-Bridge
+by its callbacks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ STEPS = 3
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "automodel"])
-def test_the_example_of_a_framework_trains_by_a_plan_with_the_same_results(framework: str, tmp_path: Path):
+def test_the_example_of_a_framework_trains_by_a_plan_with_the_same_results(
+    framework: str, tmp_path: Path
+):
     everyone = results_of(f"integration_programs:{framework}", 2, tmp_path)
     assert everyone == [{"1f1b": True, "interleaved-1f1b": True}] * 2
     for name in ("1f1b", "interleaved-1f1b"):

@@ -24,9 +24,14 @@ def value_of(rank: int) -> bytes:
     return bytes(range(256)) * rank
 
 
-def all_enter(store: Any, numbers: list[int], size: int, timeout_s: float) -> list[list[bytes | None]]:
+def all_enter(
+    store: Any, numbers: list[int], size: int, timeout_s: float
+) -> list[list[bytes | None]]:
     with ThreadPoolExecutor(len(numbers)) as pool:
-        futures = [pool.submit(exchange, Counted(store), rank, size, value_of(rank), timeout_s) for rank in numbers]
+        futures = [
+            pool.submit(exchange, Counted(store), rank, size, value_of(rank), timeout_s)
+            for rank in numbers
+        ]
         return [each.result() for each in futures]
 
 

@@ -1,4 +1,6 @@
-"""Whichever process of a training job is killed, at any time: no clock is locked two seconds later, nothing hangs."""
+"""Whichever process of a training job is killed, at any time: no clock is locked two seconds
+later, nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -72,25 +74,37 @@ class Job:
             "guardian": planner_processes(state, GUARDIAN),
             "autopilot": planner_processes(state, AUTOPILOT),
         }
-        living = {role: [each for each in processes if has_not_ended(each)] for role, processes in found.items()}
+        living = {
+            role: [each for each in processes if has_not_ended(each)]
+            for role, processes in found.items()
+        }
         return {role: processes for role, processes in living.items() if processes}
 
     def warnings(self) -> list[str]:
         """Return what its ranks printed on stderr, which is where their warnings go."""
         texts = [(self.folder / f"stderr-{rank}").read_text() for rank in range(2)]
-        return [line for text in texts for line in text.splitlines() if line.startswith("planner, rank ")]
+        return [
+            line
+            for text in texts
+            for line in text.splitlines()
+            if line.startswith("planner, rank ")
+        ]
 
     def stop(self) -> None:
         """Stop the job, and wait until none of its processes and none of the planner's is left."""
         (self.folder / "stop").touch()
-        eventually(lambda: not self.processes().keys() - {"launcher"}, lambda: str(self.processes()))
+        eventually(
+            lambda: not self.processes().keys() - {"launcher"}, lambda: str(self.processes())
+        )
 
 
 @contextmanager
 def job(folder: Path, launcher: int) -> Iterator[Job]:
     """Run a job inside the block, and kill all of it on leaving."""
     with ExitStack() as stack:
-        begun = Job(folder, launcher, [stack.enter_context(closing(open_emulated(text))) for text in GPUS])
+        begun = Job(
+            folder, launcher, [stack.enter_context(closing(open_emulated(text))) for text in GPUS]
+        )
         try:
             yield begun
         finally:
@@ -128,7 +142,10 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 def check_reset_when_killed(job: Job, victims: Sequence[str]) -> None:
     """Kill processes, and check that soon no clock is locked."""
     found = job.processes()
-    killed, processes = found.keys() & set(victims), [each for role in victims for each in found.get(role, [])]
+    killed, processes = (
+        found.keys() & set(victims),
+        [each for role in victims for each in found.get(role, [])],
+    )
     kill(processes)
     since_s = idle_s()
     if {"controller", "guardian"} <= killed:  # their records are left for the next command
@@ -178,16 +195,24 @@ def test_no_clock_is_locked_two_seconds_after_a_kill(victims: tuple[str, ...], f
         assert job.processes().keys() == set(ROLES)
         check_reset_when_killed(job, victims)
         if victims in (("controller",), ("launcher",)):
-            eventually(lambda: len(job.warnings()) > 0)  # before the rank goes by whose store one alone says it
+            eventually(
+                lambda: len(job.warnings()) > 0
+            )  # before the rank goes by whose store one alone says it
         check_leaves_nothing(job)
-        if not any("rank" in role for role in victims):  # a rank that has lost another one may say more
+        if not any(
+            "rank" in role for role in victims
+        ):  # a rank that has lost another one may say more
             assert len(job.warnings()) == (victims != ("guardian",))
 
 
 @pytest.mark.parametrize(
-    "victims", [("rank 0",), ("rank 1",), ("launcher",), ("autopilot", "controller")], ids=" and ".join
+    "victims",
+    [("rank 0",), ("rank 1",), ("launcher",), ("autopilot", "controller")],
+    ids=" and ".join,
 )
-def test_no_clock_is_locked_two_seconds_after_a_kill_while_training_learns(victims: tuple[str, ...], folder: Path):
+def test_no_clock_is_locked_two_seconds_after_a_kill_while_training_learns(
+    victims: tuple[str, ...], folder: Path
+):
     with forked_job(folder, unplanned=True) as job:
         trains(job)
         assert job.processes().keys() == {*ROLES, "autopilot"}
@@ -205,13 +230,18 @@ def test_training_goes_on_by_the_last_program_when_the_autopilot_is_killed(folde
         trains(job)
         check_leaves_nothing(job)
         (warning,) = job.warnings()
-        assert "the process of the autopilot has ended; training goes on with its last program" in warning
+        assert (
+            "the process of the autopilot has ended; training goes on with its last program"
+            in warning
+        )
 
 
 def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives(folder: Path):
     with forked_job(folder) as job:
         trains(job)
-        everyone = results_of("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
+        everyone = results_of(
+            "runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms"
+        )
         for rank in everyone:
             assert rank["held"]["error"] == "GpuInUse"
             assert "perseus_planner.runtime.controller" in rank["held"]["text"]
@@ -219,28 +249,41 @@ def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives
         assert job.processes().keys() == set(ROLES)
         job.stop()
         assert (job.locked_mhz, files(folder / "state")) == ([None, None], [])
-        everyone = results_of("runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms")
+        everyone = results_of(
+            "runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms"
+        )
         assert [rank["held"]["error"] for rank in everyone] == ["NoneType"] * 2
 
 
-@pytest.mark.parametrize("launched", [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak)])  # it imports much
-def test_when_a_launcher_is_killed_its_ranks_go_on_and_clocks_are_reset(launched: Callable, folder: Path):
+@pytest.mark.parametrize(
+    "launched", [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak)]
+)  # it imports much
+def test_when_a_launcher_is_killed_its_ranks_go_on_and_clocks_are_reset(
+    launched: Callable, folder: Path
+):
     if launched is deepspeed:
         pytest.importorskip("deepspeed")
     folder.mkdir()
-    with launched(2, folder, str(SCRIPT), str(folder)) as process, job(folder, process.pid) as begun:
+    with (
+        launched(2, folder, str(SCRIPT), str(folder)) as process,
+        job(folder, process.pid) as begun,
+    ):
         trains(begun)
         check_reset_when_killed(begun, ["launcher"])
         check_leaves_nothing(begun)
 
 
-def test_what_is_left_when_all_are_killed_with_their_guardian_is_reset_by_the_next_command(folder: Path):
+def test_what_is_left_when_all_are_killed_with_their_guardian_is_reset_by_the_next_command(
+    folder: Path,
+):
     with forked_job(folder) as job:
         trains(job)
         killed = [process for role in reversed(ROLES) for process in job.processes().get(role, [])]
         kill(killed)
         eventually(lambda: not job.processes())
-        eventually(lambda: not any(map(has_not_ended, killed)))  # and their files are closed, which loses their locks
+        eventually(
+            lambda: not any(map(has_not_ended, killed))
+        )  # and their files are closed, which loses their locks
         assert len(files(folder / "state")) == 2
         said = run("show absent.yaml").stderr
         assert said.count("left set by process") == said.count("is reset") == 2
@@ -254,7 +297,9 @@ def test_a_controller_to_which_no_rank_comes_as_its_starter_was_killed_ends_too(
         await_end([controller])
 
 
-def kill_at_random_moments(folder: Path, times: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def kill_at_random_moments(
+    folder: Path, times: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> int:
     """Kill processes of new jobs again and again; return how often clocks were set by then."""
     moments, set_before = random.Random(seed), 0
     folder.mkdir()
@@ -270,11 +315,15 @@ def kill_at_random_moments(folder: Path, times: int, seed: int, monkeypatch: pyt
     return set_before
 
 
-def test_a_job_that_is_killed_at_random_moments_leaves_nothing_locked(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_that_is_killed_at_random_moments_leaves_nothing_locked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     kill_at_random_moments(folder, 2, 1, monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_jobs_that_are_killed_200_times_leave_nothing_locked(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_jobs_that_are_killed_200_times_leave_nothing_locked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert kill_at_random_moments(folder, 200, 2, monkeypatch) >= 60

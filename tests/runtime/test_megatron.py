@@ -1,4 +1,6 @@
-"""The runtime's adapter for Megatron-core, on real ranks that train a GPTModel through its own schedules."""
+"""The runtime's adapter for Megatron-core, on real ranks that train a GPTModel through its own
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ def all_print(what: str, program: str, count: int, folder: Path, *arguments: str
         (4, ["0,0,2", "0,0,6", "2,0,8", "2,5,9"]),
     ],
 )
-def test_the_hook_sees_what_runs_and_what_was_expected(count: int, shapes: list[str], tmp_path: Path) -> None:
+def test_the_hook_sees_what_runs_and_what_was_expected(
+    count: int, shapes: list[str], tmp_path: Path
+) -> None:
     all_print("equal", "orders", count, tmp_path, *shapes)
 
 
-def test_training_is_bit_for_bit_the_same_and_the_users_timers_get_every_call(tmp_path: Path) -> None:
+def test_training_is_bit_for_bit_the_same_and_the_users_timers_get_every_call(
+    tmp_path: Path,
+) -> None:
     all_print("equal", "results", 2, tmp_path)
 
 

@@ -61,9 +61,15 @@ def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, plac
     order = program.computations
     program.check_order(order, "an engine")
     place %= len(order)
-    other = order[:place] if cut else (*order[:place], order[place]._replace(microbatch=10**6), *order[place + 1 :])
+    other = (
+        order[:place]
+        if cut
+        else (*order[:place], order[place]._replace(microbatch=10**6), *order[place + 1 :])
+    )
     there = "missing" if cut else str(other[place])
-    with pytest.raises(PlanError, match=f"computation {place + 1} is {there} there and {order[place]} in the plan"):
+    with pytest.raises(
+        PlanError, match=f"computation {place + 1} is {there} there and {order[place]} in the plan"
+    ):
         program.check_order(other, "an engine")
 
 
@@ -72,6 +78,7 @@ def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, plac
 def test_a_rank_that_the_plan_has_not_is_refused(dag: PipelineDag):
     plan = plan_of(dag)
     with pytest.raises(
-        PlanError, match=f"^the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and this is rank"
+        PlanError,
+        match=f"^the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and this is rank",
     ):
         Program(1, plan, len(plan.schedule.ranks))

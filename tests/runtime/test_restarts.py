@@ -1,4 +1,6 @@
-"""Jobs of which some or all processes are killed, and that are started again, go on by their plan as if undisturbed."""
+"""Jobs of which some or all processes are killed, and that are started again, go on by their
+plan as if undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ CHECKPOINT_EVERY = 4  #: iterations
 FIRST_MHZ = 1410  #: clock of the first computation of a rank; no other has it
 """In which whatever is to come must come; longer is to hang."""
 
-# Otherwise ranks that torchrun starts again may read addresses of the ranks before them, and not reach each other.
+# Otherwise ranks that torchrun starts again may read addresses of the ranks before them, and not
+# reach each other.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 TORCHRUN = ("-m", "torch.distributed.run")
-STARTS_TWICE = "import subprocess, sys; sys.exit(all(subprocess.call(sys.argv[1:]) for attempt in range(2)))"
+STARTS_TWICE = (
+    "import subprocess, sys; sys.exit(all(subprocess.call(sys.argv[1:]) for attempt in range(2)))"
+)
 
 
 class Job:
@@ -67,7 +72,10 @@ class Job:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the ranks, once they wait for their end and have written what they recorded."""
-        eventually((self.folder / "amid").exists, lambda: str([each.poll() for each in self.launchers.values()]))
+        eventually(
+            (self.folder / "amid").exists,
+            lambda: str([each.poll() for each in self.launchers.values()]),
+        )
         # The row of the last iteration may wait for a sample of the GPU.
         eventually(self._has_recorded, lambda: str(self.recorded()))
         assert not {*self.locked_mhz} & {None, FIRST_MHZ}
@@ -100,10 +108,15 @@ class Job:
             assert [attempt["first"] for attempt in attempts] == [0, first]
             assert {attempt["locked_mhz"] for attempt in attempts} <= {None, FIRST_MHZ}
         losses = self.read("losses")
-        assert [each["iteration"] for each in losses] == [*range(killed_at), *range(first, len(undisturbed))]
+        assert [each["iteration"] for each in losses] == [
+            *range(killed_at),
+            *range(first, len(undisturbed)),
+        ]
         assert all(each["losses"] == undisturbed[each["iteration"]] for each in losses)
         before, after = self.recorded()
-        assert all(abs(each - killed_at) <= 1 for each in before)  # a rank that lost its peer records the iteration too
+        assert all(
+            abs(each - killed_at) <= 1 for each in before
+        )  # a rank that lost its peer records the iteration too
         assert after == 2 * [len(undisturbed) - first]
         assert Run.load(self.folder / "run").total.iterations == max(before) + after[0]
         assert self.locked_mhz == [None, None]
@@ -129,13 +142,19 @@ def job(folder: Path, *commands: Sequence[str], gpus: int, killed_at: int) -> It
             patch.setenv("PLANNER_STATE_DIR", str(state))
             texts = [f"a100-sxm/{gpu}?call=1ms" for gpu in range(gpus)]
             opened += [stack.enter_context(closing(open_emulated(text))) for text in texts]
-            launchers[state] = started([*command, str(SCRIPT), str(folder), str(killed_at)], folder, **OWN_STORE)
+            launchers[state] = started(
+                [*command, str(SCRIPT), str(folder), str(killed_at)], folder, **OWN_STORE
+            )
         begun = Job(folder, launchers, opened, killed_at)
         try:
             yield begun
         finally:
             for launcher in launchers.values():
-                kill([] if launcher.poll() is not None else [*descendants(launcher), psutil.Process(launcher.pid)])
+                kill(
+                    []
+                    if launcher.poll() is not None
+                    else [*descendants(launcher), psutil.Process(launcher.pid)]
+                )
                 launcher.communicate()
             kill(begun.planner_processes())
 
@@ -156,7 +175,9 @@ def plan_and_losses(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
     folder = tmp_path_factory.mktemp("undisturbed")
     everyone = ranks("restarted_training:undisturbed", 2, folder, str(folder))
     assert [each.code for each in everyone] == [0, 0], everyone
-    return folder / "plan.yaml", [json.loads(line)["losses"] for line in (folder / "losses").read_text().splitlines()]
+    return folder / "plan.yaml", [
+        json.loads(line)["losses"] for line in (folder / "losses").read_text().splitlines()
+    ]
 
 
 @pytest.fixture
@@ -166,17 +187,22 @@ def losses(plan_and_losses: tuple[Path, list[Any]], tmp_path: Path) -> list[Any]
     return losses
 
 
-def test_a_node_whose_training_is_killed_trains_again_with_the_other_node(losses: list[Any], tmp_path: Path):
+def test_a_node_whose_training_is_killed_trains_again_with_the_other_node(
+    losses: list[Any], tmp_path: Path
+):
     options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
     command = [*TORCHRUN, *options, f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     with job(tmp_path, command, command, gpus=1, killed_at=6) as begun:
         rank = begun.ranks()[1]
-        # The controller and its guardian go first, so that nobody resets the GPU before the next attempt.
+        # The controller and its guardian go first, so that nobody resets the GPU before the next
+        # attempt.
         kill([*reversed(planner_processes(rank.environ()["PLANNER_STATE_DIR"])), rank])
         begun.check_goes_on(losses)
 
 
-def test_a_job_that_is_killed_as_a_whole_is_started_again_by_its_supervisor(losses: list[Any], tmp_path: Path):
+def test_a_job_that_is_killed_as_a_whole_is_started_again_by_its_supervisor(
+    losses: list[Any], tmp_path: Path
+):
     command = ["-c", STARTS_TWICE, sys.executable, *TORCHRUN, "--standalone", "--nproc-per-node=2"]
     with job(tmp_path, command, gpus=2, killed_at=2) as begun:
         begun.ranks()

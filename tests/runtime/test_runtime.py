@@ -1,4 +1,6 @@
-"""Training under a plan as a whole: real engines, real ranks, a clock controller, and emulated GPUs."""
+"""Training under a plan as a whole: real engines, real ranks, a clock controller, and emulated
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def warnings_of(everyone: Results) -> list[str]:
 
 
 def check_followed(everyone: Results, *names: str) -> None:
-    """Check that each computation ran in its turn and at its clock, with the results of a plain training."""
+    """Check that each computation ran in its turn and at its clock, with the results of a plain
+    training.
+    """
     for name in names:
         for result in (rank[name] for rank in everyone):
             assert result["equal"]
@@ -29,7 +33,8 @@ def check_followed(everyone: Results, *names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "names"), [(2, ["1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"]), (4, ["1f1b", "interleaved-zb"])]
+    ("count", "names"),
+    [(2, ["1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"]), (4, ["1f1b", "interleaved-zb"])],
 )
 def test_torch_runs_every_computation_at_its_clock_and_results_stay_the_same(
     count: int, names: list[str], tmp_path: Path
@@ -39,7 +44,9 @@ def test_torch_runs_every_computation_at_its_clock_and_results_stay_the_same(
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed_runs_every_computation_at_its_clock_and_results_stay_the_same(tmp_path: Path):
-    everyone = results_of("runtime_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"])
+    everyone = results_of(
+        "runtime_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"]
+    )
     check_followed(everyone, "1f1b")
 
 
@@ -54,14 +61,20 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of("runtime_programs:changes", 2, tmp_path_factory.mktemp("changes"))
 
 
-def test_other_numbers_of_microbatches_run_without_clocks_with_one_warning_in_the_whole_job(changed: Results):
+def test_other_numbers_of_microbatches_run_without_clocks_with_one_warning_in_the_whole_job(
+    changed: Results,
+):
     without = "it ran without clocks, because the iteration before was not as planned"
     for rank in changed:
         assert rank["deviations"] == [
-            "6 microbatches, and the plan has 4", without, "2 microbatches, and the plan has 4", without
+            "6 microbatches, and the plan has 4", without, "2 microbatches, and the plan has "
+            "4", without
         ]  # fmt: skip
     (text,) = [text for text in warnings_of(changed) if "microbatches" in text]
-    assert "ran 6 microbatches, and the plan has 4; clocks are reset in such iterations, and set again" in text
+    assert (
+        "ran 6 microbatches, and the plan has 4; clocks are reset in such iterations, and set again"
+        in text
+    )
 
 
 def test_all_ranks_take_a_new_plan_at_one_iteration(changed: Results):
@@ -76,7 +89,9 @@ def test_a_rank_that_hears_of_a_new_plan_late_takes_it_then(changed: Results):
     late, others = (rank["late"]["ran"] for rank in changed)
     pairs = list(zip(late, others, strict=True))
     may_follow = [(FIRST, FIRST), (FIRST, SECOND), (SECOND, SECOND)]
-    assert [may_follow.index(pair) for pair in pairs] == sorted(may_follow.index(pair) for pair in pairs)
+    assert [may_follow.index(pair) for pair in pairs] == sorted(
+        may_follow.index(pair) for pair in pairs
+    )
     assert pairs.count((FIRST, SECOND)) >= 2
     assert len(warnings_of(changed)) == 1  # that of the microbatches
 
@@ -97,4 +112,9 @@ def test_pipelines_run_by_plans_of_their_own_and_change_them_together(tmp_path: 
 def test_a_dry_run_does_all_but_set_clocks(tmp_path: Path):
     everyone = results_of("runtime_programs:dry_run", 2, tmp_path)
     for rank in everyone:
-        assert (rank["plan"], rank["as planned"], rank["problem"], rank["warnings"]) == (True, True, None, [])
+        assert (rank["plan"], rank["as planned"], rank["problem"], rank["warnings"]) == (
+            True,
+            True,
+            None,
+            [],
+        )

@@ -30,7 +30,9 @@ class Model:
 
     period_ns: int
     dwells_ns: dict[str, int]
-    asked: dict[str, list[tuple[int, int, int]]] = field(default_factory=lambda: {gpu: [] for gpu in GPUS})
+    asked: dict[str, list[tuple[int, int, int]]] = field(
+        default_factory=lambda: {gpu: [] for gpu in GPUS}
+    )
     sets: list[tuple[int, str, int]] = field(default_factory=list)
     turns: int = 0
 
@@ -45,7 +47,9 @@ class Model:
             self.asked[gpu].append((self.turns, value, now_ns))
 
     def waits_since(self, gpu: str) -> int | None:
-        """Return the turn of the first of the latest requests in a row that differ from what is set."""
+        """Return the turn of the first of the latest requests in a row that differ from what is
+        set.
+        """
         since = None
         for turn, value, _ in self.asked[gpu]:
             since = None if value == self.value(gpu) else turn if since is None else since
@@ -54,10 +58,14 @@ class Model:
     def may_change(self, gpu: str, now_ns: int) -> bool:
         last_ns = next((when_ns for when_ns, which, _ in reversed(self.sets) if which == gpu), None)
         is_held = last_ns is not None and now_ns - last_ns < self.dwells_ns[gpu]
-        return self.waits_since(gpu) is not None and (self.asked[gpu][-1][1] == RESET or not is_held)
+        return self.waits_since(gpu) is not None and (
+            self.asked[gpu][-1][1] == RESET or not is_held
+        )
 
     def is_within_rate(self, now_ns: int) -> bool:
-        """Whether one more change keeps every span of time within the rate plus one for each GPU."""
+        """Whether one more change keeps every span of time within the rate plus one for each
+        GPU.
+        """
         return self.period_ns == 0 or all(
             len(self.sets) - i + 1 <= len(GPUS) + (now_ns - when_ns) / self.period_ns
             for i, (when_ns, _, _) in enumerate(self.sets)
@@ -83,10 +91,14 @@ EVENTS = st.lists(
     ),
     max_size=60,
 )
-"""(nanoseconds since the event before, GPU, value that it asks for, or else milliseconds of its new dwell)."""
+"""(nanoseconds since the event before, GPU, value that it asks for, or else milliseconds of its
+new dwell).
+"""
 
 
-@given(EVENTS, st.sampled_from([1.0, 9.7, 100.0, 5000.0, math.inf]), st.sampled_from([0.0, 0.02, 0.25]))
+@given(
+    EVENTS, st.sampled_from([1.0, 9.7, 100.0, 5000.0, math.inf]), st.sampled_from([0.0, 0.02, 0.25])
+)
 def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s: float):
     scheduler: ChangeScheduler[str] = ChangeScheduler(rate_per_s)
     model = Model(math.ceil(1e9 / rate_per_s), dict.fromkeys(GPUS, round(dwell_s * 1e9)))
@@ -117,7 +129,9 @@ def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s
                     counter[expected[0]] += 1
     for gpu in GPUS:
         is_pending = model.waits_since(gpu) is not None
-        assert needed[gpu] == scheduler.overtaken(gpu) + is_pending + sum(which == gpu for _, which, _ in model.sets)
+        assert needed[gpu] == scheduler.overtaken(gpu) + is_pending + sum(
+            which == gpu for _, which, _ in model.sets
+        )
     _check_final(scheduler, model, wanted, now_ns)
 
 
@@ -131,7 +145,9 @@ def _check_fairness(model: Model, overtakers: dict[str, Counter[str]], now_ns: i
             overtakers.pop(gpu, None)
 
 
-def _check_final(scheduler: ChangeScheduler[str], model: Model, wanted: dict[str, int], now_ns: int) -> None:
+def _check_final(
+    scheduler: ChangeScheduler[str], model: Model, wanted: dict[str, int], now_ns: int
+) -> None:
     """Check that every GPU gets the last request when there is time."""
     for _ in range(2 * len(GPUS)):
         now_ns += 4_000_000_000
@@ -149,7 +165,9 @@ def granted(scheduler: ChangeScheduler[str], now_ns: int) -> list[tuple[str, int
     return found
 
 
-def scheduler_of(gpus: Sequence[str], rate_per_s: float = math.inf, dwell_s: float = 0.0) -> ChangeScheduler[str]:
+def scheduler_of(
+    gpus: Sequence[str], rate_per_s: float = math.inf, dwell_s: float = 0.0
+) -> ChangeScheduler[str]:
     scheduler: ChangeScheduler[str] = ChangeScheduler(rate_per_s)
     for gpu in gpus:
         scheduler.add(gpu, dwell_s)
@@ -228,7 +246,9 @@ def test_a_plan_is_overloaded_when_more_than_half_of_its_last_changes_were_overt
 
 
 def test_a_gpu_that_goes_to_and_fro_unset_is_overloaded():
-    """Going back to the value that is set needs no call, and does not make up for changes that were not made."""
+    """Going back to the value that is set needs no call, and does not make up for changes that
+    were not made.
+    """
     scheduler = scheduler_of("a")
     for _ in range(JUDGED):
         assert not scheduler.is_overloaded("a")
@@ -271,7 +291,9 @@ def test_a_changed_request_has_the_position_and_the_value():
 
 def test_positions_passed_unseen_request_what_they_requested_when_they_were_seen():
     first = [clock_request(position, 1000 + position) for position in range(5)]
-    assert requests_seen(*first, clock_request(3, 1003), clock_request(0, 1000), clock_request(4, 1004))[-3:] == [
+    assert requests_seen(
+        *first, clock_request(3, 1003), clock_request(0, 1000), clock_request(4, 1004)
+    )[-3:] == [
         ClockRequest(3, 1003, (1000, 1001, 1002), is_new_iteration=True),
         ClockRequest(0, 1000, (), is_new_iteration=True),
         ClockRequest(4, 1004, (1001, 1002, 1003), is_new_iteration=False),
@@ -279,7 +301,9 @@ def test_positions_passed_unseen_request_what_they_requested_when_they_were_seen
 
 
 def test_nothing_is_assumed_of_positions_that_were_never_seen():
-    assert requests_seen(clock_request(0, 900), clock_request(5, 1200), clock_request(7, 900))[-2:] == [
+    assert requests_seen(clock_request(0, 900), clock_request(5, 1200), clock_request(7, 900))[
+        -2:
+    ] == [
         ClockRequest(5, 1200, (), is_new_iteration=False),
         ClockRequest(7, 900, (), is_new_iteration=False),
     ]
@@ -297,7 +321,8 @@ def test_no_rank_passes_more_positions_between_two_looks_than_the_limit():
 
 
 @pytest.mark.parametrize(
-    ("clocks", "changes"), [((900,), 0), ((900, 900, 900), 0), ((900, 1200, 900), 2), ((900, 1200, 1300, 1300), 3)]
+    ("clocks", "changes"),
+    [((900,), 0), ((900, 900, 900), 0), ((900, 1200, 900), 2), ((900, 1200, 1300, 1300), 3)],
 )
 def test_changes_of_an_iteration_include_the_change_back(clocks: tuple[int, ...], changes: int):
     shared = SimpleNamespace(request=[NO_REQUEST])
@@ -325,4 +350,6 @@ def test_another_value_at_a_position_is_another_program_of_which_nothing_is_know
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40))
 def test_any_number_can_be_a_request(written: list[int]):
     for request in requests_seen(*written):
-        assert request is None or (0 <= request.value < 2**32 and len(request.skipped) <= MAX_SKIPPED)
+        assert request is None or (
+            0 <= request.value < 2**32 and len(request.skipped) <= MAX_SKIPPED
+        )

@@ -1,4 +1,6 @@
-"""Rank 0 of a job and the service: what is registered, taken and told, and that nothing of it ends the training."""
+"""Rank 0 of a job and the service: what is registered, taken and told, and that nothing of it
+ends the training.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ from perseus_planner.runtime.telemetry.counters import Counts
 @pytest.fixture(scope="module")
 def frontier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Frontier]:
     points = (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.25, 250.0))
-    profile = Profile({(stage, kind): points for stage in range(2) for kind in "FB"}, blocking_power_w=70.0)
+    profile = Profile(
+        {(stage, kind): points for stage in range(2) for kind in "FB"}, blocking_power_w=70.0
+    )
     found = solve(profile, schedules.one_f_one_b(2, 3))
     path = tmp_path_factory.mktemp("frontier") / "frontier.npz"
     found.save(path)
@@ -53,7 +57,8 @@ def frontier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Frontier]:
 
 
 class Service:
-    """Behind the stand-in: one job and its versions, which a test adds; long polls are answered at once.
+    """Behind the stand-in: one job and its versions, which a test adds; long polls are answered at
+    once.
 
     Attributes:
         versions: plan texts of version 1 and those that follow.
@@ -129,12 +134,16 @@ def job() -> TrainingJob:
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
     for rank in range(2):
-        StoreMessages(store).write_location(RankLocation(rank, rank, 1 - rank, f"node{rank}", f"GPU-{rank}"))
+        StoreMessages(store).write_location(
+            RankLocation(rank, rank, 1 - rank, f"node{rank}", f"GPU-{rank}")
+        )
     return TrainingJob(store, 0, 2)
 
 
 @contextmanager
-def running(address: str, job: TrainingJob, training: Training, path: Path, plan: Plan | None) -> Iterator[None]:
+def running(
+    address: str, job: TrainingJob, training: Training, path: Path, plan: Plan | None
+) -> Iterator[None]:
     served = ServiceSettings(address, "gpt3", path, 8)
     served.check()
     agent = Agent(served, job, 2, plan, training.switch_to, JobWarnings(job))
@@ -146,10 +155,16 @@ def running(address: str, job: TrainingJob, training: Training, path: Path, plan
 
 
 def bodies(service: StandIn, method: str, ending: str) -> list[Any]:
-    return [each.body for each in list(service.asked) if each.method == method and each.path.endswith(ending)]
+    return [
+        each.body
+        for each in list(service.asked)
+        if each.method == method and each.path.endswith(ending)
+    ]
 
 
-def test_the_job_is_registered_followed_and_ended(job: TrainingJob, frontier: tuple[Path, Frontier]):
+def test_the_job_is_registered_followed_and_ended(
+    job: TrainingJob, frontier: tuple[Path, Frontier]
+):
     path, found = frontier
     first, second = found.plan_for(found.baseline_time_s), found.plan_for(found.max_time_s)
     service, training = Service(first), Training()
@@ -187,25 +202,35 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
 
     def told(http: StandIn) -> list[tuple[str, float]]:
-        return [(each["scope"]["value"], each["slowdown"]) for each in bodies(http, "POST", "/reports")]
+        return [
+            (each["scope"]["value"], each["slowdown"]) for each in bodies(http, "POST", "/reports")
+        ]
 
     with stand_in(service) as http, running(http.address, job, training, path, None):
         StoreMessages(job.store).write_detection(Detection(1, StragglerDetection(1.3, "throttled")))
         eventually(lambda: told(http) == [("1", 1.3)])
         StoreMessages(job.store).write_detection(Detection(0, StragglerDetection(1.1, "slow")))
-        StoreMessages(job.store).write_detection(Detection(0, StragglerDetection(1.0, "it has recovered")))
+        StoreMessages(job.store).write_detection(
+            Detection(0, StragglerDetection(1.0, "it has recovered"))
+        )
         eventually(lambda: told(http)[-1:] == [("0", 1.0)])
         before = len(told(http))
         service.is_known = False
         eventually(lambda: len(told(http)) > before)
         assert told(http)[before:] == [("1", 1.3)]
-        keys = [each["key"] for each in bodies(http, "POST", "/reports") if each["scope"]["value"] == "1"]
+        keys = [
+            each["key"]
+            for each in bodies(http, "POST", "/reports")
+            if each["scope"]["value"] == "1"
+        ]
         assert len(set(keys)) == 1
         assert {each["ttl_s"] for each in bodies(http, "POST", "/reports")} == {TTL_S}
         assert len(training.given) >= 1
 
 
-@pytest.mark.parametrize("busy", [(429, "<html>slow down</html>"), refused(429, "too many"), refused(503, "full")])
+@pytest.mark.parametrize(
+    "busy", [(429, "<html>slow down</html>"), refused(429, "too many"), refused(503, "full")]
+)
 def test_a_recovery_that_finds_the_service_busy_is_sent_again(
     job: TrainingJob, frontier: tuple[Path, Frontier], busy: tuple[int, Any]
 ):
@@ -215,22 +240,36 @@ def test_a_recovery_that_finds_the_service_busy_is_sent_again(
         StoreMessages(job.store).write_detection(Detection(1, StragglerDetection(1.3, "throttled")))
         eventually(lambda: bodies(http, "POST", "/reports"))
         service.busy = busy
-        StoreMessages(job.store).write_detection(Detection(1, StragglerDetection(1.0, "it has recovered")))
+        StoreMessages(job.store).write_detection(
+            Detection(1, StragglerDetection(1.0, "it has recovered"))
+        )
         eventually(lambda: len(bodies(http, "POST", "/reports")) > 3)
         service.busy = None
         eventually(lambda: [each["slowdown"] for each in service.reports] == [1.3, 1.0])
 
 
-def test_what_ranks_have_counted_is_told_together_and_at_last(job: TrainingJob, frontier: tuple[Path, Frontier]):
+def test_what_ranks_have_counted_is_told_together_and_at_last(
+    job: TrainingJob, frontier: tuple[Path, Frontier]
+):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
     messages = StoreMessages(job.store)
 
     def counts(iterations: int) -> Counts:
-        return Counts(iterations - 1, iterations, 2.0 * iterations, iterations, 2.0 * iterations, 100.0, "simulated")
+        return Counts(
+            iterations - 1,
+            iterations,
+            2.0 * iterations,
+            iterations,
+            2.0 * iterations,
+            100.0,
+            "simulated",
+        )
 
     def told(http: StandIn) -> list[tuple[int, float]]:
-        return [(each["iterations"], each["energy_j"]) for each in bodies(http, "POST", "/telemetry")]
+        return [
+            (each["iterations"], each["energy_j"]) for each in bodies(http, "POST", "/telemetry")
+        ]
 
     with stand_in(service) as http, running(http.address, job, training, path, None):
         messages.write_counts(0, [counts(8), counts(16)])
@@ -261,7 +300,9 @@ def test_a_service_that_is_killed_and_started_again_is_said_to_be_back_within_5_
     pytest.importorskip("fastapi")
     monkeypatch.undo()  # the pauses that users have
     pauses_s, next_s = list[float](), Pauses.next_s
-    monkeypatch.setattr(Pauses, "next_s", lambda pauses: pauses_s.append(next_s(pauses)) or pauses_s[-1])
+    monkeypatch.setattr(
+        Pauses, "next_s", lambda pauses: pauses_s.append(next_s(pauses)) or pauses_s[-1]
+    )
     path, _ = frontier
     service, training = Serving(tmp_path), Training()
     service.start()
@@ -275,7 +316,8 @@ def test_a_service_that_is_killed_and_started_again_is_said_to_be_back_within_5_
                 service.start()
                 failed = len(pauses_s)
                 eventually(lambda number=number: len(caplog.records) == 2 * number)
-                # Each of two threads may have asked before it was back, and asks again after one pause.
+                # Each of two threads may have asked before it was back, and asks again after one
+                # pause.
                 assert len(pauses_s) - failed <= 2
         assert max(pauses_s) <= LONGEST_PAUSE_S < 5.0
     finally:
@@ -288,7 +330,10 @@ def test_a_service_that_is_killed_and_started_again_is_said_to_be_back_within_5_
 
 
 def test_a_service_that_comes_late_and_goes_is_told_of_each_time(
-    job: TrainingJob, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    job: TrainingJob,
+    frontier: tuple[Path, Frontier],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
@@ -313,12 +358,18 @@ def test_a_service_that_comes_late_and_goes_is_told_of_each_time(
         with stand_in(service, port):
             eventually(lambda: len(training.given) == 2)
             eventually(lambda: len(caplog.records) == 4)
-    for away, back in (caplog.records[:2], caplog.records[2:4]):  # and another if the end of the second is noticed
+    for away, back in (
+        caplog.records[:2],
+        caplog.records[2:4],
+    ):  # and another if the end of the second is noticed
         assert away.levelno == back.levelno == logging.WARNING
         assert away.getMessage().startswith("planner, rank 0: ")
         assert f"the service at http://127.0.0.1:{port}" in away.getMessage()
         assert away.getMessage().endswith("; training continues with its plan")
-        assert back.getMessage() == f"planner, rank 0: the service at http://127.0.0.1:{port} answers again"
+        assert (
+            back.getMessage()
+            == f"planner, rank 0: the service at http://127.0.0.1:{port} answers again"
+        )
 
 
 def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
@@ -337,7 +388,9 @@ def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
         service.versions.append(found.plan_for(found.max_time_s))
         eventually(lambda: any("after=2" in each.path for each in list(http.asked)))
     (record,) = caplog.records
-    assert record.getMessage().endswith("the service's plans were not taken: rank 1 has not answered")
+    assert record.getMessage().endswith(
+        "the service's plans were not taken: rank 1 has not answered"
+    )
 
 
 def test_a_refused_registration_is_told_of_and_tried_again(
@@ -351,10 +404,15 @@ def test_a_refused_registration_is_told_of_and_tried_again(
         service.refuses = None
         eventually(lambda: training.given)
     (record,) = caplog.records
-    assert "refused: another job of that name runs; training continues with its plan" in record.getMessage()
+    assert (
+        "refused: another job of that name runs; training continues with its plan"
+        in record.getMessage()
+    )
 
 
-def test_leaving_does_not_wait_for_a_service_that_is_silent(job: TrainingJob, frontier: tuple[Path, Frontier]):
+def test_leaving_does_not_wait_for_a_service_that_is_silent(
+    job: TrainingJob, frontier: tuple[Path, Frontier]
+):
     path, _ = frontier
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with running(f"http://127.0.0.1:{silent.getsockname()[1]}", job, Training(), path, None):
@@ -370,7 +428,9 @@ def learnt(rows: int) -> Learnt:
     return Learnt(f"table of {rows} rows", "yaml", grid, rows, time_s=1.0)
 
 
-def test_while_a_job_is_registered_again_with_what_it_has_learnt_stragglers_are_heard_of(job: TrainingJob):
+def test_while_a_job_is_registered_again_with_what_it_has_learnt_stragglers_are_heard_of(
+    job: TrainingJob,
+):
     go_on, away, slow_s = threading.Event(), threading.Event(), [1.0]
 
     def answers(method: str, path: str, body: Any) -> tuple[int, Any]:
@@ -386,14 +446,22 @@ def test_while_a_job_is_registered_again_with_what_it_has_learnt_stragglers_are_
             time.sleep(0.02)  # as a long poll would, much longer
             return 204, None
         if url.path.endswith("/pipelines"):
-            one = {"time_s": 1.0, "energy_j": 1.0, "target_s": slow_s[0], "slow_stages": {}, "report": None}
+            one = {
+                "time_s": 1.0,
+                "energy_j": 1.0,
+                "target_s": slow_s[0],
+                "slow_stages": {},
+                "report": None,
+            }
             return 200, {"version": 1, "pipelines": [{"pipeline": 0, **one}]}
         return 204, None
 
     exchange = ServiceExchange()
     exchange.learnt = learnt(10)
     with stand_in(answers) as service:
-        agent = LearningAgent(ServiceSettings(service.address, "gpt3", None), job, 1, exchange, JobWarnings(job))
+        agent = LearningAgent(
+            ServiceSettings(service.address, "gpt3", None), job, 1, exchange, JobWarnings(job)
+        )
         agent.start()
         try:
             eventually(lambda: len(bodies(service, "POST", "/v1/jobs")) == 1)
@@ -412,7 +480,9 @@ def test_while_a_job_is_registered_again_with_what_it_has_learnt_stragglers_are_
             go_on.set()
             agent.close()
     sent = [each["profile_csv"] for each in bodies(service, "POST", "/v1/jobs")]
-    assert sent == [f"table of {rows} rows" for rows in (10, 20, 20, 50)]  # until it is answered, the same
+    assert sent == [
+        f"table of {rows} rows" for rows in (10, 20, 20, 50)
+    ]  # until it is answered, the same
 
 
 def test_a_job_that_is_registered_when_its_training_has_ended_is_ended_too(
@@ -420,7 +490,11 @@ def test_a_job_that_is_registered_when_its_training_has_ended_is_ended_too(
 ):
     monkeypatch.setattr(agent_module, "_END_S", 0.01)
     path, found = frontier
-    known, asked, go_on = Service(found.plan_for(found.baseline_time_s)), threading.Event(), threading.Event()
+    known, asked, go_on = (
+        Service(found.plan_for(found.baseline_time_s)),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def answers(method: str, path: str, body: Any) -> tuple[int, Any]:
         if (method, path) == ("POST", "/v1/jobs"):
@@ -439,7 +513,11 @@ def test_a_job_that_is_registered_when_its_training_has_ended_is_ended_too(
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"name": None}, UsageError, "needs job=, a name for this training; give it to planner_runtime"),
+        (
+            {"name": None},
+            UsageError,
+            "needs job=, a name for this training; give it to planner_runtime",
+        ),
         ({"frontier": None}, UsageError, "needs frontier=, the file that `planner solve` wrote"),
         (
             {"is_learning": True},
@@ -458,7 +536,9 @@ def test_what_cannot_be_registered_is_refused(
         ServiceSettings(**given).check()
 
 
-def test_a_rank_without_the_packages_of_a_service_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_without_the_packages_of_a_service_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+):
     from perseus_planner.runtime import session
 
     for name in [name for name in sys.modules if name.startswith("perseus_planner.runtime.agent")]:
@@ -467,8 +547,8 @@ def test_a_rank_without_the_packages_of_a_service_says_what_to_install(monkeypat
     with pytest.raises(UsageError) as refused:
         session._service_link(("http://127.0.0.1:1", "gpt3", "frontier.npz", None), None, None)
     assert str(refused.value) == (
-        "service='http://127.0.0.1:1' needs perseus_planner.service.client.client, which is not installed; "
-        "run `pip install '.[service]'` in your clone of perseus-planner on every rank"
+        "service='http://127.0.0.1:1' needs perseus_planner.service.client.client, which is not "
+        "installed; run `pip install '.[service]'` in your clone of perseus-planner on every rank"
     )
 
 
@@ -478,7 +558,16 @@ def test_a_rank_without_the_packages_of_a_service_says_what_to_install(monkeypat
 def test_pauses_double_up_to_the_longest_and_begin_anew(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     pauses = Pauses(chance=lambda: 1.0)
-    assert [pauses.next_s() for _ in range(8)] == [0.5, 1.0, 2.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S, 4.0, 4.0, 4.0]
+    assert [pauses.next_s() for _ in range(8)] == [
+        0.5,
+        1.0,
+        2.0,
+        LONGEST_PAUSE_S,
+        LONGEST_PAUSE_S,
+        4.0,
+        4.0,
+        4.0,
+    ]
     pauses.reset()
     assert pauses.next_s() == 0.5
     assert Pauses(chance=lambda: 0.0).next_s() == 0.25
@@ -494,7 +583,9 @@ def test_pauses_double_up_to_the_longest_and_begin_anew(monkeypatch: pytest.Monk
         max_size=20,
     )
 )
-def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(acts: list[tuple[str, int, float]]):
+def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(
+    acts: list[tuple[str, int, float]],
+):
     now_s = [0.0]
     findings, last = Detections(lambda: now_s[0]), {}
     known: dict[str, tuple[float, float, float]] = {}  # scope -> slowdown, observed, expires
@@ -513,7 +604,11 @@ def test_the_service_knows_the_last_finding_of_each_rank_whenever_all_is_told(ac
                 assert request.slowdown is not None
                 assert request.observed_s is not None
                 if request.observed_s > known.get(request.scope.value, (0, -1.0, 0))[1]:
-                    known[request.scope.value] = request.slowdown, request.observed_s, now_s[0] + TTL_S
+                    known[request.scope.value] = (
+                        request.slowdown,
+                        request.observed_s,
+                        now_s[0] + TTL_S,
+                    )
                 findings.sent(request)
             assert findings.due() == []
             standing = {
@@ -537,11 +632,16 @@ def test_a_finding_that_is_numbered_but_not_yet_written_is_read_later():
     assert messages.new_detections() == []
 
 
-def test_a_job_that_starts_with_a_plan_for_a_probability_asks_for_such_plans(frontier: tuple[Path, Frontier]):
+def test_a_job_that_starts_with_a_plan_for_a_probability_asks_for_such_plans(
+    frontier: tuple[Path, Frontier],
+):
     path, found = frontier
     served = ServiceSettings("http://localhost:1", "gpt3", path)
     plan = found.plan_until(1.05 * found.baseline_time_s, on_time=0.9)
     asked = served.registration([], 1, plan)
-    assert (asked.on_time, asked.deadline_s) == (0.9, pytest.approx(1.05 * found.baseline_time_s, rel=1e-12))
+    assert (asked.on_time, asked.deadline_s) == (
+        0.9,
+        pytest.approx(1.05 * found.baseline_time_s, rel=1e-12),
+    )
     assert served.registration([], 1, found.plan_until(found.baseline_time_s)).on_time is None
     assert served.registration([], 1, None).on_time is None

@@ -1,4 +1,5 @@
-"""Whole: a service, two pipelines of two stages on emulated GPUs, a straggler that is reported, and a power limit.
+"""Whole: a service, two pipelines of two stages on emulated GPUs, a straggler that is reported, and
+a power limit.
 
 Energies are simulated: an emulated GPU says what its model draws.
 """
@@ -47,7 +48,10 @@ class Job:
     def rows(self, rank: int) -> list[dict[str, float]]:
         """What a rank wrote of its iterations."""
         file = self._folder / f"rows-{rank}"
-        return [json.loads(line) for line in (file.read_text().split("\n") if file.exists() else [])[:-1]]
+        return [
+            json.loads(line)
+            for line in (file.read_text().split("\n") if file.exists() else [])[:-1]
+        ]
 
     def ran(self) -> int:
         """How many iterations all ranks have written."""
@@ -85,12 +89,16 @@ class Job:
         return [json.loads(each.stdout.splitlines()[-1]) for each in ended]
 
     def joules(self, first: int, last: int) -> float:
-        """Of an iteration of all ranks, from the end of one to the end of the next: median over iterations.
+        """Of an iteration of all ranks, from the end of one to the end of the next: median over
+        iterations.
 
         Without what GPUs draw in any case while they wait, as a busy machine prolongs that.
         """
         everyone = [
-            [each["energy_j"] - CATALOG[MODEL].blocking_power_w * each["read_s"] for each in self.rows(rank)]
+            [
+                each["energy_j"] - CATALOG[MODEL].blocking_power_w * each["read_s"]
+                for each in self.rows(rank)
+            ]
             for rank in range(RANKS)
         ]
         return median(sum(gpu[i + 1] - gpu[i] for gpu in everyone) for i in range(first, last))
@@ -98,9 +106,14 @@ class Job:
 
 @contextmanager
 def training(engine: str, address: str, folder: Path) -> Iterator[Job]:
-    imports, arguments = ["deepspeed.pipe"] if engine == "deepspeed" else [], (engine, address, str(folder / "state"))
+    imports, arguments = (
+        ["deepspeed.pipe"] if engine == "deepspeed" else [],
+        (engine, address, str(folder / "state")),
+    )
     with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(ranks, "service_programs:train", RANKS, folder, *arguments, imports=imports)
+        started = pool.submit(
+            ranks, "service_programs:train", RANKS, folder, *arguments, imports=imports
+        )
         try:
             yield Job(folder, started)
         finally:
@@ -115,10 +128,16 @@ class Server(Serving):
         url = f"{self.address}/v1/jobs{path}"
         if shutil.which("curl") is None:
             data = None if body is None else json.dumps(body).encode()
-            with urlopen(Request(url, data, {"Content-Type": "application/json"}, method=method)) as response:
+            with urlopen(
+                Request(url, data, {"Content-Type": "application/json"}, method=method)
+            ) as response:
                 return json.loads(response.read() or "null")
-        sent = [] if body is None else ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
-        said = subprocess.run(["curl", "-sS", "-X", method, *sent, url], capture_output=True, text=True, check=True)
+        sent = (
+            [] if body is None else ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+        )
+        said = subprocess.run(
+            ["curl", "-sS", "-X", method, *sent, url], capture_output=True, text=True, check=True
+        )
         return json.loads(said.stdout or "null")
 
 
@@ -173,12 +192,15 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
         since = taken(job, server, 2)
         proposed_s = float((tmp_path / "proposed").read_text())
         ran = job.runs(6)
-        # All ranks at one iteration, at most three after that which runs when the version is proposed.
+        # All ranks at one iteration, at most three after that which runs when the version is
+        # proposed.
         slowed_s = job.rows(0)[-1]["plan_s"]
         assert own_s < slowed_s <= SLOW * own_s
-        assert [first_by(job, rank, slowed_s) for rank in range(RANKS) if job.rows(rank)[-1]["plan_s"] == slowed_s] == [
-            since, since
-        ]  # fmt: skip
+        assert [
+            first_by(job, rank, slowed_s)
+            for rank in range(RANKS)
+            if job.rows(rank)[-1]["plan_s"] == slowed_s
+        ] == [since, since]
         assert sum(proposed_s < row["begin_s"] for row in job.rows(0)[:since]) <= 3
         after_j = job.joules(since + 1, ran - 1)
         promised_j = answer["expected_saving_w"] * SLOW * own_s
@@ -212,15 +234,24 @@ def _kill_and_start_again(job: Job, server: Server) -> None:
 
 
 def _check_telemetry(job: Job, server: Server) -> None:
-    """What the service says was taken and saved is what the ranks wrote, also of when it was away."""
+    """What the service says was taken and saved is what the ranks wrote, also of when it was
+    away.
+    """
     ran = job.ran()
-    job.eventually(lambda: (found := server("GET", "/e2e")["telemetry"]) is not None and found["iterations"] >= ran)
+    job.eventually(
+        lambda: (
+            (found := server("GET", "/e2e")["telemetry"]) is not None and found["iterations"] >= ran
+        )
+    )
     found, frontier = server("GET", "/e2e")["telemetry"], server("GET", "/e2e/frontier")
     job.eventually(lambda: job.ran() >= found["iterations"])
     everyone = [job.rows(rank)[: found["iterations"]] for rank in range(RANKS)]
     energy_j = sum(rows[-1]["energy_j"] - rows[0]["begin_j"] for rows in everyone)
     ends_s = [everyone[0][0]["begin_s"], *(row["read_s"] for row in everyone[0])]
-    waits_s = [max(0.0, end_s - begin_s - frontier["baseline_time_s"]) for begin_s, end_s in pairwise(ends_s)]
+    waits_s = [
+        max(0.0, end_s - begin_s - frontier["baseline_time_s"])
+        for begin_s, end_s in pairwise(ends_s)
+    ]
     baseline_j = 2 * (len(waits_s) * frontier["baseline_j"] + frontier["waiting_w"] * sum(waits_s))
     assert found["energy_is"] == "simulated"
     assert found["energy_j"] == pytest.approx(energy_j, rel=0.02)
@@ -229,7 +260,9 @@ def _check_telemetry(job: Job, server: Server) -> None:
 
 
 def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None:
-    """Each rank set other clocks in the very iteration with which its plan changed, and they were in force."""
+    """Each rank set other clocks in the very iteration with which its plan changed, and they
+    were in force.
+    """
     for said in everyone:
         assert said["problem"] is None
         versions = [version for version, *_ in said["ran"]]
@@ -244,7 +277,9 @@ def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None
     for said in everyone:
         if said["pipeline"] == 0:
             clocks, achieved = ([each[place] for each in said["ran"]] for place in (2, 3))
-            before, slowed, after = (median(part) for part in (clocks[1:since], clocks[since:back], clocks[back:]))
+            before, slowed, after = (
+                median(part) for part in (clocks[1:since], clocks[since:back], clocks[back:])
+            )
             assert slowed < 0.9 * before
             assert after == pytest.approx(before, rel=0.1)
             between = (slowed + before) / 2
@@ -261,7 +296,11 @@ def test_a_power_limit_that_a_site_sets_has_the_job_planned_again_within_it(
         taken(job, server, 1)
         own_s = job.rows(0)[-1]["plan_s"]
         frontier = Frontier.load(tmp_path / "frontier.npz")
-        powers_w = [row.energy_j / row.time_s for rows in frontier.profile.measurements.values() for row in rows]
+        powers_w = [
+            row.energy_j / row.time_s
+            for rows in frontier.profile.measurements.values()
+            for row in rows
+        ]
         limit_w = float(int(0.8 * max(powers_w)))
         with open_gpu(f"emulated:{GPU.replace('?', '/3?')}") as gpu:
             gpu.set_power_limit_w(limit_w)
@@ -273,4 +312,7 @@ def test_a_power_limit_that_a_site_sets_has_the_job_planned_again_within_it(
             gpu.reset_power_limit()
             job.eventually(lambda: job.rows(0)[-1]["plan_s"] == own_s)
         warned = [text for each in job.said() for text in each["warnings"]]
-        assert any(f"the power limit of this GPU is {limit_w:g} W, below its default" in text for text in warned)
+        assert any(
+            f"the power limit of this GPU is {limit_w:g} W, below its default" in text
+            for text in warned
+        )

@@ -1,4 +1,6 @@
-"""A service of the job's own: it follows the job, survives its restart, and harms no training, whoever is killed."""
+"""A service of the job's own: it follows the job, survives its restart, and harms no training,
+whoever is killed.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Run:
     def address(self) -> str:
         """What it has said."""
         file = self.folder / "heard-0"
-        text = eventually(lambda: file.exists() and "listens at http" in file.read_text() and file.read_text())
+        text = eventually(
+            lambda: file.exists() and "listens at http" in file.read_text() and file.read_text()
+        )
         return str(text.partition("listens at ")[2].split()[0])
 
     def service(self) -> psutil.Process:
@@ -70,7 +74,11 @@ class Run:
 
 
 def services(rank_pid: int) -> list[psutil.Process]:
-    living = [each for each in psutil.Process(rank_pid).children() if each.status() != psutil.STATUS_ZOMBIE]
+    living = [
+        each
+        for each in psutil.Process(rank_pid).children()
+        if each.status() != psutil.STATUS_ZOMBIE
+    ]
     return [each for each in living if "serve" in each.cmdline()]
 
 
@@ -88,7 +96,9 @@ def training(folder: Path, service: str = "embedded") -> Iterator[Run]:
 
 def taken(service: Client, version: int) -> bool:
     found = service.status("own").taken
-    return found is not None and found.version >= version  # on a busy machine ranks find themselves slow, too
+    return (
+        found is not None and found.version >= version
+    )  # on a busy machine ranks find themselves slow, too
 
 
 def test_the_service_of_a_job_lives_with_it_and_what_it_knows_outlives_a_killed_one(tmp_path: Path):
@@ -141,7 +151,9 @@ def test_other_addresses_are_of_other_services(text: str):
     assert Embedding.parse(text) is None
 
 
-@pytest.mark.parametrize("text", ["embedded:", "embedded:70000", "embedded:a:b", "embedded:/run/x", "embedded:h:1:2"])
+@pytest.mark.parametrize(
+    "text", ["embedded:", "embedded:70000", "embedded:a:b", "embedded:/run/x", "embedded:h:1:2"]
+)
 def test_what_is_no_place_is_refused(text: str):
     with pytest.raises(UsageError, match="write embedded, embedded:PORT or embedded:HOST:PORT"):
         Embedding.parse(text)
@@ -150,7 +162,10 @@ def test_what_is_no_place_is_refused(text: str):
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "node07"])
 def test_where_others_reach_it_there_must_be_tokens(host: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(TOKENS_VARIABLE, raising=False)
-    with pytest.raises(UsageError, match=f"other machines can reach it, so clients need tokens; set {TOKENS_VARIABLE}"):
+    with pytest.raises(
+        UsageError,
+        match=f"other machines can reach it, so clients need tokens; set {TOKENS_VARIABLE}",
+    ):
         Embedding.parse(f"embedded:{host}:8400")
     monkeypatch.setenv(TOKENS_VARIABLE, "0123456789abcdef read eve")
     assert Embedding.parse(f"embedded:{host}:8400") == Embedding(host.strip("[]"), 8400)
@@ -162,7 +177,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def test_where_tokens_are_needed_rank_0_has_one_of_its_own(state: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_tokens_are_needed_rank_0_has_one_of_its_own(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(TOKENS_VARIABLE, "0123456789abcdef read eve")
     own = EmbeddedService(Embedding(), "a/../job")
     try:
@@ -182,7 +199,9 @@ def test_where_tokens_are_needed_rank_0_has_one_of_its_own(state: Path, monkeypa
 def test_what_keeps_it_from_starting_is_said(state: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = Embedding(port=other.getsockname()[1])
-        with pytest.raises(ServiceAway, match=r"could not be started: --host 127\.0\.0\.1 --port \d+: cannot list"):
+        with pytest.raises(
+            ServiceAway, match=r"could not be started: --host 127\.0\.0\.1 --port \d+: cannot list"
+        ):
             EmbeddedService(taken, "job").running()
     folder = state / f"services-{os.geteuid()}"
     for path in [*folder.iterdir()]:
@@ -195,7 +214,16 @@ def test_what_keeps_it_from_starting_is_said(state: Path):
 
 def test_serve_ends_with_its_owner_even_one_that_is_killed(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
-        command = [sys.executable, "-m", "perseus_planner", "serve", "--port", "0", "--owner", str(owner.pid)]
+        command = [
+            sys.executable,
+            "-m",
+            "perseus_planner",
+            "serve",
+            "--port",
+            "0",
+            "--owner",
+            str(owner.pid),
+        ]
         command += ["--database", "service.sqlite"]
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as service:
             assert service.stdout is not None

@@ -1,4 +1,6 @@
-"""Power limits that others set on the GPUs of a job: seen by the controller, warned of, and passed on."""
+"""Power limits that others set on the GPUs of a job: seen by the controller, warned of, and
+passed on.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from perseus_planner.errors import GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.runtime.background import BackgroundWork
-from perseus_planner.runtime.controller.protocol import AttachRequest, Control, GpuSample, SharedRequest, decode, encode
+from perseus_planner.runtime.controller.protocol import (
+    AttachRequest,
+    Control,
+    GpuSample,
+    SharedRequest,
+    decode,
+    encode,
+)
 from perseus_planner.runtime.controller.protocol import create_shared_memory as memory
 from perseus_planner.runtime.controller.rank import Rank
 from perseus_planner.runtime.engines.engine import PipelineRank
@@ -23,7 +32,12 @@ def sampled(gpu: Gpu, control: Control = "clock") -> GpuSample:
     """What the controller sends to the rank of that GPU."""
     sent: list[Any] = []
     channel: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
-    rank = Rank(channel, AttachRequest(0, gpu.text, control, None, 0.0), SharedRequest(memory()), os.getpid())
+    rank = Rank(
+        channel,
+        AttachRequest(0, gpu.text, control, None, 0.0),
+        SharedRequest(memory()),
+        os.getpid(),
+    )
     rank.gpu = gpu
     rank.sample(0, 0)
     (sample,) = sent
@@ -53,7 +67,12 @@ def test_each_new_limit_is_warned_of_and_counted():
     telemetry = Telemetry(0, PipelineRank(0, 1, 0, (0,)), offset_ns=lambda: 0)
     warned: dict[str, str] = {}
     nothing = SimpleNamespace(
-        problem=None, deviation=None, misfit=None, agreement=SimpleNamespace(lost=None), progress=0, finished=list
+        problem=None,
+        deviation=None,
+        misfit=None,
+        agreement=SimpleNamespace(lost=None),
+        progress=0,
+        finished=list,
     )
     warnings: Any = SimpleNamespace(warn=lambda key, text, **_: warned.setdefault(key, text))
     stub: Any = nothing
@@ -62,7 +81,8 @@ def test_each_new_limit_is_warned_of_and_counted():
         telemetry.update([], [GpuSample(0, 0, None, None, None, None, {}, site_limit_w=limit_w)])
         work.close()
     assert list(warned.values()) == [
-        f"the power limit of this GPU is {limit} W, below its default, so it may not reach the clocks of its plan; "
-        f"a service plans within it, else solve again with --gpu-power-limit {limit}W"
+        f"the power limit of this GPU is {limit} W, below its default, so it may not reach the "
+        "clocks of its plan; a service plans within it, else solve again with --gpu-power-limit "
+        f"{limit}W"
         for limit in (300, 250)
     ]

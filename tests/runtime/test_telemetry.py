@@ -1,4 +1,6 @@
-"""The records of a rank match what happened, whatever its engine, its controller and its disk do."""
+"""The records of a rank match what happened, whatever its engine, its controller and its disk
+do.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ HIGHEST = 1410
 
 
 def program(seed: int, version: int = 1) -> Program:
-    """Return rank 0 of a pipeline of two; its clocks are drawn from a few, so that some are equal."""
+    """Return rank 0 of a pipeline of two; its clocks are drawn from a few, so that some are
+    equal.
+    """
     schedule, rng = schedules.one_f_one_b(2, rng_size(seed)), Random(seed)
     dag = PipelineDag(smooth_profile(2, step_mhz=200), pipeline_iteration(schedule))
     return Program(version, any_plan(dag, rng), 0)
@@ -90,7 +94,9 @@ class Session:
     def program_for(self, iteration: int) -> Program | None:
         return self.programs[iteration]
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None, *_: object) -> None:
+    def on_end(
+        self, iteration: int, program: Program | None, deviation: str | None, *_: object
+    ) -> None:
         self.ends.append((iteration, program, deviation))
 
 
@@ -122,7 +128,9 @@ def controlled(rng: Random, written: list[tuple[int, int]]) -> list[ControlChang
         seen_ns = at_ns + rng.choice((0, 1, 2, 2, 15, 80)) * MS
         ended_ns = seen_ns + rng.randint(1, 5) * MS
         if ended_ns <= next_ns and value != in_force:
-            changes.append(ControlChange(place, value, seen_ns, seen_ns, ended_ns, in_force or HIGHEST))
+            changes.append(
+                ControlChange(place, value, seen_ns, seen_ns, ended_ns, in_force or HIGHEST)
+            )
             in_force = value
     return changes
 
@@ -141,7 +149,10 @@ def off_ns(span: tuple[int, int], value: int, changes: list[ControlChange]) -> i
 def test_records_match_a_plain_model_of_rank_and_controller(seed: int):
     rng = Random(seed)
     some = [program(rng.randrange(2**32), version) for version in (1, 2)]
-    programs = sorted(rng.choices((*some, None), (6, 3, 1), k=6), key=lambda each: 0 if each is None else each.version)
+    programs = sorted(
+        rng.choices((*some, None), (6, 3, 1), k=6),
+        key=lambda each: 0 if each is None else each.version,
+    )
     device, session = trained(rng, programs)
     changes = controlled(rng, device.written)
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
@@ -163,9 +174,13 @@ def test_records_match_a_plain_model_of_rank_and_controller(seed: int):
         assert deviation is None or row.deviation == deviation
         left, before = deviation is not None, ran_by
         assert (row.begin_s, row.end_s) == (ran.begin_ns / 1e9, ran.end_ns / 1e9)
-        assert row.busy_s == pytest.approx(sum(end - begin for begin, end in ran.spans_ns) / 1e9, abs=1e-9)
+        assert row.busy_s == pytest.approx(
+            sum(end - begin for begin, end in ran.spans_ns) / 1e9, abs=1e-9
+        )
         if row.is_as_planned:
-            expected_ns = sum(map(off_ns, ran.spans_ns, ran_by.clocks, [changes] * len(ran.spans_ns)))
+            expected_ns = sum(
+                map(off_ns, ran.spans_ns, ran_by.clocks, [changes] * len(ran.spans_ns))
+            )
             assert row.off_clock_s == pytest.approx(expected_ns / 1e9, abs=1e-5)
             assert row.changes_asked == row.changes_set + row.changes_overtaken
             assert row.planned_busy_s == pytest.approx(
@@ -182,7 +197,9 @@ def iteration(number: int, begin_ns: int, end_ns: int) -> IterationTimes:
     return IterationTimes(number, begin_ns, ((begin_ns, end_ns),), end_ns)
 
 
-def reading(at_ns: int, energy_j: float | None = None, clock_mhz: int | None = None, **throttled_s: float) -> GpuSample:
+def reading(
+    at_ns: int, energy_j: float | None = None, clock_mhz: int | None = None, **throttled_s: float
+) -> GpuSample:
     return GpuSample(at_ns, at_ns, energy_j, clock_mhz, None, 50.0 + at_ns / 1e12, throttled_s)
 
 
@@ -198,9 +215,19 @@ def test_energy_and_throttling_are_the_rise_of_the_counters_in_the_time_of_the_i
     at_ns, joules = np.cumsum(steps, axis=0).T
     ends_ns = first_ns + np.cumsum(lengths)
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
-    readings = [reading(int(at), float(j), thermal=float(2 * j)) for at, j in zip(at_ns, joules, strict=True)]
-    ran = [iteration(number, int(begin), int(end)) for number, (begin, end) in enumerate(pairwise(ends_ns))]
-    rows = telemetry.update(ran[:2], readings[:3]) + telemetry.update(ran[2:], readings[3:]) + telemetry.close()
+    readings = [
+        reading(int(at), float(j), thermal=float(2 * j))
+        for at, j in zip(at_ns, joules, strict=True)
+    ]
+    ran = [
+        iteration(number, int(begin), int(end))
+        for number, (begin, end) in enumerate(pairwise(ends_ns))
+    ]
+    rows = (
+        telemetry.update(ran[:2], readings[:3])
+        + telemetry.update(ran[2:], readings[3:])
+        + telemetry.close()
+    )
     for row, each in zip(rows, ran, strict=True):
         if at_ns[0] <= each.begin_ns and each.end_ns <= at_ns[-1]:
             rise = np.interp(each.end_ns, at_ns, joules) - np.interp(each.begin_ns, at_ns, joules)
@@ -216,10 +243,17 @@ def test_energy_and_throttling_are_the_rise_of_the_counters_in_the_time_of_the_i
 
 def test_a_counter_that_begins_anew_or_is_not_there_gives_no_energy():
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
-    telemetry.update([], [reading(0, 5.0), reading(10, 9.0), reading(20, 1.0), reading(30), reading(40, 3.0)])
-    rows = telemetry.update([iteration(i, 10 * i, 10 * i + 10) for i in range(4)], []) + telemetry.close()
+    telemetry.update(
+        [], [reading(0, 5.0), reading(10, 9.0), reading(20, 1.0), reading(30), reading(40, 3.0)]
+    )
+    rows = (
+        telemetry.update([iteration(i, 10 * i, 10 * i + 10) for i in range(4)], [])
+        + telemetry.close()
+    )
     assert [row.energy_j for row in rows] == [4.0, None, None, None]
-    assert [row.temperature_c for row in rows] == [reading(at).temperature_c for at in (10, 20, 30, 40)]
+    assert [row.temperature_c for row in rows] == [
+        reading(at).temperature_c for at in (10, 20, 30, 40)
+    ]
 
 
 def test_an_iteration_is_given_when_the_gpu_was_read_after_it_or_when_that_takes_too_long():
@@ -242,12 +276,22 @@ def test_the_ring_keeps_the_last_ones():
     for i in range(5):
         telemetry.on_end(i, ran_by, None)
         telemetry.update(
-            [IterationTimes(i, 100 * i, tuple((100 * i + b, 100 * i + e) for b, e in spans), 100 * i + 60 + i)], []
+            [
+                IterationTimes(
+                    i,
+                    100 * i,
+                    tuple((100 * i + b, 100 * i + e) for b, e in spans),
+                    100 * i + 60 + i,
+                )
+            ],
+            [],
         )
     telemetry.update([], [reading(at, at * 2.0) for at in range(0, 600, 100)])
     telemetry.close()
     assert [row.iteration for row in telemetry.iterations] == [2, 3, 4]
-    assert [row.energy_j for row in telemetry.iterations] == [pytest.approx(2.0 * (60 + i)) for i in (2, 3, 4)]
+    assert [row.energy_j for row in telemetry.iterations] == [
+        pytest.approx(2.0 * (60 + i)) for i in (2, 3, 4)
+    ]
 
 
 def test_nothing_grows_without_bound():
@@ -256,7 +300,9 @@ def test_nothing_grows_without_bound():
         change = ControlChange(0, 1000 + i % 2, i, i, i, None)
         telemetry.update([], [change, reading(i, float(i))])
         telemetry.on_end(i, ran_by, None)
-    held = [value for value in vars(telemetry).values() if hasattr(value, "__len__")] + [[*telemetry._samples]]
+    held = [value for value in vars(telemetry).values() if hasattr(value, "__len__")] + [
+        [*telemetry._samples]
+    ]
     assert max(map(len, held)) <= 20_000
     telemetry.update([iteration(i, i, i + 1) for i in range(50)], [])
     assert len(telemetry.iterations) == 4
@@ -268,11 +314,15 @@ def test_where_nothing_is_set_nothing_is_missed():
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
     spans = tuple((10 * i, 10 * i + 5) for i in range(len(ran_by.computations)))
     telemetry.on_end(0, ran_by, None)
-    telemetry.update([IterationTimes(0, 0, spans, 1000)], [reading(3, None, 1200), reading(1000, None, 900)])
+    telemetry.update(
+        [IterationTimes(0, 0, spans, 1000)], [reading(3, None, 1200), reading(1000, None, 900)]
+    )
     (row,) = telemetry.iterations
     assert row.is_as_planned
     assert (row.changes_asked, row.off_clock_s, row.achieved_mhz) == (0, 0.0, None)
-    assert [each.achieved_mhz for each in telemetry.computations] == [1200] + [900] * (len(spans) - 1)
+    assert [each.achieved_mhz for each in telemetry.computations] == [1200] + [900] * (
+        len(spans) - 1
+    )
 
 
 def test_computations_that_were_not_timed_are_a_deviation():
@@ -280,7 +330,9 @@ def test_computations_that_were_not_timed_are_a_deviation():
     telemetry.on_end(0, ran_by, None)
     telemetry.update([iteration(0, 0, 10)], [])
     (row,) = telemetry.close()
-    assert row.deviation == f"1 computations were timed, and the plan has {len(ran_by.computations)}"
+    assert (
+        row.deviation == f"1 computations were timed, and the plan has {len(ran_by.computations)}"
+    )
 
 
 @pytest.mark.parametrize("fault", ["gone", "full", "no plan"])
@@ -291,7 +343,9 @@ def test_a_folder_that_can_no_longer_be_written_is_one_warning_and_telemetry_goe
     ran_by, folder = program(3), tmp_path / "run"
     files = RankFiles(folder, 0, 1, Attempt(1))
     rounds_s = (6.0 * number for number in counting())
-    telemetry = Telemetry(0, SEAT, files, warn=said.append, offset_ns=lambda: 0, now_s=lambda: next(rounds_s))
+    telemetry = Telemetry(
+        0, SEAT, files, warn=said.append, offset_ns=lambda: 0, now_s=lambda: next(rounds_s)
+    )
     if fault == "no plan":
         folder.touch()
     if fault == "full":
@@ -303,12 +357,18 @@ def test_a_folder_that_can_no_longer_be_written_is_one_warning_and_telemetry_goe
         telemetry.on_end(i, ran_by, "something else")
         telemetry.update([iteration(i, 10 * i, 10 * i + 10)], [reading(10 * i + 10)])
     telemetry.close()
-    why = {"gone": "No such file or directory", "full": "No space left on device", "no plan": "Not a directory"}[fault]
+    why = {
+        "gone": "No such file or directory",
+        "full": "No space left on device",
+        "no plan": "Not a directory",
+    }[fault]
     assert said == [f"{folder}: recording stops: {why}; training goes on without recording"]
     assert len(telemetry.iterations) == 6
 
 
-def test_rows_are_written_every_few_seconds_and_at_the_end_even_if_no_iteration_ends(tmp_path: Path):
+def test_rows_are_written_every_few_seconds_and_at_the_end_even_if_no_iteration_ends(
+    tmp_path: Path,
+):
     ran_by, now_s = program(3), [0.0]
     files = RankFiles(tmp_path, 0, 1, Attempt(1))
     telemetry = Telemetry(0, SEAT, files, offset_ns=lambda: 0, now_s=lambda: now_s[0])
@@ -333,7 +393,11 @@ def test_rows_are_written_every_few_seconds_and_at_the_end_even_if_no_iteration_
 def test_computations_are_written_every_half_minute_and_at_the_end(tmp_path: Path):
     ran_by, at_s = program(3), 0.0
     telemetry = Telemetry(0, SEAT, RankFiles(tmp_path, 0, 1, Attempt(1)), offset_ns=lambda: 0)
-    written, count, path = [], len(ran_by.computations), attempt_path(tmp_path, 1) / "computations-0.csv"
+    written, count, path = (
+        [],
+        len(ran_by.computations),
+        attempt_path(tmp_path, 1) / "computations-0.csv",
+    )
     for i, at_s in enumerate((1.0, 2.0, 29.0, 31.0, 32.0, 61.0)):
         begin_ns = ns(at_s) - 10**6
         spans = tuple((begin_ns + 2 * k, begin_ns + 2 * k + 1) for k in range(count))
@@ -358,7 +422,16 @@ def test_a_gpu_that_becomes_slow_is_found_without_a_plan_by_what_its_times_were(
     ran = program(2)
     clocks = (HIGHEST, *(1200,) * (len(ran.computations) - 1))
     planned = AutopilotProgram(
-        2, 1, 7, ran.computations, clocks, 1.0, HIGHEST, None, AutopilotStatus("following"), busy_s=1.0
+        2,
+        1,
+        7,
+        ran.computations,
+        clocks,
+        1.0,
+        HIGHEST,
+        None,
+        AutopilotStatus("following"),
+        busy_s=1.0,
     )
     telemetry, detector, found = Telemetry(0, SEAT), StragglerDetector(), []
     each_ns, now_ns = 10**9 // len(clocks), BEGIN_NS

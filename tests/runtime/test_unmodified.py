@@ -1,4 +1,6 @@
-"""`planner run` trains scripts by a plan that know nothing of it, with every engine and launcher."""
+"""`planner run` trains scripts by a plan that know nothing of it, with every engine and
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +49,43 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _need(engine: str) -> None:
-    """Skip if the engine is not installed. It is only looked up: importing it takes seconds and warns."""
+    """Skip if the engine is not installed. It is only looked up: importing it takes seconds and
+    warns.
+    """
     for name in ("torch", engine):
         if find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
 
 
 def torchrun(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    )
     (folder / "fails").touch()
     # Otherwise ranks that torchrun starts again may read addresses of the ranks before them.
     store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return [ended(started([*run, sys.executable, *launcher, SCRIPT, engine, str(folder)], folder, **store))]
+    return [
+        ended(
+            started([*run, sys.executable, *launcher, SCRIPT, engine, str(folder)], folder, **store)
+        )
+    ]
 
 
 def deepspeed(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
-    launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port()))
+    launcher = (
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+    )
     return [ended(started([*run, sys.executable, *launcher, SCRIPT, engine, str(folder)], folder))]
 
 
@@ -70,7 +93,9 @@ def processes(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
     """Start each rank by itself, as srun does."""
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [*run, sys.executable, SCRIPT, engine, str(folder)]
-    begun = [started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    begun = [
+        started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)
+    ]
     return [ended(each) for each in begun]
 
 
@@ -84,7 +109,9 @@ def results(folder: Path, count: int = 2) -> list[str]:
 
 
 def forked(folder: Path, engine: str, count: int = 2) -> list[str]:
-    """Return the results of ranks without the planner, forked from a process with the engine imported."""
+    """Return the results of ranks without the planner, forked from a process with the engine
+    imported.
+    """
     everyone = ranks("script", count, folder, SCRIPT, engine, str(folder), imports=IMPORTS[engine])
     assert [each.code for each in everyone] == [0] * count, [each.stderr for each in everyone]
     return results(folder, count)
@@ -98,9 +125,19 @@ def locked_mhz(rank: int) -> int | None:
 @pytest.mark.parametrize(
     ("engine", "launch", "plan", "attempts"),
     [
-        pytest.param("torch", torchrun, ["--plan", "plan-2.yaml"], 2, id="torch, torchrun with a restart"),
-        pytest.param("deepspeed", deepspeed, [], 1, id="DeepSpeed and its launcher, without a plan"),
-        pytest.param("megatron", processes, ["--plan", "plan-2.yaml"], 1, id="Megatron's loop, ranks by themselves"),
+        pytest.param(
+            "torch", torchrun, ["--plan", "plan-2.yaml"], 2, id="torch, torchrun with a restart"
+        ),
+        pytest.param(
+            "deepspeed", deepspeed, [], 1, id="DeepSpeed and its launcher, without a plan"
+        ),
+        pytest.param(
+            "megatron",
+            processes,
+            ["--plan", "plan-2.yaml"],
+            1,
+            id="Megatron's loop, ranks by themselves",
+        ),
     ],
 )
 def test_a_script_that_knows_no_planner_trains_with_it(
@@ -118,38 +155,62 @@ def test_a_script_that_knows_no_planner_trains_with_it(
     assert len(recorded) == attempts
     if plan:
         last = Run.load(attempt_path(folder / "run", recorded[-1]))
-        assert [[row.is_as_planned for row in rank.iterations] for rank in last.ranks] == [[True] * 4] * 2
+        assert [[row.is_as_planned for row in rank.iterations] for rank in last.ranks] == [
+            [True] * 4
+        ] * 2
     assert [locked_mhz(rank) for rank in range(2)] == [None, None]
     assert results(folder) == forked(folder, engine)
 
 
 @pytest.mark.skipif(
-    "PLANNER_MEGATRON_LM" not in os.environ, reason="PLANNER_MEGATRON_LM names no folder of Megatron-LM"
+    "PLANNER_MEGATRON_LM" not in os.environ,
+    reason="PLANNER_MEGATRON_LM names no folder of Megatron-LM",
 )
 def test_megatron_lm_itself_trains_by_a_plan_and_evaluates_between_iterations(folder: Path):
-    script = [str(SUPPORT / "megatron_lm.py"), os.environ["PLANNER_MEGATRON_LM"], str(folder / "results")]
+    script = [
+        str(SUPPORT / "megatron_lm.py"),
+        os.environ["PLANNER_MEGATRON_LM"],
+        str(folder / "results"),
+    ]
     run = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--record", "run", "--", sys.executable]
     losses = []
     for command in (script, [*run, *script]):
         job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        begun = [started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+        begun = [
+            started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(2)
+        ]
         found = [ended(each) for each in begun]
         assert [each.code for each in found] == [0, 0], [each.stderr for each in found]
         losses.append(results(folder))
     assert losses[0] == losses[1]
     assert len(json.loads(losses[0][1])) > 6 * 4  # of evaluations too
     last = Run.load(folder / "run")
-    assert [[row.is_as_planned for row in rank.iterations] for rank in last.ranks] == [[True] * 6] * 2
+    assert [[row.is_as_planned for row in rank.iterations] for rank in last.ranks] == [
+        [True] * 6
+    ] * 2
 
 
 def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path):
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    command = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--", sys.executable, SCRIPT, "torch", str(folder)]
+    command = [
+        *PLANNER,
+        "--plan",
+        "plan-2.yaml",
+        "--gpu",
+        GPU,
+        "--",
+        sys.executable,
+        SCRIPT,
+        "torch",
+        str(folder),
+    ]
     found = ended(started(command, folder, **job, MASTER_PORT=str(free_port())))
     assert found.code == 0, found.stderr
     assert [line for line in found.stderr.splitlines() if "planner" in line] == [
-        "planner: the plan is for pipelines of 2 ranks, and torch.distributed.pipelining runs pipelines of 1; solve "
-        "for the schedule that you train with; training goes on without the planner"
+        "planner: the plan is for pipelines of 2 ranks, and torch.distributed.pipelining runs "
+        "pipelines of 1; solve for the schedule that you train with; training goes on without the "
+        "planner"
     ]
     assert results(folder, 1) == forked(folder, "torch", 1)
 
@@ -161,8 +222,16 @@ def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path
         pytest.param("single", [], id="an optimizer without a pipeline"),
     ],
 )
-def test_a_module_that_is_terminated_leaves_no_clock(engine: str, plan: Sequence[str], folder: Path):
-    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(SUPPORT)}
+def test_a_module_that_is_terminated_leaves_no_clock(
+    engine: str, plan: Sequence[str], folder: Path
+):
+    job = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "PYTHONPATH": str(SUPPORT),
+    }
     script = [sys.executable, "-m", "plain_training", engine, str(folder), "1000000"]
     command = [*PLANNER, *plan, "--gpu", GPU, "--", *script]
     with closing(open_emulated("a100-sxm/0?call=0")) as gpu:
@@ -182,10 +251,17 @@ STARTUP = str(Path(runtime.__file__).absolute().parent / "unmodified" / "startup
 
 
 def python(code: str, cwd: Path, modules: Sequence[str]) -> Any:
-    """Return what `code` prints as JSON in an interpreter that finds modules in these folders first."""
+    """Return what `code` prints as JSON in an interpreter that finds modules in these folders
+    first.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(modules)}
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert (found.returncode, found.stderr) == (0, "")
     return json.loads(found.stdout)
@@ -202,12 +278,16 @@ def test_a_process_that_trains_nothing_has_one_module_more(tmp_path: Path):
     assert path == plain_path
 
 
-def test_an_engine_that_is_imported_but_trains_nothing_loads_no_numpy_and_no_session(tmp_path: Path):
+def test_an_engine_that_is_imported_but_trains_nothing_loads_no_numpy_and_no_session(
+    tmp_path: Path,
+):
     engine = tmp_path / "deepspeed" / "runtime" / "pipe"
     engine.mkdir(parents=True)
     for folder in (engine, *engine.parents[:2]):
         (folder / "__init__.py").touch()
-    (engine / "engine.py").write_text("class PipelineEngine:\n    def train_batch(self):\n        return __name__\n")
+    (engine / "engine.py").write_text(
+        "class PipelineEngine:\n    def train_batch(self):\n        return __name__\n"
+    )
     code = (
         "import deepspeed.runtime.pipe.engine as engine, json, sys\n"
         "names = [each for each in sys.modules if each.startswith('perseus')]\n"
@@ -216,7 +296,12 @@ def test_an_engine_that_is_imported_but_trains_nothing_loads_no_numpy_and_no_ses
     )
     names, loader, wrapped = python(code, tmp_path, [STARTUP, str(tmp_path)])
     unmodified = "perseus_planner.runtime.unmodified"
-    assert names == ["perseus_planner", "perseus_planner.runtime", unmodified, f"{unmodified}.engines"]
+    assert names == [
+        "perseus_planner",
+        "perseus_planner.runtime",
+        unmodified,
+        f"{unmodified}.engines",
+    ]
     assert (loader, wrapped) == ("SourceFileLoader", "train_batch")
 
 
@@ -236,9 +321,13 @@ def test_processes_that_a_script_starts_are_followed_too(method: str, tmp_path: 
     if method == "kernel":  # of a notebook: a module that is given cells
         (tmp_path / "kernel.py").write_text(
             "import sys\nspace = {'__name__': '__main__'}\n"
-            "for cell in sys.stdin.read().split('# %%'):\n    exec(compile(cell, '<cell>', 'exec'), space)\n"
+            "for cell in sys.stdin.read().split('# %%'):\n    exec(compile(cell, '<cell>', "
+            "'exec'), space)\n"
         )
-        cells = "import json, sys\n# %%\nprint(json.dumps([type(each).__name__ for each in sys.meta_path]))\n"
+        cells = (
+            "import json, sys\n# %%\nprint(json.dumps([type(each).__name__ for each in "
+            "sys.meta_path]))\n"
+        )
         code = "import subprocess, sys; command = [sys.executable, '-m', 'kernel']; "
         code += f"sys.exit(subprocess.run(command, input={cells!r}, text=True).returncode)"
     assert "_EngineFinder" in python(code, tmp_path, [STARTUP])
@@ -246,7 +335,10 @@ def test_processes_that_a_script_starts_are_followed_too(method: str, tmp_path: 
 
 def test_a_sitecustomize_that_was_there_is_loaded_too(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text("found = __file__\n")
-    code = "import json, sitecustomize, sys; print(json.dumps([sitecustomize.found, len(sys.meta_path)]))"
+    code = (
+        "import json, sitecustomize, sys; print(json.dumps([sitecustomize.found, "
+        "len(sys.meta_path)]))"
+    )
     found, finders = python(code, tmp_path, [STARTUP, str(tmp_path)])
     assert found == str(tmp_path / "sitecustomize.py")
     assert finders == python(code, tmp_path, [str(tmp_path)])[1] + 1
@@ -258,7 +350,9 @@ def test_a_sitecustomize_that_fails_fails_as_it_does_without(tmp_path: Path):
     for modules in ([str(tmp_path)], [STARTUP, str(tmp_path)]):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(modules)}
         command = [sys.executable, "-c", "print(len(__import__('sys').meta_path))"]
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        found = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300
+        )
         messages.append((found.returncode, found.stderr, int(found.stdout)))
     (code, stderr, finders), started_up = messages
     assert "nothing_like_this" in stderr
@@ -313,14 +407,18 @@ def test_a_script_that_uses_the_runtime_itself_is_left_alone(
     assert (counted.entered, caplog.messages) == ([], [])
 
 
-def test_a_second_engine_ends_the_runtime(counted: CountedRuntime, caplog: pytest.LogCaptureFixture):
+def test_a_second_engine_ends_the_runtime(
+    counted: CountedRuntime, caplog: pytest.LogCaptureFixture
+):
     training, engine = UnmodifiedTraining(), SimpleNamespace()
     training.begin(engine)
-    assert [training.begin(each) for each in (SimpleNamespace(), engine, SimpleNamespace())] == [False] * 3
+    assert [training.begin(each) for each in (SimpleNamespace(), engine, SimpleNamespace())] == [
+        False
+    ] * 3
     assert (len(counted.entered), counted.left) == (1, 1)
     assert caplog.messages == [
-        "planner: a second SimpleNamespace trains in this process, and only one can be planned; training goes on "
-        "without the planner"
+        "planner: a second SimpleNamespace trains in this process, and only one can be planned; "
+        "training goes on without the planner"
     ]
 
 
@@ -335,16 +433,24 @@ def test_a_list_of_chunks_is_the_same_engine_in_another_list(counted: CountedRun
 
 @pytest.mark.parametrize(("rank", "count"), [("0", 1), ("1", 0)])
 def test_a_refusal_is_said_by_rank_0_and_not_tried_again(
-    rank: str, count: int, counted: CountedRuntime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    rank: str,
+    count: int,
+    counted: CountedRuntime,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("RANK", rank)
     counted.refusal = RuntimeError("no")
     training, engine = UnmodifiedTraining(), SimpleNamespace()
-    assert [training.begin(engine), training.begin(engine), training.begin(SimpleNamespace())] == [False] * 3
+    assert [training.begin(engine), training.begin(engine), training.begin(SimpleNamespace())] == [
+        False
+    ] * 3
     assert caplog.messages == ["planner: no; training goes on without the planner"] * count
 
 
-def test_a_forked_process_attaches_nothing_and_leaves_nothing(counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch):
+def test_a_forked_process_attaches_nothing_and_leaves_nothing(
+    counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch
+):
     training = UnmodifiedTraining()
     training.begin(SimpleNamespace())
     monkeypatch.setattr("os.getpid", lambda: -1)
@@ -387,7 +493,9 @@ def stepping(counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch) -> Counte
     return counted
 
 
-def test_without_a_pipeline_the_steps_of_the_first_optimizer_are_iterations(stepping: CountedRuntime):
+def test_without_a_pipeline_the_steps_of_the_first_optimizer_are_iterations(
+    stepping: CountedRuntime,
+):
     training, first, second = UnmodifiedTraining(), Optimizer(), Optimizer()
     for optimizer in (first, second, first, second, first):
         training.stepped(optimizer)
@@ -405,7 +513,12 @@ def test_an_optimizer_that_trains_instead_of_the_first_ends_the_runtime(
     training.stepped(first)
     for _ in range(300):
         training.stepped(second)
-    assert (stepping.iterations, stepping.left, len(stepping.entered), len(caplog.messages)) == (1, 1, 1, 1)
+    assert (stepping.iterations, stepping.left, len(stepping.entered), len(caplog.messages)) == (
+        1,
+        1,
+        1,
+        1,
+    )
 
 
 def test_the_optimizer_of_a_pipeline_is_not_followed(stepping: CountedRuntime):
@@ -421,7 +534,11 @@ def test_a_pipeline_that_trains_later_takes_the_place_of_the_optimizer(stepping:
     assert training.begin(engine)
     assert not training.begin(engine)
     training.stepped(optimizer)
-    assert ([each for each, _ in stepping.entered], stepping.left, stepping.iterations) == ([None, engine], 1, 1)
+    assert ([each for each, _ in stepping.entered], stepping.left, stepping.iterations) == (
+        [None, engine],
+        1,
+        1,
+    )
 
 
 def test_an_optimizer_on_the_cpu_or_with_a_plan_for_pipelines_is_not_followed(

@@ -24,14 +24,21 @@ TOP_MHZ = 1410
 def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tmp_path: Path):
     everyone = results_of("whole_programs:data_parallel", 2, tmp_path)
     for each in everyone:
-        assert (each["equal"], each["after"], each["problem"], each["warnings"]) == (True, None, None, [])
+        assert (each["equal"], each["after"], each["problem"], each["warnings"]) == (
+            True,
+            None,
+            None,
+            [],
+        )
         assert each["reference_s"] > 0.0
         assert each["state"]
         assert min(filter(None, each["values"])) < TOP_MHZ
     # A value that ends soon may be seen on one rank alone, between two iterations of the other.
     low, high = sorted(len({*each["values"]}) for each in everyone)
     assert high - low <= 1
-    differing = sum(one != other for one, other in zip(*(each["values"] for each in everyone), strict=True))
+    differing = sum(
+        one != other for one, other in zip(*(each["values"] for each in everyone), strict=True)
+    )
     assert differing <= len(everyone[0]["values"]) // 3
 
 
@@ -58,13 +65,18 @@ def test_a_gpu_that_is_lost_does_not_stop_training(
             with runtime.iteration():
                 time.sleep(0.001)  # an iteration
     assert "it fell off the bus" in str(runtime.problem)
-    goes_on, reset = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    goes_on, reset = (
+        record.message for record in caplog.records if record.levelno == logging.WARNING
+    )
     assert goes_on.endswith("; training goes on without setting clocks, and tries again later")
     assert "emulated:a100-sxm/0" in reset
 
 
 def test_what_is_for_pipelines_is_refused_without_an_engine():
-    with pytest.raises(UsageError, match="plan= is for pipelines"), planner_runtime(gpu="cuda", plan="plan.yaml"):
+    with (
+        pytest.raises(UsageError, match="plan= is for pipelines"),
+        planner_runtime(gpu="cuda", plan="plan.yaml"),
+    ):
         pass
     with (
         planner_runtime(gpu="simulated:a100-sxm", state=None) as runtime,

@@ -1,4 +1,6 @@
-"""One clock for whole iterations, in virtual time: the least energy, and never slower than the ledger allows."""
+"""One clock for whole iterations, in virtual time: the least energy, and never slower than the
+ledger allows.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,14 @@ def test_the_search_comes_close_to_the_least_energy(memory: float, slowdown: flo
     found = trained(world, 1500, slowdown)
     top_j = world.cost_j(TOP_MHZ)
     reached, best = (
-        1.0 - world.cost_j(c) / top_j for c in (found.search.values[found.search.best], world.best_mhz(slowdown))
+        1.0 - world.cost_j(c) / top_j
+        for c in (found.search.values[found.search.best], world.best_mhz(slowdown))
     )
     assert reached >= best - 0.005
     clock = found.search.values[found.search.best]
-    assert found.search.effect == pytest.approx((world.time_s(clock) / world.top_s, reached), abs=0.02)
+    assert found.search.effect == pytest.approx(
+        (world.time_s(clock) / world.top_s, reached), abs=0.02
+    )
     assert sum(world.times_s) <= (slowdown + 0.005) * sum(world.top_times_s)
 
 
@@ -39,7 +44,9 @@ def test_the_search_pays_little_where_every_clock_is_too_slow():
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """A job in which up to 30 % of clocks are slower than physics allows, and that changes its size once."""
+    """A job in which up to 30 % of clocks are slower than physics allows, and that changes its
+    size once.
+    """
     slow = set(draw(st.lists(st.sampled_from(CLOCKS[1:]), max_size=len(CLOCKS) * 3 // 10)))
     by, size = draw(st.floats(1.0, 1.4)), draw(st.sampled_from([1.0, 0.8, 1.3, 2.5]))
     step = draw(st.integers(1, 400))
@@ -48,11 +55,15 @@ def worlds(draw: st.DrawFn) -> World:
         return (by if clock in slow else 1.0) * (size if iteration >= step else 1.0)
 
     jitter = draw(st.sampled_from([0.0, 0.003, 0.01]))
-    return World(draw(st.floats(0.0, 1.0)), jitter=jitter, factor=factor, seed=draw(st.integers(0, 99)))
+    return World(
+        draw(st.floats(0.0, 1.0)), jitter=jitter, factor=factor, seed=draw(st.integers(0, 99))
+    )
 
 
 @given(worlds(), st.sampled_from([1.0, 1.05]))
-def test_whatever_the_physics_a_rank_owes_no_more_than_the_burst_and_one_iteration(world: World, slowdown: float):
+def test_whatever_the_physics_a_rank_owes_no_more_than_the_burst_and_one_iteration(
+    world: World, slowdown: float
+):
     found = trained(world, 500, slowdown)
     assert found.owed_s <= found.burst_s + found.excess_s
 
@@ -80,9 +91,15 @@ def test_the_next_start_audits_what_was_learnt_and_begins_at_the_best_value(tmp_
     state.save(first.search.rows)
     rows, text = state.load()
     assert rows == first.search.rows
-    assert text.startswith(f"training begins with {len(rows)} values that were learnt before, from ")
+    assert text.startswith(
+        f"training begins with {len(rows)} values that were learnt before, from "
+    )
     again = trained(World(0.6, seed=1), 60, 1.05, known=rows)
-    assert [window.purpose for window in again.windows if window.index == 0] == ["reference", "reference", "audit"]
+    assert [window.purpose for window in again.windows if window.index == 0] == [
+        "reference",
+        "reference",
+        "audit",
+    ]
     follows = [window.index for window in again.windows if window.purpose == "follow"]
     assert abs(follows[0] - first.search.best) <= 1
     assert min(follows) > 0

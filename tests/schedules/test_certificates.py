@@ -39,7 +39,9 @@ class Sizes(NamedTuple):
         return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
 
     def kept(self) -> list[int]:
-        """For each rank, the activations that it may keep at one time, one for each forward, as published."""
+        """For each rank, the activations that it may keep at one time, one for each forward, as
+        published.
+        """
         name, ranks, virtual_stages, microbatches = self
         all_of_them = virtual_stages * microbatches
         looped = (virtual_stages - 1) * min(ranks, microbatches)
@@ -49,11 +51,17 @@ class Sizes(NamedTuple):
             "gpipe": lambda _: all_of_them,  # all forwards first
             "looped-bfs": lambda _: all_of_them,  # likewise
             "1f1b": lambda rank: ranks - rank,  # SC'21, section 2.2.1: at most the pipeline's depth
-            "interleaved-1f1b": lambda rank: hop * (ranks - 1 - rank) + looped + 1,  # Megatron's warm-up and one
+            "interleaved-1f1b": lambda rank: (
+                hop * (ranks - 1 - rank) + looped + 1
+            ),  # Megatron's warm-up and one
             "zb-h1": lambda _: ranks,  # ICLR'24, table 1: that of 1F1B's first rank, on all
             "interleaved-zb": lambda _: ranks + looped_as_torch,
-            "zbv": lambda _: 2 * ranks,  # ICLR'24, section 6: that of 1F1B's first rank, in stages of half the size
-            "dualpipe-v": lambda _: 2 * ranks + 1,  # DualPipe's table: one more than there are stages
+            "zbv": lambda _: (
+                2 * ranks
+            ),  # ICLR'24, section 6: that of 1F1B's first rank, in stages of half the size
+            "dualpipe-v": lambda _: (
+                2 * ranks + 1
+            ),  # DualPipe's table: one more than there are stages
         }
         return [min(bounds[name](rank), all_of_them) for rank in range(ranks)]
 
@@ -62,7 +70,9 @@ class Sizes(NamedTuple):
 def sizes(draw: st.DrawFn, names: tuple[str, ...] = tuple(NAMES), max_ranks: int = 6) -> Sizes:
     """Sizes that the generator takes."""
     name, ranks = draw(st.sampled_from(names)), draw(st.integers(1, max_ranks))
-    drawn = Sizes(name, ranks, NAMES[name].virtual_stages or draw(st.integers(1, 4)), draw(st.integers(1, 24)))
+    drawn = Sizes(
+        name, ranks, NAMES[name].virtual_stages or draw(st.integers(1, 4)), draw(st.integers(1, 24))
+    )
     try:
         drawn.schedule()
     except ScheduleError:
@@ -75,7 +85,10 @@ def sizes(draw: st.DrawFn, names: tuple[str, ...] = tuple(NAMES), max_ranks: int
 def test_every_schedule_is_whole_runs_and_keeps_no_more_than_published(drawn: Sizes):
     schedule = drawn.schedule()
     check_pipeline(schedule)
-    assert (schedule.stages, schedule.microbatches) == (drawn.ranks * drawn.virtual_stages, drawn.microbatches)
+    assert (schedule.stages, schedule.microbatches) == (
+        drawn.ranks * drawn.virtual_stages,
+        drawn.microbatches,
+    )
     done = run(schedule)
     assert done.stopped == ()
     assert done.left == {("gradient", -1, m): 1 for m in range(drawn.microbatches)}
@@ -119,7 +132,9 @@ def waits(schedule: Schedule) -> list[int]:
     """How long each rank waits between its first and its last computation."""
     done = run(schedule, even)
     return [
-        max(done.ends[each] for each in order) - min(done.starts[each] for each in order) - sum(map(even, order))
+        max(done.ends[each] for each in order)
+        - min(done.starts[each] for each in order)
+        - sum(map(even, order))
         for order in schedule.ranks
     ]
 
@@ -128,7 +143,9 @@ def waits(schedule: Schedule) -> list[int]:
 @given(stages=st.integers(1, 8), more=st.integers(0, 12))
 def test_zb_h1_waits_a_third_of_1f1b(stages: int, more: int):
     microbatches = 2 * stages - 1 + more
-    assert waits(one_f_one_b(stages, microbatches)) == [3 * (stages - 1 - stage) for stage in range(stages)]
+    assert waits(one_f_one_b(stages, microbatches)) == [
+        3 * (stages - 1 - stage) for stage in range(stages)
+    ]
     assert waits(zb_h1(stages, microbatches)) == [stages - 1 - stage for stage in range(stages)]
 
 
@@ -140,7 +157,9 @@ def test_interleaving_divides_what_1f1b_waits_and_zero_bubble_takes_two_thirds_o
     # A stage has 1 / virtual of the layers, so the same time stands for `virtual` times the work.
     looped = interleaved_1f1b(ranks, virtual, rounds * ranks)
     assert waits(looped) == [3 * (ranks - 1 - rank) for rank in range(ranks)]
-    assert waits(interleaved_zero_bubble(ranks, virtual, rounds * ranks)) == [ranks - 1 - r for r in range(ranks)]
+    assert waits(interleaved_zero_bubble(ranks, virtual, rounds * ranks)) == [
+        ranks - 1 - r for r in range(ranks)
+    ]
 
 
 @fixed
@@ -157,7 +176,9 @@ def test_dualpipe_v_waits_no_longer_than_zb_h1_of_as_many_ranks(ranks: int, more
 
 @fixed
 @given(drawn=sizes(), seed=st.integers(0, 2**32 - 1))
-def test_a_schedule_with_two_computations_exchanged_is_refused_when_it_cannot_run(drawn: Sizes, seed: int):
+def test_a_schedule_with_two_computations_exchanged_is_refused_when_it_cannot_run(
+    drawn: Sizes, seed: int
+):
     """Against the run with its tensors counted, which knows nothing of the check's rules."""
     rng = Random(seed)
     ranks = [list(order) for order in drawn.schedule().ranks]
@@ -169,7 +190,9 @@ def test_a_schedule_with_two_computations_exchanged_is_refused_when_it_cannot_ru
     if stopped:
         with pytest.raises(ScheduleError) as caught:
             check_pipeline(schedule)
-        assert any(f": {each} can never run: it waits for " in str(caught.value) for each in stopped)
+        assert any(
+            f": {each} can never run: it waits for " in str(caught.value) for each in stopped
+        )
     else:
         check_pipeline(schedule)
 
@@ -181,6 +204,8 @@ def test_a_schedule_with_one_computation_left_out_is_refused(drawn: Sizes, seed:
     schedule = drawn.schedule()
     missing = Random(seed).choice(list(schedule.computations()))
     ranks = tuple(tuple(each for each in order if each != missing) for order in schedule.ranks)
-    with pytest.raises(ScheduleError, match=rf"\b({missing}|{missing.stage}B{missing.microbatch})\b") as caught:
+    with pytest.raises(
+        ScheduleError, match=rf"\b({missing}|{missing.stage}B{missing.microbatch})\b"
+    ) as caught:
         check_pipeline(Schedule("with a hole", ranks))
     assert "add" in str(caught.value)

@@ -40,7 +40,11 @@ def test_a_pipeline_waits_for_its_rank_and_for_activations_and_gradients():
     schedule = parsed("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     assert waits(PipelineDag.from_schedule(same_everywhere(2), schedule)) == {
         *("0F0 0F1", "0F1 0B0", "0B0 0B1"),  # rank 0
-        *("1F0 1B0", "1B0 1F1", "1F1 1B1"),  # rank 1, and the last stage's backwards after their forwards
+        *(
+            "1F0 1B0",
+            "1B0 1F1",
+            "1F1 1B1",
+        ),  # rank 1, and the last stage's backwards after their forwards
         *("0F0 1F0", "0F1 1F1"),  # activations
         *("1B0 0B0", "1B1 0B1"),  # gradients
     }
@@ -67,7 +71,11 @@ def test_networkx_sees_the_same_graph_and_the_order_is_topological(dag: Pipeline
     assert set(graph.edges) == edges
     rank = {place: k for k, place in enumerate(dag.order)}
     assert sorted(rank) == list(range(len(nodes)))
-    assert all(rank[other] < rank[place] for place, before in enumerate(dag.predecessors) for other in before)
+    assert all(
+        rank[other] < rank[place]
+        for place, before in enumerate(dag.predecessors)
+        for other in before
+    )
 
 
 @settings(fixed, max_examples=100)
@@ -102,7 +110,9 @@ def test_a_graph_of_the_users_own():
     nx.add_path(graph, ["1F0", "1B0", "1share", "1optimizer"])
     graph.add_edge("0F0", "1F0", lag_s=0.25)
     graph.add_edges_from([("1B0", "0B0"), ("0B0", "1share"), ("1share", "0optimizer")])
-    graph.add_nodes_from([("1B0", {"kind": "B.last"}), ("1share", {"rank": 1, "time_s": 0.5, "energy_j": 40.0})])
+    graph.add_nodes_from(
+        [("1B0", {"kind": "B.last"}), ("1share", {"rank": 1, "time_s": 0.5, "energy_j": 40.0})]
+    )
     graph.add_nodes_from([(f"{rank}optimizer", {"rank": rank, "time_s": 1.0}) for rank in range(2)])
     options = {"F": Measurement(1410, 1.0, 90.0), "B": Measurement(1410, 2.0, 200.0)}
     points = {(stage, kind): (each,) for stage in range(2) for kind, each in options.items()}
@@ -150,7 +160,10 @@ BAD_GRAPHS = {
         with_edge("0optimizer", "0F0"),
         "the graph has the cycle 0F0 -> 0B0 -> 0optimizer -> 0F0; nothing on it can ever start",
     ),
-    "waits for itself": (with_edge("0B0", "0B0"), "the graph has the cycle 0B0 -> 0B0; nothing on it can ever start"),
+    "waits for itself": (
+        with_edge("0B0", "0B0"),
+        "the graph has the cycle 0B0 -> 0B0; nothing on it can ever start",
+    ),
     "no order": (
         with_edge("0F0", "0F1"),
         "0B0 and 0F1 are both on rank 0 and neither waits for the other; "
@@ -163,15 +176,22 @@ BAD_GRAPHS = {
     ),
     "rank below 0": (with_node("0B0", rank=-1), f"0B0, rank: -1 {NEEDS_RANK}"),
     "rank of text": (with_node("0B0", rank="0"), f"0B0, rank: '0' {NEEDS_RANK}"),
-    "rank of an operation": (with_node("0optimizer", rank=1.5), f"0optimizer, rank: 1.5 {NEEDS_RANK}"),
-    "rank far off": (with_node("0optimizer", rank=10**12), f"0optimizer, rank: 1000000000000 {NEEDS_RANK}"),
+    "rank of an operation": (
+        with_node("0optimizer", rank=1.5),
+        f"0optimizer, rank: 1.5 {NEEDS_RANK}",
+    ),
+    "rank far off": (
+        with_node("0optimizer", rank=10**12),
+        f"0optimizer, rank: 1000000000000 {NEEDS_RANK}",
+    ),
     "empty rank": (
         with_node("0optimizer", rank=1),
         "schedule custom, rank 1: runs nothing; give each rank at least one computation",
     ),
     "one stage on two ranks": (
         with_node("0B0", rank=1),
-        "schedule custom, rank 1, computation 1: stage 0 is on rank 0 too; keep a stage on one rank",
+        "schedule custom, rank 1, computation 1: stage 0 is on rank 0 too; keep a stage on one "
+        "rank",
     ),
     "operation without rank": (
         with_node("0save", time_s=1.0),
@@ -183,7 +203,8 @@ BAD_GRAPHS = {
     ),
     "operation without a name": (
         with_node("optimizer", rank=0, time_s=1.0),
-        "'optimizer' is not an operation; write rank or stage, a lower-case name and any microbatch",
+        "'optimizer' is not an operation; write rank or stage, a lower-case name and any "
+        "microbatch",
     ),
     "time of no operation": (
         with_node("0optimizer", time_s=0),
@@ -194,7 +215,10 @@ BAD_GRAPHS = {
         "0optimizer: '20' is not an energy: write finite joules of 0 or more, such as 23.8",
     ),
     "no lag": (with_edge("0F0", "0B0", lag_s="soon"), f"lag_s of 0F0 -> 0B0: 'soon' {NEEDS_WAIT}"),
-    "lag below 0": (with_edge("0B0", "0optimizer", lag_s=-1), f"lag_s of 0B0 -> 0optimizer: -1 {NEEDS_WAIT}"),
+    "lag below 0": (
+        with_edge("0B0", "0optimizer", lag_s=-1),
+        f"lag_s of 0B0 -> 0optimizer: -1 {NEEDS_WAIT}",
+    ),
     "no kind": (
         with_node("0B0", kind="F.sync"),
         "kinds: are not those of the computations, with or without a suffix such as .sync",
@@ -217,7 +241,8 @@ def test_a_kind_that_was_not_profiled_is_refused():
     with pytest.raises(ProfileError) as caught:
         PipelineDag.from_networkx(same_everywhere(1), with_node("0B0", kind="B.sync"))
     assert str(caught.value) == (
-        "the profile has no B.sync of stage 0, which 0B0 needs; measure it, or leave that variant out"
+        "the profile has no B.sync of stage 0, which 0B0 needs; measure it, or leave that variant "
+        "out"
     )
 
 
@@ -226,9 +251,12 @@ def test_stages_of_one_rank_wait_at_one_power():
     profile = same_everywhere(4)
     PipelineDag.from_schedule(replace(profile, blocking_power_w=(70.0, 80.0, 70.0, 80.0)), schedule)
     with pytest.raises(ProfileError) as caught:
-        PipelineDag.from_schedule(replace(profile, blocking_power_w=(70.0, 80.0, 71.0, 80.0)), schedule)
+        PipelineDag.from_schedule(
+            replace(profile, blocking_power_w=(70.0, 80.0, 71.0, 80.0)), schedule
+        )
     assert str(caught.value) == (
-        "blocking_power_w: differs between the stages of rank 0, which are on the same GPUs; give them one power"
+        "blocking_power_w: differs between the stages of rank 0, which are on the same GPUs; give "
+        "them one power"
     )
 
 
@@ -238,9 +266,15 @@ def test_an_operation_is_one_option_without_a_clock(power_w: float):
     dag = PipelineDag.from_schedule(
         profile,
         one_f_one_b(2, 1),
-        operations=[FixedOperation("load", "start", 0.5, where=(0,)), FixedOperation("step", "end", 2.0, 300.0)],
+        operations=[
+            FixedOperation("load", "start", 0.5, where=(0,)),
+            FixedOperation("step", "end", 2.0, 300.0),
+        ],
     )
-    found = {str(each): dag.points[key] for each, key in zip(dag.iteration.operations, dag.keys[4:], strict=True)}
+    found = {
+        str(each): dag.points[key]
+        for each, key in zip(dag.iteration.operations, dag.keys[4:], strict=True)
+    }
     assert found == {
         "0load": (OperatingPoint(0, 0.5, 0.5 * power_w, 0.0),),
         "0step": (OperatingPoint(0, 2.0, 300.0, 300.0 - 2 * power_w),),
@@ -256,7 +290,9 @@ def test_nodes_that_wait_for_each_other_are_refused():
     )
 
 
-@pytest.mark.parametrize("ranks", [("0B0 0F0", "1F0 1B0"), ("0F0 0B0", "1F0"), ("0F0 0B0", "1F0 1B0 1F1 1B1")])
+@pytest.mark.parametrize(
+    "ranks", [("0B0 0F0", "1F0 1B0"), ("0F0 0B0", "1F0"), ("0F0 0B0", "1F0 1B0 1F1 1B1")]
+)
 def test_a_schedule_that_cannot_run_is_refused(ranks: tuple[str, ...]):
     with pytest.raises(ScheduleError):
         PipelineDag.from_schedule(same_everywhere(2), parsed(*ranks))
@@ -266,11 +302,14 @@ def test_a_profile_of_other_stages_is_refused():
     with pytest.raises(ProfileError) as caught:
         PipelineDag.from_schedule(same_everywhere(3), one_f_one_b(2, 4))
     assert str(caught.value) == (
-        "the profile has 3 stages and the schedule 2; profile the stages of this schedule, or make the schedule for 3"
+        "the profile has 3 stages and the schedule 2; profile the stages of this schedule, or make "
+        "the schedule for 3"
     )
 
 
-@pytest.mark.parametrize("ranks", [(), ("",), ("0F0 0B0", "0F0 0B0")], ids=["no rank", "an empty rank", "twice"])
+@pytest.mark.parametrize(
+    "ranks", [(), ("",), ("0F0 0B0", "0F0 0B0")], ids=["no rank", "an empty rank", "twice"]
+)
 def test_a_schedule_without_computations_or_with_one_twice_is_refused(ranks: tuple[str, ...]):
     with pytest.raises(ScheduleError):
         PipelineDag.from_schedule(same_everywhere(1), parsed(*ranks))

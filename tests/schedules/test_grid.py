@@ -38,7 +38,10 @@ def test_a_schedule_reads_back_from_its_text(name: str, ranks: int, rounds: int)
     text = grid_text(schedule)
     assert parse_grid(text, name, "grid.csv") == schedule
     assert parse_grid(text.replace(",", " "), name, "grid.csv") == schedule
-    assert parse_grid(text.replace(",", "\t,\t,").replace("\n", "\r\n\r\n"), name, "grid.csv") == schedule
+    assert (
+        parse_grid(text.replace(",", "\t,\t,").replace("\n", "\r\n\r\n"), name, "grid.csv")
+        == schedule
+    )
 
 
 def test_a_schedule_is_written_as_torch_writes_it():
@@ -56,18 +59,33 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(folder: Path):
     save_grid(gpipe(1, 1), "mine.csv")
     with pytest.raises(ScheduleError) as caught:
         save_grid(gpipe(2, 2), "missing/mine.csv")
-    assert str(caught.value) == "missing/mine.csv: cannot be written: No such file or directory; check the folder"
+    assert (
+        str(caught.value)
+        == "missing/mine.csv: cannot be written: No such file or directory; check the folder"
+    )
     assert load_grid("mine.csv").ranks == gpipe(1, 1).ranks
     assert [file.name for file in folder.iterdir()] == ["mine.csv"]
 
 
 def test_blank_cells_comments_and_overlapped_pairs_are_read():
-    text = "# DualPipeV\n0F0,0F1,1F0,(1F1;1B0)OVERLAP_F_B,,0B0,\n\n  # of one rank\n,, 1B1 ,(0B1)OVERLAP_F_B\n"
+    text = (
+        "# DualPipeV\n0F0,0F1,1F0,(1F1;1B0)OVERLAP_F_B,,0B0,\n\n  # of one rank\n,, 1B1 "
+        ",(0B1)OVERLAP_F_B\n"
+    )
     # Both lines hold stages 0 and 1, so they are no two ranks.
     assert refusal(text).startswith("grid.csv, line 5, cell 3: stage 1 is on rank 0 too")
     joined = text.replace("\n\n  # of one rank\n", "")
     ranks = parse_grid(joined, "v", "grid.csv").ranks
-    assert [str(each) for each in ranks[0]] == ["0F0", "0F1", "1F0", "1F1", "1B0", "0B0", "1B1", "0B1"]
+    assert [str(each) for each in ranks[0]] == [
+        "0F0",
+        "0F1",
+        "1F0",
+        "1F1",
+        "1B0",
+        "0B0",
+        "1B1",
+        "0B1",
+    ]
 
 
 def test_a_byte_order_mark_is_read_over(folder: Path):
@@ -81,35 +99,53 @@ REFUSALS = {
     "": "grid.csv: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1",
     "# nothing\n\n": "grid.csv: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1",
     "0F0,0B0\n,,\n": "grid.csv, line 2: runs nothing; give each rank at least one computation",
-    "0F0,oops,0B0": "grid.csv, line 1, cell 2: 'oops' is not a computation; write stage, kind (F, B, I or W) and "
+    "0F0,oops,0B0": "grid.csv, line 1, cell 2: 'oops' is not a computation; write stage, kind (F, "
+    "B, I or W) and "
     "microbatch, e.g. 3F17",
-    "0F0 1F0,0B0": "grid.csv, line 1, cell 1: '0F0 1F0' is not a computation; write stage, kind (F, B, I or W) and "
+    "0F0 1F0,0B0": "grid.csv, line 1, cell 1: '0F0 1F0' is not a computation; write stage, kind "
+    "(F, B, I or W) and "
     "microbatch, e.g. 3F17",
-    "0F0,(0B0;oops)OVERLAP_F_B": "grid.csv, line 1, cell 2: 'oops' is not a computation; write stage, kind (F, B, I or "
+    "0F0,(0B0;oops)OVERLAP_F_B": "grid.csv, line 1, cell 2: 'oops' is not a computation; write "
+    "stage, kind (F, B, I or "
     "W) and microbatch, e.g. 3F17",
-    "0F0,0SEND_F0\n1RECV_F0,1F0\n": "grid.csv, line 1, cell 2: '0SEND_F0' is communication, not a computation; "
+    "0F0,0SEND_F0\n1RECV_F0,1F0\n": "grid.csv, line 1, cell 2: '0SEND_F0' is communication, not a "
+    "computation; "
     'dump the schedule with format="compute_only"',
     "0UNSHARD,0F0,0B0": "grid.csv, line 1, cell 1: '0UNSHARD' is communication, not a computation; "
     'dump the schedule with format="compute_only"',
-    "0F0,0B0,0REDUCE_GRAD": "grid.csv, line 1, cell 3: '0REDUCE_GRAD' is communication, not a computation; "
+    "0F0,0B0,0REDUCE_GRAD": "grid.csv, line 1, cell 3: '0REDUCE_GRAD' is communication, not a "
+    "computation; "
     'dump the schedule with format="compute_only"',
     "0F0,,0B0,,0F0": "grid.csv, line 1, cell 5: 0F0 is there twice; keep one",
-    "0F0 0B0\n# b\n1F0 1B0 0F1": "grid.csv, line 3, cell 3: stage 0 is on rank 0 too; keep a stage on one rank",
-    "0F0,0B0\n\n2F0,2B0": "grid.csv, line 3, cell 1: stage 1 is missing though there is stage 2; number them from 0 "
+    "0F0 0B0\n# b\n1F0 1B0 0F1": "grid.csv, line 3, cell 3: stage 0 is on rank 0 too; keep a stage "
+    "on one rank",
+    "0F0,0B0\n\n2F0,2B0": "grid.csv, line 3, cell 1: stage 1 is missing though there is stage 2; "
+    "number them from 0 "
     "without a hole",
-    "0F0,0B0,,0F2,0B2": "grid.csv, line 1, cell 4: microbatch 1 is missing though there is microbatch 2; number them "
+    "0F0,0B0,,0F2,0B2": "grid.csv, line 1, cell 4: microbatch 1 is missing though there is "
+    "microbatch 2; number them "
     "from 0 without a hole",
-    "0F0,0B0\n1F0,1I0,1W0,1B0": "grid.csv, line 2, cell 2: 1I0 is a part of 1B0, which is present too; keep one of "
+    "0F0,0B0\n1F0,1I0,1W0,1B0": "grid.csv, line 2, cell 2: 1I0 is a part of 1B0, which is present "
+    "too; keep one of "
     "them",
-    STAGES_OF_FOUR.replace("3B4", ""): "grid.csv, line 3, cell 10: 2B4 can never run: it waits for 3B4 or 3I4, and "
+    STAGES_OF_FOUR.replace(
+        "3B4", ""
+    ): "grid.csv, line 3, cell 10: 2B4 can never run: it waits for 3B4 or 3I4, and "
     "both are missing; add one",
-    STAGES_OF_FOUR.replace("1F3", ""): "grid.csv, line 3, cell 6: 2F3 can never run: it waits for 1F3, which is "
-    "missing; add it",
-    STAGES_OF_FOUR.replace("3F2,3B2", "3B2,,3F2"): "grid.csv, line 4, cell 5: 3B2 can never run: it waits for 3F2, "
+    STAGES_OF_FOUR.replace(
+        "1F3", ""
+    ): "grid.csv, line 3, cell 6: 2F3 can never run: it waits for 1F3, which is missing; add it",
+    STAGES_OF_FOUR.replace(
+        "3F2,3B2", "3B2,,3F2"
+    ): "grid.csv, line 4, cell 5: 3B2 can never run: it waits for 3F2, "
     "which comes after it on the same rank; move 3F2 before it",
-    STAGES_OF_FOUR.replace("2F1,2B0", "2B0,2F1").replace("3B0,3F1", "3F1,3B0"): "grid.csv, line 3, cell 2: 2B0 can "
-    "never run: it waits for 3B0, which comes after 3F1, which in the end waits for it; reorder them",
-    "0F0,,0F1,0B1\n1F0,1F1,1B0,1B1": "grid.csv, line 1, cell 1: 0F0 has no backward; add 0B0, or 0I0 and 0W0",
+    STAGES_OF_FOUR.replace("2F1,2B0", "2B0,2F1").replace(
+        "3B0,3F1", "3F1,3B0"
+    ): "grid.csv, line 3, cell 2: 2B0 can "
+    "never run: it waits for 3B0, which comes after 3F1, which in the end waits for it; reorder "
+    "them",
+    "0F0,,0F1,0B1\n1F0,1F1,1B0,1B1": "grid.csv, line 1, cell 1: 0F0 has no backward; add 0B0, or "
+    "0I0 and 0W0",
     "0F0,0I0\n1F0,1B0": "grid.csv, line 1, cell 2: 0I0 is only half a backward; add 0W0",
 }
 
@@ -124,8 +160,8 @@ def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
         "grid.csv, line 1, cell 7: 0B1 is there twice; keep one"
     )
     assert refusal("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,(0B1;1B1)OVERLAP_F_B,0B0") == (
-        "grid.csv, line 1, cell 5: 0B1 can never run: it waits for 1B1, which comes after it on the same rank; "
-        "move 1B1 before it"
+        "grid.csv, line 1, cell 5: 0B1 can never run: it waits for 1B1, which comes after it on "
+        "the same rank; move 1B1 before it"
     )
 
 
@@ -134,7 +170,10 @@ def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
     [
         (b"0F0,\xff", "mine.csv, line 1: is not UTF-8 text; save the file as UTF-8"),
         (b"0F0,0B0\n\n\xff", "mine.csv, line 3: is not UTF-8 text; save the file as UTF-8"),
-        (b" " * (64 * 2**20 + 1), "mine.csv: is larger than 64 MiB; name the text grid of a schedule"),
+        (
+            b" " * (64 * 2**20 + 1),
+            "mine.csv: is larger than 64 MiB; name the text grid of a schedule",
+        ),
         (b"", "mine.csv: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1"),
     ],
     ids=["no text", "no text further on", "too large", "empty"],
@@ -175,7 +214,9 @@ def test_any_grid_is_a_schedule_or_refused_by_line(rows: list[list[str]], betwee
         said = str(error)
         assert said.startswith(("grid.csv, line ", "grid.csv: is empty"))
     else:
-        assert sorted(map(str, schedule.computations())) == sorted(cell for row in rows for cell in row if cell.strip())
+        assert sorted(map(str, schedule.computations())) == sorted(
+            cell for row in rows for cell in row if cell.strip()
+        )
 
 
 @fixed

@@ -14,7 +14,11 @@ from perseus_planner.errors import ScheduleError
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
-from perseus_planner.schedules.iteration_text import iteration_from_dict, iteration_to_dict, parse_stage_kind
+from perseus_planner.schedules.iteration_text import (
+    iteration_from_dict,
+    iteration_to_dict,
+    parse_stage_kind,
+)
 
 NEEDS_WAIT = "is not a wait: give finite seconds of 0 or more, such as 0.002"
 NEEDS_NAME = "name it with lower-case letters, on a rank from 0 to 0"
@@ -23,22 +27,36 @@ CHAIN = ((), (0,), (1,))
 STEP = Operation(0, "step", None, 0, 1.0)
 
 BAD_ITERATIONS = {
-    "behind the end": ({"predecessors": ((), (3,), ())}, "0B0 waits for place 3; places are 0 to 2"),
-    "before the start": ({"predecessors": ((), (), (-3,))}, "0F1 waits for place -3; places are 0 to 2"),
+    "behind the end": (
+        {"predecessors": ((), (3,), ())},
+        "0B0 waits for place 3; places are 0 to 2",
+    ),
+    "before the start": (
+        {"predecessors": ((), (), (-3,))},
+        "0F1 waits for place -3; places are 0 to 2",
+    ),
     "too few": ({"predecessors": ((), ())}, "predecessors: 2 for 3 computations; give as many"),
-    "too many": ({"predecessors": ((), (), (), ())}, "predecessors: 4 for 3 computations; give as many"),
-    "none for an operation": ({"operations": (STEP,)}, "predecessors: 3 for 4 computations; give as many"),
+    "too many": (
+        {"predecessors": ((), (), (), ())},
+        "predecessors: 4 for 3 computations; give as many",
+    ),
+    "none for an operation": (
+        {"operations": (STEP,)},
+        "predecessors: 3 for 4 computations; give as many",
+    ),
     "twice the same": (
         {"predecessors": ((), (0, 0), ())},
         "0B0 waits for the same computation twice; keep one, with the longer lag",
     ),
     "itself": (
         {"predecessors": ((), (1,), ())},
-        "0B0 can never start: it waits for 0B0, which in the end waits for it; reorder the schedule",
+        "0B0 can never start: it waits for 0B0, which in the end waits for it; reorder the "
+        "schedule",
     ),
     "a cycle through an operation": (
         {"predecessors": ((3,), (0,), (), (1,)), "operations": (STEP,)},
-        "0F0 can never start: it waits for 0step, which in the end waits for it; reorder the schedule",
+        "0F0 can never start: it waits for 0step, which in the end waits for it; reorder the "
+        "schedule",
     ),
     "lags of too few": (
         {"lags_s": ((), (0.0,))},
@@ -48,9 +66,15 @@ BAD_ITERATIONS = {
         {"lags_s": ((), (), (0.0,))},
         "lags_s: is not aligned with predecessors; give a lag for each, or leave them out",
     ),
-    "lag below 0": ({"lags_s": ((), (0.0,), (-1e-9,))}, f"lag_s of 0B0 -> 0F1: -1e-09 {NEEDS_WAIT}"),
+    "lag below 0": (
+        {"lags_s": ((), (0.0,), (-1e-9,))},
+        f"lag_s of 0B0 -> 0F1: -1e-09 {NEEDS_WAIT}",
+    ),
     "lag NaN": ({"lags_s": ((), (math.nan,), (0.0,))}, f"lag_s of 0F0 -> 0B0: nan {NEEDS_WAIT}"),
-    "lag of no number": ({"lags_s": ((), (None,), (0.0,))}, f"lag_s of 0F0 -> 0B0: None {NEEDS_WAIT}"),
+    "lag of no number": (
+        {"lags_s": ((), (None,), (0.0,))},
+        f"lag_s of 0F0 -> 0B0: None {NEEDS_WAIT}",
+    ),
     "other kinds": (
         {"kinds": ("F", "F.sync", "F")},
         "kinds: are not those of the computations, with or without a suffix such as .sync",
@@ -115,12 +139,16 @@ def test_an_iteration_comes_back_from_its_text(dag: PipelineDag):
         assert parse_stage_kind(f"{stage}{kind}") == (stage, kind)
 
 
-@pytest.mark.parametrize("text", ["", "step", "0", "0Step", "0step0.5", "0step 1", "-1step", "0f_g", "0step\n"])
+@pytest.mark.parametrize(
+    "text", ["", "step", "0", "0Step", "0step0.5", "0step 1", "-1step", "0f_g", "0step\n"]
+)
 def test_other_text_is_not_an_operation(text: str):
     with pytest.raises(ScheduleError) as caught:
         parse_operation(text, 0, 1.0, None)
     assert (
-        str(caught.value) == f"{text!r} is not an operation; write rank or stage, a lower-case name and any microbatch"
+        str(caught.value)
+        == f"{text!r} is not an operation; write rank or stage, a lower-case name and any "
+        "microbatch"
     )
 
 

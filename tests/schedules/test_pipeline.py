@@ -56,7 +56,12 @@ def test_whole_and_split_backwards_feed_each_other():
 def test_a_transfer_takes_time_between_ranks_and_none_within_one():
     v_shaped = parsed("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
     found = waits(pipeline_iteration(v_shaped, transfer=Transfer((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))))
-    lags_s = {(before, after): lag_s for after, each in found.items() for before, lag_s in each.items() if lag_s}
+    lags_s = {
+        (before, after): lag_s
+        for after, each in found.items()
+        for before, lag_s in each.items()
+        if lag_s
+    }
     assert lags_s == {
         **{("0F0", "1F0"): 0.1, ("2F0", "3F0"): 0.3},  # from stage 1 to 2 is no way at all
         **{("3B0", "2B0"): 0.6, ("1B0", "0B0"): 0.4},
@@ -67,7 +72,9 @@ def test_one_number_holds_for_every_boundary_and_the_default_is_no_lag():
     schedule = schedules.one_f_one_b(3, 2)
     one = pipeline_iteration(schedule, transfer=Transfer(0.25, 0.5))
     assert one == pipeline_iteration(schedule, transfer=Transfer([0.25, 0.25], (0.5, 0.5)))
-    assert pipeline_iteration(schedule, transfer=Transfer((0.0, 0.0))) == pipeline_iteration(schedule)
+    assert pipeline_iteration(schedule, transfer=Transfer((0.0, 0.0))) == pipeline_iteration(
+        schedule
+    )
     assert pipeline_iteration(schedule).lags_s == ()
 
 
@@ -86,7 +93,11 @@ def test_operations_run_where_and_in_the_order_they_are_given():
     assert programs(iteration) == [
         "0warm-up 0check 0load0 0F0 1F0 1B0 1reduce0 1clip0 0B0 0reduce0 0optimizer",
     ]
-    assert [(each.time_s, each.energy_j, each.rank) for each in iteration.operations][-1] == (0.6, 7.0, 0)
+    assert [(each.time_s, each.energy_j, each.rank) for each in iteration.operations][-1] == (
+        0.6,
+        7.0,
+        0,
+    )
     assert waits(iteration)["1reduce0"] == {"1B0": 0.0}
     assert waits(iteration)["0B0"] == {"1clip0": 0.0, "1B0": 0.0}
 
@@ -99,7 +110,10 @@ def test_ranks_number_what_starts_and_ends_and_stages_what_belongs_to_a_microbat
             FixedOperation("share", "after W", 1.0, where=(3,)),
         ],
     )
-    assert [(str(each), each.rank) for each in iteration.operations] == [("3share0", 0), ("1step", 1)]
+    assert [(str(each), each.rank) for each in iteration.operations] == [
+        ("3share0", 0),
+        ("1step", 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,46 +130,65 @@ def test_ranks_number_what_starts_and_ends_and_stages_what_belongs_to_a_microbat
 def test_a_variant_renames_its_computations(microbatches, stages, chosen: str):
     schedule = schedules.one_f_one_b(2, 3)
     iteration = pipeline_iteration(schedule, variants=[Variant("B.sync", microbatches, stages)])
-    renamed = [str(c) for c, (_, kind) in zip(iteration.computations, iteration.keys, strict=True) if kind == "B.sync"]
+    renamed = [
+        str(c)
+        for c, (_, kind) in zip(iteration.computations, iteration.keys, strict=True)
+        if kind == "B.sync"
+    ]
     assert renamed == chosen.split()
     assert {kind for _, kind in iteration.keys} == {"F", "B", "B.sync"}
 
 
 def test_first_and_last_are_those_that_a_stage_runs_first_and_last():
     schedule = parsed("0F0 0F1 0F2 0B2 0B1 0B0")
-    iteration = pipeline_iteration(schedule, variants=[Variant("B.sync", "last"), Variant("F.warm", "first")])
+    iteration = pipeline_iteration(
+        schedule, variants=[Variant("B.sync", "last"), Variant("F.warm", "first")]
+    )
     assert iteration.kinds == ("F.warm", "F", "F", "B", "B", "B.sync")
 
 
 @settings(fixed, max_examples=200)
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), microbatches=st.integers(1, 6))
-def test_an_iteration_runs_each_rank_in_its_order_whatever_stands_beside(seed: int, ranks: int, microbatches: int):
+def test_an_iteration_runs_each_rank_in_its_order_whatever_stands_beside(
+    seed: int, ranks: int, microbatches: int
+):
     schedule = any_schedule(seed, ranks, microbatches)
     beside = extras(seed, schedule)
     iteration = pipeline_iteration(schedule, **beside)
     count = len(iteration.computations)
     for rank, program in enumerate(iteration.programs):
-        assert tuple(iteration.computations[place] for place in program if place < count) == schedule.ranks[rank]
+        assert (
+            tuple(iteration.computations[place] for place in program if place < count)
+            == schedule.ranks[rank]
+        )
         assert all(before in iteration.predecessors[place] for before, place in pairwise(program))
     # An operation belongs to one rank, and all that follows on it waits for it.
     expected = 0
     for each in beside["operations"]:
         number = {"start": range(ranks), "end": range(ranks)}.get(each.when)
         stages = [c.stage for c in schedule.computations() if each.when.endswith(f" {c.kind}")]
-        expected += sum(each.where is None or n in each.where for n in (stages if number is None else number))
+        expected += sum(
+            each.where is None or n in each.where for n in (stages if number is None else number)
+        )
     assert len(iteration.operations) == expected
 
 
 BAD_EXTRAS = {
     "transfer NaN": (lambda: Transfer(math.nan), f"transfer, forward_s: nan {NEEDS_WAIT}"),
-    "transfer below 0": (lambda: Transfer(0.1, [0.1, -0.1]), f"transfer, backward_s: -0.1 {NEEDS_WAIT}"),
+    "transfer below 0": (
+        lambda: Transfer(0.1, [0.1, -0.1]),
+        f"transfer, backward_s: -0.1 {NEEDS_WAIT}",
+    ),
     "transfer text": (lambda: Transfer("2ms"), f"transfer, forward_s: '2ms' {NEEDS_WAIT}"),
     "transfer yes": (lambda: Transfer(True), f"transfer, forward_s: True {NEEDS_WAIT}"),
     "unknown when": (
         lambda: FixedOperation("load", "before X", 1.0),
         f"operation load, when: 'before X' {NEEDS_WHEN}",
     ),
-    "when a number": (lambda: FixedOperation("load", 3, 1.0), f"operation load, when: 3 {NEEDS_WHEN}"),
+    "when a number": (
+        lambda: FixedOperation("load", 3, 1.0),
+        f"operation load, when: 3 {NEEDS_WHEN}",
+    ),
     "where a number": (
         lambda: FixedOperation("load", "start", 1.0, where=3),
         f"operation load, where: 3 {NEEDS_NUMBERS}",
@@ -174,7 +207,8 @@ BAD_EXTRAS = {
     ),
     "variant of unknown microbatches": (
         lambda: Variant("B.sync", "middle"),
-        "variant B.sync, microbatches: 'middle' is unknown; write first, last, all or a list of numbers",
+        "variant B.sync, microbatches: 'middle' is unknown; write first, last, all or a list of "
+        "numbers",
     ),
     "variant of one microbatch": (
         lambda: Variant("B.sync", 3),
@@ -197,18 +231,25 @@ def test_malformed_transfers_operations_and_variants_are_refused(make, message: 
 BAD_FITS = {
     "too few boundaries": (
         {"transfer": Transfer(0.1, ())},
-        "transfer, backward_s: has 0 numbers for 1 boundaries between stages; give one for each, or one for all",
+        "transfer, backward_s: has 0 numbers for 1 boundaries between stages; give one for each, "
+        "or one for all",
     ),
     "too many boundaries": (
         {"transfer": Transfer([0.1, 0.2])},
-        "transfer, forward_s: has 2 numbers for 1 boundaries between stages; give one for each, or one for all",
+        "transfer, forward_s: has 2 numbers for 1 boundaries between stages; give one for each, or "
+        "one for all",
     ),
     "operation on no rank": (
         {"operations": [FixedOperation("load", "start", 1.0, where=(2,))]},
         "operation load: applies to nothing in the schedule; correct when or where, or remove it",
     ),
     "operation beside nothing": (
-        {"operations": [FixedOperation("load", "start", 1.0), FixedOperation("share", "after W", 1.0)]},
+        {
+            "operations": [
+                FixedOperation("load", "start", 1.0),
+                FixedOperation("share", "after W", 1.0),
+            ]
+        },
         "operation share: applies to nothing in the schedule; correct when or where, or remove it",
     ),
     "operation twice": (
@@ -243,7 +284,9 @@ BAD_FITS = {
 
 
 @pytest.mark.parametrize(("beside", "message"), BAD_FITS.values(), ids=BAD_FITS.keys())
-def test_operations_and_variants_that_do_not_fit_the_schedule_are_refused(beside: dict[str, object], message: str):
+def test_operations_and_variants_that_do_not_fit_the_schedule_are_refused(
+    beside: dict[str, object], message: str
+):
     with pytest.raises(ScheduleError) as caught:
         pipeline_iteration(schedules.one_f_one_b(2, 3), **beside)
     assert str(caught.value) == message
@@ -254,14 +297,18 @@ def test_operations_and_variants_that_do_not_fit_the_schedule_are_refused(beside
     [
         (
             ("0F0 0I0", "1F0 1W0"),
-            "computation 2: 0I0 can never run: it waits for 1B0 or 1I0, and both are missing; add one",
+            "computation 2: 0I0 can never run: it waits for 1B0 or 1I0, and both are missing; add "
+            "one",
         ),
-        (("0F0 0W0",), "computation 2: 0W0 can never run: it waits for 0I0, which is missing; add it"),
+        (
+            ("0F0 0W0",),
+            "computation 2: 0W0 can never run: it waits for 0I0, which is missing; add it",
+        ),
         (("0I0",), "computation 1: 0I0 can never run: it waits for 0F0, which is missing; add it"),
         (
             ("0F0 0W0 0I0",),
-            "computation 2: 0W0 can never run: it waits for 0I0, which comes after it on the same rank; "
-            "move 0I0 before it",
+            "computation 2: 0W0 can never run: it waits for 0I0, which comes after it on the same "
+            "rank; move 0I0 before it",
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Computations as text, what schedules and their sizes may be, and 1F1B against another statement of it."""
+"""Computations as text, what schedules and their sizes may be, and 1F1B against another
+statement of it.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,22 @@ from strategies import fixed
 
 from perseus_planner import schedules
 from perseus_planner.errors import ScheduleError
-from perseus_planner.schedules import NAMES, Computation, Schedule, check_pipeline, generate, one_f_one_b
+from perseus_planner.schedules import (
+    NAMES,
+    Computation,
+    Schedule,
+    check_pipeline,
+    generate,
+    one_f_one_b,
+)
 
 
 def greedy(stages: int, microbatches: int, stage: int) -> list[str]:
-    """1F1B as a rule: never more microbatches in flight than there are stages from here on; else forwards first.
+    """1F1B as a rule: never more microbatches in flight than there are stages from here on; else
+    forwards first.
 
-    Narayanan et al., SC'21, section 2.2: with that rule a rank keeps the activations of few microbatches only.
-    """
+    Narayanan et al., SC'21, section 2.2: with that rule a rank keeps the activations of few
+    microbatches only."""
     order, forwards, backwards = [], 0, 0
     while backwards < microbatches:
         if forwards < microbatches and forwards - backwards < stages - stage:
@@ -54,7 +64,9 @@ def test_1f1b_reads_as_in_the_paper():
 def test_a_size_that_is_not_a_whole_number_is_refused(bad):
     with pytest.raises(ScheduleError, match=r"stages: .* is not a whole number of at least 1"):
         one_f_one_b(bad, 8)
-    with pytest.raises(ScheduleError, match=r"microbatches: .* is not a whole number of at least 1"):
+    with pytest.raises(
+        ScheduleError, match=r"microbatches: .* is not a whole number of at least 1"
+    ):
         one_f_one_b(8, bad)
 
 
@@ -66,14 +78,16 @@ def test_a_computation_reads_back_from_its_text(stage: int, kind: str, microbatc
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F", "3F", "F17", "3X17", "3f17", " 3F17", "3F17 ", "3F17\n", "3F17F1", "-3F1", "٣F1"]
+    "text",
+    ["", "F", "3F", "F17", "3X17", "3f17", " 3F17", "3F17 ", "3F17\n", "3F17F1", "-3F1", "٣F1"],
 )
 def test_other_text_is_not_a_computation(text: str):
     with pytest.raises(ScheduleError) as caught:
         Computation.parse(text)
     assert (
         str(caught.value)
-        == f"{text!r} is not a computation; write stage, kind (F, B, I or W) and microbatch, e.g. 3F17"
+        == f"{text!r} is not a computation; write stage, kind (F, B, I or W) and microbatch, e.g. "
+        "3F17"
     )
 
 
@@ -110,17 +124,21 @@ def test_a_schedule_describes_itself():
     ("ranks", "message"),
     [
         ((), "schedule by hand: has no ranks; give at least one"),
-        (("0F0", ""), "schedule by hand, rank 1: runs nothing; give each rank at least one computation"),
+        (
+            ("0F0", ""),
+            "schedule by hand, rank 1: runs nothing; give each rank at least one computation",
+        ),
         (("0F0 0B0 0F0",), "schedule by hand, rank 0, computation 3: 0F0 is there twice; keep one"),
         (("0F0", "0F0"), "schedule by hand, rank 1, computation 1: 0F0 is there twice; keep one"),
         (
             ("0F0 0F1", "1F0 0B0"),
-            "schedule by hand, rank 1, computation 2: stage 0 is on rank 0 too; keep a stage on one rank",
+            "schedule by hand, rank 1, computation 2: stage 0 is on rank 0 too; keep a stage on "
+            "one rank",
         ),
         (
             ("0F0 3F0", "1F0"),
-            "schedule by hand, rank 0, computation 2: stage 2 is missing though there is stage 3; number them from 0 "
-            "without a hole",
+            "schedule by hand, rank 0, computation 2: stage 2 is missing though there is stage 3; "
+            "number them from 0 without a hole",
         ),
     ],
 )
@@ -130,10 +148,13 @@ def test_a_malformed_schedule_is_refused_at_birth(ranks: tuple[str, ...], messag
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("bad", [Computation(0, "X", 0), Computation(-1, "F", 0), Computation(0, "F", 0.0)])
+@pytest.mark.parametrize(
+    "bad", [Computation(0, "X", 0), Computation(-1, "F", 0), Computation(0, "F", 0.0)]
+)
 def test_a_schedule_of_malformed_computations_is_refused(bad: Computation):
     with pytest.raises(
-        ScheduleError, match=r"rank 0, computation 1: Computation\(.*\) is not a computation; give whole"
+        ScheduleError,
+        match=r"rank 0, computation 1: Computation\(.*\) is not a computation; give whole",
     ):
         Schedule("by hand", ((bad,),))
 
@@ -143,18 +164,22 @@ def test_a_schedule_of_malformed_computations_is_refused(bad: Computation):
     [
         (
             ("0F0 0B0", "1F0"),
-            "rank 0, computation 2: 0B0 can never run: it waits for 1B0 or 1I0, and both are missing; add one",
+            "rank 0, computation 2: 0B0 can never run: it waits for 1B0 or 1I0, and both are "
+            "missing; add one",
         ),
-        (("0B0", "1F0 1B0"), "rank 1, computation 1: 1F0 can never run: it waits for 0F0, which is missing; add it"),
+        (
+            ("0B0", "1F0 1B0"),
+            "rank 1, computation 1: 1F0 can never run: it waits for 0F0, which is missing; add it",
+        ),
         (
             ("0F0 0I0 0W0", "1F0 1W0 1I0"),
-            "rank 1, computation 2: 1W0 can never run: it waits for 1I0, which comes after it on the same rank; "
-            "move 1I0 before it",
+            "rank 1, computation 2: 1W0 can never run: it waits for 1I0, which comes after it on "
+            "the same rank; move 1I0 before it",
         ),
         (
             ("0B0 0F0", "1F0 1B0"),
-            "rank 0, computation 1: 0B0 can never run: it waits for 1B0, which comes after 1F0, which in the end "
-            "waits for it; reorder them",
+            "rank 0, computation 1: 0B0 can never run: it waits for 1B0, which comes after 1F0, "
+            "which in the end waits for it; reorder them",
         ),
         (("0F0", "1F0 1B0"), "rank 0, computation 1: 0F0 has no backward; add 0B0, or 0I0 and 0W0"),
         (("0F0 0I0", "1F0 1B0"), "rank 0, computation 2: 0I0 is only half a backward; add 0W0"),
@@ -164,12 +189,14 @@ def test_a_schedule_of_malformed_computations_is_refused(bad: Computation):
         ),
         (
             ("0F0 0B0 0F2 0B2", "1F0 1B0 1F2 1B2"),
-            "rank 0, computation 3: microbatch 1 is missing though there is microbatch 2; number them from 0 without a "
-            "hole",
+            "rank 0, computation 3: microbatch 1 is missing though there is microbatch 2; number "
+            "them from 0 without a hole",
         ),
     ],
 )
-def test_an_incomplete_pipeline_is_refused_with_the_computation_at_fault(ranks: tuple[str, ...], message: str):
+def test_an_incomplete_pipeline_is_refused_with_the_computation_at_fault(
+    ranks: tuple[str, ...], message: str
+):
     assert refusal(*ranks) == f"schedule by hand, {message}"
 
 
@@ -206,12 +233,13 @@ def test_a_name_gives_its_schedule(name: str):
         ({"name": "1f1B"}, "there is no schedule '1f1B'; did you mean 1f1b?"),
         (
             {"name": "best"},
-            "there is no schedule 'best'; give one of gpipe, 1f1b, looped-bfs, interleaved-1f1b, zb-h1, "
-            "interleaved-zb, zbv, dualpipe-v",
+            "there is no schedule 'best'; give one of gpipe, 1f1b, looped-bfs, interleaved-1f1b, "
+            "zb-h1, interleaved-zb, zbv, dualpipe-v",
         ),
         (
             {"name": "interleaved-1f1b"},
-            "schedule interleaved-1f1b: how many virtual stages a rank holds is missing; give 2 or more",
+            "schedule interleaved-1f1b: how many virtual stages a rank holds is missing; give 2 or "
+            "more",
         ),
         (
             {"name": "interleaved-zb", "virtual_stages": 0},
@@ -221,10 +249,14 @@ def test_a_name_gives_its_schedule(name: str):
             {"name": "zb-h1", "virtual_stages": 2},
             "schedule zb-h1: has 1 stage per rank, not 2; leave virtual stages out",
         ),
-        ({"name": "zbv", "virtual_stages": 3}, "schedule zbv: has 2 stages per rank, not 3; leave virtual stages out"),
+        (
+            {"name": "zbv", "virtual_stages": 3},
+            "schedule zbv: has 2 stages per rank, not 3; leave virtual stages out",
+        ),
         (
             {"name": "dualpipe-v", "microbatches": 7},
-            "dualpipe-v on 4 ranks has 8 stages and needs as many microbatches, not 7; give 8 or more, or take zbv",
+            "dualpipe-v on 4 ranks has 8 stages and needs as many microbatches, not 7; give 8 or "
+            "more, or take zbv",
         ),
         (
             {"name": "interleaved-1f1b", "virtual_stages": 2, "microbatches": 10},
@@ -237,7 +269,8 @@ def test_a_name_gives_its_schedule(name: str):
         ),
         (
             {"name": "gpipe", "ranks": 10**6, "microbatches": 10**6},
-            "1000000 stages x 1000000 microbatches are more than 1000000 forwards; give smaller numbers",
+            "1000000 stages x 1000000 microbatches are more than 1000000 forwards; give smaller "
+            "numbers",
         ),
     ],
 )
@@ -259,14 +292,23 @@ def test_every_generator_refuses_a_size_that_is_not_a_whole_number(name: str, ba
 @pytest.mark.parametrize("group", [3, 9, 0, 2.0])
 def test_a_group_out_of_range_is_refused(group):
     with pytest.raises(
-        ScheduleError, match=r"group(: .* is not a whole number of at least 1| is .*; give a whole number from 4 to 8)"
+        ScheduleError,
+        match=r"group(: .* is not a whole number of at least 1| is .*; give a whole number from 4 "
+        r"to 8)",
     ):
         schedules.interleaved_1f1b(4, 2, 8, group)
 
 
 @fixed
-@given(ranks=st.integers(1, 6), virtual=st.integers(2, 4), microbatches=st.integers(1, 20), data=st.data())
-def test_the_advice_in_the_refusal_of_a_group_works(ranks: int, virtual: int, microbatches: int, data):
+@given(
+    ranks=st.integers(1, 6),
+    virtual=st.integers(2, 4),
+    microbatches=st.integers(1, 20),
+    data=st.data(),
+)
+def test_the_advice_in_the_refusal_of_a_group_works(
+    ranks: int, virtual: int, microbatches: int, data
+):
     least = min(ranks, microbatches)
     group = data.draw(st.integers(least, microbatches))
     rest = microbatches % group

@@ -23,7 +23,12 @@ from perseus_planner.cli import main
 from perseus_planner.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.service.client.client import Client
-from perseus_planner.service.client.sources import Feed, megatron_reports, resiliency_reports, straggling_report
+from perseus_planner.service.client.sources import (
+    Feed,
+    megatron_reports,
+    resiliency_reports,
+    straggling_report,
+)
 from perseus_planner.service.model import Scope
 from perseus_planner.service.schemas import ReportRequest
 
@@ -61,7 +66,9 @@ def test_slow_gpus_of_a_resiliency_report_are_reported_by_their_score():
     expected = [rank(source, 1, score=0.52, ttl_s=60.0), rank(source, 3, score=0.8, ttl_s=60.0)]
     assert resiliency_reports(report, ttl_s=60.0) == expected
     as_json = json.loads(
-        json.dumps({"gpu_relative_perf_scores": {"1": 0.52}, "gpu_individual_perf_scores": {"3": 0.8}})
+        json.dumps(
+            {"gpu_relative_perf_scores": {"1": 0.52}, "gpu_individual_perf_scores": {"3": 0.8}}
+        )
     )
     assert resiliency_reports(as_json, ttl_s=60.0) == expected
     assert resiliency_reports(report, slow=2.0) == []
@@ -70,7 +77,10 @@ def test_slow_gpus_of_a_resiliency_report_are_reported_by_their_score():
 def test_a_gpu_that_was_slow_is_reported_once_more_when_it_is_not():
     report = Report({0: 1.0, 1: 0.98, 2: 0.9, 3: float("nan")})
     source = "nvidia-resiliency-ext"
-    assert resiliency_reports(report, before={1, 2, 3}) == [rank(source, 1, slowdown=1.0), rank(source, 2, score=0.9)]
+    assert resiliency_reports(report, before={1, 2, 3}) == [
+        rank(source, 1, slowdown=1.0),
+        rank(source, 2, score=0.9),
+    ]
 
 
 @settings(fixed, max_examples=100)
@@ -108,10 +118,10 @@ def test_what_is_no_resiliency_report_is_refused(report: Any):
 # Megatron
 
 LINE = (
-    " [2026-05-04 12:00:10] | MnRtt/Rnk: 101.20ms/3 | MxRtt/Rnk: 121.61ms/7 | MnPwr/Rnk: 301.51W/7 | MxPwr/Rnk: "
-    "402.22W/3 | MnTmp/Rnk: 44.00C/1 | MxTmp/Rnk: 83.00C/7 | MnUtl/Rnk: 97.00%/7 | MxUtl/Rnk: 100.00%/0 | MnClk/Rnk: "
-    "1170.00MHz/7 | MxClk/Rnk: 1980.00MHz/0 | MnDRtt/Rnk: 0.34ms/2 | MxDRtt/Rnk: 1.10ms/5 | MnEtpt/Rnk: 205.00TF/7 | "
-    "MxEtpt/Rnk: 246.00TF/3"
+    " [2026-05-04 12:00:10] | MnRtt/Rnk: 101.20ms/3 | MxRtt/Rnk: 121.61ms/7 | MnPwr/Rnk: "
+    "301.51W/7 | MxPwr/Rnk: 402.22W/3 | MnTmp/Rnk: 44.00C/1 | MxTmp/Rnk: 83.00C/7 | MnUtl/Rnk: "
+    "97.00%/7 | MxUtl/Rnk: 100.00%/0 | MnClk/Rnk: 1170.00MHz/7 | MxClk/Rnk: 1980.00MHz/0 | "
+    "MnDRtt/Rnk: 0.34ms/2 | MxDRtt/Rnk: 1.10ms/5 | MnEtpt/Rnk: 205.00TF/7 | MxEtpt/Rnk: 246.00TF/3"
 )
 NOON_S = datetime(2026, 5, 4, 12, 0, 10).astimezone().timestamp()  # the log has its node's time
 
@@ -130,7 +140,9 @@ def test_ranks_that_were_slow_recover_when_a_line_shows_it():
         rank("megatron", number, slowdown=1.0, observed_s=NOON_S) for number in (2, 7)
     ]
     # Of a rank that the line does not name, nothing is known while another one is slow.
-    assert [(each.scope.value, each.slowdown) for each in megatron_reports(LINE, before={2, 3})] == [
+    assert [
+        (each.scope.value, each.slowdown) for each in megatron_reports(LINE, before={2, 3})
+    ] == [
         ("3", 1.0),
         ("7", None),
     ]
@@ -138,9 +150,15 @@ def test_ranks_that_were_slow_recover_when_a_line_shows_it():
 
 @pytest.mark.parametrize(
     "line",
-    ["", " iteration 10/ 100 | elapsed time per iteration (ms): 540.1 |", LINE[:-10], LINE.replace("205.00", "0.00"),
-     "^^^^ Bottom 2 Ranks with lowest  Etpt(TF): 205.00TF/7, 210.00TF/1,", LINE.replace("205.00", "inf")],
-)  # fmt: skip
+    [
+        "",
+        " iteration 10/ 100 | elapsed time per iteration (ms): 540.1 |",
+        LINE[:-10],
+        LINE.replace("205.00", "0.00"),
+        "^^^^ Bottom 2 Ranks with lowest  Etpt(TF): 205.00TF/7, 210.00TF/1,",
+        LINE.replace("205.00", "inf"),
+    ],
+)
 def test_other_lines_of_the_log_say_nothing(line: str):
     assert megatron_reports(line, before={1}) == []
 
@@ -162,12 +180,27 @@ def test_the_line_is_what_megatron_logs():
 
 
 def test_the_command_follows_megatrons_log():
-    log = "".join(f"{line}\n" for line in ("begin", LINE, LINE, LINE.replace("205.00TF", "240.00TF"), LINE[:40]))
+    log = "".join(
+        f"{line}\n"
+        for line in ("begin", LINE, LINE, LINE.replace("205.00TF", "240.00TF"), LINE[:40])
+    )
     with stand_in(lambda *_: (202, EFFECT)) as service:
-        command = ["straggler", "--job", "gpt3", "--megatron-log", "--ttl", "10m", "--service", service.address]
+        command = [
+            "straggler",
+            "--job",
+            "gpt3",
+            "--megatron-log",
+            "--ttl",
+            "10m",
+            "--service",
+            service.address,
+        ]
         result = CliRunner().invoke(main, command, input=log)
         assert (result.exit_code, result.stderr) == (0, "")
-        said = [(each.path, each.body["scope"]["value"], each.body.get("slowdown")) for each in service.asked]
+        said = [
+            (each.path, each.body["scope"]["value"], each.body.get("slowdown"))
+            for each in service.asked
+        ]
         path = "/v1/jobs/gpt3/reports"
         assert said == [(path, "7", None), (path, "7", None), (path, "7", 1.0)]
         assert {each.body["ttl_s"] for each in service.asked} == {600.0}
@@ -180,14 +213,21 @@ def answers(*said: tuple[int, Any]) -> Any:
 
 
 def test_a_callback_of_the_resiliency_extension_needs_two_lines():
-    reports = [Report({0: 1.0, 1: 0.5}), Report({0: 1.0, 1: 0.5}), Report({0: 1.0, 1: 0.9}), Report({0: 1.0, 1: 0.99})]
+    reports = [
+        Report({0: 1.0, 1: 0.5}),
+        Report({0: 1.0, 1: 0.5}),
+        Report({0: 1.0, 1: 0.9}),
+        Report({0: 1.0, 1: 0.99}),
+    ]
     full = (503, {"error": {"code": "unavailable", "message": "full"}})
     with stand_in(answers(full)) as service, Client(service.address) as client:
         feed = Feed(client, "gpt3", resiliency_reports, ttl_s=60.0)
         for report in reports:
             with suppress(PlannerError):  # the first is not taken
                 feed(report)
-        said = [(each.path, each.body.get("score"), each.body.get("slowdown")) for each in service.asked]
+        said = [
+            (each.path, each.body.get("score"), each.body.get("slowdown")) for each in service.asked
+        ]
         path = "/v1/jobs/gpt3/reports"
         assert said == [(path, 0.5, None), (path, 0.5, None), (path, 0.9, None), (path, None, 1.0)]
 

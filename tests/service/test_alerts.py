@@ -1,4 +1,6 @@
-"""Alerts as Alertmanager posts them, over HTTP, to a service with jobs that have what they name, or have not."""
+"""Alerts as Alertmanager posts them, over HTTP, to a service with jobs that have what they name,
+or have not.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,15 @@ httpx = pytest.importorskip("httpx")
 
 def moment(at_s: float) -> str:
     """As Alertmanager writes times."""
-    return datetime.fromtimestamp(at_s, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(at_s, timezone.utc)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
-#: What an Alertmanager 0.25.0 posted by the rule and the configuration of alerts.py; GPU and times are those of tests.
+#: What an Alertmanager 0.25.0 posted by the rule and the configuration of alerts.py; GPU and times
+#: are those of tests.
 FIRING = {
     "status": "firing",
     "labels": {
@@ -81,7 +88,9 @@ def alert(labels: Any, annotations: Any, **fields: Any) -> dict[str, Any]:
 
 @contextmanager
 def served(place: Path) -> Iterator[tuple[Service, Clock, Callable[..., httpx.Response]]]:
-    """A service with the job `gpt`, three pipelines of two stages on a node each, its clock, and what asks it."""
+    """A service with the job `gpt`, three pipelines of two stages on a node each, its clock, and
+    what asks it.
+    """
     clock = Clock()
     with (
         Storage(place) as storage,
@@ -112,10 +121,16 @@ def test_an_alert_is_a_report_of_the_gpu_that_it_names_until_it_is_resolved(runn
     service, _, ask = running
     found = posted(ask, FIRING)
     assert found["ignored"] == []
-    assert [(each["job"], each["version"], each["changed"]) for each in found["answers"]] == [("gpt", 2, True)]
+    assert [(each["job"], each["version"], each["changed"]) for each in found["answers"]] == [
+        ("gpt", 2, True)
+    ]
     planned(service)  # a slow stage is solved first
     (kept,) = service.reports("gpt")
-    assert (kept.scope, kept.slowdown, kept.cause) == (Scope("gpu", "GPU-2"), 1.4042553191489362, "compute")
+    assert (kept.scope, kept.slowdown, kept.cause) == (
+        Scope("gpu", "GPU-2"),
+        1.4042553191489362,
+        "compute",
+    )
     assert service.status("gpt").decision.targets[1].slow_stages == {0: kept.slowdown}
     found = posted(ask, RESOLVED)
     assert [(each["version"], each["changed"]) for each in found["answers"]] == [(3, True)]
@@ -132,12 +147,22 @@ def test_every_job_that_has_what_an_alert_names_is_told(running):
     assert (slowdowns(service), slowdowns(service, "bloom")) == ([1.25, 1.4042553191489362], [1.25])
 
 
-def test_what_no_job_has_and_what_says_too_little_harm_no_other_alert(running, caplog: pytest.LogCaptureFixture):
+def test_what_no_job_has_and_what_says_too_little_harm_no_other_alert(
+    running, caplog: pytest.LogCaptureFixture
+):
     service, _, ask = running
-    unknown = alert({"alertname": "A", "UUID": "GPU-of-others"}, {"slowdown": "1.2"}, fingerprint="1")
-    found = posted(ask, unknown, alert({"alertname": "B", "node": "node0"}, {}, fingerprint="2"), FIRING, "x")
+    unknown = alert(
+        {"alertname": "A", "UUID": "GPU-of-others"}, {"slowdown": "1.2"}, fingerprint="1"
+    )
+    found = posted(
+        ask, unknown, alert({"alertname": "B", "node": "node0"}, {}, fingerprint="2"), FIRING, "x"
+    )
     assert [each["job"] for each in found["answers"]] == ["gpt"]
-    assert [(each["index"], each["name"]) for each in found["ignored"]] == [(0, "A"), (1, "B"), (3, "unnamed")]
+    assert [(each["index"], each["name"]) for each in found["ignored"]] == [
+        (0, "A"),
+        (1, "B"),
+        (3, "unnamed"),
+    ]
     assert found["ignored"][0]["problem"] == "no running job has gpu 'GPU-of-others'"
     assert slowdowns(service) == [1.4042553191489362]
     assert "alert of the rule 'B' cannot be used: has no slowdown" in caplog.text
@@ -146,7 +171,9 @@ def test_what_no_job_has_and_what_says_too_little_harm_no_other_alert(running, c
     assert 'planner_alerts_total{outcome="ignored"} 3.0\n' in counted
 
 
-def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(running, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(
+    running, monkeypatch: pytest.MonkeyPatch
+):
     service, _, ask = running
     service.register(job("bloom"), frontier_file())
     service.report("gpt", report("one"))
@@ -159,21 +186,45 @@ def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(running, mo
 @pytest.mark.parametrize(
     ("alert", "text"),
     [
-        (alert({"node": "n"}, {}), "has no slowdown; give its rule an annotation with the time over the normal time"),
-        (alert({"node": "n"}, {"slowdown": "much"}), "slowdown 'much' is not a number from 1e-06 to 1e+06"),
-        (alert({"node": "n"}, {"slowdown": "1e7"}), "slowdown '1e7' is not a number from 1e-06 to 1e+06"),
+        (
+            alert({"node": "n"}, {}),
+            "has no slowdown; give its rule an annotation with the time over the normal time",
+        ),
+        (
+            alert({"node": "n"}, {"slowdown": "much"}),
+            "slowdown 'much' is not a number from 1e-06 to 1e+06",
+        ),
+        (
+            alert({"node": "n"}, {"slowdown": "1e7"}),
+            "slowdown '1e7' is not a number from 1e-06 to 1e+06",
+        ),
         (alert({"node": "n"}, {"score": "0"}), "score '0' is not a number from 1e-06 to 1e+06"),
-        (alert({"gpu": "3"}, {"slowdown": "1.2"}), "names neither a GPU nor a node; keep the label UUID, Hostname"),
+        (
+            alert({"gpu": "3"}, {"slowdown": "1.2"}),
+            "names neither a GPU nor a node; keep the label UUID, Hostname",
+        ),
         (alert({"node": "n\n"}, {"slowdown": "1.2"}), "names neither a GPU nor a node"),
-        (alert({"node": "n"}, {"slowdown": "1.2", "cause": "bad"}), "cause 'bad' is unknown; write one of: compute"),
-        (alert({"node": "n"}, {"slowdown": "1.2"}, status="other"), "its status is 'other'; it must be firing"),
-        (alert({"node": "n"}, {"slowdown": "1.2"}, startsAt="now"), "startsAt: 'now' is not a time as Alertmanager"),
-        (alert({"node": "n"}, {"slowdown": "2"}, startsAt="2026-13-01T00:00:00Z"), "startsAt: '2026-13-01T00:00:00Z' "),
+        (
+            alert({"node": "n"}, {"slowdown": "1.2", "cause": "bad"}),
+            "cause 'bad' is unknown; write one of: compute",
+        ),
+        (
+            alert({"node": "n"}, {"slowdown": "1.2"}, status="other"),
+            "its status is 'other'; it must be firing",
+        ),
+        (
+            alert({"node": "n"}, {"slowdown": "1.2"}, startsAt="now"),
+            "startsAt: 'now' is not a time as Alertmanager",
+        ),
+        (
+            alert({"node": "n"}, {"slowdown": "2"}, startsAt="2026-13-01T00:00:00Z"),
+            "startsAt: '2026-13-01T00:00:00Z' ",
+        ),
         (alert({"node": "n"}, {}, status="resolved", endsAt=None), "endsAt: None is not a time"),
         (alert([], {"slowdown": "1.2"}), "names neither a GPU"),
         ("x", "startsAt: None is not a time"),
     ],
-)  # fmt: skip
+)
 def test_an_alert_that_says_too_little_says_what_is_missing(alert: Any, text: str):
     (found,) = webhook.read_alerts([alert], NOW_S)
     assert found.report is None
@@ -205,7 +256,9 @@ def test_an_alert_without_a_gpu_is_of_its_node(labels: dict[str, str], scope: Sc
         ({"slowdown": "2"}, {"slowdown": "3"}, 2.0),
     ],
 )
-def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(labels: Any, annotations: Any, slowdown: float):
+def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(
+    labels: Any, annotations: Any, slowdown: float
+):
     (found,) = webhook.read_alerts([alert({"node": "n", **labels}, annotations)], NOW_S)
     assert found.report is not None
     assert found.report.slowdown == slowdown
@@ -213,12 +266,28 @@ def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(labels: Any, annotatio
 
 def test_without_a_fingerprint_an_alert_is_told_by_its_labels():
     said = [({}, "1.2"), ({}, "1.3"), ({"rule": "r"}, "1.2")]
-    alerts = [alert({"node": "n", **labels}, {"slowdown": slowdown}, fingerprint=None) for labels, slowdown in said]
-    assert len({each.report.source for each in webhook.read_alerts(alerts, NOW_S) if each.report is not None}) == 2
+    alerts = [
+        alert({"node": "n", **labels}, {"slowdown": slowdown}, fingerprint=None)
+        for labels, slowdown in said
+    ]
+    assert (
+        len(
+            {
+                each.report.source
+                for each in webhook.read_alerts(alerts, NOW_S)
+                if each.report is not None
+            }
+        )
+        == 2
+    )
 
 
 def test_times_are_the_same_however_they_are_written():
-    texts = ("2026-05-04T12:00:10.5Z", "2026-05-04T14:00:10.500000000+02:00", "2026-05-04T07:00:10.50-05:00")
+    texts = (
+        "2026-05-04T12:00:10.5Z",
+        "2026-05-04T14:00:10.500000000+02:00",
+        "2026-05-04T07:00:10.50-05:00",
+    )
     found = webhook.read_alerts([{**FIRING, "startsAt": text} for text in texts], 2e9)
     assert len({each.report.key for each in found if each.report is not None}) == 1
 
@@ -244,10 +313,15 @@ FIRST_OVER = {**RESOLVED, "endsAt": moment(NOW_S - 40)}
 
 
 @pytest.mark.parametrize("ahead_h", [0, -5])
-def test_in_whatever_order_deliveries_come_the_last_state_of_an_alert_counts(tmp_path: Path, ahead_h: int):
+def test_in_whatever_order_deliveries_come_the_last_state_of_an_alert_counts(
+    tmp_path: Path, ahead_h: int
+):
     """Prometheus' clock may be hours behind; both of two Alertmanagers deliver."""
     with served(tmp_path / "service.sqlite") as (service, _, ask):
-        for said, left in (((FIRING, FIRST_OVER, SECOND), [1.7]), ((FIRING, FIRST_OVER, SECOND, SECOND_OVER), [])):
+        for said, left in (
+            ((FIRING, FIRST_OVER, SECOND), [1.7]),
+            ((FIRING, FIRST_OVER, SECOND, SECOND_OVER), []),
+        ):
             for number, order in enumerate(permutations(said)):
                 name = f"job-{len(said)}-{number}"
                 service.register(job(name), frontier_file())
@@ -259,8 +333,13 @@ def test_in_whatever_order_deliveries_come_the_last_state_of_an_alert_counts(tmp
 
 def shifted(alert: dict[str, Any], by_s: float) -> dict[str, Any]:
     """As a Prometheus says it whose clock is so much ahead."""
-    times = {name: alert[name] for name in ("startsAt", "endsAt") if not alert[name].startswith("0001")}
-    parsed = {name: datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() for name, text in times.items()}
+    times = {
+        name: alert[name] for name in ("startsAt", "endsAt") if not alert[name].startswith("0001")
+    }
+    parsed = {
+        name: datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+        for name, text in times.items()
+    }
     return {**alert, **{name: moment(at_s + by_s) for name, at_s in parsed.items()}}
 
 
@@ -285,25 +364,35 @@ def test_an_old_alert_that_was_resolved_long_ago_by_a_slow_clock_does_not_come_b
 
 
 def test_what_is_no_group_of_alerts_is_refused_and_a_large_one_is_taken(tmp_path: Path):
-    tokens = read_tokens(None, {TOKENS_VARIABLE: "0123456789abcdef report prometheus\nfedcba9876543210 read eve"})
+    tokens = read_tokens(
+        None, {TOKENS_VARIABLE: "0123456789abcdef report prometheus\nfedcba9876543210 read eve"}
+    )
 
     async def conversation(service: Service) -> None:
-        async with opened(service, Access(tokens), Limits(alerts_bytes=2**20), now_s=Clock()) as client:
+        async with opened(
+            service, Access(tokens), Limits(alerts_bytes=2**20), now_s=Clock()
+        ) as client:
 
             async def post(token: str, content: Any) -> int:
                 headers = {"Authorization": f"Bearer {token}"}
                 return (await client.post("/v1/alerts", json=content, headers=headers)).status_code
 
-            assert [await post("0123456789abcdef", each) for each in ([], {}, {"alerts": {}}, {"alerts": None})] == [
-                422
-            ] * 4
+            assert [
+                await post("0123456789abcdef", each)
+                for each in ([], {}, {"alerts": {}}, {"alerts": None})
+            ] == [422] * 4
             assert await post("fedcba9876543210", body(FIRING)) == 403
-            many = [{**FIRING, "fingerprint": str(number)} for number in range(400)]  # more than other bodies may have
+            many = [
+                {**FIRING, "fingerprint": str(number)} for number in range(400)
+            ]  # more than other bodies may have
             assert await post("0123456789abcdef", body(*many)) == 200
             assert await post("0123456789abcdef", body(*many * 9)) == 413
             assert len(service.reports("gpt")) == 400
 
-    with Storage(tmp_path / "service.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=Clock(), run=at_once) as service,
+    ):
         service.register(job(), frontier_file())
         asyncio.run(conversation(service))
 
@@ -322,14 +411,18 @@ def test_the_rule_and_the_configuration_that_are_shown_are_of_use(running):
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 @settings(fixed, max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from(sorted(FIRING)), JUNK), max_size=3), JUNK)
-def test_whatever_an_alert_holds_it_is_a_report_or_a_problem(changes: list[tuple[str, Any]], junk: Any):
+def test_whatever_an_alert_holds_it_is_a_report_or_a_problem(
+    changes: list[tuple[str, Any]], junk: Any
+):
     changed = copy.deepcopy(FIRING) | dict(changes)
     for found in webhook.read_alerts([changed, junk], NOW_S):
         assert (found.report is None) == bool(found.problem)

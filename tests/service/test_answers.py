@@ -1,4 +1,6 @@
-"""What the answer to a report says at once, what it waits for, and what it says of a report that begins later."""
+"""What the answer to a report says at once, what it waits for, and what it says of a report that
+begins later.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class Held:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    with Storage(tmp_path / "service.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=Clock(), run=at_once) as service,
+    ):
         service.register(job(), frontier_file())
         yield service
 
@@ -51,7 +56,11 @@ def test_what_slow_stages_save_is_said_when_they_are_solved_and_not_before(tmp_p
         held.goes_on.clear()
         with serving(service, Address(port=0)) as url, Client(url) as client:
             early = client.report("gpt", SLOW_STAGE)
-            assert (early.version, early.takes_effect, early.expected_saving_w) == (2, "planning", None)
+            assert (early.version, early.takes_effect, early.expected_saving_w) == (
+                2,
+                "planning",
+                None,
+            )
             assert "is being planned; the saving is not known yet" in answer_text(early)
             threading.Timer(0.1, held.goes_on.set).start()
             waited = client.report("gpt", SLOW_STAGE, wait_s=60.0)
@@ -84,13 +93,17 @@ def test_a_report_that_begins_later_says_when_and_what_holds_until_then(service:
     service.taken("gpt", 1, 10)
     iteration_s = service.status("gpt").decision.straggler_time_s
     known = service.report("gpt", report("c", begins_iteration=50, source="third"))
-    assert known.reason.startswith(f"it begins with iteration 50, in about {39 * iteration_s:.3g} s; until then ")
+    assert known.reason.startswith(
+        f"it begins with iteration 50, in about {39 * iteration_s:.3g} s; until then "
+    )
     begun = service.report("gpt", report("d", begins_iteration=5, source="fourth"))
     assert begun.changed
     assert begun.reason.startswith("iterations take ")
 
 
-@pytest.mark.parametrize(("name", "least"), [("least_power_w", 858.9), ("least_deadline_s", 0.65), ("other", None)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("least_power_w", 858.9), ("least_deadline_s", 0.65), ("other", None)]
+)
 def test_the_least_that_is_feasible_is_a_number_for_programs(name: str, least: float | None):
     refused = {"error": {"code": "infeasible", "message": "too little", name: least}}
     with (

@@ -27,7 +27,9 @@ SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "slowdown": 
 
 
 def talk(
-    service: StandIn, conversation: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]], **options: Any
+    service: StandIn,
+    conversation: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]],
+    **options: Any,
 ) -> None:
     async def run() -> None:
         async with opened(service, **options) as client:
@@ -53,7 +55,14 @@ def refusal(answer: httpx.Response) -> tuple[int, str, str]:
 def test_a_job_is_registered_once_and_known_until_it_ends():
     service = StandIn()
     places = [{"rank": 4, "pipeline": 1, "stages": [0, 2], "node": "n1", "gpu": "GPU-1"}]
-    full = {**JOB, "places": places, "deadline_s": 2, "max_changes": 8, "min_dwell_s": 0.05, "power_w": 5e3}
+    full = {
+        **JOB,
+        "places": places,
+        "deadline_s": 2,
+        "max_changes": 8,
+        "min_dwell_s": 0.05,
+        "power_w": 5e3,
+    }
 
     async def conversation(client: httpx.AsyncClient) -> None:
         first = await client.post("/v1/jobs", json=full)
@@ -67,7 +76,12 @@ def test_a_job_is_registered_once_and_known_until_it_ends():
         status = (await client.get("/v1/jobs/gpt3")).json()
         assert (status["job"]["ranks"], status["version"], status["taken"]) == (1, 1, None)
         assert status["decision"]["look_again_s"] is None  # never
-        target = {"time_s": 1.0, "slow_stages": {"0": 1.5}, "power_w": None, "gpu_power_limit_w": None}
+        target = {
+            "time_s": 1.0,
+            "slow_stages": {"0": 1.5},
+            "power_w": None,
+            "gpu_power_limit_w": None,
+        }
         assert status["decision"]["targets"][0] == target
         assert (await client.delete("/v1/jobs/gpt3")).status_code == 204
         assert refusal(await client.get("/v1/jobs/gpt3"))[:2] == (404, "not_found")
@@ -82,7 +96,14 @@ def test_a_registration_reaches_the_service_as_it_was_sent():
         {"rank": 4, "pipeline": 1, "stages": [0, 2], "node": "n1", "gpu": "GPU-1"},
         {"rank": 0, "pipeline": 0, "stages": []},
     ]
-    full = {**JOB, "places": places, "deadline_s": 2, "max_changes": 8, "min_dwell_s": 0.05, "power_w": 5e3}
+    full = {
+        **JOB,
+        "places": places,
+        "deadline_s": 2,
+        "max_changes": 8,
+        "min_dwell_s": 0.05,
+        "power_w": 5e3,
+    }
     with asking(service) as ask:
         assert ask("POST", "/v1/jobs", json=full).status_code == 201
     job = service.kept["gpt3"]
@@ -102,7 +123,11 @@ def test_a_page_is_sent_compressed_to_who_can_read_that_and_only_if_it_is_anothe
         assert {each.headers["Vary"] for each in (plain, zipped)} == {"Accept-Encoding"}
         assert plain.json() == zipped.json()
         same = ask("GET", f"/v1/jobs{path}", headers={"If-None-Match": plain.headers["ETag"]})
-        assert (same.status_code, same.content, same.headers["ETag"]) == (304, b"", plain.headers["ETag"])
+        assert (same.status_code, same.content, same.headers["ETag"]) == (
+            304,
+            b"",
+            plain.headers["ETag"],
+        )
 
 
 def test_the_page_of_all_jobs_follows_every_change():
@@ -137,7 +162,11 @@ def test_a_report_is_answered_with_what_follows():
             "expected_saving_w": 12.5,
             "reason": "it is slow",
         }
-        assert (kept["begins_s"], kept["expires_s"], kept["observed_s"]) == (NOW_S + 10, NOW_S + 70, 990.0)
+        assert (kept["begins_s"], kept["expires_s"], kept["observed_s"]) == (
+            NOW_S + 10,
+            NOW_S + 70,
+            990.0,
+        )
         assert (await client.get("/v1/jobs/gpt3/reports")).json() == {"reports": [kept]}
         cleared = await client.delete("/v1/jobs/gpt3/reports/r1")
         assert (cleared.status_code, cleared.json()["report"]) == (200, kept)
@@ -151,11 +180,20 @@ def test_a_report_is_answered_with_what_follows():
     [
         ({"score": 0.8}, {"slowdown": 1.25, "iteration_s": None}),
         ({"iteration_s": 3}, {"slowdown": None, "iteration_s": 3.0}),
-        ({"slowdown": 1}, {"slowdown": 1.0, "expires_s": math.inf, "begins_s": NOW_S, "observed_s": NOW_S}),
+        (
+            {"slowdown": 1},
+            {"slowdown": 1.0, "expires_s": math.inf, "begins_s": NOW_S, "observed_s": NOW_S},
+        ),
         ({"slowdown": 2, "at_iteration": 70}, {"begins_iteration": 70}),
         ({"slowdown": 2, "scope": {"kind": "rank", "value": "17"}}, {"scope": Scope("rank", "17")}),
-        ({"slowdown": 2, "scope": {"kind": "stage", "value": 2, "pipeline": 1}}, {"scope": Scope("stage", "2", 1)}),
-        ({"slowdown": 2, "scope": {"kind": "node", "value": "knöten 7"}}, {"scope": Scope("node", "knöten 7")}),
+        (
+            {"slowdown": 2, "scope": {"kind": "stage", "value": 2, "pipeline": 1}},
+            {"scope": Scope("stage", "2", 1)},
+        ),
+        (
+            {"slowdown": 2, "scope": {"kind": "node", "value": "knöten 7"}},
+            {"scope": Scope("node", "knöten 7")},
+        ),
     ],
 )
 def test_a_report_says_how_slow_in_one_of_three_ways(sent, found):
@@ -182,8 +220,14 @@ def test_the_key_of_a_report_may_stand_in_a_header():
         await client.post(path, json=SLOW, headers={"Idempotency-Key": "r1"})
         assert list(service.of_job["gpt3"]) == ["h1", "r1"]
         other = await client.post(path, json=SLOW, headers={"Idempotency-Key": "h2"})
-        assert refusal(other) == (422, "invalid", "key: differs from the header Idempotency-Key; send one of them")
-        first, second = [(await client.post(path, json=without)).json()["report"]["key"] for _ in range(2)]
+        assert refusal(other) == (
+            422,
+            "invalid",
+            "key: differs from the header Idempotency-Key; send one of them",
+        )
+        first, second = [
+            (await client.post(path, json=without)).json()["report"]["key"] for _ in range(2)
+        ]
         assert first != second
 
     talk(service, conversation)
@@ -196,7 +240,11 @@ def test_what_a_job_has_taken_and_what_is_wanted_of_it_is_told():
         await client.post("/v1/jobs", json=JOB)
         told = await client.post("/v1/jobs/gpt3/taken", json={"version": 1, "iteration": 40})
         assert told.status_code == 204
-        assert (await client.get("/v1/jobs/gpt3")).json()["taken"] == {"version": 1, "iteration": 40, "at_s": NOW_S}
+        assert (await client.get("/v1/jobs/gpt3")).json()["taken"] == {
+            "version": 1,
+            "iteration": 40,
+            "at_s": NOW_S,
+        }
         answer = await client.put("/v1/jobs/gpt3/deadline", json={"deadline_s": 2.5})
         assert (answer.json()["version"], answer.json()["report"]) == (2, None)
         assert (await client.get("/v1/jobs/gpt3")).json()["job"]["deadline_s"] == 2.5
@@ -243,7 +291,9 @@ def test_a_poll_waits_for_the_next_version_of_its_job_alone(ask):
         for name in ("gpt3", "other"):
             await client.post("/v1/jobs", json={**JOB, "name": name})
         poll = "/v1/jobs/{}/plans?after=1&wait_s=30"
-        polls = {name: asyncio.create_task(client.get(poll.format(name))) for name in ("gpt3", "other")}
+        polls = {
+            name: asyncio.create_task(client.get(poll.format(name))) for name in ("gpt3", "other")
+        }
         await waiting(client, 2)
         await client.post("/v1/jobs/gpt3/reports", json=SLOW)
         assert (await polls["gpt3"]).json()["version"] == 2
@@ -278,7 +328,10 @@ def test_a_thousand_polls_take_no_thread_and_all_hear_of_a_version():
 def test_no_more_wait_than_may(ask):
     async def conversation(client: httpx.AsyncClient) -> None:
         await client.post("/v1/jobs", json=JOB)
-        polls = [asyncio.create_task(client.get("/v1/jobs/gpt3/plans?after=1&wait_s=30")) for _ in range(2)]
+        polls = [
+            asyncio.create_task(client.get("/v1/jobs/gpt3/plans?after=1&wait_s=30"))
+            for _ in range(2)
+        ]
         await waiting(client, 2)
         refused = await client.get("/v1/jobs/gpt3/plans?after=1&wait_s=30")
         assert refusal(refused)[:2] == (503, "unavailable")
@@ -354,16 +407,26 @@ def test_a_fault_of_the_service_is_no_secret_told_to_the_client():
     ],
 )
 def test_a_body_that_is_none_is_refused(body, status, ask):
-    answer = ask("POST", "/v1/jobs/gpt3/reports", content=body, headers={"Content-Type": "application/json"})
+    answer = ask(
+        "POST", "/v1/jobs/gpt3/reports", content=body, headers={"Content-Type": "application/json"}
+    )
     assert refusal(answer)[0] == status
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/json;x=\xff"]
+    "kind",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "application/json;x=\xff",
+    ],
 )
 def test_a_form_of_a_web_page_is_no_report(kind, ask):
     headers = [(b"Content-Type", kind.encode("latin-1"))]
-    answer = ask("POST", "/v1/jobs/gpt3/reports", content=json.dumps(SLOW).encode(), headers=headers)
+    answer = ask(
+        "POST", "/v1/jobs/gpt3/reports", content=json.dumps(SLOW).encode(), headers=headers
+    )
     assert answer.status_code == 422 or kind.startswith("application/json")
 
 
@@ -376,14 +439,26 @@ def test_a_form_of_a_web_page_is_no_report(kind, ask):
         ({"slowdown": 10**400}, "body.slowdown"),
         ({"slowdown": "1.2"}, "body.slowdown: Input should be a valid number"),
         ({"slowdown": True}, "body.slowdown: Input should be a valid number"),
-        ({"slowdown": None}, "a report says how slow in one way: give a slowdown, an iteration time or a score"),
-        ({"score": 0.5}, "a report says how slow in one way: give a slowdown, an iteration time or a score"),
+        (
+            {"slowdown": None},
+            "a report says how slow in one way: give a slowdown, an iteration time or a score",
+        ),
+        (
+            {"score": 0.5},
+            "a report says how slow in one way: give a slowdown, an iteration time or a score",
+        ),
         ({"in_s": -1}, "body.in_s: Input should be greater than or equal to 0"),
-        ({"in_s": 1, "at_iteration": 3}, "a report begins after a time or with an iteration; give one of the two"),
+        (
+            {"in_s": 1, "at_iteration": 3},
+            "a report begins after a time or with an iteration; give one of the two",
+        ),
         ({"at_iteration": 2.0}, "body.at_iteration: Input should be a valid integer"),
         ({"at_iteration": 2**70}, "body.at_iteration"),
         ({"ttl_s": 0}, "body.ttl_s: Input should be greater than 0"),
-        ({"cause": "magic"}, "body.cause: Input should be 'compute', 'communication', 'data' or 'unknown'"),
+        (
+            {"cause": "magic"},
+            "body.cause: Input should be 'compute', 'communication', 'data' or 'unknown'",
+        ),
         ({"key": "a/b"}, "body.key: String should match pattern"),
         ({"key": ""}, "body.key: String should match pattern"),
         ({"source": "a\nb"}, "body.source: String should match pattern"),
@@ -395,7 +470,9 @@ def test_a_form_of_a_web_page_is_no_report(kind, ask):
 )
 def test_a_report_that_is_none_is_refused_with_its_first_flaw(changes, complaint, ask):
     body = json.dumps({**SLOW, **changes})
-    answer = ask("POST", "/v1/jobs/gpt3/reports", content=body, headers={"Content-Type": "application/json"})
+    answer = ask(
+        "POST", "/v1/jobs/gpt3/reports", content=body, headers={"Content-Type": "application/json"}
+    )
     status, code, message = refusal(answer)
     assert (status, code, message[: len(complaint)]) == (422, "invalid", complaint)
 
@@ -406,7 +483,10 @@ def test_a_report_that_is_none_is_refused_with_its_first_flaw(changes, complaint
         ({"frontier": "é"}, "frontier: is not base64"),
         ({"frontier": "UEs"}, "frontier: is not base64"),
         ({"frontier": "UEs=\n!"}, "frontier: is not base64"),
-        ({"frontier": base64.b64encode(b"damaged").decode()}, "frontier.npz: is not a frontier file"),
+        (
+            {"frontier": base64.b64encode(b"damaged").decode()},
+            "frontier.npz: is not a frontier file",
+        ),
         ({"frontier": None}, "give a frontier, or all of profile_csv, profile_yaml and schedule"),
         ({"schedule": "1f1b"}, "frontier: leave out profile_csv"),
         ({"pipelines": 0}, "body.pipelines: Input should be greater than or equal to 1"),
@@ -468,15 +548,24 @@ def test_what_is_not_there_is_refused_in_the_same_shape(method, path, status, as
 
 @pytest.mark.parametrize(
     ("path", "methods"),
-    [("/v1/jobs", "GET, POST"), ("/v1/jobs/gpt3", "DELETE, GET"), ("/v1/power", "GET, PUT"), ("/metrics", "GET")],
+    [
+        ("/v1/jobs", "GET, POST"),
+        ("/v1/jobs/gpt3", "DELETE, GET"),
+        ("/v1/power", "GET, PUT"),
+        ("/metrics", "GET"),
+    ],
 )
-def test_a_method_that_an_address_does_not_take_is_refused_with_those_that_it_does(path, methods, ask):
+def test_a_method_that_an_address_does_not_take_is_refused_with_those_that_it_does(
+    path, methods, ask
+):
     assert ask("PATCH", path).headers["Allow"] == methods
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -487,11 +576,16 @@ def ask_fresh() -> Iterator[Callable[..., httpx.Response]]:
         yield ask
 
 
-@given(st.sampled_from(sorted({*JOB, *SLOW, "places", "in_s", "ttl_s", "observed_s", "profile_csv"})), JSON)
+@given(
+    st.sampled_from(sorted({*JOB, *SLOW, "places", "in_s", "ttl_s", "observed_s", "profile_csv"})),
+    JSON,
+)
 def test_any_value_in_any_field_is_taken_or_refused(ask_fresh, field, value):
     for path, body in (("/v1/jobs", JOB), ("/v1/jobs/gpt3/reports", SLOW)):
         content = json.dumps({**body, field: value})
-        answer = ask_fresh("POST", path, content=content, headers={"Content-Type": "application/json"})
+        answer = ask_fresh(
+            "POST", path, content=content, headers={"Content-Type": "application/json"}
+        )
         assert answer.status_code in (200, 201, 202, 400, 404, 409, 422)
 
 
@@ -503,8 +597,14 @@ def test_metrics_count_requests_by_route_and_show_jobs():
         await client.get("/elsewhere")
         await client.request("BREW", "/v1/jobs")
         lines = (await client.get("/metrics")).text.splitlines()
-        assert 'planner_http_requests_total{method="GET",route="/v1/jobs/{job}",status="404"} 2.0' in lines
-        assert 'planner_http_requests_total{method="GET",route="/v1/jobs/{job}",status="200"} 1.0' in lines
+        assert (
+            'planner_http_requests_total{method="GET",route="/v1/jobs/{job}",status="404"} 2.0'
+            in lines
+        )
+        assert (
+            'planner_http_requests_total{method="GET",route="/v1/jobs/{job}",status="200"} 1.0'
+            in lines
+        )
         assert 'planner_http_requests_total{method="GET",route="other",status="404"} 1.0' in lines
         assert not any("BREW" in line for line in lines)
         assert 'planner_job_version{job="gpt3"} 1.0' in lines

@@ -24,13 +24,19 @@ def written(folder: Path, text: str) -> Path:
 
 def test_a_file_has_powers_or_a_signal_and_a_target(tmp_path: Path):
     at_s = datetime(2026, 11, 22, 17, tzinfo=timezone.utc).timestamp()
-    powers = read_budgets(written(tmp_path, "start,power\n# night\n7,500\n2026-11-22T18:00+01:00,30kW\n1.8e9,none\n"))
+    powers = read_budgets(
+        written(tmp_path, "start,power\n# night\n7,500\n2026-11-22T18:00+01:00,30kW\n1.8e9,none\n")
+    )
     assert powers == (PowerStep(7.0, 500.0), PowerStep(at_s, 30000.0), PowerStep(1.8e9, None))
-    assert read_budgets(written(tmp_path, "price,start\n0.1,2026-11-22T17:00Z\n-0.02,1.8e9\n"), 4.0) == (
+    assert read_budgets(
+        written(tmp_path, "price,start\n0.1,2026-11-22T17:00Z\n-0.02,1.8e9\n"), 4.0
+    ) == (
         PowerStep(at_s, 40000.0),
         PowerStep(1.8e9, None),  # energy that costs nothing needs no budget
     )
-    assert read_budgets(written(tmp_path, "start,carbon\n0,250\n"), 10.0) == (PowerStep(0.0, 40000.0),)
+    assert read_budgets(written(tmp_path, "start,carbon\n0,250\n"), 10.0) == (
+        PowerStep(0.0, 40000.0),
+    )
     assert split_at(powers, 6.0) == (None, powers)
     assert split_at(powers, at_s) == (30000.0, powers[2:])
 
@@ -38,20 +44,62 @@ def test_a_file_has_powers_or_a_signal_and_a_target(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "target", "message"),
     [
-        ("", None, "{b}: has the columns of no header; write start and one of power, price and carbon"),
-        ("start,watts\n", None, "{b}, line 1: has the columns start, watts; write start and one of power, price and"),
-        ("start,price,carbon\n", 1.0, "{b}, line 1: has the columns start, price, carbon; write start and one of"),
-        ("start,power\n", None, "{b}: has no row; write one for each budget, such as 2026-11-22T18:00,30kW"),
+        (
+            "",
+            None,
+            "{b}: has the columns of no header; write start and one of power, price and carbon",
+        ),
+        (
+            "start,watts\n",
+            None,
+            "{b}, line 1: has the columns start, watts; write start and one of power, price and",
+        ),
+        (
+            "start,price,carbon\n",
+            1.0,
+            "{b}, line 1: has the columns start, price, carbon; write start and one of",
+        ),
+        (
+            "start,power\n",
+            None,
+            "{b}: has no row; write one for each budget, such as 2026-11-22T18:00,30kW",
+        ),
         ("start,power\n5,1kW\n6\n", None, "{b}, line 3: has 1 cells where the header has 2"),
-        ("start,power\nnoon,1kW\n", None, "{b}, line 2, column 'start': 'noon' is not a moment: write such as 2026-"),
-        ("start,power\n5,1kW\n5,2kW\n", None, "{b}, line 3, column 'start': '5' is not after the row before; sort"),
-        ("start,power\n5,-1\n", None, "{b}, line 2, column 'power': '-1' is not a power: write watts above 0, or a"),
-        ("start,price\n5,cheap\n", 1.0, "{b}, line 2, column 'price': 'cheap' is not a price: write money for a kWh"),
-        ("start,carbon\n5,200\n", None, "--target: give what an hour may cost, for carbon, as {b} has the column"),
-        ("start,power\n5,200\n", 1.0, "--target: do not give one for powers, as {b} has the column 'power'"),
+        (
+            "start,power\nnoon,1kW\n",
+            None,
+            "{b}, line 2, column 'start': 'noon' is not a moment: write such as 2026-",
+        ),
+        (
+            "start,power\n5,1kW\n5,2kW\n",
+            None,
+            "{b}, line 3, column 'start': '5' is not after the row before; sort",
+        ),
+        (
+            "start,power\n5,-1\n",
+            None,
+            "{b}, line 2, column 'power': '-1' is not a power: write watts above 0, or a",
+        ),
+        (
+            "start,price\n5,cheap\n",
+            1.0,
+            "{b}, line 2, column 'price': 'cheap' is not a price: write money for a kWh",
+        ),
+        (
+            "start,carbon\n5,200\n",
+            None,
+            "--target: give what an hour may cost, for carbon, as {b} has the column",
+        ),
+        (
+            "start,power\n5,200\n",
+            1.0,
+            "--target: do not give one for powers, as {b} has the column 'power'",
+        ),
     ],
 )
-def test_a_bad_file_is_one_error_with_line_and_column(text: str, target: float | None, message: str, tmp_path: Path):
+def test_a_bad_file_is_one_error_with_line_and_column(
+    text: str, target: float | None, message: str, tmp_path: Path
+):
     path = written(tmp_path, text)
     with pytest.raises(UsageError) as raised:
         read_budgets(path, target)
@@ -88,7 +136,11 @@ def test_the_service_follows_a_schedule_by_its_clock_also_after_a_restart(tmp_pa
     with Storage(tmp_path / "db") as storage, service_of(storage) as service:
         service.register(job(), frontier_file())
         full_w = service.status("gpt").expected.power_w
-        steps = (PowerStep(NOW_S + 10, 0.9 * full_w), PowerStep(NOW_S + 20, 1.0), PowerStep(NOW_S + 30, None))
+        steps = (
+            PowerStep(NOW_S + 10, 0.9 * full_w),
+            PowerStep(NOW_S + 20, 1.0),
+            PowerStep(NOW_S + 30, None),
+        )
         service.set_power("gpt", None, steps)
         service.set_power(None, 2 * full_w, (PowerStep(NOW_S + 25, 3 * full_w),))
         planned(service)
@@ -108,7 +160,9 @@ def test_the_service_follows_a_schedule_by_its_clock_also_after_a_restart(tmp_pa
         planned(service)
         least = service.status("gpt")
         assert least.job.power_w is not None
-        assert 1.0 < least.job.power_w < 0.9 * full_w  # 1 W cannot be met, so that it is the least that can
+        assert (
+            1.0 < least.job.power_w < 0.9 * full_w
+        )  # 1 W cannot be met, so that it is the least that can
         assert service.power_budget.schedule == (PowerStep(NOW_S + 25, 3 * full_w),)
         clock.now_s += 5
         service.tick()
@@ -116,7 +170,10 @@ def test_the_service_follows_a_schedule_by_its_clock_also_after_a_restart(tmp_pa
         service.set_power("gpt", 0.95 * full_w)  # by hand, which ends the schedule
         clock.now_s += 100
         service.tick()
-        assert (service.status("gpt").job.power_w, service.status("gpt").job.next_power) == (0.95 * full_w, None)
+        assert (service.status("gpt").job.power_w, service.status("gpt").job.next_power) == (
+            0.95 * full_w,
+            None,
+        )
         assert len(service.pipelines("gpt")[1]) == PIPELINES
 
 

@@ -1,4 +1,6 @@
-"""The service: what is acknowledged is kept, versions go up, plans follow decisions, and nobody waits for another."""
+"""The service: what is acknowledged is kept, versions go up, plans follow decisions, and nobody
+waits for another.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_a_job_is_registered_once_however_often_it_is_said(one: Run):
 
 @pytest.mark.parametrize(("other", "step_mhz"), [(job(max_changes=2), 90), (job(), 180)])
 def test_another_job_of_the_same_name_is_refused(one: Run, other: Any, step_mhz: int):
-    with pytest.raises(Conflict, match=r"another job 'gpt' runs, with another frontier or other settings; end that"):
+    with pytest.raises(
+        Conflict, match=r"another job 'gpt' runs, with another frontier or other settings; end that"
+    ):
         one.service.register(other, frontier_file(step_mhz))
 
 
@@ -138,15 +142,27 @@ BASELINE_S = baseline_s()
         (job("n" * 256), UsageError, "is not a name"),
         (replace(job(), pipelines=0), UsageError, "pipelines: 0 is not a whole number"),
         (replace(job(), pipelines=2), UsageError, "pipeline 2: does not exist; they are 0 to 1"),
-        (replace(job(), places=(replace(job().places[0], stages=(7,)),)), UsageError, "stage 7: does not exist"),
+        (
+            replace(job(), places=(replace(job().places[0], stages=(7,)),)),
+            UsageError,
+            "stage 7: does not exist",
+        ),
         (replace(job(), places=job().places[:1] * 2), UsageError, "a rank is listed twice"),
         (job(max_changes=-1), UsageError, "max_changes: -1"),
         (job(min_dwell_s=math.nan), UsageError, "min_dwell_s: nan"),
         (job(deadline_s=math.inf), UsageError, "deadline_s: inf"),
         (job(power_w=0.0), UsageError, "power_w: 0.0"),
         (job(on_time=1.0), UsageError, "on_time: 1.0 is not a probability"),
-        (job(deadline_s=0.01 * BASELINE_S), InfeasibleDeadline, "no plan finishes an iteration within"),
-        (job(max_changes=0, min_dwell_s=1e9, deadline_s=0.9999 * BASELINE_S), InfeasibleDeadline, "no plan"),
+        (
+            job(deadline_s=0.01 * BASELINE_S),
+            InfeasibleDeadline,
+            "no plan finishes an iteration within",
+        ),
+        (
+            job(max_changes=0, min_dwell_s=1e9, deadline_s=0.9999 * BASELINE_S),
+            InfeasibleDeadline,
+            "no plan",
+        ),
         (job(power_w=1.0), InfeasiblePower, "no plan draws 1 W or less"),
     ],
 )
@@ -157,9 +173,16 @@ def test_what_is_no_job_is_refused(tmp_path: Path, wrong: Any, error: type[Excep
         assert run.service.jobs() == ()
 
 
-@pytest.mark.parametrize("file", [lambda: b"", lambda: b"no frontier", lambda: frontier_file()[:-100]])
-def test_what_is_no_frontier_is_refused_without_a_path_of_this_machine(tmp_path: Path, file: Callable[[], bytes]):
-    with running(tmp_path / "service.sqlite") as run, pytest.raises(FrontierError, match=r"^frontier\.npz: "):
+@pytest.mark.parametrize(
+    "file", [lambda: b"", lambda: b"no frontier", lambda: frontier_file()[:-100]]
+)
+def test_what_is_no_frontier_is_refused_without_a_path_of_this_machine(
+    tmp_path: Path, file: Callable[[], bytes]
+):
+    with (
+        running(tmp_path / "service.sqlite") as run,
+        pytest.raises(FrontierError, match=r"^frontier\.npz: "),
+    ):
         run.service.register(job(), file())
 
 
@@ -178,7 +201,9 @@ def test_beside_a_slow_pipeline_the_others_take_as_long_and_go_back_when_it_reco
     assert told == {"gpt": [2, 3]}
 
 
-def test_plans_for_a_probability_keep_deadline_straggler_and_power_in_spite_of_noise(tmp_path: Path):
+def test_plans_for_a_probability_keep_deadline_straggler_and_power_in_spite_of_noise(
+    tmp_path: Path,
+):
     schedule = schedules.one_f_one_b(STAGES, 6)
     truth = solve(unlike_stages(smooth_profile(STAGES), 1), schedule)
     budget_w = 0.85 * truth.plan_for(truth.baseline_time_s).power_w
@@ -203,7 +228,9 @@ def test_plans_for_a_probability_keep_deadline_straggler_and_power_in_spite_of_n
 
 
 def test_a_job_without_a_plan_that_is_surely_fast_enough_runs_at_maximum(one: Run):
-    fast = PlanRequest(one.service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.0, 0.95)
+    fast = PlanRequest(
+        one.service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.0, 0.95
+    )
     plan = Plan.loads(nearest_plan_text(fast, frontier_file()))
     assert plan.time_s <= 1.001 * BASELINE_S
 
@@ -226,29 +253,44 @@ def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes
 
 def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: Path):
     frontier = small_frontier()
-    powers_w = sorted(row.energy_j / row.time_s for rows in frontier.profile.measurements.values() for row in rows)
+    powers_w = sorted(
+        row.energy_j / row.time_s for rows in frontier.profile.measurements.values() for row in rows
+    )
     limit_w = powers_w[-3] / 1.03  # caps the clocks that draw most
-    limited = solve_dag(PipelineDag(within_power_limit(frontier.profile, limit_w), frontier.dag.iteration))
+    limited = solve_dag(
+        PipelineDag(within_power_limit(frontier.profile, limit_w), frontier.dag.iteration)
+    )
     assert limited.min_time_s > 1.001 * BASELINE_S
     with running(tmp_path / "service.sqlite") as run:
         run.service.register(job(), frontier_file())
         run.service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0))
         assert run.service.status("gpt").promised == 1
-        run.service.telemetry("gpt", Counters("a", iterations=2, time_s=2.0, gpu_power_limit_w=limit_w))
+        run.service.telemetry(
+            "gpt", Counters("a", iterations=2, time_s=2.0, gpu_power_limit_w=limit_w)
+        )
         planned(run.service)
         assert plans(run.service) == (limited.plan_for(limited.baseline_time_s),) * PIPELINES
         version = run.service.status("gpt").version
-        run.service.telemetry("gpt", Counters("a", iterations=3, time_s=3.0, gpu_power_limit_w=0.995 * limit_w))
-        assert run.service.status("gpt").promised == version  # a site may adjust its limit all the time
+        run.service.telemetry(
+            "gpt", Counters("a", iterations=3, time_s=3.0, gpu_power_limit_w=0.995 * limit_w)
+        )
+        assert (
+            run.service.status("gpt").promised == version
+        )  # a site may adjust its limit all the time
         run.service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
         planned(run.service)
         slow = solve_dag(PipelineDag(slowed(limited.profile, {1: 1.3}), limited.dag.iteration))
-        assert plans(run.service)[2] == slow.plan_until(run.service.status("gpt").decision.targets[2].time_s)
+        assert plans(run.service)[2] == slow.plan_until(
+            run.service.status("gpt").decision.targets[2].time_s
+        )
         run.service.clear("gpt", "a")
     with running(tmp_path / "service.sqlite") as run:
         planned(run.service)
         status = run.service.status("gpt")
-        assert (status.job.gpu_power_limit_w, status.decision.targets[0].time_s) == (limit_w, limited.baseline_time_s)
+        assert (status.job.gpu_power_limit_w, status.decision.targets[0].time_s) == (
+            limit_w,
+            limited.baseline_time_s,
+        )
         run.service.telemetry("gpt", Counters("a", iterations=4, time_s=4.0))
         planned(run.service)
         assert plans(run.service)[0] == frontier.plan_for(BASELINE_S)
@@ -260,7 +302,9 @@ def test_a_power_limit_that_nothing_can_keep_leaves_the_plans_as_they_are(one: R
     planned(one.service)
     assert plans(one.service) == before
     reason = one.service.status("gpt").decision.reason
-    assert reason.startswith("the plans stay unchanged because planning failed: stage 0 forward: draws")
+    assert reason.startswith(
+        "the plans stay unchanged because planning failed: stage 0 forward: draws"
+    )
 
 
 def test_no_plan_is_slower_than_is_of_use(one: Run):
@@ -286,12 +330,19 @@ def test_the_same_report_again_changes_nothing(one: Run):
 
 @pytest.mark.parametrize(
     "other",
-    [report("a", slowdown=1.7), report("a", pipeline=2), report("a", source="another"), report("a", cause="data")],
+    [
+        report("a", slowdown=1.7),
+        report("a", pipeline=2),
+        report("a", source="another"),
+        report("a", cause="data"),
+    ],
 )
 def test_another_report_of_the_same_key_is_refused(one: Run, other: Any):
     one.service.report("gpt", report("a"))
     with pytest.raises(
-        Conflict, match="report 'a' differs from what was received with that key; give another report another key"
+        Conflict,
+        match="report 'a' differs from what was received with that key; give another report "
+        "another key",
     ):
         one.service.report("gpt", other)
 
@@ -320,7 +371,10 @@ def test_a_cleared_report_keeps_older_ones_from_counting(one: Run):
     ("wrong", "text"),
     [
         (report("a", pipeline=PIPELINES), "there is no pipeline 3; pipelines are 0 to 2"),
-        (report("a", scope=Scope("stage", str(STAGES), 0)), "there is no stage 2; stages are 0 to 1"),
+        (
+            report("a", scope=Scope("stage", str(STAGES), 0)),
+            "there is no stage 2; stages are 0 to 1",
+        ),
         (report("a", scope=Scope("node", "elsewhere")), "has no known node 'elsewhere'"),
         (report(""), "key: '' is not a name"),
         (report("a", observed_s=math.nan), "a time is not finite"),
@@ -353,7 +407,9 @@ def test_what_is_not_there_is_said_to_be_unknown(one: Run):
 
 
 def test_time_alone_makes_reports_begin_and_end(one: Run):
-    one.service.report("gpt", report("a", slowdown=1.2, begins_s=NOW_S + 10.0, expires_s=NOW_S + 1000.0))
+    one.service.report(
+        "gpt", report("a", slowdown=1.2, begins_s=NOW_S + 10.0, expires_s=NOW_S + 1000.0)
+    )
     assert one.service.tick() == NOW_S + 10.0
     assert one.service.status("gpt").promised == 1
     assert [each.key for each in one.service.reports("gpt")] == ["a"]  # it is to count
@@ -393,7 +449,9 @@ def test_a_deadline_moves_all_pipelines_and_back(one: Run):
 
 
 def drawn_w(service: Service) -> float:
-    """What all jobs draw by their newest plans, all pipelines of each at the pace of the slowest, watts."""
+    """What all jobs draw by their newest plans, all pipelines of each at the pace of the
+    slowest, watts.
+    """
     found = 0.0
     for status in service.jobs():
         of = plans(service, status.job.name)
@@ -413,7 +471,9 @@ def test_a_power_budget_of_all_jobs_is_kept_by_all_together_and_lifted(one: Run)
         one.service.register(job("third"), frontier_file())
     with pytest.raises(InfeasiblePower) as refused:
         one.service.set_power(None, 1.0)
-    one.service.set_power(None, refused.value.least_power_w * (1 + 1e-9))  # the least that was named is feasible
+    one.service.set_power(
+        None, refused.value.least_power_w * (1 + 1e-9)
+    )  # the least that was named is feasible
     planned(one.service)
     assert drawn_w(one.service) <= refused.value.least_power_w * (1 + 1e-9)
     one.service.end("bloom")  # its power is for the others
@@ -440,7 +500,11 @@ def test_a_power_budget_of_a_job_is_its_own(one: Run):
     assert answer.job == "gpt"
     planned(one.service)
     status = {each.job.name: each for each in one.service.jobs()}
-    assert status["gpt"].decision.straggler_time_s > BASELINE_S == status["bloom"].decision.straggler_time_s
+    assert (
+        status["gpt"].decision.straggler_time_s
+        > BASELINE_S
+        == status["bloom"].decision.straggler_time_s
+    )
     with pytest.raises(InfeasiblePower):
         one.service.set_power("gpt", 1.0)
     one.service.set_power("gpt", None)
@@ -482,7 +546,9 @@ def test_a_status_is_made_once_for_each_change(one: Run):
     assert one.service.status("gpt").telemetry is not None
 
 
-def test_of_a_job_that_is_there_the_registration_is_not_written_again(one: Run, monkeypatch: pytest.MonkeyPatch):
+def test_of_a_job_that_is_there_the_registration_is_not_written_again(
+    one: Run, monkeypatch: pytest.MonkeyPatch
+):
     written: list[object] = []
     monkeypatch.setattr(tables, "to_json", lambda value: written.append(value) or to_json(value))
     one.service.report("gpt", report("a"))
@@ -560,7 +626,9 @@ def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
         slow.begun.clear()
         for pipeline, slowdown in enumerate((1.1, 1.2, 1.3)):
             scope = Scope("stage", "1", pipeline)
-            run.service.report("gpt", report(f"a{pipeline}", slowdown=slowdown, source=f"{pipeline}", scope=scope))
+            run.service.report(
+                "gpt", report(f"a{pipeline}", slowdown=slowdown, source=f"{pipeline}", scope=scope)
+            )
         assert slow.begun.wait(LONG_S)
         run.service.report("bloom", report("b", scope=Scope("stage", "0", 0)))
         slow.let.set()
@@ -569,7 +637,9 @@ def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
         assert solved[-1] == "gpt"
 
 
-def test_a_service_whose_changes_cannot_be_written_says_so_until_they_can(one: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_service_whose_changes_cannot_be_written_says_so_until_they_can(
+    one: Run, monkeypatch: pytest.MonkeyPatch
+):
     commit = one.storage.commit
 
     def full(_: Change) -> None:
@@ -674,16 +744,22 @@ def test_where_planning_fails_plans_stay_as_they_were_and_later_ones_are_made(
             planned(run.service)
             status = run.service.status("gpt")
             assert status.version == answer.version
-            assert status.decision.reason.startswith("the plans stay unchanged because planning failed: ")
+            assert status.decision.reason.startswith(
+                "the plans stay unchanged because planning failed: "
+            )
             assert plans(run.service) == calm
-        assert "Planning failed for job 'gpt'" in caplog.text  # a MemoryError is no error of the planner's own
+        assert (
+            "Planning failed for job 'gpt'" in caplog.text
+        )  # a MemoryError is no error of the planner's own
         error.clear()
         run.service.report("gpt", report("more", slowdown=9.0))
         planned(run.service)
         assert plans(run.service) != calm
 
 
-def test_what_cannot_be_written_is_not_acknowledged_and_not_done(one: Run, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_written_is_not_acknowledged_and_not_done(
+    one: Run, monkeypatch: pytest.MonkeyPatch
+):
     def full(self: Storage, change: Change) -> None:
         raise StorageError("disk full")
 
@@ -700,14 +776,19 @@ def test_what_cannot_be_written_is_not_acknowledged_and_not_done(one: Run, monke
     assert one.service.status("gpt") == before
     one.service.tick()  # what was due then is done now
     assert one.service.status("gpt").promised == 2
-    assert one.service.report("gpt", report("a", slowdown=1.0)).reason != "the report was received before"
+    assert (
+        one.service.report("gpt", report("a", slowdown=1.0)).reason
+        != "the report was received before"
+    )
 
 
 def test_plans_that_cannot_be_written_are_written_later(one: Run, monkeypatch: pytest.MonkeyPatch):
     commit, refused = Storage.commit, threading.Event()
 
     def full_once(self: Storage, change: Change) -> None:
-        is_version = any(after and after.published.version == 2 for _, after in change.jobs.values())
+        is_version = any(
+            after and after.published.version == 2 for _, after in change.jobs.values()
+        )
         if is_version and not refused.is_set():
             refused.set()
             raise StorageError("disk full")
@@ -738,7 +819,9 @@ def test_reports_that_come_together_are_written_together(one: Run, monkeypatch: 
         later = {"begins_s": NOW_S + 1e6}
         answers = []
         for name in names:
-            answers.append(threads.submit(one.service.report, "gpt", report(name, source=name, **later)))
+            answers.append(
+                threads.submit(one.service.report, "gpt", report(name, source=name, **later))
+            )
             while not commits:  # the first one is being written, so that the others have to wait
                 pass
         while one.service._writer._commands.qsize() < len(names) - 1:
@@ -752,7 +835,9 @@ def test_reports_that_come_together_are_written_together(one: Run, monkeypatch: 
 def test_a_service_that_does_not_run_says_so(tmp_path: Path):
     with Storage(tmp_path / "service.sqlite") as storage:
         service = Service(storage, run=at_once)
-        with pytest.raises(UsageError, match=r"the service does not run; use it inside `with Service"):
+        with pytest.raises(
+            UsageError, match=r"the service does not run; use it inside `with Service"
+        ):
             service.register(job(), frontier_file())
         with service:
             service.register(job(), frontier_file())
@@ -764,7 +849,9 @@ def test_a_service_that_does_not_run_says_so(tmp_path: Path):
 KEYS = st.sampled_from([f"k{number}" for number in range(6)])
 SCOPES = st.one_of(
     st.builds(Scope, st.just("pipeline"), st.integers(0, PIPELINES - 1).map(str)),
-    st.builds(Scope, st.just("stage"), st.integers(0, STAGES - 1).map(str), st.integers(0, PIPELINES - 1)),
+    st.builds(
+        Scope, st.just("stage"), st.integers(0, STAGES - 1).map(str), st.integers(0, PIPELINES - 1)
+    ),
     st.builds(Scope, st.sampled_from(["rank", "node"]), st.sampled_from(["0", "1", "node1"])),
 )
 
@@ -782,9 +869,14 @@ class Said:
     lasts_s: float
 
     def __call__(self, service: Service, clock: Clock) -> object:
-        times = {"observed_s": clock.now_s - self.observed_s, "begins_s": clock.now_s + self.begins_s}
+        times = {
+            "observed_s": clock.now_s - self.observed_s,
+            "begins_s": clock.now_s + self.begins_s,
+        }
         end = {"expires_s": clock.now_s + self.begins_s + self.lasts_s, "scope": self.scope}
-        return service.report("gpt", report(self.key, 0, self.slowdown, self.source, **times, **end))
+        return service.report(
+            "gpt", report(self.key, 0, self.slowdown, self.source, **times, **end)
+        )
 
 
 @dataclass(frozen=True)
@@ -835,7 +927,9 @@ COMMANDS = st.one_of(
     asked("set_power", st.sampled_from([None, "gpt"]), POWERS),
     asked("taken", GPT, st.integers(1, 3), st.integers(0, 50)),
     asked("end", st.just("bloom")),
-    asked("register", st.just(job("bloom", deadline_s=1.05 * BASELINE_S)), st.builds(frontier_file)),
+    asked(
+        "register", st.just(job("bloom", deadline_s=1.05 * BASELINE_S)), st.builds(frontier_file)
+    ),
 )
 
 
@@ -876,7 +970,9 @@ def test_a_service_that_was_killed_goes_on_as_one_that_was_not(before: list[Any]
         # The same clock, but one that each moves for itself.
         clock = Clock()
         clock.now_s = first.clock.now_s
-        second = stack.enter_context(running(copied(first.place, Path(folder) / "second.sqlite"), clock=clock))
+        second = stack.enter_context(
+            running(copied(first.place, Path(folder) / "second.sqlite"), clock=clock)
+        )
         planned(second.service)
         assert known(second.service) == known(first.service)
         versions = {status.job.name: status.version for status in first.service.jobs()}
@@ -890,7 +986,9 @@ def test_a_service_that_was_killed_goes_on_as_one_that_was_not(before: list[Any]
 
 @settings(max_examples=15)
 @given(before=st.lists(COMMANDS, max_size=8))
-def test_a_service_that_is_killed_before_it_has_planned_publishes_what_was_promised(before: list[Any]):
+def test_a_service_that_is_killed_before_it_has_planned_publishes_what_was_promised(
+    before: list[Any],
+):
     never = Slow()
     with TemporaryDirectory() as folder:
         place = Path(folder) / "service.sqlite"
@@ -921,7 +1019,9 @@ def quiet(command: Any, run: Run) -> object:
 
 
 def one_life(place: Path, seed: int, lives_s: float) -> tuple[set[str], int]:
-    """The keys that a process was told are kept, and the highest version it saw, before it was killed."""
+    """The keys that a process was told are kept, and the highest version it saw, before it was
+    killed.
+    """
     command = [sys.executable, str(PROGRAM), str(place), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -934,7 +1034,9 @@ def one_life(place: Path, seed: int, lives_s: float) -> tuple[set[str], int]:
     if lines and not lines[-1].endswith("\n"):
         lines.pop()  # cut short by the kill, so nobody was told
     keys = {line.split()[1] for line in lines if line.startswith("kept")}
-    return keys, max((int(line.split()[1]) for line in lines if line.startswith("version")), default=1)
+    return keys, max(
+        (int(line.split()[1]) for line in lines if line.startswith("version")), default=1
+    )
 
 
 def survive(place: Path, kills: int) -> int:
@@ -957,7 +1059,10 @@ def survive(place: Path, kills: int) -> int:
                 run.service.clear("gpt", key)
             clock.now_s += 1e5  # all is forgotten
             run.service.report(
-                "gpt", report(f"end of {kill}", slowdown=1.0, begins_s=clock.now_s, observed_s=clock.now_s)
+                "gpt",
+                report(
+                    f"end of {kill}", slowdown=1.0, begins_s=clock.now_s, observed_s=clock.now_s
+                ),
             )
             version = run.service.status("gpt").version
     return acknowledged
@@ -997,7 +1102,10 @@ def test_processes_plan_are_replaced_when_killed_and_end_with_the_service(tmp_pa
 
 
 def test_errors_come_back_from_another_process_as_they_are():
-    with Processes(1) as processes, pytest.raises(FrontierError, match=r"^frontier\.npz: is not a frontier file"):
+    with (
+        Processes(1) as processes,
+        pytest.raises(FrontierError, match=r"^frontier\.npz: is not a frontier file"),
+    ):
         processes.run(curve_of, "digest", b"no frontier")
     with pytest.raises(NotPlanned, match="the service is ending"):
         processes.run(curve_of, "digest", b"")

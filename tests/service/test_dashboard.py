@@ -109,16 +109,24 @@ def test_a_job_is_shown_with_its_pipelines_and_why(browser: Any, url: str):
         has(page, "#pipelines tbody tr", "0\u20132 (3)")  # equal ones in one row
         has(page, "#cards li", "Iteration time")
         has(page, "#frontier .legend", "Pipelines 0\u20132")
-        assert page.locator("#frontier svg[role=img]").get_attribute("aria-label").startswith("The least energy")
+        assert (
+            page.locator("#frontier svg[role=img]")
+            .get_attribute("aria-label")
+            .startswith("The least energy")
+        )
         assert page.inner_text("#job-list [aria-current=page] .title") == "gpt"
         page.get_by_role("link", name="calm").click()
         has(page, "#job-title", "calm")
         assert page.url.endswith("#/jobs/calm")
 
 
-def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(browser: Any, url: str, service: Service):
+def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(
+    browser: Any, url: str, service: Service
+):
     with looking(browser, url) as page:
-        page.evaluate("() => { window.moves = 0; Element.prototype.animate = () => { window.moves += 1; }; }")
+        page.evaluate(
+            "() => { window.moves = 0; Element.prototype.animate = () => { window.moves += 1; }; }"
+        )
         key = post(url, {**SLOW, "ttl_s": 3600, "cause": "data"})
         has(page, "#reports li", "Pipeline 1 slowdown 1.3")
         has(page, "#pipelines tbody tr", "slow: Pipeline 1")
@@ -139,7 +147,9 @@ def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(browser: Any, url: st
 def test_what_has_not_changed_is_not_sent_again(browser: Any, url: str):
     with looking(browser, url) as page:
         has(page, "#reason", "Nothing is reported slow")
-        with page.expect_response(lambda answer: answer.status == 304 and answer.url.endswith("/v1/jobs/gpt")):
+        with page.expect_response(
+            lambda answer: answer.status == 304 and answer.url.endswith("/v1/jobs/gpt")
+        ):
             page.evaluate("() => dispatchEvent(new Event('online'))")
         has(page, "#reason", "Nothing is reported slow")
 
@@ -151,7 +161,9 @@ def test_nothing_moves_for_who_wants_it_so(browser: Any, url: str):
         has(page, "#pipelines tbody tr", "slow: Pipeline 1")
 
 
-def test_a_straggler_is_reported_and_cleared_with_the_keyboard_alone(browser: Any, url: str, service: Service):
+def test_a_straggler_is_reported_and_cleared_with_the_keyboard_alone(
+    browser: Any, url: str, service: Service
+):
     with looking(browser, url) as page:
         tab_to(page, "#scope-kind")
         page.keyboard.type("Rank")
@@ -236,7 +248,11 @@ def test_without_a_token_the_page_tells_nothing_and_asks_for_one(browser: Any, g
         has(page, "#who", "the-operate-client, role operate")
         page.click("#sign-out")
         page.wait_for_selector("#sign-in:not([hidden])")
-        assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [0, 0, ""]
+        assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [
+            0,
+            0,
+            "",
+        ]
 
 
 def test_who_may_only_read_finds_no_way_to_report(browser: Any, guarded: str, url: str):
@@ -248,7 +264,9 @@ def test_who_may_only_read_finds_no_way_to_report(browser: Any, guarded: str, ur
         assert page.locator("#report-form, #settings").filter(visible=True).count() == 0
 
 
-def test_who_may_report_is_named_as_the_source_and_sets_no_wishes(browser: Any, guarded: str, service: Service):
+def test_who_may_report_is_named_as_the_source_and_sets_no_wishes(
+    browser: Any, guarded: str, service: Service
+):
     with opened(browser, f"{guarded}/#/jobs/gpt") as page:
         sign_in(page, SECRETS["report"])
         page.fill("#scope-value", "2")
@@ -261,8 +279,16 @@ def test_who_may_report_is_named_as_the_source_and_sets_no_wishes(browser: Any, 
 
 @contextmanager
 def service_process(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "perseus_planner", "serve"]
-    with subprocess.Popen([*command, "--port", str(port)], cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        *(["-P"] if sys.version_info >= (3, 11) else []),
+        "-m",
+        "perseus_planner",
+        "serve",
+    ]
+    with subprocess.Popen(
+        [*command, "--port", str(port)], cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout.readline().startswith("Listening at ")
             yield process
@@ -270,7 +296,9 @@ def service_process(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(browser: Any, folder: Path):
+def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(
+    browser: Any, folder: Path
+):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (folder / "state" / "perseus-planner").mkdir(parents=True)
@@ -338,7 +366,9 @@ def test_the_budgets_of_a_schedule_are_announced(browser: Any, url: str, service
         service.set_power(None, None)
 
 
-def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(browser: Any, url: str, service: Service):
+def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(
+    browser: Any, url: str, service: Service
+):
     httpx.post(
         f"{url}/v1/jobs/gpt/telemetry", json={**COUNTED, "ranks": 6, "following": 6}, timeout=LONG_S
     ).raise_for_status()
@@ -350,7 +380,10 @@ def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(browser: Any, url:
             assert cells[:2] == ["6", "0.8100\u00a0s"]
             assert cells[4] == "6 of 6"
             assert cells[5].startswith("1\u00a0pipeline slow: iterations take")
-            assert page.locator("#all-jobs tr", has_text="calm").locator("td").last.inner_text() == "sends no telemetry"
+            assert (
+                page.locator("#all-jobs tr", has_text="calm").locator("td").last.inner_text()
+                == "sends no telemetry"
+            )
             assert barriers(page) == []
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
@@ -366,10 +399,24 @@ def test_no_saving_is_shown_of_a_job_whose_plans_are_of_another_machine(browser:
 
 
 def test_a_job_has_its_events_and_its_autopilot(browser: Any, url: str):
-    autopilot = {"phase": "learning", "iteration": 7, "reference_s": 0.8, "saving": 0.113, "saving_stderr": 0.012,
-                 "owed_s": -0.4, "burst_s": 2.0, "trials": 2, "unknown": 14}  # fmt: skip
+    autopilot = {
+        "phase": "learning",
+        "iteration": 7,
+        "reference_s": 0.8,
+        "saving": 0.113,
+        "saving_stderr": 0.012,
+        "owed_s": -0.4,
+        "burst_s": 2.0,
+        "trials": 2,
+        "unknown": 14,
+    }
     for iterations in (100, 200):
-        sent = {"run": "first", "iterations": iterations, "time_s": 0.8 * iterations, "autopilot": autopilot}
+        sent = {
+            "run": "first",
+            "iterations": iterations,
+            "time_s": 0.8 * iterations,
+            "autopilot": autopilot,
+        }
         httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent, timeout=LONG_S).raise_for_status()
     post(url, {**SLOW, "source": "dcgm"})
     with looking(browser, url) as page:
@@ -405,7 +452,9 @@ def test_nothing_keeps_people_from_using_it(browser: Any, url: str, look: dict[s
 
 def test_two_hundred_jobs_are_found_by_name(browser: Any, url: str, service: Service):
     (known,) = (
-        each for each in httpx.get(f"{url}/v1/jobs", timeout=LONG_S).json()["jobs"] if each["job"]["name"] == "calm"
+        each
+        for each in httpx.get(f"{url}/v1/jobs", timeout=LONG_S).json()["jobs"]
+        if each["job"]["name"] == "calm"
     )
     many = [{**known, "job": {**known["job"], "name": f"run-{number}"}} for number in range(200)]
     with opened(browser, f"{url}/#/") as page:
@@ -418,22 +467,37 @@ def test_two_hundred_jobs_are_found_by_name(browser: Any, url: str, service: Ser
         began = page.evaluate("performance.now()")
         page.fill("#filter", "N-17")
         has(page, "#jobs-count", "(11 of 200)")
-        assert page.evaluate("performance.now()") - began < max(1000, drawn)  # a busy machine draws slowly too
+        assert page.evaluate("performance.now()") - began < max(
+            1000, drawn
+        )  # a busy machine draws slowly too
         assert page.locator("#job-list li").count() == 11
 
 
 def test_what_is_saved_says_where_it_comes_from_and_what_it_costs(browser: Any, url: str):
-    assert httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=COUNTED, timeout=LONG_S).status_code == 204
+    assert (
+        httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=COUNTED, timeout=LONG_S).status_code == 204
+    )
     told = httpx.get(f"{url}/v1/jobs/gpt", timeout=LONG_S).json()["telemetry"]
     kwh = told["saved_j"] / 3.6e6
     with looking(browser, url) as page:
         cards = {
-            each.split("\n")[0]: each.replace("\u00a0", " ") for each in page.locator("#cards li").all_inner_texts()
+            each.split("\n")[0]: each.replace("\u00a0", " ")
+            for each in page.locator("#cards li").all_inner_texts()
         }
         for name, parts in {
             "Iteration time": (f"{told['iteration_s']:.4f}", "measured", ", replayed"),
-            "Power, all GPUs": (f"{told['power_w']:.1f}", "simulated", "with all clocks at maximum, replayed"),
-            "Saved so far": (f"{kwh:.4g}", "kWh", "simulated", "123,456 iterations", "than all clocks at maximum"),
+            "Power, all GPUs": (
+                f"{told['power_w']:.1f}",
+                "simulated",
+                "with all clocks at maximum, replayed",
+            ),
+            "Saved so far": (
+                f"{kwh:.4g}",
+                "kWh",
+                "simulated",
+                "123,456 iterations",
+                "than all clocks at maximum",
+            ),
             "Cost saved so far": (
                 f"{kwh * 1.2 * 0.12:.2f}",
                 "USD",

@@ -1,4 +1,6 @@
-"""Reports that are delivered late, twice and in any order, from sources whose clocks are hours wrong; over HTTP."""
+"""Reports that are delivered late, twice and in any order, from sources whose clocks are hours
+wrong; over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from perseus_planner.service.store.storage import Storage
 httpx = pytest.importorskip("httpx")
 
 HOUR_S = 3600.0
-SCOPES = ({"kind": "pipeline", "value": 0}, {"kind": "pipeline", "value": 2}, {"kind": "node", "value": "node1"})
+SCOPES = (
+    {"kind": "pipeline", "value": 0},
+    {"kind": "pipeline", "value": 2},
+    {"kind": "node", "value": "node1"},
+)
 _names = count()
 
 
@@ -61,8 +67,12 @@ class Running:
     clock: Clock
     ask: Callable[..., httpx.Response]
 
-    def told(self, deliveries: list[tuple[float, dict[str, Any]]]) -> list[tuple[str, object, float | None]]:
-        """What a new job's reports are once each of these came at its time, and how long its pipelines then take."""
+    def told(
+        self, deliveries: list[tuple[float, dict[str, Any]]]
+    ) -> list[tuple[str, object, float | None]]:
+        """What a new job's reports are once each of these came at its time, and how long its
+        pipelines then take.
+        """
         name = f"job-{next(_names)}"
         self.clock.now_s = NOW_S
         self.service.register(job(name), frontier_file())
@@ -71,7 +81,9 @@ class Running:
             self.service.tick()
             answer = self.ask("POST", f"/v1/jobs/{name}/reports", json=body)
             assert answer.status_code == 202, answer.text
-        while self.clock.now_s < self.service.tick() < NOW_S + 9 * HOUR_S:  # plans are held for a while
+        while (
+            self.clock.now_s < self.service.tick() < NOW_S + 9 * HOUR_S
+        ):  # plans are held for a while
             self.clock.now_s = self.service.tick()
         status = self.service.status(name)
         self.service.end(name)
@@ -119,28 +131,42 @@ def test_duplicates_delays_and_any_order_come_to_what_the_order_of_observing_com
     bodies = [each.body(-HOUR_S * behind_h[each.source]) for each in said]
     in_order = running.told([(each.at_s, body) for each, body in zip(said, bodies, strict=True)])
     last_s = said[-1].at_s
-    shuffled = [(last_s + rng.uniform(0.0, late_s), body) for body in [*bodies, *rng.choices(bodies, k=4)]]
+    shuffled = [
+        (last_s + rng.uniform(0.0, late_s), body) for body in [*bodies, *rng.choices(bodies, k=4)]
+    ]
     rng.shuffle(shuffled)
     times_s = sorted(at_s for at_s, _ in shuffled)
-    assert running.told([(at_s, body) for at_s, (_, body) in zip(times_s, shuffled, strict=True)]) == in_order
+    assert (
+        running.told([(at_s, body) for at_s, (_, body) in zip(times_s, shuffled, strict=True)])
+        == in_order
+    )
 
 
 @settings(fixed, max_examples=15)
-@given(said=SAID, ahead_h=st.tuples(*[st.sampled_from([0.0, 0.5, 7.0, 1e5])] * 3), right_from=st.integers(0, 8))
+@given(
+    said=SAID,
+    ahead_h=st.tuples(*[st.sampled_from([0.0, 0.5, 7.0, 1e5])] * 3),
+    right_from=st.integers(0, 8),
+)
 def test_a_clock_that_is_ahead_keeps_nothing_from_counting_also_when_it_is_set_right(
     said: list[Said], ahead_h: tuple[float, ...], right_from: int, running: Running
 ):
     """Delivered as they are observed; from one of them on, all clocks are right."""
-    ahead = [HOUR_S * ahead_h[each.source] * (number < right_from) for number, each in enumerate(said)]
+    ahead = [
+        HOUR_S * ahead_h[each.source] * (number < right_from) for number, each in enumerate(said)
+    ]
     wrong = [(each.at_s, each.body(ahead_s)) for each, ahead_s in zip(said, ahead, strict=True)]
     assert running.told(wrong) == running.told([(each.at_s, each.body(0.0)) for each in said])
 
 
 def test_a_recovery_by_a_clock_that_is_hours_behind_is_remembered_as_long_as_any(running: Running):
     slow, recovered = (
-        Said(0, 0, NOW_S + at_s, slowdown).body(-20 * HOUR_S) for at_s, slowdown in ((60.0, 1.5), (90.0, 1))
+        Said(0, 0, NOW_S + at_s, slowdown).body(-20 * HOUR_S)
+        for at_s, slowdown in ((60.0, 1.5), (90.0, 1))
     )
-    found = running.told([(NOW_S + 100.0, recovered), (NOW_S + 200.0, recovered), (NOW_S + 3000.0, slow)])
+    found = running.told(
+        [(NOW_S + 100.0, recovered), (NOW_S + 200.0, recovered), (NOW_S + 3000.0, slow)]
+    )
     assert [name for name, *_ in found] == ["iterations take"]
 
 
@@ -150,5 +176,7 @@ def test_a_report_of_the_future_counts_as_observed_now(running: Running):
     sent = Said(0, 0, NOW_S + HOUR_S, 1.3).body(0.0)
     answer = running.ask("POST", "/v1/jobs/now/reports", json=sent).json()
     assert answer["report"]["observed_s"] == NOW_S
-    assert running.ask("POST", "/v1/jobs/now/reports", json=sent).json()["report"] == answer["report"]
+    assert (
+        running.ask("POST", "/v1/jobs/now/reports", json=sent).json()["report"] == answer["report"]
+    )
     running.service.end("now")

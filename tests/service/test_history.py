@@ -30,8 +30,15 @@ def texts(service: Service) -> list[str]:
 
 def tally_at(at_s: float, before: Tally | None = None) -> Tally:
     number = 1 if before is None else before.iterations + 1
-    sent = Counters("run", number, time_s=2.0 * number, metered_iterations=number, metered_s=2.0 * number,
-                    energy_j=900.0 * number, energy_is="measured")  # fmt: skip
+    sent = Counters(
+        "run",
+        number,
+        time_s=2.0 * number,
+        metered_iterations=number,
+        metered_s=2.0 * number,
+        energy_j=900.0 * number,
+        energy_is="measured",
+    )
     tally = add_counters(before, sent, lambda _: 1000.0, at_s)
     assert tally is not None
     return tally
@@ -66,7 +73,10 @@ def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_pat
 
 
 def test_what_has_not_changed_is_no_event(tmp_path: Path):
-    with Storage(tmp_path / "s.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+    with (
+        Storage(tmp_path / "s.sqlite") as storage,
+        Service(storage, now_s=Clock(), run=at_once) as service,
+    ):
         service.register(job(), frontier_file())
         service.register(job(), frontier_file())
         service.set_deadline("gpt", None)
@@ -77,7 +87,10 @@ def test_what_has_not_changed_is_no_event(tmp_path: Path):
 
 
 def test_events_are_bounded(tmp_path: Path):
-    with Storage(tmp_path / "s.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+    with (
+        Storage(tmp_path / "s.sqlite") as storage,
+        Service(storage, now_s=Clock(), run=at_once) as service,
+    ):
         service.register(job(), frontier_file())
         for number in range(EVENTS + 5):
             service.set_power("gpt", 1e6 + 1e4 * number)
@@ -118,7 +131,10 @@ def test_telemetry_leaves_points(tmp_path: Path):
 
 def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
     dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
-    with Storage(tmp_path / "s.sqlite") as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+    with (
+        Storage(tmp_path / "s.sqlite") as storage,
+        Service(storage, now_s=Clock(), run=at_once) as service,
+    ):
         service.register(job(), frontier_file())
         service.taken("gpt", 1, 0)
         sent = Counters("run", 1, 2.0, 1, 2.0, 900.0, "measured", 3, 0.01, 0.02)
@@ -126,7 +142,9 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
         text = Metrics(lambda: 0, 0.0).text(service.jobs()).decode()
     families = list(parser.text_string_to_metric_families(text))
     exported = {sample.name for family in families for sample in family.samples}
-    exported |= {f"{family.name}_{end}" for family in families for end in ("total", "bucket")}  # no request yet
+    exported |= {
+        f"{family.name}_{end}" for family in families for end in ("total", "bucket")
+    }  # no request yet
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [each["query"] for each in dashboard["templating"]["list"]]
     named = {name for query in queries for name in re.findall(r"planner_\w+", query)}
@@ -134,6 +152,11 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
     assert named - exported == set()
     assert all(query.count("(") == query.count(")") for query in queries)
     places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
-    covered = [(column, row) for x, y, w, h in places for column in range(x, x + w) for row in range(y, y + h)]
+    covered = [
+        (column, row)
+        for x, y, w, h in places
+        for column in range(x, x + w)
+        for row in range(y, y + h)
+    ]
     assert len(covered) == len(set(covered))  # no panel lies on another
     assert max(column for column, _ in covered) < 24

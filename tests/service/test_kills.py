@@ -68,7 +68,9 @@ class Told:
 
     @contextmanager
     def rising(self, versions: dict[str, int], job: str) -> Iterator[Callable[[int], None]]:
-        """Check the version that is given to what this yields: those of whoever was answered before are no higher."""
+        """Check the version that is given to what this yields: those of whoever was answered
+        before are no higher.
+        """
         with self.lock:
             before = versions.get(job, 0)
 
@@ -118,7 +120,9 @@ class Talker:
 
 
 class Reporter(Talker):
-    """Reports with keys; some again, some twice, some later than they were observed, some never again when lost."""
+    """Reports with keys; some again, some twice, some later than they were observed, some never
+    again when lost.
+    """
 
     def __init__(self, address: str, told: Told, seed: int) -> None:
         super().__init__(address, told, seed)
@@ -142,9 +146,12 @@ class Reporter(Talker):
         self._made += 1
         key = f"{self._name}.{self._made}"
         scope = {"kind": "pipeline", "value": self.rng.randrange(PIPELINES)}
-        return {"key": key, "source": key, "scope": scope, "slowdown": self.rng.choice((1.1, 1.2, 1.3))} | {
-            "observed_s": time.time() - self.rng.random()
-        }
+        return {
+            "key": key,
+            "source": key,
+            "scope": scope,
+            "slowdown": self.rng.choice((1.1, 1.2, 1.3)),
+        } | {"observed_s": time.time() - self.rng.random()}
 
     def _send(self, job: str, body: dict[str, Any]) -> None:
         ask = self.insist if self.rng.random() < 0.8 else self.ask
@@ -215,13 +222,16 @@ class Comer(Talker):
             del self.told.jobs[name]
         answer = self.insist("DELETE", f"/v1/jobs/{name}")
         if answer is not None:
-            assert answer.status_code in (204, 404), answer.text  # 404: it had ended before the answer was lost
+            assert answer.status_code in (204, 404), (
+                answer.text
+            )  # 404: it had ended before the answer was lost
             with self.told.lock:
                 self.told.ended.add(name)
 
 
 def survive(folder: Path, kills: int, lives_s: tuple[float, ...]) -> Told:
-    """Kill the service so many times while clients talk to it, and check what it says each time it is back.
+    """Kill the service so many times while clients talk to it, and check what it says each time it
+    is back.
 
     It lives for any time up to one of `lives_s`.
     """

@@ -1,4 +1,6 @@
-"""What jobs in autopilot leave at the service: profiles for the next job, and a frontier that grows while they run."""
+"""What jobs in autopilot leave at the service: profiles for the next job, and a frontier that
+grows while they run.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tm
         assert after.decision.stragglers == {1: "r1"}
         assert after.telemetry is not None
         assert after.telemetry.iterations == 7
-        assert service.register(job(), frontier_file(90), take_over=True).version == after.version  # nothing changes
+        assert (
+            service.register(job(), frontier_file(90), take_over=True).version == after.version
+        )  # nothing changes
         texts = service.plans("gpt", 0)
     with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
         assert service.status("gpt").decision == after.decision
@@ -52,7 +56,9 @@ def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tm
             storage.frontier(before.job.frontier)
 
 
-def test_a_profile_is_kept_for_the_next_job_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_profile_is_kept_for_the_next_job_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(storage_module, "PROFILES_KEPT", 2)
     clock, large = Clock(), ProfileTexts("stage\n" * 100_000, "gpu: a GPU\n")
     with (
@@ -67,7 +73,9 @@ def test_a_profile_is_kept_for_the_next_job_with_its_key(tmp_path: Path, monkeyp
         for key in ("a", "b", "a", "c"):
             clock.now_s += 1.0
             client.keep_profile(key, replace(large, profile_yaml=f"gpu: {key} at {clock.now_s}\n"))
-        assert client.learnt_profile("a") == replace(large, profile_yaml=f"gpu: a at {clock.now_s - 1.0}\n")
+        assert client.learnt_profile("a") == replace(
+            large, profile_yaml=f"gpu: a at {clock.now_s - 1.0}\n"
+        )
         with pytest.raises(UnknownProfile):
             service.learnt_profile("b")
 

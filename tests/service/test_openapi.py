@@ -1,4 +1,6 @@
-"""The service keeps what its OpenAPI document says, whatever it is sent; requests drawn by schemathesis, over HTTP."""
+"""The service keeps what its OpenAPI document says, whatever it is sent; requests drawn by
+schemathesis, over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 SCHEMA = schemathesis.openapi.from_dict(create_app(StandIn(), Access(), Limits()).openapi())
 FINITE = SCHEMA.exclude(path_regex="/events$")  # that one does not end
 # Job names are replaced below, and a schema cannot say which fields go together.
-EXCEPT = [checks.negative_data_rejection, checks.positive_data_acceptance, checks.missing_required_header]
+EXCEPT = [
+    checks.negative_data_rejection,
+    checks.positive_data_acceptance,
+    checks.missing_required_header,
+]
 TOKEN = "0123456789abcdef"
 TOKENS = (None, *ROLES)
 _NUMBERS: dict[str, Iterator[int]] = defaultdict(count)  #: of the next request, by operation
@@ -53,11 +59,20 @@ def session() -> Iterator[Any]:
 
 def drawn(examples: int) -> Any:
     phases = (Phase.explicit, Phase.generate)
-    return settings(max_examples=examples, phases=phases, suppress_health_check=list(HealthCheck), derandomize=True)
+    return settings(
+        max_examples=examples,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
 
 
-def check_answers(case: Any, service: Service, url: str, session: Any, whole: float = math.inf) -> None:
-    """Send the first `whole` requests of each kind with every kind of token, and the others with one in turn."""
+def check_answers(
+    case: Any, service: Service, url: str, session: Any, whole: float = math.inf
+) -> None:
+    """Send the first `whole` requests of each kind with every kind of token, and the others with
+    one in turn.
+    """
     number = next(_NUMBERS[case.operation.label])
     if "job" in case.path_parameters and len(str(case.path_parameters["job"])) % 2:
         case.path_parameters["job"] = "known"
@@ -78,7 +93,9 @@ def check_answers(case: Any, service: Service, url: str, session: Any, whole: fl
 
 @FINITE.parametrize()
 @drawn(2)  # besides those that the document gives; the soak below draws more
-def test_every_answer_to_every_kind_of_token_is_one_that_the_document_has(case, service, url, session):
+def test_every_answer_to_every_kind_of_token_is_one_that_the_document_has(
+    case, service, url, session
+):
     check_answers(case, service, url, session, whole=2)
 
 

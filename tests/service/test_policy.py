@@ -1,4 +1,6 @@
-"""The policy against its rules table, written once more the long way round; then what each line of it means."""
+"""The policy against its rules table, written once more the long way round; then what each line
+of it means.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,23 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.errors import UsageError
-from perseus_planner.service.model import Cause, Decision, Numbers, RegisteredJob, Report, Scope, ScopeKind
+from perseus_planner.service.model import (
+    Cause,
+    Decision,
+    Numbers,
+    RegisteredJob,
+    Report,
+    Scope,
+    ScopeKind,
+)
 from perseus_planner.service.policy import PolicySettings, decide, saving_w
-from perseus_planner.service.reports import active_reports, check_scope, lasting_reports, next_turn_s, parts_concerned
+from perseus_planner.service.reports import (
+    active_reports,
+    check_scope,
+    lasting_reports,
+    next_turn_s,
+    parts_concerned,
+)
 from perseus_planner.solver.solve import solve
 
 CALM_S = Formula().baseline_time_s
@@ -39,7 +55,9 @@ SCOPES = [
 _numbers = count()
 
 
-def report(kind: ScopeKind = "pipeline", value: str = "1", slowdown: float | None = 1.2, **of: object) -> Report:
+def report(
+    kind: ScopeKind = "pipeline", value: str = "1", slowdown: float | None = 1.2, **of: object
+) -> Report:
     """A report on something that is slow from the start of the job on."""
     said: dict[str, Any] = {
         "source": "test",
@@ -73,29 +91,43 @@ def counting(reports: Sequence[Report], now_s: float, iteration: int | None) -> 
         if each.expires_s > now_s
         and each.slowdown != 1
         and not any(
-            (other.source, other.scope) == (each.source, each.scope) and other.observed_s > each.observed_s
+            (other.source, other.scope) == (each.source, each.scope)
+            and other.observed_s > each.observed_s
             for other in known
         )
     ]
 
 
 def hit(scope: Scope, pipeline: int) -> set[int] | None:
-    """Which stages of a pipeline are meant. None: the pipeline is not; an empty set: not known which."""
+    """Which stages of a pipeline are meant. None: the pipeline is not; an empty set: not known
+    which.
+    """
     if scope.pipeline not in (None, pipeline):
         return None
     if scope.kind == "pipeline":
         return set() if scope.value == str(pipeline) else None
     if scope.kind == "stage":
         return {int(scope.value)}
-    names = {place: {"rank": str(place.rank), "gpu": place.gpu, "node": place.node}[scope.kind] for place in PLACES}
-    places = [place for place in PLACES if place.pipeline == pipeline and names[place] == scope.value]
+    names = {
+        place: {"rank": str(place.rank), "gpu": place.gpu, "node": place.node}[scope.kind]
+        for place in PLACES
+    }
+    places = [
+        place for place in PLACES if place.pipeline == pipeline and names[place] == scope.value
+    ]
     if not places:
         return None
-    return set() if any(not place.stages for place in places) else {s for place in places for s in place.stages}
+    return (
+        set()
+        if any(not place.stages for place in places)
+        else {s for place in places for s in place.stages}
+    )
 
 
 class Known(NamedTuple):
-    """A pipeline: what it can do, what its plan takes if it waits for nobody, its iteration then, until when."""
+    """A pipeline: what it can do, what its plan takes if it waits for nobody, its iteration
+    then, until when.
+    """
 
     own: Numbers
     own_s: float
@@ -134,17 +166,26 @@ class Model:
 
     def known(self, job: RegisteredJob, active: Sequence[Report]) -> list[Known]:
         target_s = job.deadline_s or self.numbers.baseline_time_s
-        return [known_of(self.numbers, target_s, active, pipeline) for pipeline in range(job.pipelines)]
+        return [
+            known_of(self.numbers, target_s, active, pipeline) for pipeline in range(job.pipelines)
+        ]
 
     def decide(self, job: RegisteredJob, active: Sequence[Report], now_s: float) -> list[float]:
         known = self.known(job, active)
         slowest_s = max(each.takes_s for each in known)
-        wanted = [e.own_s if e.takes_s > e.own_s else min(slowest_s, e.own.max_time_s) for e in known]
+        wanted = [
+            e.own_s if e.takes_s > e.own_s else min(slowest_s, e.own.max_time_s) for e in known
+        ]
         before = self.planned_s or [each.own_s for each in known]
-        kept = [min(wants_s, max(was_s, e.own_s)) for was_s, wants_s, e in zip(before, wanted, known, strict=True)]
+        kept = [
+            min(wants_s, max(was_s, e.own_s))
+            for was_s, wants_s, e in zip(before, wanted, known, strict=True)
+        ]
         expires_s = max(each.expires_s for each in known if each.takes_s == slowest_s)
         left_s = self.how.assumed_s if expires_s == math.inf else expires_s - now_s
-        rises = any(b >= a * (1 + self.how.least_rise) and b > a for a, b in zip(kept, wanted, strict=True))
+        rises = any(
+            b >= a * (1 + self.how.least_rise) and b > a for a, b in zip(kept, wanted, strict=True)
+        )
         pays = left_s > 2 * self.how.iterations_lost * slowest_s
         chosen = wanted if rises and pays and now_s >= self.changed_s + self.how.holding_s else kept
         is_slow = any(each.is_slow for each in known)
@@ -163,7 +204,9 @@ CAUSES = st.sampled_from(("compute", "unknown", "communication", "data"))
 
 
 class Straggling(RuleBasedStateMachine):
-    """A job to which things happen, decided on whenever they do and whenever the last decision asks for it."""
+    """A job to which things happen, decided on whenever they do and whenever the last decision
+    asks for it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +214,9 @@ class Straggling(RuleBasedStateMachine):
         self.reports: list[Report] = []
         self.iteration: int | None = None
 
-    @initialize(how=st.sampled_from((PolicySettings(), EAGER, PolicySettings(0.05, 10.0, 2.0, 3.0))))
+    @initialize(
+        how=st.sampled_from((PolicySettings(), EAGER, PolicySettings(0.05, 10.0, 2.0, 3.0)))
+    )
     def register(self, how: PolicySettings) -> None:
         self.how, self.model = how, Model(self.numbers, how)
         self.decision = None
@@ -187,15 +232,29 @@ class Straggling(RuleBasedStateMachine):
         cause=CAUSES,
     )
     def say(
-        self, scope: Scope, slowdown: float, source: str, delay_s: float, ttl_s: float, skew_s: float, cause: Cause
+        self,
+        scope: Scope,
+        slowdown: float,
+        source: str,
+        delay_s: float,
+        ttl_s: float,
+        skew_s: float,
+        cause: Cause,
     ):
         at_s, begins_s = self.now_s + skew_s, self.now_s + delay_s
         key = f"k{len(self.reports)}"
-        said = Report(key, source, scope, slowdown, None, at_s, begins_s, None, begins_s + ttl_s, cause)
+        said = Report(
+            key, source, scope, slowdown, None, at_s, begins_s, None, begins_s + ttl_s, cause
+        )
         self.reports.append(said)
         self.decide()
 
-    @rule(scope=st.sampled_from(SCOPES), time_s=ITERATIONS, at=st.none() | st.integers(0, 6), ttl_s=TTLS)
+    @rule(
+        scope=st.sampled_from(SCOPES),
+        time_s=ITERATIONS,
+        at=st.none() | st.integers(0, 6),
+        ttl_s=TTLS,
+    )
     def expect(self, scope: Scope, time_s: float, at: int | None, ttl_s: float):
         key, now_s = f"k{len(self.reports)}", self.now_s
         self.reports.append(Report(key, "c", scope, None, time_s, now_s, now_s, at, now_s + ttl_s))
@@ -250,7 +309,9 @@ class Straggling(RuleBasedStateMachine):
 
     def decided(self, reports: Iterable[Report]) -> Decision:
         before, how = self.decision, self.how
-        return decide(self.job, reports, self.numbers, before, self.now_s, how, iteration=self.iteration)
+        return decide(
+            self.job, reports, self.numbers, before, self.now_s, how, iteration=self.iteration
+        )
 
     def decide(self) -> None:
         decision = self.decided(self.reports)
@@ -295,7 +356,9 @@ TestTheTableHolds = Straggling.TestCase
 # What each line means, with numbers.
 
 
-def decided(*reports: Report, at_s: float = START_S, before: Decision | None = None, **of: Any) -> Decision:
+def decided(
+    *reports: Report, at_s: float = START_S, before: Decision | None = None, **of: Any
+) -> Decision:
     how, job = of.pop("how", PolicySettings()), replace(JOB, **of)
     return decide(job, reports, Formula(), before, at_s, how)
 
@@ -315,7 +378,8 @@ def test_the_others_are_as_slow_as_a_slow_pipeline_which_goes_on():
     assert decision.stragglers == {1: "k"}
     assert (
         decision.reason
-        == "iterations take 1.224 s because of pipeline 1 (1.2x, reported by 'test'), and plans are for that"
+        == "iterations take 1.224 s because of pipeline 1 (1.2x, reported by 'test'), and plans "
+        "are for that"
     )
 
 
@@ -332,7 +396,10 @@ def test_a_slow_stage_is_planned_anew_and_meets_the_target_if_it_can():
     decision = decided(report("stage", "0", 1.25, pipeline=1, key="k"))
     assert times_s(decision) == [CALM_S] * 3
     assert [target.slow_stages for target in decision.targets] == [{}, {0: 1.25}, {}]
-    assert decision.reason == "pipeline 1 (1.25x, reported by 'test') is slow, but iterations still take 1.02 s"
+    assert (
+        decision.reason
+        == "pipeline 1 (1.25x, reported by 'test') is slow, but iterations still take 1.02 s"
+    )
     decision = decided(report("stage", "2", 1.2, pipeline=1))
     assert times_s(decision) == [1.2] * 3
     assert decision.targets[1].slow_stages == {2: 1.2}
@@ -359,40 +426,57 @@ def test_a_stage_that_computes_as_ever_is_not_planned_anew(cause: Cause):
 
 
 def test_the_worst_of_contradicting_reports_counts():
-    reports = [report(slowdown=slowdown, source=f"s{slowdown}", key=f"k{slowdown}") for slowdown in (1.1, 1.25, 1.05)]
+    reports = [
+        report(slowdown=slowdown, source=f"s{slowdown}", key=f"k{slowdown}")
+        for slowdown in (1.1, 1.25, 1.05)
+    ]
     assert decided(*reports).stragglers == {1: "k1.25"}
     assert decided(*reports).straggler_time_s == 1.25 * CALM_S
 
 
 def test_the_worst_that_is_said_of_a_stage_counts_and_of_other_stages_what_is_said_of_them():
     said = [("a", 1.2), ("b", 1.3), ("c", 1.1)]
-    reports = [report("stage", "2", slowdown, pipeline=1, source=source) for source, slowdown in said]
+    reports = [
+        report("stage", "2", slowdown, pipeline=1, source=source) for source, slowdown in said
+    ]
     decision = decided(*reports, report("stage", "3", 1.4, pipeline=1))
     assert decision.targets[1].slow_stages == {2: 1.3, 3: 1.4}
     assert decision.straggler_time_s == 1.3
 
 
 def test_a_recovery_that_was_observed_earlier_but_comes_later_ends_nothing():
-    reports = report(slowdown=1.2, observed_s=START_S + 5), report(slowdown=1.0, observed_s=START_S + 4)
+    reports = (
+        report(slowdown=1.2, observed_s=START_S + 5),
+        report(slowdown=1.0, observed_s=START_S + 4),
+    )
     assert decided(*reports, at_s=START_S + 6).straggler_time_s == 1.2 * CALM_S
 
 
 def test_an_expired_report_leaves_nothing_of_the_one_whose_place_it_took():
-    first, second = report(slowdown=1.1), report(slowdown=1.2, observed_s=START_S + 1, expires_s=START_S + 20)
+    first, second = (
+        report(slowdown=1.1),
+        report(slowdown=1.2, observed_s=START_S + 1, expires_s=START_S + 20),
+    )
     decision = decided(first, second, at_s=START_S + 2)
     assert (decision.straggler_time_s, decision.look_again_s) == (1.2 * CALM_S, START_S + 20)
     assert decided(first, second, at_s=START_S + 20, before=decision).straggler_time_s == CALM_S
 
 
 def test_what_is_to_come_leaves_what_is_until_it_begins():
-    now, later = report(slowdown=1.1), report(slowdown=1.2, observed_s=START_S + 1, begins_s=START_S + 60)
+    now, later = (
+        report(slowdown=1.1),
+        report(slowdown=1.2, observed_s=START_S + 1, begins_s=START_S + 60),
+    )
     decision = decided(now, later, at_s=START_S + 2)
     assert (decision.straggler_time_s, decision.look_again_s) == (1.1 * CALM_S, START_S + 60)
     assert decided(now, later, at_s=START_S + 60, before=decision).straggler_time_s == 1.2 * CALM_S
 
 
 def test_what_expires_before_it_begins_ends_nothing():
-    now, never = report(slowdown=1.1), report(observed_s=START_S + 1, begins_s=START_S + 9, expires_s=START_S + 8)
+    now, never = (
+        report(slowdown=1.1),
+        report(observed_s=START_S + 1, begins_s=START_S + 9, expires_s=START_S + 8),
+    )
     assert decided(now, never, at_s=START_S + 20).straggler_time_s == 1.1 * CALM_S
 
 
@@ -408,7 +492,9 @@ def test_what_begins_at_an_iteration_waits_for_it():
 def test_plans_that_would_hardly_be_longer_are_left():
     decision = decided(report(slowdown=1.009))
     assert times_s(decision) == [CALM_S] * 3
-    assert decision.reason.endswith("but nothing is slowed down: their plans would hardly be longer")
+    assert decision.reason.endswith(
+        "but nothing is slowed down: their plans would hardly be longer"
+    )
     assert times_s(decided(report(slowdown=1.009), how=EAGER))[0] == 1.009 * CALM_S
 
 
@@ -431,7 +517,11 @@ def test_what_is_sped_up_while_others_are_held_holds_them_for_longer():
     held = decided(first, worse, before=before, at_s=START_S + 6)
     assert times_s(held) == [CALM_S, CALM_S, 1.1 * CALM_S]
     assert (held.since_s, held.look_again_s) == (START_S + 6, START_S + 36)
-    assert times_s(decided(first, worse, before=held, at_s=START_S + 36)) == [CALM_S, CALM_S, 1.2 * CALM_S]
+    assert times_s(decided(first, worse, before=held, at_s=START_S + 36)) == [
+        CALM_S,
+        CALM_S,
+        1.2 * CALM_S,
+    ]
 
 
 def test_another_deadline_holds_no_straggler_back():
@@ -453,7 +543,9 @@ def test_what_expires_before_two_changes_are_paid_changes_nothing():
     soon = decided(report(expires_s=START_S + two_iterations_s))
     assert times_s(soon) == [CALM_S] * 3
     assert soon.straggler_time_s == 1.2 * CALM_S
-    assert soon.reason.endswith("but nothing is slowed down: the report expires too soon for that to pay")
+    assert soon.reason.endswith(
+        "but nothing is slowed down: the report expires too soon for that to pay"
+    )
     assert times_s(decided(report(expires_s=START_S + two_iterations_s + 0.01)))[0] == 1.2 * CALM_S
     assert times_s(decided(report(), how=PolicySettings(assumed_s=2.0))) == [CALM_S] * 3
 
@@ -472,10 +564,18 @@ def test_a_node_means_the_ranks_on_it_in_each_pipeline():
     assert parts_concerned(JOB, Scope("node", "node0")) == {0: {0, 1, 2, 3}, 1: {0, 2}}
     assert parts_concerned(JOB, Scope("node", "node0", 1)) == {1: {0, 2}}
     assert parts_concerned(JOB, Scope("node", "node1")) == {1: {1, 3}, 2: frozenset()}
-    assert parts_concerned(JOB, Scope("rank", "1")) == parts_concerned(JOB, Scope("gpu", "GPU-b")) == {0: {1, 3}}
+    assert (
+        parts_concerned(JOB, Scope("rank", "1"))
+        == parts_concerned(JOB, Scope("gpu", "GPU-b"))
+        == {0: {1, 3}}
+    )
     assert parts_concerned(replace(JOB, pipelines=1), Scope("stage", "2")) == {0: {2}}
     decision = decided(report("node", "node0", 1.2))
-    assert [target.slow_stages for target in decision.targets] == [dict.fromkeys(range(4), 1.2), {0: 1.2, 2: 1.2}, {}]
+    assert [target.slow_stages for target in decision.targets] == [
+        dict.fromkeys(range(4), 1.2),
+        {0: 1.2, 2: 1.2},
+        {},
+    ]
 
 
 _NO_NUMBER = "is not a number; write 0 for the first one, 1 for the next"
@@ -490,11 +590,17 @@ _ELSEWHERE = "is not in pipeline 2 of job 'train'; correct one of them, or leave
         (Scope("pipeline", "3"), _NO_PIPELINE),
         (Scope("pipeline", "-1"), f"pipeline '-1' {_NO_NUMBER}"),
         (Scope("pipeline", "01"), f"pipeline '01' {_NO_NUMBER}"),
-        (Scope("pipeline", "\N{ARABIC-INDIC DIGIT ONE}"), f"pipeline '\N{ARABIC-INDIC DIGIT ONE}' {_NO_NUMBER}"),
+        (
+            Scope("pipeline", "\N{ARABIC-INDIC DIGIT ONE}"),
+            f"pipeline '\N{ARABIC-INDIC DIGIT ONE}' {_NO_NUMBER}",
+        ),
         (Scope("pipeline", "1", 2), f"pipeline '1' {_ELSEWHERE}"),
         (Scope("stage", "4", 0), "there is no stage 4; stages are 0 to 3"),
         (Scope("stage", "1", 3), _NO_PIPELINE),
-        (Scope("stage", "1"), "stage '1' is in each of 3 pipelines; name the pipeline in which it is slow"),
+        (
+            Scope("stage", "1"),
+            "stage '1' is in each of 3 pipelines; name the pipeline in which it is slow",
+        ),
         (Scope("stage", "last", 0), f"stage 'last' {_NO_NUMBER}"),
         (Scope("rank", "6"), f"job 'train' has no known rank '6'; {_NOT_PLACED}"),
         (Scope("gpu", ""), f"job 'train' has no known gpu ''; {_NOT_PLACED}"),
@@ -510,7 +616,9 @@ def test_a_scope_that_means_nothing_is_refused(scope: Scope, message: str):
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_scope_that_means_something_is_not(scope: Scope):
     check_scope(JOB, scope, STAGES)
-    assert parts_concerned(JOB, scope) == {p: hit(scope, p) for p in range(3) if hit(scope, p) is not None}
+    assert parts_concerned(JOB, scope) == {
+        p: hit(scope, p) for p in range(3) if hit(scope, p) is not None
+    }
 
 
 # On real frontiers.
@@ -527,7 +635,9 @@ def solved() -> Solved:
     scope=st.sampled_from(SCOPES),
     slack=st.sampled_from((0.9, 1.0, 1.05, 3.0)),
 )
-def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(slowdown: float, scope: Scope, slack: float):
+def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(
+    slowdown: float, scope: Scope, slack: float
+):
     numbers = solved()
     job = replace(JOB, deadline_s=slack * numbers.baseline_time_s)
     said = report(scope.kind, scope.value, slowdown, pipeline=scope.pipeline)
@@ -537,6 +647,10 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(slowdown: 
         own = numbers.slowed(target.slow_stages).frontier
         plan, unslowed = own.plan_until(target.time_s), own.plan_beside_straggler(job.deadline_s)
         assert plan.time_s <= target.time_s <= max(job.deadline_s, decision.straggler_time_s)
-        saved_j += unslowed.energy_j - plan.energy_j + own.dag.waiting_w * (plan.time_s - unslowed.time_s)
+        saved_j += (
+            unslowed.energy_j - plan.energy_j + own.dag.waiting_w * (plan.time_s - unslowed.time_s)
+        )
     whole_w = JOB.pipelines * numbers.frontier.baseline_energy_j / numbers.baseline_time_s
-    assert saving_w(job, decision, numbers) * decision.straggler_time_s == pytest.approx(saved_j, abs=0.01 * whole_w)
+    assert saving_w(job, decision, numbers) * decision.straggler_time_s == pytest.approx(
+        saved_j, abs=0.01 * whole_w
+    )

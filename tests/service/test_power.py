@@ -1,4 +1,6 @@
-"""A power budget over jobs, against a solver that knows nothing of prices, against trying all, and by hand."""
+"""A power budget over jobs, against a solver that knows nothing of prices, against trying all,
+and by hand.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,20 @@ class Line:
         if deadline_s < self.times_s[-1]:
             raise InfeasibleDeadline(deadline_s, float(self.times_s[-1]))
         waited_s = max(deadline_s - self.times_s[0], 0.0)
-        return float(np.interp(deadline_s, self.times_s[::-1], self.energies_j[::-1])) + self.waiting_w * waited_s
+        return (
+            float(np.interp(deadline_s, self.times_s[::-1], self.energies_j[::-1]))
+            + self.waiting_w * waited_s
+        )
 
 
 @st.composite
 def lines(draw: st.DrawFn) -> Line:
-    """Convex, of up to five pieces; so much waiting power that the slow end need not be the frugal one."""
-    steps = draw(st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 500.0)), min_size=1, max_size=5))
+    """Convex, of up to five pieces; so much waiting power that the slow end need not be the
+    frugal one.
+    """
+    steps = draw(
+        st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 500.0)), min_size=1, max_size=5)
+    )
     steps.sort(key=lambda step: step[1])  # from the slow end on, ever more is saved by a second
     waiting_w, slowest_j = draw(st.floats(0.0, 300.0)), draw(st.floats(1.0, 2000.0))
     slowest_s = sum(seconds for seconds, _ in steps) + draw(st.floats(0.1, 3.0))
@@ -73,18 +82,27 @@ def least_w(job: Demand) -> float:
 
 
 def budget_w(jobs: Sequence[Demand], share: float) -> float:
-    """From what all draw at least to what they draw without a budget; never below that for a rounding error."""
-    return sum(least_w(job) * (1 - share) + job.draws_w(job.time_s) * share for job in jobs) * (1 + 1e-12)
+    """From what all draw at least to what they draw without a budget; never below that for a
+    rounding error.
+    """
+    return sum(least_w(job) * (1 - share) + job.draws_w(job.time_s) * share for job in jobs) * (
+        1 + 1e-12
+    )
 
 
 def by_scipy(power_w: float, jobs: Sequence[Demand]) -> float:
-    """The least slowdown, over iterations per second; power is given as the greatest of its linear pieces."""
+    """The least slowdown, over iterations per second; power is given as the greatest of its
+    linear pieces.
+    """
     slowest_s = [max(job.time_s, float(job.frontier.times_s[0])) for job in jobs]
     scales = np.array([1.0 / job.time_s for job in jobs])
     bounds = [(job.time_s / slow_s, 1.0) for job, slow_s in zip(jobs, slowest_s, strict=True)]
 
     def watts(rates: np.ndarray) -> float:
-        return sum(job.draws_w(max(1.0 / f, job.time_s)) for f, job in zip(rates * scales, jobs, strict=True))
+        return sum(
+            job.draws_w(max(1.0 / f, job.time_s))
+            for f, job in zip(rates * scales, jobs, strict=True)
+        )
 
     gpus = np.array([job.gpus for job in jobs], dtype=float)
     found = minimize(
@@ -114,8 +132,13 @@ def test_nothing_that_was_tried_is_better(jobs: list[Demand], share: float):
     power_w = budget_w(jobs, share)
     found = shares(power_w, jobs)
     ends_s = [max(job.time_s, float(job.frontier.times_s[0])) for job in jobs]
-    grids = [np.linspace(job.time_s, end_s, 13).tolist() for job, end_s in zip(jobs, ends_s, strict=True)]
-    tables = [[Share(time_s, job.draws_w(time_s)) for time_s in grid] for job, grid in zip(jobs, grids, strict=True)]
+    grids = [
+        np.linspace(job.time_s, end_s, 13).tolist() for job, end_s in zip(jobs, ends_s, strict=True)
+    ]
+    tables = [
+        [Share(time_s, job.draws_w(time_s)) for time_s in grid]
+        for job, grid in zip(jobs, grids, strict=True)
+    ]
     fitting = [slowdown(tried, jobs) for tried in product(*tables) if drawn_w(tried) <= power_w]
     assert slowdown(found, jobs) <= min(fitting, default=math.inf) * (1 + 1e-9)
 
@@ -133,11 +156,21 @@ def test_the_budget_is_used_up_if_anyone_is_slowed_down(jobs: list[Demand], shar
 
 
 @fixed
-@given(jobs=st.lists(demands(), min_size=1, max_size=4), share=st.floats(0.01, 1.0), wider=st.floats(1.0, 2.0))
+@given(
+    jobs=st.lists(demands(), min_size=1, max_size=4),
+    share=st.floats(0.01, 1.0),
+    wider=st.floats(1.0, 2.0),
+)
 def test_more_power_slows_nobody_down(jobs: list[Demand], share: float, wider: float):
-    less, more = (shares(power_w, jobs) for power_w in (budget_w(jobs, share), budget_w(jobs, share) * wider))
+    less, more = (
+        shares(power_w, jobs) for power_w in (budget_w(jobs, share), budget_w(jobs, share) * wider)
+    )
     assert all(a.time_s >= b.time_s for a, b in zip(less, more, strict=True))
-    assert shares(None, jobs) == shares(1e99, jobs) == tuple(Share(job.time_s, job.draws_w(job.time_s)) for job in jobs)
+    assert (
+        shares(None, jobs)
+        == shares(1e99, jobs)
+        == tuple(Share(job.time_s, job.draws_w(job.time_s)) for job in jobs)
+    )
 
 
 @fixed
@@ -163,11 +196,15 @@ def test_a_job_with_a_budget_of_its_own_keeps_it(job: Demand, share: float, othe
     within = shares(max(both_w, drawn_w(found) * 0.5 + both_w * 0.5), [capped, *others])
     assert within[0].power_w <= own_w
     with pytest.raises(InfeasiblePower):
-        shares(None, [Demand(job.frontier, job.pipelines, job.gpus, job.time_s, least_w(job) * share)])
+        shares(
+            None, [Demand(job.frontier, job.pipelines, job.gpus, job.time_s, least_w(job) * share)]
+        )
 
 
 def test_by_hand_the_job_with_fewer_gpus_gives_way():
-    """Each draws 100 J / t. Slowed to t, the price of a watt is GPUs * t * t / 100: t is as 1 to sqrt(GPUs)."""
+    """Each draws 100 J / t. Slowed to t, the price of a watt is GPUs * t * t / 100: t is as 1 to
+    sqrt(GPUs).
+    """
     line = Line(np.array([4.0, 1.0]), np.array([100.0, 100.0]), 0.0)
     small, large = shares(150.0, [Demand(line, 1, 1, 1.0), Demand(line, 1, 4, 1.0)])
     assert (small.time_s, large.time_s) == (pytest.approx(2.0), pytest.approx(1.0))
@@ -199,6 +236,9 @@ def test_shares_of_real_frontiers_are_those_of_the_fastest_plans_within_power(sl
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_real_frontiers_share_as_no_other_solver_does_better(share: float):
-    jobs = [Demand(solved(number), 2, 8 * (number + 1), solved(number).min_time_s) for number in range(3)]
+    jobs = [
+        Demand(solved(number), 2, 8 * (number + 1), solved(number).min_time_s)
+        for number in range(3)
+    ]
     power_w = budget_w(jobs, share)
     assert slowdown(shares(power_w, jobs), jobs) <= by_scipy(power_w, jobs) * (1 + 1e-7)

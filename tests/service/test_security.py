@@ -21,7 +21,9 @@ from perseus_planner.service.http.auth import ROLES, Access, Limits, read_tokens
 httpx = pytest.importorskip("httpx")
 
 SECRETS = {role: f"{role}-0123456789abcdef" for role in ROLES}
-LINES = "# who may come in\n\n" + "".join(f"{secret} {role} the-{role}-client\n" for role, secret in SECRETS.items())
+LINES = "# who may come in\n\n" + "".join(
+    f"{secret} {role} the-{role}-client\n" for role, secret in SECRETS.items()
+)
 JOB = {"name": "gpt3", "frontier": base64.b64encode(b"PK").decode(), "pipelines": 2}
 SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "slowdown": 1.2, "key": "r1"}
 #: method, path, body, the least role that may
@@ -79,10 +81,17 @@ def test_every_address_is_in_the_table_above():
         paths = ask("GET", "/openapi.json").json()["paths"]
     documented = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     tried = {
-        (method, path.replace("gpt3", "{job}").replace("r1", "{key}").replace("/0/", "/{pipeline}/"))
+        (
+            method,
+            path.replace("gpt3", "{job}").replace("r1", "{key}").replace("/0/", "/{pipeline}/"),
+        )
         for method, path, *_ in REQUESTS
     }
-    assert documented - tried == {("GET", "/healthz"), ("GET", "/v1/me"), ("GET", "/v1/jobs/{job}/events")}
+    assert documented - tried == {
+        ("GET", "/healthz"),
+        ("GET", "/v1/me"),
+        ("GET", "/v1/jobs/{job}/events"),
+    }
     assert tried <= documented
 
 
@@ -132,13 +141,20 @@ def test_who_may_not_send_a_body_is_refused_before_it_is_read(role, status):
 
 @pytest.mark.parametrize(
     ("role", "path", "most"),
-    [("report", "/v1/jobs", 10), ("operate", "/v1/jobs", 30), ("read", "/v1/alerts", 10), ("report", "/v1/alerts", 20)],
+    [
+        ("report", "/v1/jobs", 10),
+        ("operate", "/v1/jobs", 30),
+        ("read", "/v1/alerts", 10),
+        ("report", "/v1/alerts", 20),
+    ],
 )
 def test_how_large_a_body_may_be_depends_on_the_role(role, path, most):
     limits = Limits(body_bytes=10, alerts_bytes=20, registration_bytes=30)
     with asking(StandIn(), access=Access(tokens()), limits=limits) as ask:
         answer = ask("POST", path, content=b" " * 31, headers=bearing(role))
-        assert answer.json()["error"]["message"] == f"the body is larger than {most} bytes; send less"
+        assert (
+            answer.json()["error"]["message"] == f"the body is larger than {most} bytes; send less"
+        )
         assert ask("POST", path, content=b" " * most, headers=bearing(role)).status_code != 413
 
 
@@ -150,7 +166,10 @@ def test_a_large_body_is_parsed_by_a_thread_and_taken_or_refused_as_a_small_one_
         return from_json(kind, text)
 
     monkeypatch.setattr(routes.schemas, "from_json", parsed)
-    places = [{"rank": number, "pipeline": number % 2, "stages": [0], "node": "node" * 9} for number in range(2000)]
+    places = [
+        {"rank": number, "pipeline": number % 2, "stages": [0], "node": "node" * 9}
+        for number in range(2000)
+    ]
     service = StandIn()
     with asking(service) as ask:
 
@@ -161,7 +180,10 @@ def test_a_large_body_is_parsed_by_a_thread_and_taken_or_refused_as_a_small_one_
         assert sent().status_code == 201
         assert len(service.kept["gpt3"].places) == 2000
         for changes, problem in (
-            ({"pipelines": 0}, "body.pipelines: Input should be greater than or equal to 1; /openapi.json"),
+            (
+                {"pipelines": 0},
+                "body.pipelines: Input should be greater than or equal to 1; /openapi.json",
+            ),
             ({"other": 1}, "body.other: "),
             ({"frontier": "?"}, "frontier: is not base64"),
         ):
@@ -169,7 +191,9 @@ def test_a_large_body_is_parsed_by_a_thread_and_taken_or_refused_as_a_small_one_
             assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid")
             assert answer.json()["error"]["message"].startswith(problem)
         large = {"content": b"[" * 70_000, "headers": {"Content-Type": "application/json"}}
-        assert "the body is not JSON: " in ask("POST", "/v1/jobs", **large).json()["error"]["message"]
+        assert (
+            "the body is not JSON: " in ask("POST", "/v1/jobs", **large).json()["error"]["message"]
+        )
         as_form = {"content": b"{" * 70_000, "headers": {"Content-Type": "text/plain"}}
         assert ask("POST", "/v1/jobs", **as_form).status_code == 422
     assert len(threads) == 5
@@ -203,7 +227,9 @@ def test_tokens_come_from_a_file_or_from_the_environment(tmp_path: Path):
     file = tmp_path / "tokens.txt"
     file.write_text(LINES)
     assert read_tokens(file, {}) == tokens()
-    assert [(token.role, token.name) for token in tokens()] == [(role, f"the-{role}-client") for role in ROLES]
+    assert [(token.role, token.name) for token in tokens()] == [
+        (role, f"the-{role}-client") for role in ROLES
+    ]
     assert read_tokens(None, {}) == ()
     assert read_tokens(file, {auth.TOKENS_VARIABLE: "short read x"}) == tokens()
 
@@ -211,8 +237,14 @@ def test_tokens_come_from_a_file_or_from_the_environment(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("short read me\n", "tokens.txt, line 1: is not a token of 16 characters or more, a role and a name"),
-        ("\n0123456789abcdef read\n", "tokens.txt, line 2: is not a token of 16 characters or more, a role and a name"),
+        (
+            "short read me\n",
+            "tokens.txt, line 1: is not a token of 16 characters or more, a role and a name",
+        ),
+        (
+            "\n0123456789abcdef read\n",
+            "tokens.txt, line 2: is not a token of 16 characters or more, a role and a name",
+        ),
         (
             "0123456789abcdef write me\n",
             "tokens.txt, line 1: the role is not one of read, report, operate;",
@@ -245,9 +277,13 @@ def test_a_body_is_refused_where_it_is_larger_than_it_may_be(declared, path, mos
     with asking(StandIn(), limits=Limits(body_bytes=1000, registration_bytes=3000)) as ask:
         for size, status in ((most, 422), (most + 100, 413)):
             content = b" " * size if declared else parts(size)
-            answer = ask("POST", path, content=content, headers={"Content-Type": "application/json"})
+            answer = ask(
+                "POST", path, content=content, headers={"Content-Type": "application/json"}
+            )
             assert answer.status_code == status
-        assert answer.json()["error"]["message"] == f"the body is larger than {most} bytes; send less"
+        assert (
+            answer.json()["error"]["message"] == f"the body is larger than {most} bytes; send less"
+        )
         lying = ask("POST", path, content=b"{}", headers={"Content-Length": "9" * 30})
         assert lying.status_code == 413
 
@@ -275,7 +311,9 @@ def test_where_no_token_is_needed_a_web_page_with_a_name_of_its_own_gets_nothing
         assert ask("GET", "/v1/jobs", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize(("path", "status"), [("/v1/jobs", 200), ("/v1/jobs/none", 404), ("/elsewhere", 404)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/jobs", 200), ("/v1/jobs/none", 404), ("/elsewhere", 404)]
+)
 def test_answers_are_neither_kept_nor_guessed_nor_framed(path, status):
     with asking(StandIn()) as ask:
         answer = ask("GET", path)
@@ -297,12 +335,16 @@ def test_where_there_are_no_tokens_everyone_may_do_all():
         assert ask("GET", "/v1/me").json() == {"role": "operate", "name": None}
 
 
-@pytest.mark.parametrize("path", ["/", "/static/main.js", "/static/charts.js", "/static/theme.css", "/static/icon.svg"])
+@pytest.mark.parametrize(
+    "path", ["/", "/static/main.js", "/static/charts.js", "/static/theme.css", "/static/icon.svg"]
+)
 def test_the_page_needs_no_token_and_may_load_and_ask_nothing_but_the_service(path):
     with asking(StandIn(), access=Access(tokens())) as ask:
         answer = ask("GET", path)
         assert answer.status_code == 200
-        policy = dict(each.split(maxsplit=1) for each in answer.headers["Content-Security-Policy"].split("; "))
+        policy = dict(
+            each.split(maxsplit=1) for each in answer.headers["Content-Security-Policy"].split("; ")
+        )
         assert policy["default-src"] == "'none'"
         assert {policy[each] for each in ("script-src", "style-src", "connect-src")} == {"'self'"}
         assert policy["frame-ancestors"] == "'none'"
@@ -310,7 +352,9 @@ def test_the_page_needs_no_token_and_may_load_and_ask_nothing_but_the_service(pa
         assert ask("POST", path).status_code == 405
 
 
-@pytest.mark.parametrize("name", ["none.js", "routes.py", "__init__.py", "..%2froutes.py", "%2e%2e", "", "a/b"])
+@pytest.mark.parametrize(
+    "name", ["none.js", "routes.py", "__init__.py", "..%2froutes.py", "%2e%2e", "", "a/b"]
+)
 def test_no_other_file_is_served(name):
     with asking(StandIn(), access=Access(tokens())) as ask:
         assert ask("GET", f"/static/{name}").status_code == 401
@@ -318,7 +362,8 @@ def test_no_other_file_is_served(name):
 
 
 @pytest.mark.parametrize(
-    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a"]
+    "kind",
+    [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a"],
 )
 def test_what_a_form_of_another_page_can_send_is_not_taken(kind):
     service = StandIn()
@@ -334,10 +379,15 @@ def test_what_a_form_of_another_page_can_send_is_not_taken(kind):
 def test_a_page_of_another_site_may_change_nothing(site):
     service = StandIn()
     with asking(service) as ask:
-        assert ask("POST", "/v1/jobs", json=JOB, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 201
+        assert (
+            ask("POST", "/v1/jobs", json=JOB, headers={"Sec-Fetch-Site": "same-origin"}).status_code
+            == 201
+        )
         for method, path, body, _ in REQUESTS:
             content = {} if body is None else {"json": body}
             answer = ask(method, path, headers={"Sec-Fetch-Site": site}, **content)
             assert (answer.status_code == 403) == (method != "GET"), (method, path)
-        assert ask("GET", "/", headers={"Sec-Fetch-Site": site}).status_code == 200  # a link leads here
+        assert (
+            ask("GET", "/", headers={"Sec-Fetch-Site": site}).status_code == 200
+        )  # a link leads here
         assert (list(service.kept), service.of_job["gpt3"]) == (["gpt3"], {})

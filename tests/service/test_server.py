@@ -1,4 +1,6 @@
-"""`planner serve` as a process, and the server behind it: ports, unix sockets, TLS, waiting, ends."""
+"""`planner serve` as a process, and the server behind it: ports, unix sockets, TLS, waiting,
+ends.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ from perseus_planner.service.store.storage import Storage
 
 httpx = pytest.importorskip("httpx")
 
-SLOW = {"source": "ops", "scope": {"kind": "pipeline", "value": 1}, "slowdown": 1.2, "key": "r1", "ttl_s": 600}
+SLOW = {
+    "source": "ops",
+    "scope": {"kind": "pipeline", "value": 1},
+    "slowdown": 1.2,
+    "key": "r1",
+    "ttl_s": 600,
+}
 TOKEN = "0123456789abcdef"
 PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
@@ -91,21 +99,31 @@ def frontier_file() -> bytes:
 
 def test_a_service_that_ended_knows_all_when_it_is_started_again(folder: Path):
     options = ("--port", "0", "--database", "kept.sqlite")
-    with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=LONG_S) as client:
+    with (
+        planner_serve(folder, *options) as (process, url),
+        httpx.Client(base_url=url, timeout=LONG_S) as client,
+    ):
         assert client.post("/v1/jobs", json=a_job()).json()["version"] == 1
         answer = client.post("/v1/jobs/gpt3/reports", json=SLOW)
         assert (answer.status_code, answer.json()["changed"]) == (202, True)
         version = answer.json()["version"]
-        plans = client.get("/v1/jobs/gpt3/plans", params={"after": version - 1, "wait_s": 60}).json()
+        plans = client.get(
+            "/v1/jobs/gpt3/plans", params={"after": version - 1, "wait_s": 60}
+        ).json()
         code, said, logged = ended(process, signal.SIGTERM)
         assert (code, said) == (0, "")
         line = r'time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ level=info job="gpt3" msg="(.*)"'
         events = [re.fullmatch(line, each)[1] for each in logged.splitlines()]
         assert events[0] == "registered with 2 pipelines of 2 GPUs"
         assert events[1].startswith("pipeline 1 slow 1.2x (ops), pipeline 0 moved to ")
-    with planner_serve(folder, *options) as (process, url), httpx.Client(base_url=url, timeout=LONG_S) as client:
+    with (
+        planner_serve(folder, *options) as (process, url),
+        httpx.Client(base_url=url, timeout=LONG_S) as client,
+    ):
         assert client.get("/v1/jobs/gpt3/plans").json() == plans
-        assert [each["key"] for each in client.get("/v1/jobs/gpt3/reports").json()["reports"]] == ["r1"]
+        assert [each["key"] for each in client.get("/v1/jobs/gpt3/reports").json()["reports"]] == [
+            "r1"
+        ]
         assert client.post("/v1/jobs", json=a_job()).status_code == 200
         slow, other = (Plan.loads(plans["plans"][place]) for place in plans["of_pipeline"][::-1])
         assert other.time_s > slow.time_s  # the other pipeline waits for the slow one, so it saves
@@ -125,7 +143,9 @@ def test_a_request_whose_planning_processes_are_killed_is_answered_with_503_and_
     ):
         answer = client.post("/v1/jobs", json=a_job())
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-        assert answer.json()["error"]["message"].startswith("the process that solves and plans was killed twice")
+        assert answer.json()["error"]["message"].startswith(
+            "the process that solves and plans was killed twice"
+        )
         monkeypatch.setattr(worker, "curve_of", curve_of)
         assert client.post("/v1/jobs", json=a_job()).status_code == 201
 
@@ -141,7 +161,10 @@ def test_a_job_may_be_registered_with_its_profile_and_schedule(folder: Path):
     grid = schedules.grid_text(schedules.one_f_one_b(stages=2, microbatches=3))
     evil = texts["profile_yaml"].replace("measured.csv", "../../measured.csv")
     service = StandIn()
-    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url, timeout=LONG_S) as client:
+    with (
+        serving(service, Address(port=0)) as url,
+        httpx.Client(base_url=url, timeout=LONG_S) as client,
+    ):
         assert client.post("/v1/jobs", json=sent).status_code == 201
         by_grid = {**sent, "name": "grid", "schedule": grid, "microbatches": None}
         assert client.post("/v1/jobs", json=by_grid).status_code == 201
@@ -152,12 +175,17 @@ def test_a_job_may_be_registered_with_its_profile_and_schedule(folder: Path):
             ),
             ({"profile_csv": "a,b\n"}, "measured.csv, line 1: no column"),
             ({"profile_yaml": "a: 1"}, "profile.yaml: has no key 'format'"),
-            ({"profile_yaml": evil}, "profile.yaml: measurements: is not a plain file name; write profile.csv there"),
+            (
+                {"profile_yaml": evil},
+                "profile.yaml: measurements: is not a plain file name; write profile.csv there",
+            ),
         ):
             refused = client.post("/v1/jobs", json={**sent, "name": "other", **changes})
             assert refused.status_code == 422
             assert refused.json()["error"]["message"].startswith(complaint)
-    assert service.kept["gpt3"].frontier == sha256(frontier_file())  # as `planner solve` has it, to the byte
+    assert service.kept["gpt3"].frontier == sha256(
+        frontier_file()
+    )  # as `planner solve` has it, to the byte
     assert list(service.kept) == ["gpt3", "grid"]
 
 
@@ -197,8 +225,17 @@ def test_profiles_that_wait_to_be_solved_take_no_threads_and_each_is_solved_once
 
 def test_a_job_whose_client_goes_away_while_its_profile_is_solved_is_not_registered(folder: Path):
     service = _Slow()
-    sent = {"name": "gone", "pipelines": 2, "profile_csv": "PK", "profile_yaml": "", "schedule": "1f1b"}
-    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url, timeout=300) as client:
+    sent = {
+        "name": "gone",
+        "pipelines": 2,
+        "profile_csv": "PK",
+        "profile_yaml": "",
+        "schedule": "1f1b",
+    }
+    with (
+        serving(service, Address(port=0)) as url,
+        httpx.Client(base_url=url, timeout=300) as client,
+    ):
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as impatient:
             body = json.dumps({**sent, "microbatches": 3})
             head = "POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -206,7 +243,9 @@ def test_a_job_whose_client_goes_away_while_its_profile_is_solved_is_not_registe
             assert service.begun.wait(300)
         assert client.get("/v1/jobs").json() == {"jobs": []}
         with ThreadPoolExecutor(1) as other:
-            again = other.submit(client.post, "/v1/jobs", json={**sent, "name": "stays", "microbatches": 3})
+            again = other.submit(
+                client.post, "/v1/jobs", json={**sent, "name": "stays", "microbatches": 3}
+            )
             service.go_on.set()
             assert again.result().status_code == 201
     assert list(service.kept) == ["stays"]
@@ -253,7 +292,11 @@ def test_no_answer_waits_for_full_collections_of_garbage_nor_long_for_a_thread_t
         live = SimpleNamespace(fenced=None)
 
         def run(self, sockets: list[socket.socket]) -> None:
-            seen.update(threshold=gc.get_threshold(), frozen=gc.get_freeze_count(), switch_s=sys.getswitchinterval())
+            seen.update(
+                threshold=gc.get_threshold(),
+                frozen=gc.get_freeze_count(),
+                switch_s=sys.getswitchinterval(),
+            )
 
     threshold, switch_s = gc.get_threshold(), sys.getswitchinterval()
     monkeypatch.setattr(server, "_server", lambda *_: Running())
@@ -274,7 +317,10 @@ def test_no_answer_waits_for_full_collections_of_garbage_nor_long_for_a_thread_t
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     made, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        "-subj /CN=test"
+    )
     command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {made}"
     try:
         subprocess.run(command.split(), check=True, capture_output=True)
@@ -297,14 +343,20 @@ def test_with_tls_files_it_speaks_https_alone(certificate: tuple[Path, Path]):
 
 def test_off_loopback_it_listens_with_tokens_alone():
     tokens = read_tokens(None, {TOKENS_VARIABLE: f"{TOKEN} read dashboard"})
-    with pytest.raises(UsageError, match="other machines can reach it"), listening(Address("0.0.0.0", 0)):
+    with (
+        pytest.raises(UsageError, match="other machines can reach it"),
+        listening(Address("0.0.0.0", 0)),
+    ):
         pass
     with serving(StandIn(), Address("0.0.0.0", 0), tokens) as url:
         assert url.startswith("http://0.0.0.0:")
         at = url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{at}/v1/jobs", timeout=LONG_S).status_code == 401
         assert (
-            httpx.get(f"{at}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=LONG_S).status_code == 200
+            httpx.get(
+                f"{at}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=LONG_S
+            ).status_code
+            == 200
         )
 
 
@@ -313,26 +365,41 @@ def test_off_loopback_it_listens_with_tokens_alone():
     [
         (
             "--host 0.0.0.0",
-            "--host 0.0.0.0: other machines can reach it, so clients need tokens; give --tokens FILE, "
-            "or set PLANNER_SERVICE_TOKENS, or listen on 127.0.0.1",
+            "--host 0.0.0.0: other machines can reach it, so clients need tokens; give --tokens "
+            "FILE, or set PLANNER_SERVICE_TOKENS, or listen on 127.0.0.1",
         ),
         ("--host ::", "--host ::: other machines can reach it, so clients need tokens;"),
         ("--host 999.1.2.3", "--host 999.1.2.3 --port 8400: cannot listen there: "),
         (f"--host {'x' * 70}.y", f"--host {'x' * 70}.y --port 8400: cannot listen there: "),
-        ("--port 70000", "--port 70000: is not a port; give one from 1 to 65535, or 0 for any free port"),
+        (
+            "--port 70000",
+            "--port 70000: is not a port; give one from 1 to 65535, or 0 for any free port",
+        ),
         ("--unix a.sock --port 1", "--unix: replaces --host and --port; give one or the other"),
         ("--unix file.txt", "--unix file.txt: exists and is not a socket; give another path"),
-        ("--unix absent/a.sock", "--unix absent/a.sock: cannot listen there: No such file or directory"),
+        (
+            "--unix absent/a.sock",
+            "--unix absent/a.sock: cannot listen there: No such file or directory",
+        ),
         (f"--unix {'a' * 120}", f"--unix {'a' * 120}: cannot listen there: AF_UNIX path too long"),
         ("--tls-cert file.txt", "TLS: give both --tls-cert and --tls-key"),
-        ("--unix a.sock --tls-cert file.txt --tls-key file.txt", "TLS: is not needed on a unix socket"),
-        ("--port 0 --tls-cert file.txt --tls-key absent", "--tls-key absent: no such file; name a PEM file"),
+        (
+            "--unix a.sock --tls-cert file.txt --tls-key file.txt",
+            "TLS: is not needed on a unix socket",
+        ),
+        (
+            "--port 0 --tls-cert file.txt --tls-key absent",
+            "--tls-key absent: no such file; name a PEM file",
+        ),
         (
             "--port 0 --tls-cert file.txt --tls-key file.txt",
             "--tls-cert file.txt, --tls-key file.txt: are no",
         ),
         ("--port 0 --tokens absent", "absent: no such file; check the path"),
-        ("--port 0 --tokens file.txt", "file.txt, line 1: is not a token of 16 characters or more, a role and a name"),
+        (
+            "--port 0 --tokens file.txt",
+            "file.txt, line 1: is not a token of 16 characters or more, a role and a name",
+        ),
     ],
 )
 def test_what_a_user_can_correct_is_refused_in_one_line(folder: Path, options: str, complaint: str):
@@ -349,12 +416,16 @@ def test_a_port_in_use_is_refused(folder: Path):
         code, _, complained = refusal(f"serve --port {port}")
     assert (code, complained) == (
         2,
-        f"Error: --host 127.0.0.1 --port {port}: cannot listen there: Address already in use; give another address\n",
+        f"Error: --host 127.0.0.1 --port {port}: cannot listen there: Address already in use; give "
+        "another address\n",
     )
 
 
 def test_no_answer_waits_for_the_client_to_acknowledge_a_part_of_it():
-    with listening(Address(port=0)) as listener, socket.create_connection(listener.socket.getsockname()):
+    with (
+        listening(Address(port=0)) as listener,
+        socket.create_connection(listener.socket.getsockname()),
+    ):
         accepted, _ = listener.socket.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
@@ -367,24 +438,34 @@ def test_a_database_that_is_none_is_refused(folder: Path):
     assert "text.sqlite" in complained
 
 
-@pytest.mark.parametrize("line", [line.strip() for line in str(serve.epilog).splitlines() if " planner " in line])
+@pytest.mark.parametrize(
+    "line", [line.strip() for line in str(serve.epilog).splitlines() if " planner " in line]
+)
 def test_the_examples_of_the_help_are_taken_as_they_stand(line: str):
     context = serve.make_context("serve", line.split()[2:])
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {f"--{name.replace('_', '-')}" for name, source in sources.items() if source is ParameterSource.COMMANDLINE}
+    given = {
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is ParameterSource.COMMANDLINE
+    }
     assert given == {word for word in line.split() if word.startswith("--")}
 
 
 def test_a_service_ends_when_another_has_opened_its_database(folder: Path):
     options = ("--port", "0", "--database", "kept.sqlite")
-    with planner_serve(folder, *options) as (first, url), planner_serve(folder, *options) as (second, _):
+    with (
+        planner_serve(folder, *options) as (first, url),
+        planner_serve(folder, *options) as (second, _),
+    ):
         answer = httpx.put(f"{url}/v1/power", json={"power_w": 1e6}, timeout=LONG_S)
         assert answer.status_code == 503
         assert "another service has opened it" in answer.json()["error"]["message"]
         _, complaint = first.communicate(timeout=LONG_S)
         assert (first.returncode, complaint.splitlines()[-1]) == (
             2,
-            "Error: kept.sqlite: another service has opened it, so this one writes no more; run one of them",
+            "Error: kept.sqlite: another service has opened it, so this one writes no more; run "
+            "one of them",
         )
         assert ended(second, signal.SIGTERM)[0] == 0
 
@@ -413,7 +494,10 @@ def test_the_database_is_in_the_folder_for_state(folder: Path):
 
 def test_a_password_of_a_database_is_not_shown():
     said = _listening("http://127.0.0.1:1", 2, "postgresql+psycopg://planner:secret@host/name")
-    assert said == "Listening at http://127.0.0.1:1, 2 tokens, database postgresql+psycopg://planner:***@host/name"
+    assert (
+        said == "Listening at http://127.0.0.1:1, 2 tokens, database "
+        "postgresql+psycopg://planner:***@host/name"
+    )
 
 
 def until(served: Any, count: int) -> None:
@@ -447,7 +531,12 @@ def test_a_stream_of_events_has_every_version_keeps_alive_and_ends_with_the_job(
     ):
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         lines = answer.iter_lines()
-        assert [next(lines) for _ in range(4)] == ["id: 1", "event: version", 'data: {"version":1}', ""]
+        assert [next(lines) for _ in range(4)] == [
+            "id: 1",
+            "event: version",
+            'data: {"version":1}',
+            "",
+        ]
         assert [next(lines) for _ in range(4)] == [": nothing new", "", ": nothing new", ""]
         service.set_deadline("gpt3", 2.0)
         assert next(line for line in lines if line.startswith("data:")) == 'data: {"version":2}'
@@ -458,7 +547,10 @@ def test_a_stream_of_events_has_every_version_keeps_alive_and_ends_with_the_job(
 def test_whoever_goes_away_from_a_stream_waits_no_longer():
     service = StandIn()
     service.register(RegisteredJob("gpt3", 2, ""), b"PK")
-    with serving(service, Address(port=0)) as url, httpx.Client(base_url=url, timeout=LONG_S) as client:
+    with (
+        serving(service, Address(port=0)) as url,
+        httpx.Client(base_url=url, timeout=LONG_S) as client,
+    ):
         with httpx.stream("GET", f"{url}/v1/jobs/gpt3/events", timeout=LONG_S):
             until(client, 1)
         until(client, 0)
@@ -492,25 +584,38 @@ def test_the_service_leaves_no_thread_behind():
     assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /heal", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"]
+)
 def test_a_connection_without_a_whole_head_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
     monkeypatch.setattr(server, "HEAD_S", 0.3)
-    with serving(StandIn(), Address(port=0)) as url, socket.create_connection(where(url), timeout=LONG_S) as client:
+    with (
+        serving(StandIn(), Address(port=0)) as url,
+        socket.create_connection(where(url), timeout=LONG_S) as client,
+    ):
         client.sendall(sent)
         with suppress(ConnectionResetError):
             while client.recv(1000):  # until it is closed; else this times out
                 pass
 
 
-def test_a_body_that_stays_out_is_answered_and_a_long_poll_is_not_cut_short(monkeypatch: pytest.MonkeyPatch):
+def test_a_body_that_stays_out_is_answered_and_a_long_poll_is_not_cut_short(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(server, "HEAD_S", 0.3)
     service = StandIn()
     limits = Limits(body_s=0.2)
-    with serving(service, Address(port=0), limits=limits) as url, httpx.Client(base_url=url, timeout=LONG_S) as client:
+    with (
+        serving(service, Address(port=0), limits=limits) as url,
+        httpx.Client(base_url=url, timeout=LONG_S) as client,
+    ):
         assert client.post("/v1/jobs", json=a_job()).status_code == 201
         polled = client.get("/v1/jobs/gpt3/plans", params={"after": 1, "wait_s": 1.0})
         assert polled.status_code == 204
-        head = b"POST /v1/jobs/gpt3/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            b"POST /v1/jobs/gpt3/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            b"application/json\r\n"
+        )
         with socket.create_connection(where(url), timeout=LONG_S) as half:
             half.sendall(head + b"Content-Length: 1000\r\n\r\n{")
             assert half.recv(100).startswith(b"HTTP/1.1 408 ")

@@ -21,7 +21,9 @@ DIGEST = "f" * 64
 
 def state(name: str = "gpt") -> JobState:
     curve = Curve.of(small_frontier())
-    decision = Decision((Target(1.5), Target(2.0, {1: 1.25})), 2.0, {1: "a"}, NOW_S, NOW_S + 5.0, "because")
+    decision = Decision(
+        (Target(1.5), Target(2.0, {1: 1.25})), 2.0, {1: "a"}, NOW_S, NOW_S + 5.0, "because"
+    )
     taken = Taken(1, 17, NOW_S)
     registered = replace(job(name), frontier=DIGEST)
     first = report("a", expires_s=NOW_S + 60.0)
@@ -121,7 +123,9 @@ def test_equal_plans_are_stored_once_and_those_of_no_version_are_swept(place: Pa
         versions = [plan_set.version for plan_set, _ in storage.load().versions["one"]]
         assert versions == list(range(VERSIONS_KEPT, 2 * VERSIONS_KEPT))
     with Storage(place):
-        assert count(place, "plans") == 2 + 3  # of the job that did not move, and the three that took turns
+        assert (
+            count(place, "plans") == 2 + 3
+        )  # of the job that did not move, and the three that took turns
 
 
 def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place: Path):
@@ -159,7 +163,9 @@ def test_who_opened_it_before_another_service_writes_no_more(place: Path):
     with Storage(place) as first:
         first.commit(added(state("one")))
         with Storage(place) as second:
-            with pytest.raises(StorageError, match=r"another service has opened it, so this one writes no more"):
+            with pytest.raises(
+                StorageError, match=r"another service has opened it, so this one writes no more"
+            ):
                 first.commit(Change(power_w=(1.0,)))
             second.commit(Change(power_w=(2.0,)))
             assert second.load().power_w == 2.0
@@ -174,8 +180,8 @@ def test_a_database_of_another_version_is_refused(place: Path):
     with pytest.raises(StorageError) as refused:
         Storage(place)
     assert str(refused.value) == (
-        f"{place}: is of version 99 and this planner reads version 2; use the planner that wrote it, "
-        "or start with another database"
+        f"{place}: is of version 99 and this planner reads version 2; use the planner that wrote "
+        "it, or start with another database"
     )
 
 
@@ -202,7 +208,10 @@ def test_a_database_that_was_changed_by_hand_is_refused(storage: Storage, place:
             "postgresql+nosuchdriver://planner:secret@host/name",
             r"^postgresql\+nosuchdriver://planner:\*\*\*@host/name: ",
         ),
-        ("postgresql+no such://planner:sec@ret@host/name", r"^postgresql\+no such://planner:\*\*\*@host/name: "),
+        (
+            "postgresql+no such://planner:sec@ret@host/name",
+            r"^postgresql\+no such://planner:\*\*\*@host/name: ",
+        ),
         ("://", "Could not parse"),
         ("/nosuchfolder/service.sqlite", "unable to open database file"),
     ],
@@ -238,8 +247,13 @@ def test_a_database_in_memory_does_as_well(place: Path):
 
 
 @pytest.mark.parametrize(("synchronous", "number"), [("NORMAL", 1), ("FULL", 2), ("EXTRA", 3)])
-def test_a_file_has_a_log_ahead_and_waits_for_the_disk_as_asked(place: Path, synchronous: str, number: int):
-    with Storage(place, synchronous=synchronous) as storage, storage._engine.connect() as connection:
+def test_a_file_has_a_log_ahead_and_waits_for_the_disk_as_asked(
+    place: Path, synchronous: str, number: int
+):
+    with (
+        Storage(place, synchronous=synchronous) as storage,
+        storage._engine.connect() as connection,
+    ):
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == number
 

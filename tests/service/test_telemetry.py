@@ -1,4 +1,6 @@
-"""What a job counts: over its runs, through deaths of the service, against all clocks at maximum; and what is said."""
+"""What a job counts: over its runs, through deaths of the service, against all clocks at
+maximum; and what is said.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ from commands import done, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from service_stand_in import asking
-from services import NOW_S, PIPELINES, STAGES, Clock, at_once, frontier_file, job, planned, report, small_frontier
+from services import (
+    NOW_S,
+    PIPELINES,
+    STAGES,
+    Clock,
+    at_once,
+    frontier_file,
+    job,
+    planned,
+    report,
+    small_frontier,
+)
 
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status, save_status
 from perseus_planner.service.client.client import Client
@@ -45,13 +58,23 @@ def counters(
 ) -> Counters:
     """Of so many iterations alike, each metered."""
     time_s, energy_j = iterations * each_s, iterations * each_j
-    return Counters(run, iterations, time_s, iterations, time_s, energy_j, "measured", iterations // 2, **more)
+    return Counters(
+        run, iterations, time_s, iterations, time_s, energy_j, "measured", iterations // 2, **more
+    )
 
 
 @st.composite
 def runs(draw: st.DrawFn, name: str) -> list[Counters]:
-    """What a run says again and again of iterations that take what they take, some of them not metered."""
-    steps = st.tuples(st.integers(1, 5), st.booleans(), st.floats(0.25, 4.0), st.floats(0.0, 5e3), st.integers(0, 3))
+    """What a run says again and again of iterations that take what they take, some of them not
+    metered.
+    """
+    steps = st.tuples(
+        st.integers(1, 5),
+        st.booleans(),
+        st.floats(0.25, 4.0),
+        st.floats(0.0, 5e3),
+        st.integers(0, 3),
+    )
     said = [Counters(name)]
     for count, is_metered, each_s, each_j, late in draw(st.lists(steps, min_size=1, max_size=5)):
         before = said[-1]
@@ -72,11 +95,15 @@ def runs(draw: st.DrawFn, name: str) -> list[Counters]:
     return said[1:]
 
 
-RUNS = st.integers(1, 3).flatmap(lambda count: st.tuples(*(runs(f"run{number}") for number in range(count))))
+RUNS = st.integers(1, 3).flatmap(
+    lambda count: st.tuples(*(runs(f"run{number}") for number in range(count)))
+)
 
 
 @given(RUNS, st.data())
-def test_whatever_is_lost_repeated_or_late_sums_are_those_of_all_runs_and_never_go_back(said, data: st.DataObject):
+def test_whatever_is_lost_repeated_or_late_sums_are_those_of_all_runs_and_never_go_back(
+    said, data: st.DataObject
+):
     known: Tally | None = None
     late: list[Counters] = []
     for run in said:
@@ -85,7 +112,9 @@ def test_whatever_is_lost_repeated_or_late_sums_are_those_of_all_runs_and_never_
         some = data.draw(st.lists(st.sampled_from(late), max_size=6)) if late else []
         for sent in [*kept, *some, run[-1], *some, run[-1]]:
             after = add_counters(known, sent, baseline_j, NOW_S)
-            assert known is None or all(getattr(after, name) >= getattr(known, name) for name in GROWING)
+            assert known is None or all(
+                getattr(after, name) >= getattr(known, name) for name in GROWING
+            )
             known = after
     assert known is not None
     last = [run[-1] for run in said]
@@ -97,7 +126,10 @@ def test_whatever_is_lost_repeated_or_late_sums_are_those_of_all_runs_and_never_
     assert (known.energy_is is None) == (sum(each.metered_iterations for each in last) == 0)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.25, 4.0)), min_size=1, max_size=9), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0.25, 4.0)), min_size=1, max_size=9),
+    st.integers(1, 9),
+)
 def test_the_baseline_is_never_more_than_that_of_each_iteration_by_itself(iterations, every: int):
     whole = [each_s for count, each_s in iterations for _ in range(count)]
     known = None
@@ -116,18 +148,31 @@ def test_the_baseline_is_never_more_than_that_of_each_iteration_by_itself(iterat
 def test_what_was_drawn_and_took_of_late_is_of_what_has_come_since():
     known = add_counters(None, counters(10), baseline_j, NOW_S)
     known = add_counters(
-        known, Counters("one", 14, 22.5, 12, 15.5, 10_000.0, "simulated", 6, 0.01, 0.2), baseline_j, NOW_S + 5
+        known,
+        Counters("one", 14, 22.5, 12, 15.5, 10_000.0, "simulated", 6, 0.01, 0.2),
+        baseline_j,
+        NOW_S + 5,
     )
     assert known is not None
     assert (known.iteration_s, known.power_w) == (2.5, pytest.approx(2000.0 / 3.0))
-    assert (known.energy_is, known.set_p50_s, known.set_p99_s, known.observed_s) == ("simulated", 0.01, 0.2, NOW_S + 5)
+    assert (known.energy_is, known.set_p50_s, known.set_p99_s, known.observed_s) == (
+        "simulated",
+        0.01,
+        0.2,
+        NOW_S + 5,
+    )
     assert known.saved_j == pytest.approx(10 * 1025.0 + 2 * 1050.0 - 10_000.0)
 
 
-@pytest.mark.parametrize("name", ["time_s", "metered_iterations", "metered_s", "energy_j", "late_changes"])
+@pytest.mark.parametrize(
+    "name", ["time_s", "metered_iterations", "metered_s", "energy_j", "late_changes"]
+)
 def test_a_run_whose_counts_fall_is_refused(name: str):
     known = add_counters(None, counters(10), baseline_j, NOW_S)
-    with pytest.raises(Conflict, match=f"^{name}: was .* after more iterations of the same run; count from the begin"):
+    with pytest.raises(
+        Conflict,
+        match=f"^{name}: was .* after more iterations of the same run; count from the begin",
+    ):
         add_counters(known, replace(counters(20), **{name: 1}), baseline_j, NOW_S)
 
 
@@ -173,11 +218,17 @@ def test_a_saving_is_against_all_clocks_at_maximum_in_iterations_as_long(place: 
         service.register(job(), frontier_file())
         assert told(ask) is None
         iteration_s = 1.5 * frontier.baseline_time_s  # beside a straggler
-        assert post(ask, counters(each_s=iteration_s, each_j=700.0, set_p50_s=0.006, set_p99_s=0.02)) == 204
+        assert (
+            post(ask, counters(each_s=iteration_s, each_j=700.0, set_p50_s=0.006, set_p99_s=0.02))
+            == 204
+        )
         base_j = (
             10
             * PIPELINES
-            * (frontier.baseline_energy_j + frontier.dag.waiting_w * (iteration_s - frontier.baseline_time_s))
+            * (
+                frontier.baseline_energy_j
+                + frontier.dag.waiting_w * (iteration_s - frontier.baseline_time_s)
+            )
         )
         assert told(ask) == {
             "iterations": 10,
@@ -203,15 +254,20 @@ def test_plans_are_expected_to_draw_what_they_say_and_wait_for_the_slowest(place
     with served(place, Clock()) as (service, ask):
         service.register(job(), frontier_file())
         service.report("gpt", report("slow", 1, 1.3))
-        service.report("gpt", report("stage", slowdown=1.1, scope=Scope("stage", "1", 2), cause="compute"))
+        service.report(
+            "gpt", report("stage", slowdown=1.1, scope=Scope("stage", "1", 2), cause="compute")
+        )
         planned(service)
         status, plans = ask("GET", "/v1/jobs/gpt").json(), service.plans("gpt", 0)
         assert plans is not None
         iteration_s, waiting_w = status["decision"]["straggler_time_s"], frontier.dag.waiting_w
         assert len(set(plans.of_pipeline)) == 3
-        energy_j = sum(each.energy_j + waiting_w * (iteration_s - each.time_s) for each in plans.plans)
+        energy_j = sum(
+            each.energy_j + waiting_w * (iteration_s - each.time_s) for each in plans.plans
+        )
         baseline_j = sum(
-            each.baseline_energy_j + waiting_w * (iteration_s - each.baseline_time_s) for each in plans.plans
+            each.baseline_energy_j + waiting_w * (iteration_s - each.baseline_time_s)
+            for each in plans.plans
         )
         assert status["expected"] == {
             "power_w": pytest.approx(energy_j / iteration_s),
@@ -231,7 +287,9 @@ def test_plans_are_expected_to_draw_what_they_say_and_wait_for_the_slowest(place
                     "slow_stages": target["slow_stages"],
                     "report": {1: "slow", 2: "stage"}.get(number),
                 }
-                for number, (plan, target) in enumerate(zip(plans.plans, status["decision"]["targets"], strict=True))
+                for number, (plan, target) in enumerate(
+                    zip(plans.plans, status["decision"]["targets"], strict=True)
+                )
             ],
         }
         assert found["pipelines"][2]["slow_stages"] == {"1": 1.1}
@@ -259,7 +317,10 @@ def test_the_frontier_of_a_job_is_what_was_registered(place: Path):
             assert set(zip(thinned.rising_s, thinned.rising_j, strict=True)) <= set(
                 zip(service.curve("gpt").rising_s, service.curve("gpt").rising_j, strict=True)
             )
-            assert (thinned.min_time_s, thinned.max_time_s) == (frontier.min_time_s, frontier.max_time_s)
+            assert (thinned.min_time_s, thinned.max_time_s) == (
+                frontier.min_time_s,
+                frontier.max_time_s,
+            )
         assert service.curve("gpt").thinned(10**6) == service.curve("gpt")
 
 
@@ -284,7 +345,9 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
         assert found == add_counters(None, counters(10), lambda _: found.baseline_j / 10, NOW_S)
         # Prometheus takes a counter that falls to begin anew, and would count all of it twice.
         assert "planner_job_energy_joules_total{" not in ask("GET", "/metrics").text
-        assert f'planner_job_saved_joules{{job="gpt"}} {found.saved_j}' in ask("GET", "/metrics").text
+        assert (
+            f'planner_job_saved_joules{{job="gpt"}} {found.saved_j}' in ask("GET", "/metrics").text
+        )
         service.telemetry("gpt", counters(30))
         service.telemetry("gpt", counters(5, "two"))
         found = service.status("gpt").telemetry
@@ -292,13 +355,18 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
         assert found.baseline_j == pytest.approx(before.baseline_j / 20 * 35)
         text = ask("GET", "/metrics").text
         assert 'planner_job_energy_joules_total{energy="measured",job="gpt"} 28000.0' in text
-        assert f'planner_job_baseline_joules_total{{energy="measured",job="gpt"}} {found.baseline_j}' in text
+        assert (
+            f'planner_job_baseline_joules_total{{energy="measured",job="gpt"}} {found.baseline_j}'
+            in text
+        )
         assert 'planner_job_iterations_total{job="gpt"} 35.0' in text
     with served(place, clock) as (service, _):  # it ended in peace, so nothing is lost
         assert service.status("gpt").telemetry == found
 
 
-def test_counts_are_written_in_time_however_often_they_come_and_never_again_while_unchanged(place: Path):
+def test_counts_are_written_in_time_however_often_they_come_and_never_again_while_unchanged(
+    place: Path,
+):
     clock = Clock()
     with served(place, clock) as (service, _):
         service.register(job(), frontier_file())
@@ -389,8 +457,15 @@ def test_what_a_job_saved_is_known_for_ever_after_its_end(place: Path):
         ]
         assert ["it runs" in row for row in rows] == [True, False, False]
         assert whole.split()[:4] == ["all", "60", "75", "48000"]
-        assert note == "Saved: joules against all clocks at maximum in iterations as long, by the profile."
-        assert [each["name"] for each in ask("GET", "/v1/totals").json()["jobs"]] == ["other", "gpt", "gpt"]
+        assert (
+            note
+            == "Saved: joules against all clocks at maximum in iterations as long, by the profile."
+        )
+        assert [each["name"] for each in ask("GET", "/v1/totals").json()["jobs"]] == [
+            "other",
+            "gpt",
+            "gpt",
+        ]
     assert totals_text(()) == "No job runs or has run."
 
 
@@ -403,7 +478,9 @@ def test_totals_are_by_the_version_that_the_job_ran_and_bounded():
     assert [each.version for each in tally.plans] == [None, *range(5, 21)]
     assert [each.iterations for each in tally.plans] == [8, *[2] * 16]
     for name in ("iterations", "time_s", "energy_j", "saved_j"):
-        assert sum(getattr(each, name) for each in tally.plans) == pytest.approx(getattr(tally, name))
+        assert sum(getattr(each, name) for each in tally.plans) == pytest.approx(
+            getattr(tally, name)
+        )
     back = add_counters(tally, counters(50), baseline_j, NOW_S, 7)
     assert back is not None
     assert (len(back.plans), back.plans[-1].version, back.plans[-1].iterations) == (17, 7, 12)
@@ -433,7 +510,10 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., http
         ({"metered_iterations": 11}, "metered_iterations are some of iterations"),
         ({"energy_is": None}, "energy_is gives the origin of energy_j"),
         ({"metered_iterations": 0}, "energy_is gives the origin of energy_j"),
-        ({"metered_iterations": 0, "energy_is": None}, "metered_s and energy_j are of metered_iterations"),
+        (
+            {"metered_iterations": 0, "energy_is": None},
+            "metered_s and energy_j are of metered_iterations",
+        ),
         ({"energy_is": "guessed"}, "energy_is"),
         ({"energy_j": -1.0}, "energy_j"),
         ({"time_s": math.nan}, "time_s"),
@@ -442,9 +522,13 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., http
         ({"power_w": 3.0}, "power_w"),
     ],
 )
-def test_counts_that_contradict_each_other_are_refused_and_nothing_is_add_counters(ask, change, complaint: str):
+def test_counts_that_contradict_each_other_are_refused_and_nothing_is_add_counters(
+    ask, change, complaint: str
+):
     body = json.dumps({**asdict(counters(10)), **change})
-    answer = ask("POST", "/v1/jobs/gpt/telemetry", content=body, headers={"Content-Type": "application/json"})
+    answer = ask(
+        "POST", "/v1/jobs/gpt/telemetry", content=body, headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code in (400, 422)
     assert complaint in answer.json()["error"]["message"]
     assert told(ask) is None
@@ -453,7 +537,9 @@ def test_counts_that_contradict_each_other_are_refused_and_nothing_is_add_counte
 def test_counts_that_fall_are_refused_over_http_too(place: Path):
     with served(place, Clock()) as (service, ask):
         service.register(job(), frontier_file())
-        assert [post(ask, sent) for sent in (counters(10), replace(counters(20), energy_j=1.0))] == [204, 409]
+        assert [
+            post(ask, sent) for sent in (counters(10), replace(counters(20), energy_j=1.0))
+        ] == [204, 409]
         assert told(ask)["iterations"] == 10
 
 
@@ -488,24 +574,30 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         assert client.pipelines("gpt") == service.pipelines("gpt")[1]
         points, curve = client.frontier("gpt"), service.curve("gpt")
         assert (points.rising_s, points.rising_j) == (curve.rising_s, curve.rising_j)
-        assert (points.baseline_j, points.gpus, points.origin) == (curve.baseline_j, STAGES, curve.origin)
+        assert (points.baseline_j, points.gpus, points.origin) == (
+            curve.baseline_j,
+            STAGES,
+            curve.origin,
+        )
         power, ran = status_text(status).splitlines()[2:4]
         assert power.startswith("Power: ")
         assert power.endswith(
-            "W with all clocks at maximum and iterations as long, replayed from a measured profile; "
-            "recently 640 W, measured"
+            "W with all clocks at maximum and iterations as long, replayed from a measured "
+            "profile; recently 640 W, measured"
         )
         assert ran.startswith("Ran: 10 iterations, recently 1.25 s each, until ")
         assert "; 8000 J, measured, saved " in ran
-        assert " J against all clocks at maximum; clocks set in 6 ms, 99 % in 20 ms, 5 late; " in ran
+        assert (
+            " J against all clocks at maximum; clocks set in 6 ms, 99 % in 20 ms, 5 late; " in ran
+        )
         assert "; 6 of 8 ranks follow their plan, not all since " in ran
 
 
 def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path, tmp_path: Path):
     knows = AutopilotStatus("learning", 41, 1.25, 0.123, 0.004, -0.002, 0.006, 3, 124)
     says = (
-        "learning, saving 12.3 ± 0.4 % of the energy at full clocks, 3 operating points tried in iteration 41 and "
-        "124 not known yet, the ledger owes -2 ms of at most 6 ms"
+        "learning, saving 12.3 ± 0.4 % of the energy at full clocks, 3 operating points tried in "
+        "iteration 41 and 124 not known yet, the ledger owes -2 ms of at most 6 ms"
     )
     with (
         Storage(place) as storage,

@@ -1,4 +1,6 @@
-"""Plans with a switch budget: against every choice of clocks where these are few, and certificates beyond."""
+"""Plans with a switch budget: against every choice of clocks where these are few, and
+certificates beyond.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from noisy_rows import unlike_stages
 from oracles import effective_j, end_times_s, every_choice, nodes
-from strategies import dag, dags, deadline_s, fixed, job, pipeline, pipelines, shares, smooth_profile
+from strategies import (
+    dag,
+    dags,
+    deadline_s,
+    fixed,
+    job,
+    pipeline,
+    pipelines,
+    shares,
+    smooth_profile,
+)
 
 from perseus_planner import Profile, schedules
 from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
@@ -29,7 +41,9 @@ from perseus_planner.solver.solve import solve, solve_dag
 EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
 
 
-def changes_and_dwell(problem: PipelineDag, clocks: list[int], times_s: list[float]) -> tuple[int, float]:
+def changes_and_dwell(
+    problem: PipelineDag, clocks: list[int], times_s: list[float]
+) -> tuple[int, float]:
     """The most clock changes of a rank, and the shortest time that a clock is held, seconds."""
     end_s = end_times_s(problem, times_s)
     start_s = [end - time for end, time in zip(end_s, times_s, strict=False)]
@@ -37,9 +51,15 @@ def changes_and_dwell(problem: PipelineDag, clocks: list[int], times_s: list[flo
     place, most, held_s = 0, 0, [math.inf]
     for rank in problem.schedule.ranks:
         mine = range(place, place + len(rank))
-        begins = [start_s[i] for i, j in zip(mine, [mine[-1], *mine], strict=False) if clocks[i] != clocks[j]]
+        begins = [
+            start_s[i]
+            for i, j in zip(mine, [mine[-1], *mine], strict=False)
+            if clocks[i] != clocks[j]
+        ]
         if begins:
-            held_s += [b - a for a, b in zip(begins, [*begins[1:], begins[0] + period_s], strict=True)]
+            held_s += [
+                b - a for a, b in zip(begins, [*begins[1:], begins[0] + period_s], strict=True)
+            ]
         place, most = place + len(rank), max(most, len(begins))
     return most, min(held_s)
 
@@ -51,10 +71,14 @@ def spent_j(plan: Plan, problem: PipelineDag) -> float:
         point.energy_j - problem.profile.blocking_w(computation.stage) * point.time_s
         for computation, point in zip(problem.computations, points, strict=True)
     ]
-    return math.fsum([*computed_j, *(node.effective_j[0] for node in nodes(problem)[len(points) :])])
+    return math.fsum(
+        [*computed_j, *(node.effective_j[0] for node in nodes(problem)[len(points) :])]
+    )
 
 
-def check(plan: Plan, problem: PipelineDag, deadline: float, most: int | None, dwell_s: float = 0.0) -> None:
+def check(
+    plan: Plan, problem: PipelineDag, deadline: float, most: int | None, dwell_s: float = 0.0
+) -> None:
     """The plan keeps to deadline, budget and dwell; all found without the planner's own replay."""
     clocks = [plan.clocks[str(computation)] for computation in problem.computations]
     times_s = [plan.measurement(computation).time_s for computation in problem.computations]
@@ -62,7 +86,9 @@ def check(plan: Plan, problem: PipelineDag, deadline: float, most: int | None, d
     assert max(plan.changes) == changes
     assert most is None or changes <= most
     assert dwell_s == 0 or held_s >= dwell_s * (1 - 1e-9)
-    assert plan.time_s == max(end_times_s(problem, times_s)) + problem.profile.overhead_s <= deadline
+    assert (
+        plan.time_s == max(end_times_s(problem, times_s)) + problem.profile.overhead_s <= deadline
+    )
 
 
 def scale_j(problem: PipelineDag) -> float:
@@ -87,13 +113,17 @@ class Tried:
         self.changes, self.held_s = np.array(told).T
 
     def wasted_j(self, deadline: float, most: int, dwell_s: float) -> float:
-        """By how much the plan misses the best choice; fails where it is none, or refused though there is one."""
+        """By how much the plan misses the best choice; fails where it is none, or refused though
+        there is one.
+        """
         fits = (self.changes <= most) & ((self.held_s >= dwell_s * (1 + 1e-9)) | (dwell_s == 0))
         in_time = fits & (self.times_s <= deadline)
         if not in_time.any():
             with pytest.raises(InfeasibleBudget) as caught:
                 self.frontier.plan_until(deadline, max_changes=most, min_dwell_s=dwell_s)
-            assert caught.value.least_time_s >= (self.times_s[fits].min() if fits.any() else math.inf)
+            assert caught.value.least_time_s >= (
+                self.times_s[fits].min() if fits.any() else math.inf
+            )
             return 0.0
         plan = self.frontier.plan_until(deadline, max_changes=most, min_dwell_s=dwell_s)
         check(plan, self.problem, deadline, most, dwell_s)
@@ -111,7 +141,11 @@ def small_problems(seed: int, count: int) -> list[PipelineDag]:
         graph = dag(rng.getrandbits(32), rng.randint(2, 7), 4)
         lined = PipelineDag.from_schedule(*pipeline(rng.getrandbits(32), *shape, 4))
         problem = (graph, lined, job(rng.getrandbits(32), *shape, 3))[len(problems) % 3]
-        if 2 <= math.prod(len(problem.profile.measurements[key]) for key in problem.iteration.keys) <= 2048:
+        if (
+            2
+            <= math.prod(len(problem.profile.measurements[key]) for key in problem.iteration.keys)
+            <= 2048
+        ):
             problems.append(problem)
     return problems
 
@@ -120,7 +154,10 @@ def tried_at_random(seed: int, count: int) -> list[float]:
     rng, wasted_j = Random(seed), []
     for problem in small_problems(seed, count):
         tried = Tried(problem)
-        for deadline in (rng.uniform(tried.times_s.min(), tried.times_s.max()), float(rng.choice(tried.times_s))):
+        for deadline in (
+            rng.uniform(tried.times_s.min(), tried.times_s.max()),
+            float(rng.choice(tried.times_s)),
+        ):
             held_s = [0.0, *tried.held_s[np.isfinite(tried.held_s)].tolist()]
             dwell_s = max(0.0, rng.choice([0.0, 0.9999 * rng.choice(held_s)]))
             wasted_j.append(tried.wasted_j(deadline, rng.randint(0, 4), dwell_s))
@@ -138,13 +175,17 @@ def test_without_trying_all_choices_most_are_the_best_still(monkeypatch: pytest.
 
 
 def fast_ends(frontier: Frontier, deadline: float, ends: int) -> Plan | None:
-    """Each rank fast for its first and last computations, and at one clock between: the cheapest one in time."""
+    """Each rank fast for its first and last computations, and at one clock between: the cheapest
+    one in time.
+    """
     problem, fastest = frontier.dag, max(m.clock_mhz for m in frontier.profile.measurements[0, "F"])
     clocks = {str(computation): fastest for computation in problem.computations}
     for rank in reversed(problem.schedule.ranks):
         plans = []
         for between in frontier.profile.measurements[0, "F"]:
-            changed = clocks | {str(computation): between.clock_mhz for computation in rank[ends : len(rank) - ends]}
+            changed = clocks | {
+                str(computation): between.clock_mhz for computation in rank[ends : len(rank) - ends]
+            }
             plan = frontier.plan_of(changed)
             plans += [(spent_j(plan, problem), changed)] if plan.time_s <= deadline else []
         if not plans:
@@ -170,7 +211,9 @@ BUDGETS = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13, None)
 
 
 def rising(frontier: Frontier, deadline: float, dwell_s: float) -> list[float]:
-    """Effective energy of the plan of each budget, infinite where there is none; all are checked."""
+    """Effective energy of the plan of each budget, infinite where there is none; all are
+    checked.
+    """
     spent = []
     for most in BUDGETS:
         try:
@@ -193,7 +236,9 @@ DWELLS = st.just(0.0) | st.floats(0.0, 0.5)
 
 @settings(fixed, max_examples=25)
 @given(dags(most=14), shares(), DWELLS)
-def test_a_larger_budget_is_never_worse_for_any_graph(problem: PipelineDag, share: float, dwell: float):
+def test_a_larger_budget_is_never_worse_for_any_graph(
+    problem: PipelineDag, share: float, dwell: float
+):
     frontier = solve_dag(problem)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_EFFORT", EFFORT)
@@ -203,7 +248,9 @@ def test_a_larger_budget_is_never_worse_for_any_graph(problem: PipelineDag, shar
 
 @settings(fixed, max_examples=25)
 @given(pipelines(max_microbatches=8), shares(), DWELLS)
-def test_a_larger_budget_is_never_worse_for_pipelines(case: tuple[Profile, Schedule], share: float, dwell: float):
+def test_a_larger_budget_is_never_worse_for_pipelines(
+    case: tuple[Profile, Schedule], share: float, dwell: float
+):
     frontier = solve(*case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_EFFORT", EFFORT)
@@ -221,7 +268,9 @@ def test_a_larger_budget_is_never_worse_for_pipelines(case: tuple[Profile, Sched
     ],
     ids=str,
 )
-def test_budgets_hold_where_a_rank_has_several_stages_and_kinds(schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
+def test_budgets_hold_where_a_rank_has_several_stages_and_kinds(
+    schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(budget, "_EFFORT", EFFORT)
     frontier = solve(with_halves(smooth_profile(schedule.stages, step_mhz=60)), schedule)
     for dwell_s in (0.0, 0.02 * frontier.baseline_time_s):
@@ -233,7 +282,9 @@ def test_budgets_hold_where_a_rank_has_several_stages_and_kinds(schedule: Schedu
 def with_halves(profile: Profile) -> Profile:
     """The profile, its backward also as two halves."""
     halves = {
-        (stage, kind): tuple(Measurement(m.clock_mhz, m.time_s * part, m.energy_j * part) for m in points)
+        (stage, kind): tuple(
+            Measurement(m.clock_mhz, m.time_s * part, m.energy_j * part) for m in points
+        )
         for (stage, backward), points in profile.measurements.items()
         for kind, part in (("I", 0.55), ("W", 0.45))
         if backward == "B"
@@ -253,8 +304,16 @@ def test_no_change_is_one_clock_per_rank_and_so_is_one_change():
 
 def test_a_clock_that_is_worthless_alone_is_used_where_it_is_the_best_one_shared():
     points = {
-        (0, "F"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.1, 21.0), Measurement(800, 1.2, 5.0)),
-        (0, "B"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.1, 4.0), Measurement(800, 1.5, 3.9)),
+        (0, "F"): (
+            Measurement(1000, 1.0, 20.0),
+            Measurement(900, 1.1, 21.0),
+            Measurement(800, 1.2, 5.0),
+        ),
+        (0, "B"): (
+            Measurement(1000, 1.0, 20.0),
+            Measurement(900, 1.1, 4.0),
+            Measurement(800, 1.5, 3.9),
+        ),
     }
     frontier = solve(Profile(points, 1.0), one_f_one_b(1, 2))
     assert 900 not in {option.clock_mhz for option in frontier.dag.points[0, "F"]}
@@ -266,7 +325,10 @@ def test_equal_input_gives_equal_plans():
     deadline = 1.04 * one.baseline_time_s
     other.plan_until(deadline, max_changes=2)  # what was asked before makes no difference
     for most, dwell_s in ((0, 0.0), (4, 0.0), (6, 0.5)):
-        plans = [each.plan_until(deadline, max_changes=most, min_dwell_s=dwell_s) for each in (one, other)]
+        plans = [
+            each.plan_until(deadline, max_changes=most, min_dwell_s=dwell_s)
+            for each in (one, other)
+        ]
         assert plans[0] == plans[1]
 
 
@@ -290,13 +352,15 @@ def test_a_rank_without_a_clock_that_all_it_runs_was_measured_at_needs_changes()
     with pytest.raises(InfeasibleBudget) as caught:
         frontier.plan_until(4.0, max_changes=0)
     assert str(caught.value) == (
-        "no plan found finishes an iteration within 4 s with at most 0 clock changes per GPU: some GPU has no clock at "
-        "which all that it runs was measured; allow more changes"
+        "no plan found finishes an iteration within 4 s with at most 0 clock changes per GPU: "
+        "some GPU has no clock at which all that it runs was measured; allow more changes"
     )
     assert frontier.plan_until(4.0, max_changes=2).changes == (2,)
 
 
-def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(monkeypatch: pytest.MonkeyPatch):
+def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
     points = {
         (0, "F"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.2, 15.0)),
         (0, "B"): (Measurement(1000, 2.4, 40.0), Measurement(900, 2.0, 33.0)),
@@ -307,8 +371,9 @@ def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(monke
         with pytest.raises(InfeasibleDeadline) as caught:
             frontier.plan_until(6.1, max_changes=1, min_dwell_s=0.25)
         assert str(caught.value) == (
-            "no plan found finishes an iteration within 6.1 s with at most 1 clock change per GPU, each clock held "
-            "for 0.25 s: the fastest found takes 6.4 s; ask for that, or allow more changes"
+            "no plan found finishes an iteration within 6.1 s with at most 1 clock change per "
+            "GPU, each clock held for 0.25 s: the fastest found takes 6.4 s; ask for that, or "
+            "allow more changes"
         )
         assert frontier.plan_until(6.4, max_changes=1, min_dwell_s=0.25).time_s == 6.4
         assert frontier.plan_until(6.1, max_changes=4).time_s == 6.0
@@ -317,9 +382,18 @@ def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_changes": -1}, "max_changes: -1 is not a number of clock changes: give a whole number of 0 or more"),
-        ({"max_changes": 1.5}, "max_changes: 1.5 is not a number of clock changes: give a whole number of 0 or more"),
-        ({"min_dwell_s": -1.0}, "min_dwell_s: -1.0 is not a wait: give finite seconds of 0 or more, such as 0.002"),
+        (
+            {"max_changes": -1},
+            "max_changes: -1 is not a number of clock changes: give a whole number of 0 or more",
+        ),
+        (
+            {"max_changes": 1.5},
+            "max_changes: 1.5 is not a number of clock changes: give a whole number of 0 or more",
+        ),
+        (
+            {"min_dwell_s": -1.0},
+            "min_dwell_s: -1.0 is not a wait: give finite seconds of 0 or more, such as 0.002",
+        ),
     ],
 )
 def test_an_invalid_budget_is_refused(arguments: dict[str, float], message: str):

@@ -24,7 +24,9 @@ def coarse(monkeypatch: pytest.MonkeyPatch):
 def below(exact: Frontier, rough: Frontier, share: float) -> float:
     """By how much the coarse bound is below the exact one, as a part of it."""
     deadline_s = exact.min_time_s + share * (exact.max_time_s - exact.min_time_s)
-    return 1 - rough.bound_j(max(deadline_s, exact.min_time_s)) / exact.bound_j(max(deadline_s, exact.min_time_s))
+    return 1 - rough.bound_j(max(deadline_s, exact.min_time_s)) / exact.bound_j(
+        max(deadline_s, exact.min_time_s)
+    )
 
 
 @fixed

@@ -27,9 +27,14 @@ from perseus_planner.solver.solve import solve, solve_dag
 
 
 def scale_j(frontier: Frontier) -> float:
-    """What errors of energies are measured by: those that an energy is the sum and difference of."""
+    """What errors of energies are measured by: those that an energy is the sum and difference
+    of.
+    """
     power_w = rank_waiting_w(frontier.dag)
-    each = [(abs(node.effective_j[0]), 2 * power_w[node.rank] * node.time_s[0]) for node in nodes(frontier.dag)]
+    each = [
+        (abs(node.effective_j[0]), 2 * power_w[node.rank] * node.time_s[0])
+        for node in nodes(frontier.dag)
+    ]
     return math.fsum(part for parts in each for part in parts) + max(power_w) * frontier.max_time_s
 
 
@@ -46,19 +51,25 @@ def test_the_bound_of_any_small_graph_is_that_of_a_linear_programme(dag: Pipelin
 
 @settings(fixed, max_examples=300)
 @given(dag=graphs(45, least=15, max_options=12), share=shares())
-def test_the_bound_of_any_larger_graph_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
+def test_the_bound_of_any_larger_graph_is_that_of_a_linear_programme(
+    dag: PipelineDag, share: float
+):
     check_bound(solve_dag(dag), share)
 
 
 @settings(fixed, max_examples=60)
 @given(problem=pipelines(4, 8, 10), share=shares())
-def test_the_bound_of_a_pipeline_is_that_of_a_linear_programme(problem: tuple[Profile, Schedule], share: float):
+def test_the_bound_of_a_pipeline_is_that_of_a_linear_programme(
+    problem: tuple[Profile, Schedule], share: float
+):
     check_bound(solve(*problem), share)
 
 
 @settings(fixed, max_examples=200)
 @given(dag=jobs(max_options=8), share=shares())
-def test_the_bound_of_a_job_of_any_schedule_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
+def test_the_bound_of_a_job_of_any_schedule_is_that_of_a_linear_programme(
+    dag: PipelineDag, share: float
+):
     check_bound(solve_dag(dag), share)
 
 
@@ -129,39 +140,64 @@ def test_a_later_deadline_never_costs_effective_energy(dag: PipelineDag, near: f
 def scaled(dag: PipelineDag, times: float = 1.0, joules: float = 1.0) -> PipelineDag:
     profile, iteration = dag.profile, dag.iteration
     points = {
-        key: tuple(Measurement(m.clock_mhz, times * m.time_s, joules * m.energy_j) for m in measured)
+        key: tuple(
+            Measurement(m.clock_mhz, times * m.time_s, joules * m.energy_j) for m in measured
+        )
         for key, measured in profile.measurements.items()
     }
     power_w = profile.blocking_power_w
-    power_w = tuple(w * joules / times for w in power_w) if isinstance(power_w, tuple) else power_w * joules / times
+    power_w = (
+        tuple(w * joules / times for w in power_w)
+        if isinstance(power_w, tuple)
+        else power_w * joules / times
+    )
     operations = tuple(
-        each._replace(time_s=times * each.time_s, energy_j=None if each.energy_j is None else joules * each.energy_j)
+        each._replace(
+            time_s=times * each.time_s,
+            energy_j=None if each.energy_j is None else joules * each.energy_j,
+        )
         for each in iteration.operations
     )
     lags_s = tuple(tuple(times * lag_s for lag_s in each) for each in iteration.lags_s)
     return PipelineDag(
-        replace(profile, measurements=points, blocking_power_w=power_w, overhead_s=times * profile.overhead_s),
+        replace(
+            profile,
+            measurements=points,
+            blocking_power_w=power_w,
+            overhead_s=times * profile.overhead_s,
+        ),
         replace(iteration, operations=operations, lags_s=lags_s),
     )
 
 
 @settings(fixed, max_examples=60)
 @given(dag=problems(20), power=st.integers(-20, 20))
-def test_all_joules_scaled_by_a_power_of_two_scale_the_frontier_exactly(dag: PipelineDag, power: int):
+def test_all_joules_scaled_by_a_power_of_two_scale_the_frontier_exactly(
+    dag: PipelineDag, power: int
+):
     frontier, other = solve_dag(dag), solve_dag(scaled(dag, joules=2.0**power))
     assert np.array_equal(other.times_s, frontier.times_s)
     assert np.array_equal(other.energies_j, 2.0**power * frontier.energies_j)
 
 
 @settings(fixed, max_examples=60)
-@given(dag=problems(20), times=st.floats(1e-3, 1e3), joules=st.floats(1e-3, 1e3), share=st.floats(0.01, 1))
-def test_all_times_or_joules_scaled_scale_the_frontier(dag: PipelineDag, times: float, joules: float, share: float):
+@given(
+    dag=problems(20),
+    times=st.floats(1e-3, 1e3),
+    joules=st.floats(1e-3, 1e3),
+    share=st.floats(0.01, 1),
+)
+def test_all_times_or_joules_scaled_scale_the_frontier(
+    dag: PipelineDag, times: float, joules: float, share: float
+):
     frontier, other = solve_dag(dag), solve_dag(scaled(dag, times, joules))
     at_s = deadline_s(frontier, share)
     assert math.isclose(other.min_time_s, times * frontier.min_time_s, rel_tol=1e-12)
     assert math.isclose(other.max_time_s, times * frontier.max_time_s, rel_tol=1e-12)
     wanted_j = joules * frontier.bound_j(at_s)
-    assert abs(other.bound_j(deadline_s(other, share)) - wanted_j) <= 1e-11 * joules * scale_j(frontier)
+    assert abs(other.bound_j(deadline_s(other, share)) - wanted_j) <= 1e-11 * joules * scale_j(
+        frontier
+    )
 
 
 @settings(fixed, max_examples=60)
@@ -182,7 +218,11 @@ def two_clocks(stages: int, power_w: float) -> Profile:
     """Forwards of 1 s and 100 J or 1.5 s and 80 J, backwards of 2 s and 300 J or 3 s and 220 J."""
     forward = (Measurement(1410, 1.0, 100.0), Measurement(855, 1.5, 80.0))
     backward = (Measurement(1410, 2.0, 300.0), Measurement(855, 3.0, 220.0))
-    points = {(stage, kind): options for stage in range(stages) for kind, options in (("F", forward), ("B", backward))}
+    points = {
+        (stage, kind): options
+        for stage in range(stages)
+        for kind, options in (("F", forward), ("B", backward))
+    }
     return Profile(points, power_w)
 
 
@@ -190,7 +230,14 @@ def test_one_stage_and_one_microbatch_slow_the_better_bargain_first():
     frontier = solve(two_clocks(1, 10.0), schedules.one_f_one_b(1, 1))
     assert (frontier.min_time_s, frontier.max_time_s) == (3.0, 4.5)
     # a second of the backward saves 80 J, one of the forward 40 J
-    for at_s, energy_j in ((3.0, 400.0), (3.5, 360.0), (4.0, 320.0), (4.25, 310.0), (4.5, 300.0), (5.0, 305.0)):
+    for at_s, energy_j in (
+        (3.0, 400.0),
+        (3.5, 360.0),
+        (4.0, 320.0),
+        (4.25, 310.0),
+        (4.5, 300.0),
+        (5.0, 305.0),
+    ):
         assert math.isclose(frontier.bound_j(at_s), energy_j, rel_tol=1e-14)
     assert frontier.least_energy_time_s == 4.5
 
@@ -208,7 +255,9 @@ def test_no_slowdown_pays_where_all_others_wait_at_great_power():
 
 
 def test_no_slowdown_pays_where_it_costs_more_than_to_wait():
-    points = {(0, kind): (Measurement(1410, 1.0, 100.0), Measurement(855, 2.0, 150.0)) for kind in "FB"}
+    points = {
+        (0, kind): (Measurement(1410, 1.0, 100.0), Measurement(855, 2.0, 150.0)) for kind in "FB"
+    }
     frontier = solve(Profile(points, 40.0), schedules.one_f_one_b(1, 2))
     assert frontier.min_time_s == frontier.max_time_s == frontier.least_energy_time_s
     assert set(frontier.plan_until(100.0).clocks.values()) == {1410}
@@ -217,9 +266,18 @@ def test_no_slowdown_pays_where_it_costs_more_than_to_wait():
 def test_a_single_clock_leaves_a_single_point():
     points = {key: measured[:1] for key, measured in two_clocks(2, 50.0).measurements.items()}
     frontier = solve(Profile(points, 50.0), schedules.one_f_one_b(2, 3))
-    assert frontier.min_time_s == frontier.max_time_s == frontier.baseline_time_s == frontier.least_energy_time_s
-    assert math.isclose(frontier.bound_j(frontier.min_time_s), frontier.baseline_energy_j, rel_tol=1e-14)
-    assert frontier.plan_until(100.0).clocks == dict.fromkeys(map(str, frontier.schedule.computations()), 1410)
+    assert (
+        frontier.min_time_s
+        == frontier.max_time_s
+        == frontier.baseline_time_s
+        == frontier.least_energy_time_s
+    )
+    assert math.isclose(
+        frontier.bound_j(frontier.min_time_s), frontier.baseline_energy_j, rel_tol=1e-14
+    )
+    assert frontier.plan_until(100.0).clocks == dict.fromkeys(
+        map(str, frontier.schedule.computations()), 1410
+    )
 
 
 def test_a_graph_need_not_run_everything_that_was_profiled():
@@ -228,7 +286,9 @@ def test_a_graph_need_not_run_everything_that_was_profiled():
         (0, "B"): (Measurement(1410, 1.0, 5000.0), Measurement(855, 2.0, 1.0)),
     }
     frontier = solve_dag(
-        PipelineDag(Profile(points, 0.0), Iteration(Schedule("any", ((Computation(0, "F", 0),),)), ((),)))
+        PipelineDag(
+            Profile(points, 0.0), Iteration(Schedule("any", ((Computation(0, "F", 0),),)), ((),))
+        )
     )
     assert (frontier.min_time_s, frontier.max_time_s) == (1e-4, 3e-4)
     assert math.isclose(frontier.bound_j(2e-4), 0.005, rel_tol=1e-12)
@@ -240,7 +300,11 @@ def test_a_clock_that_is_faster_by_a_hair_does_not_blur_the_bound(hair: float):
         points = {}
         for number, key in enumerate((stage, kind) for stage in range(4) for kind in "FB"):
             odd = 1 + 0.0137 * number
-            slow = [(1395, 0.05 * odd, 20.03), (1200, 0.0611, 16.07 / odd), (855, 0.083 * odd, 12.91)]
+            slow = [
+                (1395, 0.05 * odd, 20.03),
+                (1200, 0.0611, 16.07 / odd),
+                (855, 0.083 * odd, 12.91),
+            ]
             fast = [(1410, 0.05 * odd * (1 - hair), 20.41)] * faster
             points[key] = tuple(Measurement(*point) for point in (*fast, *slow))
         return Profile(points, 80.0)
@@ -259,7 +323,9 @@ def test_any_unit_will_do(unit_s: float, unit_j: float):
     frontier = solve_dag(scaled(plain, unit_s, unit_j))
     usual = solve(two_clocks(2, 80.0), schedules.one_f_one_b(2, 3))
     at_s = 1.2 * usual.min_time_s
-    assert math.isclose(frontier.bound_j(at_s * unit_s), usual.bound_j(at_s) * unit_j, rel_tol=1e-12)
+    assert math.isclose(
+        frontier.bound_j(at_s * unit_s), usual.bound_j(at_s) * unit_j, rel_tol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("time_s", "energy_j"), [(1e308, 1.0), (1e-310, 1.0), (1.0, 1e308)])
@@ -281,7 +347,10 @@ def test_operations_and_lags_that_floats_cannot_sum_are_refused():
 
 
 def test_an_infeasible_deadline_names_a_time_that_is_feasible():
-    points = {key: (Measurement(1410, t, 1.0),) for key, t in {(0, "F"): 0.0512345678, (0, "B"): 0.1 / 3}.items()}
+    points = {
+        key: (Measurement(1410, t, 1.0),)
+        for key, t in {(0, "F"): 0.0512345678, (0, "B"): 0.1 / 3}.items()
+    }
     frontier = solve(Profile(points, 80.0), schedules.one_f_one_b(1, 7))
     for ask in (frontier.bound_j, frontier.plan_for):
         with pytest.raises(InfeasibleDeadline) as caught:
@@ -293,7 +362,9 @@ def test_an_infeasible_deadline_names_a_time_that_is_feasible():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0, -1.0, "3", None, True])
-@pytest.mark.parametrize("ask", [Frontier.bound_j, Frontier.plan_for, Frontier.plan_beside_straggler])
+@pytest.mark.parametrize(
+    "ask", [Frontier.bound_j, Frontier.plan_for, Frontier.plan_beside_straggler]
+)
 def test_an_invalid_time_is_refused(ask: Callable[[Frontier, object], object], bad: object):
     frontier = solve(two_clocks(1, 80.0), schedules.one_f_one_b(1, 1))
     with pytest.raises(UsageError, match="is not a time"):
@@ -302,6 +373,8 @@ def test_an_invalid_time_is_refused(ask: Callable[[Frontier, object], object], b
 
 def test_progress_is_reported_until_it_is_complete():
     told: list[tuple[int, int]] = []
-    solve(two_clocks(3, 80.0), schedules.one_f_one_b(3, 5), progress=lambda *parts: told.append(parts))
+    solve(
+        two_clocks(3, 80.0), schedules.one_f_one_b(3, 5), progress=lambda *parts: told.append(parts)
+    )
     assert [done for done, _ in told] == list(range(1, len(told) + 1))
     assert told[-1][0] == told[-1][1]

@@ -1,4 +1,6 @@
-"""Crafted frontier files are refused before compiled code sees them; what is accepted can be planned with."""
+"""Crafted frontier files are refused before compiled code sees them; what is accepted can be
+planned with.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def saved(path: Path, content: Arrays) -> Path:
     """Written with the digest that such a file would have."""
     parts = []
     for name in sorted(set(content) - {"digest"}):
-        parts += [f"{name} {content[name].dtype.str} {content[name].shape}".encode(), content[name].tobytes()]
+        parts += [
+            f"{name} {content[name].dtype.str} {content[name].shape}".encode(),
+            content[name].tobytes(),
+        ]
     np.savez(path, **{**content, "digest": np.frombuffer(sha256(*parts).encode(), dtype=np.uint8)})
     return path
 
@@ -74,7 +79,10 @@ def put(name: str, place: Any, value: float) -> Callable[[Arrays], None]:
         (changed("guide_time_s", lambda each: each[:-1]), "guide_end_s: is not of this graph"),
         (put("guide_time_s", 0, np.inf), "guide_time_s: is not a time"),
         (changed("guide_end_s", lambda each: each[:, :-1]), "guide_end_s: is not of this graph"),
-        (changed("guide_end_s", lambda each: each.astype(float)), "guide_end_s: is not of this graph"),
+        (
+            changed("guide_end_s", lambda each: each.astype(float)),
+            "guide_end_s: is not of this graph",
+        ),
         (put("guide_end_s", (2, 5), np.nan), "guide_end_s: is not of this graph"),
         (put("guide_price_w", (2, 0), -1), "guide_price_w: is not of this graph"),
         (changed("guide_price_w", lambda each: each[:-1]), "guide_price_w: is not of this graph"),
@@ -83,7 +91,9 @@ def put(name: str, place: Any, value: float) -> Callable[[Arrays], None]:
         (changed("waits", lambda each: each + 1000), ""),
     ],
 )
-def test_numbers_that_no_solver_writes_are_refused(tmp_path: Path, change: Callable[[Arrays], None], problem: str):
+def test_numbers_that_no_solver_writes_are_refused(
+    tmp_path: Path, change: Callable[[Arrays], None], problem: str
+):
     content = arrays()
     change(content)
     with pytest.raises(FrontierError) as caught:
@@ -91,9 +101,13 @@ def test_numbers_that_no_solver_writes_are_refused(tmp_path: Path, change: Calla
     assert f"f.npz: is not a frontier: {problem}" in str(caught.value)
 
 
-VALUES = st.sampled_from([0, 1, -1, 2**31, 2**60, 2**62, 2**63 - 1, -(2**63)]) | st.integers(-(2**63), 2**63 - 1)
+VALUES = st.sampled_from([0, 1, -1, 2**31, 2**60, 2**62, 2**63 - 1, -(2**63)]) | st.integers(
+    -(2**63), 2**63 - 1
+)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3), st.lists, max_leaves=4
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    st.lists,
+    max_leaves=4,
 )
 
 
@@ -116,7 +130,9 @@ def crafted(draw: st.DrawFn) -> Arrays:
             values.flat[draw(st.integers(0, values.size - 1))] = draw(st.floats(width=32))
         else:
             shape = tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
-            content[name] = np.zeros(shape, draw(st.sampled_from(["<i8", ">i8", "<i4", "<f8", "?", "S3"])))
+            content[name] = np.zeros(
+                shape, draw(st.sampled_from(["<i8", ">i8", "<i4", "<f8", "?", "S3"]))
+            )
     return content
 
 
@@ -138,6 +154,8 @@ def test_a_crafted_file_is_refused_or_can_be_planned_with(tmp_path: Path, conten
 def test_bytes_that_are_no_archive_are_refused(tmp_path: Path, data: bytes, cut: int):
     whole = frontier_file()
     path = tmp_path / "f.npz"
-    path.write_bytes(whole[: cut % (len(whole) - 22)] + data)  # without the end of an archive, which is 22 bytes
+    path.write_bytes(
+        whole[: cut % (len(whole) - 22)] + data
+    )  # without the end of an archive, which is 22 bytes
     with pytest.raises(FrontierError, match=r"f\.npz: "):
         Frontier.load(path)

@@ -1,4 +1,6 @@
-"""Kernels are compiled for any user, also one who may write neither to the package nor to a home folder."""
+"""Kernels are compiled for any user, also one who may write neither to the package nor to a home
+folder.
+"""
 
 from __future__ import annotations
 
@@ -42,32 +44,44 @@ print(config.CACHE_DIR)
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of the package in whose solver no cache can be made, as files stand where the folders would."""
+    """A copy of the package in whose solver no cache can be made, as files stand where the
+    folders would.
+    """
     source = Path(perseus_planner.__file__).parent
-    ignored = shutil.ignore_patterns("__pycache__", "profiler", "runtime", "views", "service", "*.js")
+    ignored = shutil.ignore_patterns(
+        "__pycache__", "profiler", "runtime", "views", "service", "*.js"
+    )
     shutil.copytree(source, tmp_path / "package" / "perseus_planner", ignore=ignored)
     (tmp_path / "package" / "perseus_planner" / "solver" / "__pycache__").write_text("")
     return tmp_path / "package"
 
 
 def cache_of(package: Path, temporary: Path) -> tuple[Path, int]:
-    """Where a process without a home folder keeps what it compiles, and how much it has compiled."""
+    """Where a process without a home folder keeps what it compiles, and how much it has
+    compiled.
+    """
     environment = {
-        name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
     }
     environment |= {"PYTHONPATH": str(package), "HOME": os.devnull, "TMPDIR": str(temporary)}
     program = package / "program.py"
     program.write_text(PROGRAM)
     (package / "__pycache__").touch()
     command = [sys.executable, str(program)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     loaded, compiled, cache = ran.stdout.splitlines()
     assert Path(loaded).is_relative_to(package)
     return Path(cache), int(compiled)
 
 
-def test_without_a_folder_to_write_to_the_cache_is_temporary_and_private(package: Path, tmp_path: Path):
+def test_without_a_folder_to_write_to_the_cache_is_temporary_and_private(
+    package: Path, tmp_path: Path
+):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     cache, compiled = cache_of(package, temporary)

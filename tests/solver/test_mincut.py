@@ -22,7 +22,8 @@ from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.network import UNLIMITED
 from perseus_planner.solver.solve import solve, solve_dag
 
-#: Of two kinds: least and largest flows are what they are, whichever function of networkx finds them.
+#: Of two kinds: least and largest flows are what they are, whichever function of networkx finds
+#: them.
 FLOW_FUNCTIONS = (nx.algorithms.flow.preflow_push, nx.algorithms.flow.boykov_kolmogorov)
 
 
@@ -99,11 +100,20 @@ def test_guides_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
 @given(dag=problems(12))
 def test_event_times_cost_exactly_the_sum_of_the_slopes(dag: PipelineDag):
     frontier = solve_dag(dag)
-    network, times, powers = frontier.scaled.network, frontier.times.tolist(), frontier.powers.tolist()
+    network, times, powers = (
+        frontier.scaled.network,
+        frontier.times.tolist(),
+        frontier.powers.tolist(),
+    )
     states = (at.state for at in points_at(frontier, times))
-    costs = [sum(arc_cost(network, *arc) for arc in enumerate(gaps(network, state))) for state in states]
+    costs = [
+        sum(arc_cost(network, *arc) for arc in enumerate(gaps(network, state))) for state in states
+    ]
     assert costs[0] == 0
-    wanted = [power * (slow - fast) for power, (slow, fast) in zip(powers[:-1], pairwise(times), strict=True)]
+    wanted = [
+        power * (slow - fast)
+        for power, (slow, fast) in zip(powers[:-1], pairwise(times), strict=True)
+    ]
     assert [after - before for before, after in pairwise(costs)] == wanted
 
 
@@ -122,10 +132,14 @@ def test_networkx_finds_the_same_cuts_in_a_job(flow_func, dag: PipelineDag):
 
 
 def check_against_networkx(frontier: Frontier, count: int, flow_func) -> None:
-    """The critical network's least and largest flow are the frontier's slopes above and below, to the last unit."""
+    """The critical network's least and largest flow are the frontier's slopes above and below,
+    to the last unit.
+    """
     network = frontier.scaled.network
     for at in sampled(frontier, count):
-        least, largest = flow_range(critical_arcs(network, at.state), network.source, network.sink, flow_func)
+        least, largest = flow_range(
+            critical_arcs(network, at.state), network.source, network.sink, flow_func
+        )
         assert least == power_above(frontier, at.time)
         below = power_below(frontier, at.time)
         assert largest == (INFINITE if below == UNLIMITED else below)

@@ -1,4 +1,6 @@
-"""Plans for a probability keep their word on simulated truth, where plans from the rows alone do not."""
+"""Plans for a probability keep their word on simulated truth, where plans from the rows alone do
+not.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def measured(seed: int, noise: float = 0.005, clocks: int | None = None) -> Fron
 
 
 def late(seed: int, plan: Plan, slowdown: float) -> float:
-    """How much longer the plan really takes than allowed, over the time with all clocks at maximum."""
+    """How much longer the plan really takes than allowed, over the time with all clocks at
+    maximum.
+    """
     return truth(seed).plan_of(plan.clocks).time_s / truth(seed).baseline_time_s - slowdown
 
 
@@ -66,7 +70,9 @@ def test_plans_are_on_time_where_those_from_the_rows_are_late(clocks: int | None
     for seed in range(3):
         for slowdown in SLOWDOWNS:
             raw.append(late(seed, plan_at(seed, slowdown, clocks), slowdown))
-            sure.append(late(seed, plan_at(seed, slowdown, clocks, on_time=0.95), max(slowdown, 1.001)))
+            sure.append(
+                late(seed, plan_at(seed, slowdown, clocks, on_time=0.95), max(slowdown, 1.001))
+            )
     assert max(raw) > 0.003
     assert max(sure) < 0.001
 
@@ -88,7 +94,9 @@ def test_as_many_new_draws_are_on_time_as_the_probability_says(probability: floa
     plan = plan_at(0, 1.02, on_time=probability)
     dag, draws = truth(0).dag, measured(0).profile.estimated().draws(2000, seed=9)
     top = [row.clock_mhz for row in dag.baseline_measurements()]
-    ratio = replay_draws(dag, list(plan.clocks.values()), draws)[0] / replay_draws(dag, top, draws)[0]
+    ratio = (
+        replay_draws(dag, list(plan.clocks.values()), draws)[0] / replay_draws(dag, top, draws)[0]
+    )
     assert np.mean(ratio <= 1.02) > probability - 0.03
     assert plan.on_time is not None
     assert plan.on_time.time_ratio.expected == pytest.approx(ratio.mean(), abs=2e-4)
@@ -106,12 +114,16 @@ def test_a_higher_probability_takes_a_larger_margin():
 
 
 @settings(fixed, max_examples=2)
-@given(slowdown=st.sampled_from(SLOWDOWNS), quiet=st.floats(0.0005, 0.002), loud=st.floats(0.015, 0.02))
+@given(
+    slowdown=st.sampled_from(SLOWDOWNS), quiet=st.floats(0.0005, 0.002), loud=st.floats(0.015, 0.02)
+)
 def test_less_noise_saves_more_on_average(slowdown: float, quiet: float, loud: float):
     of_noise = []
     for noise in (quiet, loud):
         frontiers = [measured(seed, noise) for seed in range(3)]
-        plans = [each.plan_until(slowdown * each.baseline_time_s, on_time=0.95) for each in frontiers]
+        plans = [
+            each.plan_until(slowdown * each.baseline_time_s, on_time=0.95) for each in frontiers
+        ]
         of_noise.append(np.mean([saved(seed, plan) for seed, plan in enumerate(plans)]))
     assert of_noise[0] > of_noise[1] + 0.002
 
@@ -130,7 +142,9 @@ def test_clocks_that_were_not_measured_are_used_and_counted():
     plan = plan_at(0, 1.05, 12, on_time=0.9)
     rows = measured(0, clocks=12).profile.measurements
     known = {(key, row.clock_mhz) for key, each in rows.items() for row in each}
-    in_use = {(key, clock) for key, clock in zip(plan.iteration.keys, plan.clocks.values(), strict=True)}
+    in_use = {
+        (key, clock) for key, clock in zip(plan.iteration.keys, plan.clocks.values(), strict=True)
+    }
     assert plan.on_time is not None
     assert (plan.on_time.points, plan.on_time.interpolated) == (len(in_use), len(in_use - known))
     assert 0 < plan.on_time.interpolated < plan.on_time.points
@@ -140,7 +154,9 @@ def test_a_plan_states_its_profile_and_replays_to_its_time():
     plan = plan_at(0, 1.0, on_time=0.95)
     timeline = replay(plan)
     assert plan.profile_digest == measured(0).profile.digest
-    assert (plan.time_s, plan.energy_j) == pytest.approx((timeline.time_s, timeline.energy_j), rel=1e-12)
+    assert (plan.time_s, plan.energy_j) == pytest.approx(
+        (timeline.time_s, timeline.energy_j), rel=1e-12
+    )
     assert plan.time_s <= plan.deadline_s == pytest.approx(1.001 * plan.baseline_time_s, rel=1e-12)
     assert plan.on_time is not None
     assert plan.on_time.limit_ratio == 1.001
@@ -177,7 +193,9 @@ def test_the_cost_of_clock_changes_is_included():
     frontier = solve(replace(measured(0).profile, clock_change=ClockChange(2e-3, 1e-3)), SCHEDULE)
     plan = frontier.plan_until(1.05 * frontier.baseline_time_s, on_time=0.95)
     assert plan.on_time is not None
-    assert plan.on_time.time_ratio.expected == pytest.approx(plan.time_s / plan.baseline_time_s, abs=2e-3)
+    assert plan.on_time.time_ratio.expected == pytest.approx(
+        plan.time_s / plan.baseline_time_s, abs=2e-3
+    )
     costing = solve(replace(truth(0).profile, clock_change=frontier.profile.clock_change), SCHEDULE)
     assert costing.plan_of(plan.clocks).time_s < 1.051 * costing.baseline_time_s
 
@@ -203,12 +221,16 @@ def test_plans_beside_stragglers_and_of_least_energy_are_as_sure():
     assert fastest == frontier.plan_until(frontier.baseline_time_s, on_time=0.95)
     frugal = frontier.plan_for_least_energy(on_time=0.95)
     assert frugal.on_time is not None
-    assert frugal.on_time.limit_ratio == pytest.approx(frontier.least_energy_time_s / frontier.baseline_time_s)
+    assert frugal.on_time.limit_ratio == pytest.approx(
+        frontier.least_energy_time_s / frontier.baseline_time_s
+    )
 
 
 @settings(fixed, max_examples=8)
 @given(problem=pipelines(3, 3), share=shares())
-def test_any_profile_has_plans_that_are_on_time_in_expectation(problem: tuple[Profile, Schedule], share: float):
+def test_any_profile_has_plans_that_are_on_time_in_expectation(
+    problem: tuple[Profile, Schedule], share: float
+):
     frontier = solve(*problem)
     if any(row.energy_j == 0.0 for rows in frontier.profile.measurements.values() for row in rows):
         return
@@ -227,8 +249,14 @@ def test_any_profile_has_plans_that_are_on_time_in_expectation(problem: tuple[Pr
 @pytest.mark.parametrize(
     ("limits", "text"),
     [
-        ({"on_time": 1.0}, "on_time: 1.0 is not a probability: give a number above 0 and up to 0.99, such as 0.95"),
-        ({"on_time": 0.0}, "on_time: 0.0 is not a probability: give a number above 0 and up to 0.99, such as 0.95"),
+        (
+            {"on_time": 1.0},
+            "on_time: 1.0 is not a probability: give a number above 0 and up to 0.99, such as 0.95",
+        ),
+        (
+            {"on_time": 0.0},
+            "on_time: 0.0 is not a probability: give a number above 0 and up to 0.99, such as 0.95",
+        ),
         (
             {"on_time": 0.9, "tolerance": -0.1},
             "tolerance: -0.1 is not a share: give a number of 0 or more, such as 0.001",
@@ -246,11 +274,14 @@ def test_a_saved_frontier_has_what_it_takes(tmp_path: Path):
     frontier.save(tmp_path / "frontier.npz")
     again = Frontier.load(tmp_path / "frontier.npz")
     before, after = (
-        [row.evidence for rows in each.profile.measurements.values() for row in rows] for each in (frontier, again)
+        [row.evidence for rows in each.profile.measurements.values() for row in rows]
+        for each in (frontier, again)
     )
     assert before == after
     assert None not in before
-    assert again.plan_until(again.baseline_time_s, on_time=0.95) == plan_at(0, 1.0, 12, on_time=0.95)
+    assert again.plan_until(again.baseline_time_s, on_time=0.95) == plan_at(
+        0, 1.0, 12, on_time=0.95
+    )
 
 
 def test_a_frontier_of_rows_without_errors_has_none(tmp_path: Path):
@@ -271,10 +302,14 @@ def test_a_plan_on_time_comes_back_as_it_was(tmp_path: Path):
 
 
 def lateness(seed: int, plan: Plan, slowdown: float) -> np.ndarray:
-    """Return how much longer than allowed the plan takes under each draw, over the time with all clocks at maximum."""
+    """Return how much longer than allowed the plan takes under each draw, over the time with all
+    clocks at maximum.
+    """
     dag, draws = measured(seed).dag, measured(seed).profile.estimated().draws(500)
     top = [row.clock_mhz for row in truth(seed).dag.baseline_measurements()]
-    ratio = replay_draws(dag, list(plan.clocks.values()), draws)[0] / replay_draws(dag, top, draws)[0]
+    ratio = (
+        replay_draws(dag, list(plan.clocks.values()), draws)[0] / replay_draws(dag, top, draws)[0]
+    )
     return np.maximum(0.0, ratio - slowdown)  # type: ignore[no-any-return]
 
 

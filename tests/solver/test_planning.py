@@ -22,14 +22,18 @@ from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.solve import solve
 
 EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
-CHANGES = st.builds(ClockChange, st.sampled_from((0.0, 1e-4, 3e-3, 0.05)), st.sampled_from((0.0, 1e-3, 0.2)))
+CHANGES = st.builds(
+    ClockChange, st.sampled_from((0.0, 1e-4, 3e-3, 0.05)), st.sampled_from((0.0, 1e-3, 0.2))
+)
 
 
 def effective_j(plan: Plan, frontier: Frontier) -> float:
     return plan.energy_j - frontier.dag.waiting_w * plan.time_s
 
 
-def costly(stages: int, microbatches: int, change: ClockChange | None, gpus_per_stage: int = 1) -> Frontier:
+def costly(
+    stages: int, microbatches: int, change: ClockChange | None, gpus_per_stage: int = 1
+) -> Frontier:
     profile = replace(smooth_profile(stages), clock_change=change, gpus_per_stage=gpus_per_stage)
     return solve(profile, schedules.one_f_one_b(stages, microbatches))
 
@@ -81,19 +85,26 @@ def test_the_dearer_a_change_the_fewer_pay():
 def test_a_group_of_gpus_changes_its_clock_one_gpu_after_the_other():
     alone, group = (costly(3, 12, ClockChange(0.01), gpus) for gpus in (1, 8))
     deadline = 1.05 * alone.baseline_time_s
-    assert effective_j(alone.plan_until(deadline), alone) < effective_j(group.plan_until(deadline), group)
+    assert effective_j(alone.plan_until(deadline), alone) < effective_j(
+        group.plan_until(deadline), group
+    )
 
 
 def test_a_deadline_that_only_free_changes_meet_is_refused_with_the_least_time():
-    """The fastest clocks of the two kinds are not the same, so that a rank must change its clock all the time."""
+    """The fastest clocks of the two kinds are not the same, so that a rank must change its clock
+    all the time.
+    """
     fast, slow = Measurement(1400, 1.0, 100.0), Measurement(1000, 1.5, 90.0)
     swapped = Measurement(1400, 1.5, 90.0), Measurement(1000, 1.0, 100.0)
-    profile = Profile({(0, "F"): (fast, slow), (0, "B"): swapped}, 10.0, clock_change=ClockChange(0.25, 0.25))
+    profile = Profile(
+        {(0, "F"): (fast, slow), (0, "B"): swapped}, 10.0, clock_change=ClockChange(0.25, 0.25)
+    )
     frontier = solve(profile, schedules.one_f_one_b(1, 2))
     assert frontier.min_time_s == 4.0
     with pytest.raises(InfeasibleDeadline) as caught:
         frontier.plan_until(4.0)
-    # Each computation runs half of its time at the clock of the one before, at two thirds of its speed.
+    # Each computation runs half of its time at the clock of the one before, at two thirds of its
+    # speed.
     assert math.isclose(caught.value.least_time_s, 4 * (0.5 + (1 - 0.5 / 1.5)))
     assert frontier.plan_until(caught.value.least_time_s).time_s == caught.value.least_time_s
 

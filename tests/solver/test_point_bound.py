@@ -1,4 +1,6 @@
-"""The bound for operating points: never below the relaxed one, never above the best of all choices."""
+"""The bound for operating points: never below the relaxed one, never above the best of all
+choices.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,29 @@ def unlike(rng: Random, stages: int, clocks: int) -> Profile:
             longer, less = rng.uniform(1.05, 1.5), rng.uniform(0.5, 0.95)
             time_s *= rng.uniform(0.8, 1.2)
             points[stage, kind] = tuple(
-                Measurement(1400 - 100 * i, time_s * longer**i, 300 * time_s * less**i) for i in range(clocks)
+                Measurement(1400 - 100 * i, time_s * longer**i, 300 * time_s * less**i)
+                for i in range(clocks)
             )
     return Profile(points, 50.0)
 
 
 def check_against_all_choices(dag: PipelineDag, rng: Random) -> float:
-    """Compare at some times; return the largest part of the way to the best choice that the bound goes."""
+    """Compare at some times; return the largest part of the way to the best choice that the
+    bound goes.
+    """
     frontier, (times_s, costs_j) = solve_dag(dag), all_choices(dag)
-    possible = [time_s for time_s in times_s[:: max(1, len(times_s) // 1000)] if time_s >= frontier.min_time_s]
+    possible = [
+        time_s
+        for time_s in times_s[:: max(1, len(times_s) // 1000)]
+        if time_s >= frontier.min_time_s
+    ]
     closed = [0.0]
     for deadline_s in rng.sample(possible, min(len(possible), 6)):
         best_j = float(costs_j[times_s <= deadline_s].min()) + waiting_w(dag) * deadline_s
         relaxed_j, bound_j = frontier.bound_j(deadline_s), frontier.point_bound_j(deadline_s)
-        rounding_j = 1e-9 * (abs(best_j) + math.fsum(max(map(abs, node.effective_j)) for node in nodes(dag)))
+        rounding_j = 1e-9 * (
+            abs(best_j) + math.fsum(max(map(abs, node.effective_j)) for node in nodes(dag))
+        )
         assert relaxed_j <= bound_j <= best_j + rounding_j
         if best_j - relaxed_j > 1e3 * rounding_j:
             closed.append((bound_j - relaxed_j) / (best_j - relaxed_j))
@@ -53,7 +64,9 @@ def check_against_all_choices(dag: PipelineDag, rng: Random) -> float:
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "clocks"), [(2, 3, 3), (2, 4, 2), (3, 3, 2)])
-def test_in_1f1b_with_unlike_stages_it_is_tighter_and_below_the_best_choice(stages, microbatches, clocks):
+def test_in_1f1b_with_unlike_stages_it_is_tighter_and_below_the_best_choice(
+    stages, microbatches, clocks
+):
     rng, closed = Random(f"{stages} {microbatches}"), []
     for number in range(12):
         lag_s = 0.0 if number % 2 else rng.choice((0.01, 0.1))
@@ -94,7 +107,9 @@ def test_it_is_between_the_relaxed_bound_and_a_plan(dag: PipelineDag, share: flo
 
 
 def in_step() -> Frontier:
-    """Between meetings the first stage computes for 3, 4 or 5 s, the second for 3.5 s, or a little less for much."""
+    """Between meetings the first stage computes for 3, 4 or 5 s, the second for 3.5 s, or a
+    little less for much.
+    """
     first = (Measurement(1400, 1.0, 300.0), Measurement(1000, 2.0, 200.0))
     profile = Profile(
         {
@@ -112,7 +127,8 @@ def test_what_no_pair_of_points_can_use_counts_in_every_microbatch():
     frontier = in_step()
     deadline_s = 1.0 + 50 * 3.5 + 2.0
     gain_j = frontier.point_bound_j(deadline_s) - frontier.bound_j(deadline_s)
-    # The first rank could save 50 J in the half second that it waits, if a clock between both were measured.
+    # The first rank could save 50 J in the half second that it waits, if a clock between both were
+    # measured.
     assert gain_j == pytest.approx(49 * 50.0, abs=100.0)
     plan = frontier.plan_until(deadline_s)
     assert plan.energy_j == pytest.approx(frontier.point_bound_j(deadline_s), abs=200.0)
@@ -120,10 +136,14 @@ def test_what_no_pair_of_points_can_use_counts_in_every_microbatch():
 
 def test_neighbours_meet_once_for_each_microbatch_between_warm_up_and_end():
     dag = PipelineDag.from_schedule(unlike(Random(0), 4, 2), schedules.one_f_one_b(4, 8))
-    windows = find_windows(point_problem(dag), [dag.iteration.rank_of[place] for place in dag.order])
+    windows = find_windows(
+        point_problem(dag), [dag.iteration.rank_of[place] for place in dag.order]
+    )
     assert Counter(window.ranks for window in windows) == {(0, 1): 4, (1, 2): 5, (2, 3): 6}
     for window in windows:
-        assert {dag.computations[dag.order[k]].stage for k in window.first} in [{rank} for rank in window.ranks]
+        assert {dag.computations[dag.order[k]].stage for k in window.first} in [
+            {rank} for rank in window.ranks
+        ]
 
 
 def test_a_time_that_is_too_short_is_refused():

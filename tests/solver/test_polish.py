@@ -28,13 +28,17 @@ def ends_s(problem: PointProblem, chosen: np.ndarray) -> float:
 def test_a_polished_plan_is_in_time_and_costs_no_more(dag: PipelineDag, share: float):
     problem = point_problem(dag)
     fastest_s, slowest_s = (
-        ends_s(problem, each) for each in (fastest(problem), problem.point_start[problem.member + 1] - 1)
+        ends_s(problem, each)
+        for each in (fastest(problem), problem.point_start[problem.member + 1] - 1)
     )
     deadline_s = max(fastest_s + share * (slowest_s - fastest_s), fastest_s)
     found = polish(problem, deadline_s, fastest(problem))
     assert ends_s(problem, found) <= deadline_s
     assert problem.cost_j[found].sum() <= problem.cost_j[fastest(problem)].sum()
-    assert ((found >= problem.point_start[problem.member]) & (found < problem.point_start[problem.member + 1])).all()
+    assert (
+        (found >= problem.point_start[problem.member])
+        & (found < problem.point_start[problem.member + 1])
+    ).all()
     again = polish(problem, deadline_s, found)
     assert ends_s(problem, again) <= deadline_s
     assert problem.cost_j[again].sum() <= problem.cost_j[found].sum()

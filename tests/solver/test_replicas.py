@@ -29,11 +29,17 @@ def mixed() -> Replicas:
 
 
 @fixed
-@given(problems=st.lists(pipelines(3, 4), min_size=1, max_size=3), share=st.floats(0, 1), seed=st.integers(1, 5))
+@given(
+    problems=st.lists(pipelines(3, 4), min_size=1, max_size=3),
+    share=st.floats(0, 1),
+    seed=st.integers(1, 5),
+)
 def test_all_are_planned_to_one_deadline(problems: list[Problem], share: float, seed: int):
     frontiers = tuple(solve(*problem) for problem in problems)
     replicas = Replicas(frontiers, tuple((seed + i) % 4 + 1 for i in range(len(frontiers))))
-    deadline_s = max(replicas.min_time_s, replicas.min_time_s * (1 - share) + replicas.max_time_s * share)
+    deadline_s = max(
+        replicas.min_time_s, replicas.min_time_s * (1 - share) + replicas.max_time_s * share
+    )
     plans = replicas.plans_for(deadline_s)
     time_s, energy_j = replicas.time_and_energy(plans)
     assert time_s == max(plan.time_s for plan in plans) <= deadline_s

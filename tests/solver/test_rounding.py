@@ -27,13 +27,22 @@ def graphs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]
 
 def pipelines(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
     """1F1B of every shape of at most so many computations."""
-    shapes = [(stages, count) for stages in range(1, 5) for count in range(1, 5) if 2 * stages * count <= largest]
+    shapes = [
+        (stages, count)
+        for stages in range(1, 5)
+        for count in range(1, 5)
+        if 2 * stages * count <= largest
+    ]
     while True:
-        yield PipelineDag.from_schedule(*pipeline(rng.getrandbits(32), *rng.choice(shapes), max_options))
+        yield PipelineDag.from_schedule(
+            *pipeline(rng.getrandbits(32), *rng.choice(shapes), max_options)
+        )
 
 
 def jobs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
-    """Any schedule of at most so many computations, with transfers, fixed operations and variants."""
+    """Any schedule of at most so many computations, with transfers, fixed operations and
+    variants.
+    """
     while True:
         seed = rng.getrandbits(32)
         schedule = any_schedule(seed, rng.randint(1, 2), rng.randint(1, 3))
@@ -59,7 +68,8 @@ class Tried:
         self._scale_j = math.fsum(max(map(abs, each)) for each in effective_j(problem))
 
     def wasted(self, deadline_s: float) -> float:
-        """By how much the plan misses the best choice, in the range of effective energy from fastest to cheapest.
+        """By how much the plan misses the best choice, in the range of effective energy from
+        fastest to cheapest.
 
         0 where it is as good. Fails where it is better, which cannot be.
         """
@@ -82,7 +92,9 @@ class Tried:
         return self.wasted(float(rng.choice(self.exact_s)))
 
     def wasted_alone(self) -> float:
-        """By how much the plan of least energy misses the least there is, in the range of all energies there are."""
+        """By how much the plan of least energy misses the least there is, in the range of all
+        energies there are.
+        """
         waiting = waiting_w(self.frontier.dag)
         energies_j = self._costs_j + waiting * self._times_s
         least_j, most_j = float(energies_j.min()), float(energies_j.max())
@@ -106,7 +118,11 @@ def test_plans_of_the_smallest_problems_are_optimal(kind):
         tried = Tried(next(problems))
         assert tried.wasted_anywhere(rng) == 0
         assert tried.wasted_where_one_fits_exactly(rng) == 0
-        for deadline_s in (tried.frontier.min_time_s, tried.frontier.max_time_s, 3 * tried.frontier.max_time_s):
+        for deadline_s in (
+            tried.frontier.min_time_s,
+            tried.frontier.max_time_s,
+            3 * tried.frontier.max_time_s,
+        ):
             assert tried.wasted(deadline_s) == 0
 
 
@@ -135,14 +151,18 @@ def test_plans_of_problems_too_large_to_try_all_choices_are_near_the_best_one(ki
     while len(tried) < 25:
         problem = next(problems)
         worthwhile = math.prod(len(problem.points[key]) for key in problem.keys)
-        measured = math.prod(len(problem.profile.measurements[key]) for key in problem.iteration.keys)
+        measured = math.prod(
+            len(problem.profile.measurements[key]) for key in problem.iteration.keys
+        )
         if worthwhile > rounding._FEW and measured <= 2**18:
             tried.append(Tried(problem))
     check([each.wasted_anywhere(rng) for each in tried], optimal=0.65, most=0.02)
     check([each.wasted_where_one_fits_exactly(rng) for each in tried], optimal=0.65, most=0.2)
 
 
-def test_a_plan_costs_no_more_than_a_known_one_however_badly_the_search_is_guided(monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_costs_no_more_than_a_known_one_however_badly_the_search_is_guided(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(rounding, "_FEW", 0)
     for effort in ("_ANCHOR_EFFORT", "_EFFORT"):
         monkeypatch.setattr(rounding, effort, (0, 1, 1))
@@ -154,6 +174,8 @@ def test_a_plan_costs_no_more_than_a_known_one_however_badly_the_search_is_guide
         fastest_s = compute_ends(problem, problem.point_start[problem.member], np.empty(count))
         deadline_s = rng.uniform(1.0, 2.0) * fastest_s
         known = try_all_points(problem, deadline_s)
-        hurry = rounding.Anchor(deadline_s, np.zeros(count), np.full(count, 1e6))  # time at any price
+        hurry = rounding.Anchor(
+            deadline_s, np.zeros(count), np.full(count, 1e6)
+        )  # time at any price
         found = rounding.round_plan(problem, deadline_s, [hurry], known)
         assert problem.cost_j[found].sum() == pytest.approx(problem.cost_j[known].sum(), rel=1e-12)

@@ -53,7 +53,9 @@ class Training:
 
 
 def train(store: Any, rank: int) -> Training:
-    """Rank 1 proposes while rank 2 stands still for a while; all go on until they run by the plan."""
+    """Rank 1 proposes while rank 2 stands still for a while; all go on until they run by the
+    plan.
+    """
     training = Training(store)
     with training.looking():
         while training.iterate() != 2 or len(training.versions) < 50:

@@ -1,4 +1,6 @@
-"""Programs of ranks in autopilot, on emulated GPUs; launching.py runs them as "autopilot_programs:NAME"."""
+"""Programs of ranks in autopilot, on emulated GPUs; launching.py runs them as
+"autopilot_programs:NAME".
+"""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ MADE = {"torch": torch_pipeline, "deepspeed": deepspeed_pipeline}
 
 
 def learns(state: str, name: str) -> None:
-    """Train with the autopilot until it has tried clocks and knows what they cost, and as long without it."""
+    """Train with the autopilot until it has tried clocks and knows what they cost, and as long
+    without it.
+    """
     coordinator.END_S = LONG_S  # a busy machine writes late what was learnt
     with job(state) as result:
         warning_log = WarningLog()
@@ -46,12 +50,18 @@ def learns(state: str, name: str) -> None:
         result["state"] = os.path.exists("run/autopilot.yaml")
 
 
-def _trained(name: str, *, with_autopilot: bool, iterations: int = 0) -> tuple[list[Any], list[str], int]:
+def _trained(
+    name: str, *, with_autopilot: bool, iterations: int = 0
+) -> tuple[list[Any], list[str], int]:
     torch.manual_seed(dist.get_rank())
     engine, step, modules = MADE[name]()
     losses, phases = list[Any](), list[str]()
     with emulate(engine, GPU) as gpu:
-        with planner_runtime(engine, gpu=GPU, record="run") if with_autopilot else nullcontext() as runtime:
+        with (
+            planner_runtime(engine, gpu=GPU, record="run")
+            if with_autopilot
+            else nullcontext() as runtime
+        ):
             deadline_s, tried, unknown = time.monotonic() + LONG_S, 0, 0
             for number in count():
                 losses += [each.detach().clone() for each in step() or ()]
@@ -59,28 +69,44 @@ def _trained(name: str, *, with_autopilot: bool, iterations: int = 0) -> tuple[l
                     phases += [runtime.autopilot.phase][runtime.autopilot.phase in phases :]
                     program = runtime._follower.program
                     tried += isinstance(program, AutopilotProgram) and program.decision > 0
-                    unknown = unknown or runtime.autopilot.unknown * (runtime.autopilot.reference_s is not None)
-                has_learnt = runtime is not None and tried >= TRIED and runtime.autopilot.unknown < unknown
+                    unknown = unknown or runtime.autopilot.unknown * (
+                        runtime.autopilot.reference_s is not None
+                    )
+                has_learnt = (
+                    runtime is not None and tried >= TRIED and runtime.autopilot.unknown < unknown
+                )
                 if every_rank(has_learnt if with_autopilot else number + 1 == iterations):
                     break
                 assert time.monotonic() < deadline_s, phases
         assert gpu.locked_mhz is None
-    return [*losses, *(each.detach().clone() for part in modules for each in part.parameters())], phases, number + 1
+    return (
+        [*losses, *(each.detach().clone() for part in modules for each in part.parameters())],
+        phases,
+        number + 1,
+    )
 
 
 def references(state: str, *names: str) -> None:
-    """Train until the time at full clocks is known, 1F1B with two numbers of microbatches; "dry" is a dry run of it."""
+    """Train until the time at full clocks is known, 1F1B with two numbers of microbatches; "dry"
+    is a dry run of it.
+    """
     with job(state) as result:
         for name in names:
-            result[name] = referenced(lambda watch, name=name: Torch("1f1b" if name == "dry" else name, 4, watch), name)
+            result[name] = referenced(
+                lambda watch, name=name: Torch("1f1b" if name == "dry" else name, 4, watch), name
+            )
 
 
 def referenced(made: Callable[[Watch], Any], name: str) -> dict[str, Any]:
-    """Return which clocks were locked while the reference was measured, and the microbatches that were planned."""
+    """Return which clocks were locked while the reference was measured, and the microbatches
+    that were planned.
+    """
     warning_log, watch = WarningLog(), Watch()
     watch.takes_s = 0.002
     pipeline, planned, locked = made(watch), set[int](), set[int | None]()
-    with planner_runtime(pipeline.engine, gpu=RUNTIME_GPU, state=None, dry_run=name == "dry") as runtime:
+    with planner_runtime(
+        pipeline.engine, gpu=RUNTIME_GPU, state=None, dry_run=name == "dry"
+    ) as runtime:
         for microbatches in (6, 4) if name == "1f1b" else (4,):
             if name == "1f1b":
                 pipeline.change(microbatches)
@@ -93,20 +119,31 @@ def referenced(made: Callable[[Watch], Any], name: str) -> dict[str, Any]:
                     locked.add(watch.gpu.locked_mhz)
                 assert time.monotonic() < deadline_s, (planned, runtime.autopilot)
     after, texts = watch.gpu.locked_mhz, warning_log.taken()
-    return {"planned": sorted(planned), "was locked": locked != {None}, "after": after, "warnings": texts}
+    return {
+        "planned": sorted(planned),
+        "was locked": locked != {None},
+        "after": after,
+        "warnings": texts,
+    }
 
 
 def served(state: str, address: str, name: str) -> None:
-    """Train two pipelines with a service until there is a file `stop`; ranks write the mean clock of their program."""
+    """Train two pipelines with a service until there is a file `stop`; ranks write the mean
+    clock of their program.
+    """
     logging.basicConfig(level=logging.INFO)  # on standard error
     agent._COUNTS_S, counters.CHECKPOINT_S = 0.2, 0.2
-    agent._END_S = LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
+    agent._END_S = (
+        LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
+    )
     agent.ServiceLink.on_straggling = lambda link, then: lambda straggling: None
     with job(state) as result:
         engine, step = service_programs._torch(init=False)
         with (
             emulate(engine, SERVED_GPU),
-            planner_runtime(engine, gpu=SERVED_GPU, state=None, max_slowdown=1.0, service=address, job=name) as runtime,
+            planner_runtime(
+                engine, gpu=SERVED_GPU, state=None, max_slowdown=1.0, service=address, job=name
+            ) as runtime,
         ):
             while not any_rank(Path("stop").exists()):
                 step()

@@ -45,7 +45,8 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, url: str, **context: Any) -> Iterator[Any]:
-    """Yield the page at `url`; check that its console stays empty and that no request leaves this machine.
+    """Yield the page at `url`; check that its console stays empty and that no request leaves this
+    machine.
 
     Args:
         browser: from `chromium`.
@@ -58,7 +59,10 @@ def opened(browser: Any, url: str, **context: Any) -> Iterator[Any]:
         fresh.set_default_timeout(LONG_MS)
         page = fresh.new_page()
         page.on(
-            "console", lambda message: messages.append(message.text) if message.type in ("error", "warning") else None
+            "console",
+            lambda message: (
+                messages.append(message.text) if message.type in ("error", "warning") else None
+            ),
         )
         page.on("pageerror", lambda error: messages.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
@@ -74,4 +78,8 @@ def barriers(page: Any, impacts: Collection[str] = _SERIOUS) -> list[str]:
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]
-    return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in found if each["impact"] in impacts]
+    return [
+        f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}"
+        for each in found
+        if each["impact"] in impacts
+    ]

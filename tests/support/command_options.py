@@ -1,4 +1,6 @@
-"""Check commands and code that documents show but tests do not run, by option parsers and signatures."""
+"""Check commands and code that documents show but tests do not run, by option parsers and
+signatures.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def check_inline(command: str) -> None:
-    """Check that the subcommand and options, the file or the target of a command in the text exist."""
+    """Check that the subcommand and options, the file or the target of a command in the text
+    exist.
+    """
     program, *words = shlex.split(command.replace("…", ""))
     if program == "make":
         assert set(words) <= _targets(), command
@@ -32,7 +36,9 @@ def check_inline(command: str) -> None:
         if isinstance(shown, click.Group) and len(words) > 1:
             shown = shown.commands[words[1]]
         options = {option for each in shown.params for option in [*each.opts, *each.secondary_opts]}
-        assert {word for word in words if word.startswith("-")} <= options | {"--help", "--json"}, command
+        assert {word for word in words if word.startswith("-")} <= options | {"--help", "--json"}, (
+            command
+        )
 
 
 def check_shell(line: str) -> None:
@@ -42,7 +48,9 @@ def check_shell(line: str) -> None:
         while words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words.pop(0)
         program, *arguments = words
-        assert program in _PARSERS, f"{line}: no parser for the options of {program}; leave the title of the block out"
+        assert program in _PARSERS, (
+            f"{line}: no parser for the options of {program}; leave the title of the block out"
+        )
         _PARSERS[program](arguments)
 
 
@@ -50,7 +58,11 @@ def check_python(text: str) -> None:
     """Run the imports of the planner, and bind each call of an imported name to its signature."""
     tree, names = ast.parse(text), {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("perseus_planner"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("perseus_planner")
+        ):
             module = importlib.import_module(node.module)
             names |= {each.asname or each.name: getattr(module, each.name) for each in node.names}
     for node in ast.walk(tree):
@@ -80,7 +92,9 @@ def _make(words: list[str]) -> None:
 
 
 def _slurm(words: list[str]) -> None:
-    """Parse the options of srun or salloc that the pages use, and check the command that follows."""
+    """Parse the options of srun or salloc that the pages use, and check the command that
+    follows.
+    """
     parser = argparse.ArgumentParser(exit_on_error=False)
     for name in ("--nodes", "--ntasks-per-node", "--gpus-per-node"):
         parser.add_argument(name, type=int)

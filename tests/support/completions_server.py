@@ -1,9 +1,11 @@
-"""A server that speaks OpenAI's completions API, with a tiny model of random weights on an emulated GPU.
+"""A server that speaks OpenAI's completions API, with a tiny model of random weights on an emulated
+GPU.
 
     python completions_server.py emulated:a100-sxm/0?slower=100      prints its address
 
-It follows https://platform.openai.com/docs/api-reference/completions: `GET /v1/models`, and `POST /v1/completions` with
-a prompt of token numbers, answered by server-sent events that end with `[DONE]`.
+It follows https://platform.openai.com/docs/api-reference/completions: `GET /v1/models`, and
+`POST /v1/completions` with a prompt of token numbers, answered by server-sent events that end with
+`[DONE]`.
 """
 
 from __future__ import annotations
@@ -62,8 +64,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Complete a prompt."""
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if request["model"] != "tiny" or not all(0 <= token < _VOCABULARY for token in request["prompt"]):
-            self._answer(400, {"error": {"message": "no such model or token", "type": "invalid_request_error"}})
+        if request["model"] != "tiny" or not all(
+            0 <= token < _VOCABULARY for token in request["prompt"]
+        ):
+            self._answer(
+                400,
+                {"error": {"message": "no such model or token", "type": "invalid_request_error"}},
+            )
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -72,7 +79,9 @@ class Handler(BaseHTTPRequestHandler):
         wanted = request["max_tokens"] if request.get("ignore_eos") else 1
         for token in self.model.generate(request["prompt"], wanted):
             choice = {"index": 0, "text": f" {token}", "logprobs": None, "finish_reason": None}
-            self._event(json.dumps({"object": "text_completion", "model": "tiny", "choices": [choice]}))
+            self._event(
+                json.dumps({"object": "text_completion", "model": "tiny", "choices": [choice]})
+            )
         self._event("[DONE]")
         self.close_connection = True
 

@@ -1,4 +1,6 @@
-"""Ranks that attach to a clock controller: in this process, or in another one for tests that kill them."""
+"""Ranks that attach to a clock controller: in this process, or in another one for tests that
+kill them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from fake_nvml import StandIn
 from waiting import LONG_S, eventually
 
 from perseus_planner.runtime.controller.client import Connection, start_controller
-from perseus_planner.runtime.controller.protocol import AttachRequest, Control, ControlChange, ToRank
+from perseus_planner.runtime.controller.protocol import (
+    AttachRequest,
+    Control,
+    ControlChange,
+    ToRank,
+)
 from perseus_planner.runtime.marks import clock_request
 
 RANK_OF_ITS_OWN = """
@@ -35,10 +42,14 @@ if child == 0:
 print("set", child, flush=True)
 sys.stdin.read()
 """
-"""Says `here`, attaches, has a clock set, says `set` and the child it forked, if it is to, and waits."""
+"""Says `here`, attaches, has a clock set, says `set` and the child it forked, if it is to, and
+waits.
+"""
 
 Kind = TypeVar("Kind", bound=ToRank)
-_KEPT: WeakKeyDictionary[Connection, deque[ToRank]] = WeakKeyDictionary()  #: received, not waited for yet
+_KEPT: WeakKeyDictionary[Connection, deque[ToRank]] = (
+    WeakKeyDictionary()
+)  #: received, not waited for yet
 
 
 @contextmanager
@@ -54,15 +65,22 @@ def attached(
     """Start a controller, and attach a rank of this process for each of `gpus`."""
     address = start_controller(ranks or len(gpus), max_changes_per_s, LONG_S)
     with ExitStack() as stack:
-        requests = [AttachRequest(rank, gpu, control, launcher, min_dwell_s) for rank, gpu in enumerate(gpus)]
-        connections = [stack.enter_context(Connection(address, attach_request)) for attach_request in requests]
+        requests = [
+            AttachRequest(rank, gpu, control, launcher, min_dwell_s)
+            for rank, gpu in enumerate(gpus)
+        ]
+        connections = [
+            stack.enter_context(Connection(address, attach_request)) for attach_request in requests
+        ]
         if ranks in (None, len(gpus)):
             for connection in connections:
                 connection.attach(LONG_S)
         yield connections
 
 
-def awaited(connection: Connection, kind: type[Kind], other: Callable[[Kind], bool] = lambda _: True) -> Kind:
+def awaited(
+    connection: Connection, kind: type[Kind], other: Callable[[Kind], bool] = lambda _: True
+) -> Kind:
     """Wait for the next message of a kind for which `other` is true, and drop those before it."""
     kept = _KEPT.setdefault(connection, deque())
     deadline_s = time.monotonic() + LONG_S

@@ -1,18 +1,24 @@
-"""Read the README and the pages of docs/ as a user does: run or check every block in order, in one folder.
+"""Read the README and the pages of docs/ as a user does: run or check every block in order, in one
+folder.
 
 | block | what happens |
 |---|---|
-| `sh` | each line is run: `planner` in this process, `planner serve` in the background, all else by bash |
-| `sh title="REASON"` | with one of `REASONS`: the options of each line are parsed by its program, but it is not run |
+| `sh` | each line is run: `planner` in this process, `planner serve` in the background, all else by
+bash |
+| `sh title="REASON"` | with one of `REASONS`: the options of each line are parsed by its program,
+but it is not run |
 | `python` | run; names last from block to block |
-| `python title="REASON"` | its imports are run, and calls of the imported names are checked against their signatures |
-| `yaml`, `json`, `csv`, `ini`, optionally with a file name as title | parsed, and written to that file |
+| `python title="REASON"` | its imports are run, and calls of the imported names are checked against
+their signatures |
+| `yaml`, `json`, `csv`, `ini`, optionally with a file name as title | parsed, and written to that
+file |
 | `text title="COMMAND"` | the command is run and must print this; … stands for any text |
-| `text` that begins with … | a message that only some machines print: its parts must occur in the sources |
+| `text` that begins with … | a message that only some machines print: its parts must occur in the
+sources |
 | `text` | must not contain a command |
 
-Anything else fails, as does an indented block. A command in the text, `planner …`, must exist and have these options.
-"""
+Anything else fails, as does an indented block. A command in the text, `planner …`, must exist and
+have these options."""
 
 from __future__ import annotations
 
@@ -42,9 +48,28 @@ from markdown_it.token import Token
 from perseus_planner.cli import main
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-REASONS = {"installs", "needs a GPU", "needs a cluster", "needs root", "in the training script", "until interrupted"}
+REASONS = {
+    "installs",
+    "needs a GPU",
+    "needs a cluster",
+    "needs root",
+    "in the training script",
+    "until interrupted",
+}
 PORT = "8400"  #: the port of the service in all pages, replaced by a free one
-_PROGRAMS = ["planner", "curl", "pip", "python", "python3", "make", "torchrun", "deepspeed", "sudo", "export", "bash"]
+_PROGRAMS = [
+    "planner",
+    "curl",
+    "pip",
+    "python",
+    "python3",
+    "make",
+    "torchrun",
+    "deepspeed",
+    "sudo",
+    "export",
+    "bash",
+]
 
 
 @dataclass(frozen=True)
@@ -57,7 +82,9 @@ class Block:
     text: str
 
     def lines(self) -> list[str]:
-        """Return the commands without comments, with lines joined after a backslash or inside quotation marks."""
+        """Return the commands without comments, with lines joined after a backslash or inside
+        quotation marks.
+        """
         found, begun = [], ""
         for line in self.text.replace("\\\n", " ").splitlines():
             begun = f"{begun}\n{line}".strip()
@@ -89,7 +116,9 @@ def blocks(page: Path) -> list[Block]:
     for token in _tokens(page):
         place = f"{page.name}, line {token.map[0] + 1}" if token.map else page.name
         assert token.type != "code_block", f"{place}: an indented block; put it between fences"
-        assert not (token.type == "html_block" and "<pre" in token.content), f"{place}: a block in HTML"
+        assert not (token.type == "html_block" and "<pre" in token.content), (
+            f"{place}: a block in HTML"
+        )
         if token.type == "fence":
             language, _, rest = token.info.partition(" ")
             title = re.fullmatch(r'(?:title="([^"]+)")?', rest)
@@ -146,8 +175,12 @@ class Reader:
             return
         if block.language in _DATA:
             return
-        assert block.language in ("sh", "python"), f"{block.place}: there is no rule for a block of {block.language!r}"
-        assert block.title is None or block.title in REASONS, f"{block.place}: {block.title!r} is not one of {REASONS}"
+        assert block.language in ("sh", "python"), (
+            f"{block.place}: there is no rule for a block of {block.language!r}"
+        )
+        assert block.title is None or block.title in REASONS, (
+            f"{block.place}: {block.title!r} is not one of {REASONS}"
+        )
         if block.language == "python":
             code = compile(block.text, block.place, "exec")
             check_python(block.text) if block.title else exec(code, self.names)
@@ -160,7 +193,9 @@ class Reader:
 
     def _compare(self, block: Block) -> None:
         if block.title is None:
-            programs = [word for word in map(_program, block.text.splitlines()) if word in _PROGRAMS]
+            programs = [
+                word for word in map(_program, block.text.splitlines()) if word in _PROGRAMS
+            ]
             assert not programs, f"{block.place}: a command in a block of text; make it sh"
             if block.text.startswith("…"):
                 parts = [part.strip() for part in block.text.split("…") if part.strip()]
@@ -208,7 +243,9 @@ class Reader:
         self._served.append(process)
         assert process.stdout is not None
         assert process.stderr is not None
-        assert process.stdout.readline().startswith("Listening at "), f"{place}: {process.stderr.read()}"
+        assert process.stdout.readline().startswith("Listening at "), (
+            f"{place}: {process.stderr.read()}"
+        )
 
 
 def _bash(line: str, place: str) -> str:
@@ -229,9 +266,17 @@ def _bash(line: str, place: str) -> str:
 @cache
 def _texts() -> list[str]:
     """Return all constant texts of the sources, including the parts of f-strings."""
-    files = [file for folder in ("perseus_planner", "profiler", "runtime") for file in (ROOT / folder).rglob("*.py")]
+    files = [
+        file
+        for folder in ("perseus_planner", "profiler", "runtime")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
-    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 _DATA: dict[str, Callable[[str], object]] = {
@@ -274,5 +319,13 @@ def starts_service(page: Path) -> bool:
 
 def commands_of(pages: list[Path]) -> set[str]:
     """Return the subcommands of the planner that the pages show."""
-    lines = [line for page in pages for block in blocks(page) if block.language == "sh" for line in block.lines()]
-    return {found for line in lines for found in re.findall(r"(?:^|\| )planner ([\w-]+)(?=\s|$)", line)}
+    lines = [
+        line
+        for page in pages
+        for block in blocks(page)
+        if block.language == "sh"
+        for line in block.lines()
+    ]
+    return {
+        found for line in lines for found in re.findall(r"(?:^|\| )planner ([\w-]+)(?=\s|$)", line)
+    }

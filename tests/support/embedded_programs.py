@@ -20,7 +20,9 @@ MICROBATCHES = 3
 
 
 def train(service: str, state: str) -> None:
-    """One pipeline of two stages, until there is a file `stop`; every rank writes its plan's time in each iteration."""
+    """One pipeline of two stages, until there is a file `stop`; every rank writes its plan's
+    time in each iteration.
+    """
     os.environ["PLANNER_STATE_DIR"] = state
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -28,7 +30,9 @@ def train(service: str, state: str) -> None:
     logging.getLogger("perseus_planner.runtime").addHandler(logging.FileHandler(f"heard-{rank}"))
     made = Torch("1f1b", MICROBATCHES)
     if rank == 0:
-        frontier = solve(replace(smooth_profile(2, 90), gpu=NAME), schedules.one_f_one_b(2, MICROBATCHES))
+        frontier = solve(
+            replace(smooth_profile(2, 90), gpu=NAME), schedules.one_f_one_b(2, MICROBATCHES)
+        )
         frontier.save("frontier.npz")
         frontier.plan_for(frontier.baseline_time_s).save("plan.yaml")
     dist.barrier()

@@ -25,13 +25,17 @@ CPU = torch.device("cpu")
 
 
 def train(name: str) -> None:
-    """Losses and weights are the same without emulation; energy is that of the profile's rows and of waiting."""
+    """Losses and weights are the same without emulation; energy is that of the profile's rows
+    and of waiting.
+    """
     results = []
     for on_gpus in (False, True):
         torch.manual_seed(0)
-        engine, step, modules = {"torch": torch_pipeline, "interleaved": _interleaved, "deepspeed": deepspeed_pipeline}[
-            name
-        ]()
+        engine, step, modules = {
+            "torch": torch_pipeline,
+            "interleaved": _interleaved,
+            "deepspeed": deepspeed_pipeline,
+        }[name]()
         losses = _stepped(step)
         with emulate(engine, "emulated:a100-sxm?slower=20000") if on_gpus else nullcontext() as gpu:
             for _ in range(2):
@@ -57,7 +61,10 @@ def train(name: str) -> None:
 def split() -> None:
     """A schedule that computes I and W separately."""
     dist.init_process_group("gloo")
-    stages = [pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank() + each, 4, CPU) for each in (0, 2)]
+    stages = [
+        pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank() + each, 4, CPU)
+        for each in (0, 2)
+    ]
     schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
     refused = pytest.raises(UsageError, match="gradients of inputs and of weights separately")
     with refused, emulate(schedule, "emulated:a100-sxm?slower=20000"):
@@ -77,14 +84,31 @@ def _drawn(gpu: EmulatedGpu, step: Any) -> tuple[EmulatedGpu, tuple[float, float
     return gpu, (end_s - start_s, late_s - early_s), end_j - start_j
 
 
-def _check(profile: Profile, modules: list[Any], gpu: EmulatedGpu, seconds: tuple[float, float], joules: float) -> None:
-    """Check that the energy is that of the profile's rows and of waiting, within one percent of the rows."""
+def _check(
+    profile: Profile,
+    modules: list[Any],
+    gpu: EmulatedGpu,
+    seconds: tuple[float, float],
+    joules: float,
+) -> None:
+    """Check that the energy is that of the profile's rows and of waiting, within one percent of
+    the rows.
+    """
     stages = range(dist.get_rank(), dist.get_world_size() * len(modules), dist.get_world_size())
     rows = [profile.measurements[stage, kind][0] for stage in stages for kind in "FB"]
-    busy_s, busy_j = (MICROBATCHES * sum(getattr(row, each) for row in rows) for each in ("time_s", "energy_j"))
-    least_j, most_j = (busy_j + gpu.model.blocking_power_w * (span_s - busy_s) for span_s in seconds)
+    busy_s, busy_j = (
+        MICROBATCHES * sum(getattr(row, each) for row in rows) for each in ("time_s", "energy_j")
+    )
+    least_j, most_j = (
+        busy_j + gpu.model.blocking_power_w * (span_s - busy_s) for span_s in seconds
+    )
     assert busy_s < seconds[1]
-    assert least_j - 0.01 * busy_j <= joules <= most_j + 0.01 * busy_j, (least_j, joules, most_j, busy_j)
+    assert least_j - 0.01 * busy_j <= joules <= most_j + 0.01 * busy_j, (
+        least_j,
+        joules,
+        most_j,
+        busy_j,
+    )
 
 
 def torch_pipeline() -> tuple[Any, Any, list[Any]]:
@@ -101,12 +125,18 @@ def _schedule(kind: Any, chunks: int) -> tuple[Any, Any, list[Any]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     given, sent = torch.empty(4, WIDTH), torch.empty(4, WIDTH, requires_grad=True)
     stages = [
-        pipelining.PipelineStage(_layer(number), number, chunks * size, CPU, sent if number else given, sent)
+        pipelining.PipelineStage(
+            _layer(number), number, chunks * size, CPU, sent if number else given, sent
+        )
         for number in range(rank, chunks * size, size)
     ]
-    schedule = kind(stages[0] if chunks == 1 else stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    schedule = kind(
+        stages[0] if chunks == 1 else stages, MICROBATCHES, loss_fn=nn.functional.mse_loss
+    )
     data = torch.randn(4 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.SGD([each for stage in stages for each in stage.submod.parameters()], lr=0.01)
+    optimizer = torch.optim.SGD(
+        [each for stage in stages for each in stage.submod.parameters()], lr=0.01
+    )
 
     def step() -> list[Any]:
         losses: list[Any] = []
@@ -136,7 +166,9 @@ def deepspeed_pipeline() -> tuple[Any, Any, list[Any]]:
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "steps_per_print": 2**31,
     }
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config
+    )
     data = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
     return engine, lambda: [engine.train_batch(iter([(data, data)] * MICROBATCHES))], [module]
 

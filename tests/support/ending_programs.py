@@ -16,7 +16,9 @@ from perseus_planner.runtime import planner_runtime
 
 
 def _begin(state: str) -> Callable[[], None]:
-    """Begin, and return a function in which all ranks but 0 wait until rank 0 has ended, for four seconds at most."""
+    """Begin, and return a function in which all ranks but 0 wait until rank 0 has ended, for
+    four seconds at most.
+    """
     os.environ["PLANNER_STATE_DIR"] = state
     dist.init_process_group("gloo")
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
@@ -25,7 +27,11 @@ def _begin(state: str) -> Callable[[], None]:
 
     def stay() -> None:
         deadline_s = time.monotonic() + 4.0
-        while first.is_running() and first.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline_s:
+        while (
+            first.is_running()
+            and first.status() != psutil.STATUS_ZOMBIE
+            and time.monotonic() < deadline_s
+        ):
             time.sleep(0.01)
 
     return (lambda: None) if dist.get_rank() == 0 else stay

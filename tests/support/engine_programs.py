@@ -1,4 +1,6 @@
-"""Programs of ranks whose engines have a hook: each prints as JSON what the adapter returned and called."""
+"""Programs of ranks whose engines have a hook: each prints as JSON what the adapter returned and
+called.
+"""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ def plan_of(schedule: Schedule) -> Plan:
         for stage in range(schedule.stages)
         for kind in schedule.kinds
     }
-    return Plan(pipeline_iteration(schedule), clocks, measured, "0" * 64, None, "simulated", 1.0, *[1.0] * 6)
+    return Plan(
+        pipeline_iteration(schedule), clocks, measured, "0" * 64, None, "simulated", 1.0, *[1.0] * 6
+    )
 
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
@@ -103,14 +107,19 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def with_clocks(adapter: Engine, hook: Watched) -> dict[str, Any]:
-    """Compare, for every iteration, the requests at the begin of each computation with the expected ones."""
+    """Compare, for every iteration, the requests at the begin of each computation with the
+    expected ones.
+    """
     order = adapter.order()
     assert order is not None
     hook.program.check_order(order, adapter.name)
     wanted = list(enumerate(hook.program.clocks))
     return {
         "deviations": hook.deviations,
-        "clocks": [hook.seen[first : first + len(wanted)] == wanted for first in range(0, len(hook.seen), len(wanted))],
+        "clocks": [
+            hook.seen[first : first + len(wanted)] == wanted
+            for first in range(0, len(hook.seen), len(wanted))
+        ],
         "next": parse_clock_request(hook.word[0]),
         "first": wanted[0],
     }
@@ -248,7 +257,9 @@ def _followed(name: str, ranks: int) -> dict[str, Any]:
         "iterations": recorder.iterations,
         "open": recorder.inside or recorder.computing,
         "equal": equal(plain, hooked),
-        "losses": schedule._loss_fn.inside if any(stage.is_last for stage in _stages(schedule)) else None,
+        "losses": schedule._loss_fn.inside
+        if any(stage.is_last for stage in _stages(schedule))
+        else None,
         "left": not_taken_off(owners),
         **with_clocks(engine_of(watched), hook),
         "more": others.iterations,
@@ -260,10 +271,14 @@ def torch_schedule(name: str, microbatches: int) -> Any:
     """Create a pipeline; it is the same each time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     single, v_shaped = name in ("gpipe", "1f1b"), name in ("zbv", "dualpipe-v")
-    numbers = [rank] if single else [rank, 2 * ranks - 1 - rank] if v_shaped else [rank, ranks + rank]
+    numbers = (
+        [rank] if single else [rank, 2 * ranks - 1 - rank] if v_shaped else [rank, ranks + rank]
+    )
     torch.manual_seed(rank)
     count = ranks * len(numbers)
-    parts = [pipelining.PipelineStage(Layer(), each, count, torch.device("cpu")) for each in numbers]
+    parts = [
+        pipelining.PipelineStage(Layer(), each, count, torch.device("cpu")) for each in numbers
+    ]
     kind = getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
     return kind(parts[0] if single else parts, microbatches, loss_fn=Loss())
 
@@ -288,7 +303,9 @@ def _torch_trained(schedule: Any, attached: AbstractContextManager[None]) -> lis
     return [*results, *modules.state_dict().values(), torch.rand(1)]
 
 
-def torch_step(schedule: Any, microbatches: int, run: Callable[..., Any] | None = None) -> list[Any]:
+def torch_step(
+    schedule: Any, microbatches: int, run: Callable[..., Any] | None = None
+) -> list[Any]:
     stages = _stages(schedule)
     data = torch.randn(2, microbatches * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     losses: list[Any] = []
@@ -345,7 +362,9 @@ def deepspeed_engines() -> None:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pipelines do not need it, and it would be compiled
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # pipelines do not need it, and it would be compiled
+    )
     deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
     ranks = dist.get_world_size()
     modules = {"1f1b": PipelineModule}
@@ -396,10 +415,16 @@ def _deepspeed_followed(name: str, module: Any, ranks: int) -> dict[str, Any]:
 
 
 def deepspeed_schedule(name: str, ranks: int, microbatches: int) -> Schedule:
-    """Return our schedule; DeepSpeed runs DualPipeV with whole backwards where ours has I and, later, W."""
+    """Return our schedule; DeepSpeed runs DualPipeV with whole backwards where ours has I and,
+    later, W.
+    """
     schedule = schedule_of(name, ranks, microbatches)
     rows = tuple(
-        tuple(each._replace(kind="B" if each.kind == "I" else each.kind) for each in row if each.kind != "W")
+        tuple(
+            each._replace(kind="B" if each.kind == "I" else each.kind)
+            for each in row
+            if each.kind != "W"
+        )
         for row in schedule.ranks
     )
     return Schedule(name, rows)
@@ -425,14 +450,19 @@ def _engine(module: Any, microbatches: int, **topology: Any) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "steps_per_print": 2**31,
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
     return engine
 
 
 def _microbatches() -> Iterator[Any]:
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+        yield (
+            torch.randn(ROWS, WIDTH, generator=generator),
+            torch.randn(ROWS, WIDTH, generator=generator),
+        )
 
 
 def _deepspeed_trained(engine: Any, attached: AbstractContextManager[None]) -> list[Any]:
@@ -443,7 +473,11 @@ def _deepspeed_trained(engine: Any, attached: AbstractContextManager[None]) -> l
             if step == 1:
                 results.append(engine.eval_batch(_microbatches()).detach().clone())
             results += _deepspeed_step(engine)
-    return [*results, *(each.detach().clone() for each in engine.module.parameters()), torch.rand(1)]
+    return [
+        *results,
+        *(each.detach().clone() for each in engine.module.parameters()),
+        torch.rand(1),
+    ]
 
 
 def _deepspeed_step(engine: Any) -> list[Any]:
@@ -460,7 +494,11 @@ def _replicas() -> dict[str, Any]:
     said = entered_and_left(adapter, [engine])
     with adapter.attached(recorder):
         _deepspeed_step(engine)
-    return {**said, "order": [str(each) for each in adapter.order() or ()], "iterations": recorder.iterations}
+    return {
+        **said,
+        "order": [str(each) for each in adapter.order() or ()],
+        "iterations": recorder.iterations,
+    }
 
 
 def _deepspeed_failure() -> dict[str, Any]:
@@ -478,4 +516,9 @@ def _deepspeed_failure() -> dict[str, Any]:
             _deepspeed_step(engine)
         except Exception as error:
             said = _failure(error)
-    return {**said, "iterations": recorder.iterations, "open": recorder.inside, "left": not_taken_off([engine])}
+    return {
+        **said,
+        "iterations": recorder.iterations,
+        "open": recorder.inside,
+        "left": not_taken_off([engine]),
+    }

@@ -1,4 +1,5 @@
-"""A stand-in for `libamd_smi.so`, compiled from `fake_amd_smi.c`, for tests of code that uses AMD SMI.
+"""A stand-in for `libamd_smi.so`, compiled from `fake_amd_smi.c`, for tests of code that uses AMD
+SMI.
 
     def test_a_clock_is_set(amd):              # the fixture: two GPUs, in this process
         with open_gpu("amd:1") as gpu:
@@ -57,7 +58,9 @@ class _State(ctypes.Structure):
 
 
 class AmdStandIn:
-    """The GPUs of the stand-in library; any process that has `FAKE_AMD_STATE` and `ROCM_PATH` can use them."""
+    """The GPUs of the stand-in library; any process that has `FAKE_AMD_STATE` and `ROCM_PATH`
+    can use them.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,13 +98,17 @@ def rocm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if found is None or not found.submodule_search_locations or compiler is None:
         pytest.skip("amdsmi is not installed, or there is no C compiler")
-    wrapper = Path(found.submodule_search_locations[0], "amdsmi_wrapper.py").read_text(encoding="utf-8")
+    wrapper = Path(found.submodule_search_locations[0], "amdsmi_wrapper.py").read_text(
+        encoding="utf-8"
+    )
     source = SOURCE.read_text(encoding="utf-8")
     looked_up = set(re.findall(r"_libraries\['libamd_smi\.so'\]\.(\w+)", wrapper))
     missing = looked_up - set(re.findall(r"^int (amdsmi_\w+)\(", source, re.MULTILINE))
     folder = tmp_path_factory.mktemp("rocm")
     (folder / "lib").mkdir()
-    (folder / "amd.c").write_text(source + "".join(f"int {name}(void) {{ return 2; }}\n" for name in sorted(missing)))
+    (folder / "amd.c").write_text(
+        source + "".join(f"int {name}(void) {{ return 2; }}\n" for name in sorted(missing))
+    )
     shared = ["-O1", "-w", "-shared", "-fPIC", "-o", str(folder / "lib" / "libamd_smi.so")]
     subprocess.run([compiler, *shared, str(folder / "amd.c")], check=True)
     return folder

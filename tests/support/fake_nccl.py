@@ -1,8 +1,8 @@
 """Stand-ins for torch's CUDA streams and NCCL messages, for ranks that are threads of one process.
 
-Work on a stream begins when the work before it has ended. A message begins when the current stream of its sender or
-receiver has come to it, as in ProcessGroupNCCL, and ends when both have begun. Nothing runs: whether work has ended
-follows from what it waits for.
+Work on a stream begins when the work before it has ended. A message begins when the current stream
+of its sender or receiver has come to it, as in ProcessGroupNCCL, and ends when both have begun.
+Nothing runs: whether work has ended follows from what it waits for.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FakeNccl:
     """The part of torch and torch.distributed that neighbours use.
 
     Args:
-        one_queue: Whether all streams of a device share one queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1: what is
-            launched later begins no earlier.
+        one_queue: Whether all streams of a device share one queue, as with
+            CUDA_DEVICE_MAX_CONNECTIONS=1: what is launched later begins no earlier.
         limit_s: How long the host waits for a device, seconds.
     """
 
@@ -55,7 +55,10 @@ class FakeNccl:
         self._streams: dict[Any, Stream] = {}
         self._launched: dict[Any, list[Op]] = {}
         cuda = SimpleNamespace(
-            Stream=Stream, stream=self._stream, set_device=lambda _: None, synchronize=self._synchronize
+            Stream=Stream,
+            stream=self._stream,
+            set_device=lambda _: None,
+            synchronize=self._synchronize,
         )
         self.distributed = SimpleNamespace(
             irecv=lambda tensor, rank, group: self._message(tensor, group, "received"),
@@ -63,17 +66,25 @@ class FakeNccl:
             recv=lambda *call: self.distributed.irecv(*call).wait(),
             send=lambda *call: self.distributed.isend(*call).wait(),
         )
-        self.torch = SimpleNamespace(cuda=cuda, distributed=self.distributed, empty=self._tensor, zeros=self._zeros)
+        self.torch = SimpleNamespace(
+            cuda=cuda, distributed=self.distributed, empty=self._tensor, zeros=self._zeros
+        )
 
     def _has_ended(self, *wanted: Op) -> bool:
         with self._lock:
             changed = True
             while changed:
                 changed = False
-                for op in (op for each in self._launched.values() for op in each if not op.has_ended):
+                for op in (
+                    op for each in self._launched.values() for op in each if not op.has_ended
+                ):
                     before = (op.has_begun, op.has_ended)
-                    op.has_begun = all(each.has_ended for each in op.after) and (not op.behind or op.behind.has_begun)
-                    op.has_ended = len(op.peers) == op.needed and all(each.has_begun for each in op.peers)
+                    op.has_begun = all(each.has_ended for each in op.after) and (
+                        not op.behind or op.behind.has_begun
+                    )
+                    op.has_ended = len(op.peers) == op.needed and all(
+                        each.has_begun for each in op.peers
+                    )
                     changed |= before != (op.has_begun, op.has_ended)
             return all(each.has_ended for each in wanted)
 
@@ -89,12 +100,18 @@ class FakeNccl:
         stream = self._streams.setdefault((tensor.device, group), Stream(tensor.device))
         current = self._current(tensor.device)
         op = self._launch(stream, current.last, self._messages.setdefault((group, number), []))
-        return SimpleNamespace(is_completed=lambda: self._has_ended(op), wait=lambda: self._launch(current, [op]))
+        return SimpleNamespace(
+            is_completed=lambda: self._has_ended(op), wait=lambda: self._launch(current, [op])
+        )
 
     def _launch(self, stream: Stream, after: list[Op], peers: list[Op] | None = None) -> Op:
         with self._lock:
             launched = self._launched.setdefault(stream.device, [])
-            op = Op([*stream.last, *after], launched[-1] if launched and self._one_queue else None, peers)
+            op = Op(
+                [*stream.last, *after],
+                launched[-1] if launched and self._one_queue else None,
+                peers,
+            )
             stream.last = [op]
             launched.append(op)
             return op

@@ -1,4 +1,5 @@
-"""A stand-in for `nvidia-smi -i UUID (-lgc MIN,MAX | -rgc | -pl WATTS)`, which acts on NVML in the same way.
+"""A stand-in for `nvidia-smi -i UUID (-lgc MIN,MAX | -rgc | -pl WATTS)`, which acts on NVML in the
+same way.
 
 It exits with NVML's code, and prints what is wrong on stdout, as nvidia-smi does.
 """

@@ -1,4 +1,5 @@
-"""A stand-in for `libnvidia-ml.so.1`, compiled from `fake_nvml.c`, for tests of code that uses NVML.
+"""A stand-in for `libnvidia-ml.so.1`, compiled from `fake_nvml.c`, for tests of code that uses
+NVML.
 
     def test_a_clock_is_locked(nvml):              # the fixture: two GPUs, in this process
         with open_gpu("nvml:1") as gpu:
@@ -9,30 +10,38 @@
     nvml.fail("nvmlDeviceGetPowerUsage", 15)       # with that error code, on every GPU
     subprocess.run(command, env=nvml.environment())
 
-What a driver would keep (locks, limits, energy) and every call made lie in one file, so that they outlive the processes
-that use them. `nvml.locked_mhz`, `limit_w`, `calls` and `settings` read it from any process.
+What a driver would keep (locks, limits, energy) and every call made lie in one file, so that they
+outlive the processes that use them. `nvml.locked_mhz`, `limit_w`, `calls` and `settings` read it
+from any process.
 
-The script is lines of `GPU KEY VALUE`; GPU is an index or `*`, and of several lines that fit the last holds:
+The script is lines of `GPU KEY VALUE`; GPU is an index or `*`, and of several lines that fit the
+last holds:
 
-    driver 570.86.15                version of the driver            gpus 2         how many there are
-    name NVIDIA H100                                                 uuid GPU-…     pci 0000:3B:00.0
-    clocks 1980 1965 …              SM clocks, in the order listed   clocks_at_1593 …  the same at that memory clock
-    memory_clocks 2619 1593
-    idle_w 60, w_per_mhz 0.2        power = idle_w + w_per_mhz * clock; the clock is the highest listed that neither the
+    driver 570.86.15                version of the driver            gpus 2         how many there
+    are name NVIDIA H100                                                 uuid GPU-…     pci
+    0000:3B:00.0
+    clocks 1980 1965 …              SM clocks, in the order listed   clocks_at_1593 …  the same at
+    that memory clock memory_clocks 2619 1593
+    idle_w 60, w_per_mhz 0.2        power = idle_w + w_per_mhz * clock; the clock is the highest
+    listed that neither the
                                     lock nor the power limit forbids
-    power_w 300                     power whatever the clock         clock_mhz 990  achieved clock whatever is locked
-    energy_mj 1000000               the energy counter at the start  energy_step_ms 100  it moves in such steps
-    now_s 12.5                      time by which energy is counted; without it, CLOCK_MONOTONIC
+    power_w 300                     power whatever the clock         clock_mhz 990  achieved clock
+    whatever is locked energy_mj 1000000               the energy counter at the start
+    energy_step_ms 100  it moves in such steps now_s 12.5                      time by which energy
+    is counted; without it, CLOCK_MONOTONIC
     temperature_c 40
-    throttle 0x4                    bits of the clocks event reasons; SwPowerCap is added where the limit bites
-    limit_mw 100000 700000 700000   least, greatest and default power limit
+    throttle 0x4                    bits of the clocks event reasons; SwPowerCap is added where the
+    limit bites limit_mw 100000 700000 700000   least, greatest and default power limit
     mig 1, persistence 0, virtualization 2
     profiles 0x80                   bits of the workload power profiles that are enforced
-    field_251 1                     a field value (scope 0); `error 3`: its nvmlReturn; `untouched`: nothing is written
-    field_186_1 420000              the same for scope 1; `module 1`: there is a module scope for power and energy
-    error FUNCTION CODE [N [M]]     calls N to M (without: all) on that GPU answer CODE and do nothing; FUNCTION `*` is
-                                    all that name a GPU; CODE 0: success is said, but nothing is written
-    latency_us_FUNCTION 4500        how long it takes; settings of all GPUs and processes queue behind one lock, and
+    field_251 1                     a field value (scope 0); `error 3`: its nvmlReturn; `untouched`:
+    nothing is written field_186_1 420000              the same for scope 1; `module 1`: there is a
+    module scope for power and energy error FUNCTION CODE [N [M]]     calls N to M (without: all) on
+    that GPU answer CODE and do nothing; FUNCTION `*` is
+                                    all that name a GPU; CODE 0: success is said, but nothing is
+                                    written
+    latency_us_FUNCTION 4500        how long it takes; settings of all GPUs and processes queue
+    behind one lock, and
                                     take effect half-way
 """
 
@@ -99,7 +108,9 @@ class _State(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Setting:
-    """One call that set something: (low, high) are MHz, (0, 0) for a reset, or mW twice; times are CLOCK_MONOTONIC."""
+    """One call that set something: (low, high) are MHz, (0, 0) for a reset, or mW twice; times
+    are CLOCK_MONOTONIC.
+    """
 
     function: str
     gpu: int
@@ -112,20 +123,32 @@ class Setting:
 
 
 def compiled(folder: Path, without: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
-    """Compile the library without some functions into `folder`, under its real name; skip without a compiler."""
+    """Compile the library without some functions into `folder`, under its real name; skip
+    without a compiler.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler (cc or gcc) to make a stand-in for NVIDIA's libraries with")
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / ("libnvidia-ml.so.1" if source == SOURCE else "libcuda.so.1")
     absent = [f"-D{name}=absent_{name}" for name in without]
-    shared = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    shared = [
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{library.name}",
+    ]
     subprocess.run([compiler, *shared, *absent, "-o", str(library), str(source)], check=True)
     return library
 
 
 class StandIn:
-    """GPUs of a stand-in library, which are scripted here; any process with `environment()` can use them."""
+    """GPUs of a stand-in library, which are scripted here; any process with `environment()` can
+    use them.
+    """
 
     def __init__(self, library: Path, folder: Path, gpus: int = 2) -> None:
         self.library = library
@@ -138,7 +161,10 @@ class StandIn:
         for index, (uuid, pci) in enumerate(zip(UUIDS, PCI, strict=True)):
             self.add(f"{index} uuid {uuid}", f"{index} pci {pci}")
         for index in range(len(UUIDS), gpus):
-            self.add(f"{index} uuid GPU-{index:08x}-aaaa-bbbb-cccc-{index:012x}", f"{index} pci 0000:{index:02X}:00.0")
+            self.add(
+                f"{index} uuid GPU-{index:08x}-aaaa-bbbb-cccc-{index:012x}",
+                f"{index} pci 0000:{index:02X}:00.0",
+            )
 
     def environment(self) -> dict[str, str]:
         """Return an environment in which a process finds these GPUs."""
@@ -158,12 +184,22 @@ class StandIn:
         """Add one line to the script."""
         self.add(f"{gpu} {key} {value}")
 
-    def fail(self, function: str, code: int, *, gpu: int | str = "*", after: int = 0, times: int | None = None) -> None:
+    def fail(
+        self,
+        function: str,
+        code: int,
+        *,
+        gpu: int | str = "*",
+        after: int = 0,
+        times: int | None = None,
+    ) -> None:
         """Let some calls pass, then some (None: all) return `code`; counted for each GPU.
 
-        A call counts for the GPU it names; where several are meant by "*", they must have been called equally often.
-        """
-        first = self.calls(function, 0 if gpu == "*" and _names_a_gpu(function) else gpu) + after + 1
+        A call counts for the GPU it names; where several are meant by "*", they must have been
+        called equally often."""
+        first = (
+            self.calls(function, 0 if gpu == "*" and _names_a_gpu(function) else gpu) + after + 1
+        )
         last = "" if times is None else f" {first + times - 1}"
         self.add(f"{gpu} error {function} {code}" + (f" {first}{last}" if after or times else ""))
 
@@ -216,20 +252,34 @@ class StandIn:
     def _write(self) -> None:
         self.script.with_suffix(".new").write_text("\n".join(self._lines) + "\n", encoding="utf-8")
         self.script.with_suffix(".new").replace(self.script)
-        with self.state.open("r+b") as file:  # says that the script is new, also within one tick of the file's clock
+        with self.state.open(
+            "r+b"
+        ) as file:  # says that the script is new, also within one tick of the file's clock
             version = int.from_bytes(file.read(4), "little") + 1
             file.seek(0)
             file.write(version.to_bytes(4, "little"))
 
 
 def _names_a_gpu(function: str) -> bool:
-    return function not in ("nvmlInitWithFlags", "nvmlShutdown", "nvmlSystemGetDriverVersion", "nvmlDeviceGetCount_v2")
+    return function not in (
+        "nvmlInitWithFlags",
+        "nvmlShutdown",
+        "nvmlSystemGetDriverVersion",
+        "nvmlDeviceGetCount_v2",
+    )
 
 
 def _setting(kept: _Set) -> Setting:
     function = kept.function.decode()
     return Setting(
-        function, kept.gpu, kept.code, kept.pid, kept.low, kept.high, kept.begun_ns / 1e9, kept.ended_ns / 1e9
+        function,
+        kept.gpu,
+        kept.code,
+        kept.pid,
+        kept.low,
+        kept.high,
+        kept.begun_ns / 1e9,
+        kept.ended_ns / 1e9,
     )
 
 
@@ -253,11 +303,14 @@ def nvml(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @contextmanager
 def loaded(library: object) -> Iterator[None]:
-    """Make nvidia-ml-py in this process use a library (a path, or a ctypes.CDLL) inside the block."""
+    """Make nvidia-ml-py in this process use a library (a path, or a ctypes.CDLL) inside the
+    block.
+    """
     import pynvml
 
     before = pynvml.nvmlLib
-    # What CDLL("libnvidia-ml.so.1") gives where LD_LIBRARY_PATH leads there; set, since a process finds only one so.
+    # What CDLL("libnvidia-ml.so.1") gives where LD_LIBRARY_PATH leads there; set, since a process
+    # finds only one so.
     pynvml.nvmlLib = ctypes.CDLL(str(library)) if isinstance(library, Path) else library
     pynvml._nvmlGetFunctionPointer_cache.clear()
     try:

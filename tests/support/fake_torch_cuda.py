@@ -1,8 +1,9 @@
-"""A stand-in for torch.cuda and the CUDA driver: it keeps stream order, and runs when the test says so.
+"""A stand-in for torch.cuda and the CUDA driver: it keeps stream order, and runs when the test says
+so.
 
-Time is the test's: `now_ns` is the host's clock; the device's drifts from it. What a real device would punish is
-punished: reading an event that is not done, a negative time, anything forbidden while a graph is captured, memory that
-is not registered. Every wait for the device is counted.
+Time is the test's: `now_ns` is the host's clock; the device's drifts from it. What a real device
+would punish is punished: reading an event that is not done, a negative time, anything forbidden
+while a graph is captured, memory that is not registered. Every wait for the device is counted.
 """
 
 from __future__ import annotations
@@ -69,19 +70,27 @@ class FakeCuda:
 
     Args:
         drift_ppm: by how much the device's clock is faster than the host's.
-        is_idle_stream_prompt: work in a stream beside that of training is done at once, as it is on a real device.
+        is_idle_stream_prompt: work in a stream beside that of training is done at once, as it is on
+            a real device.
         refuses: function of the driver -> the error that it answers.
     """
 
     def __init__(
-        self, drift_ppm: float = 0.0, is_idle_stream_prompt: bool = True, refuses: dict[str, int] | None = None
+        self,
+        drift_ppm: float = 0.0,
+        is_idle_stream_prompt: bool = True,
+        refuses: dict[str, int] | None = None,
     ) -> None:
         self.drift_ppm, self.is_idle_stream_prompt = drift_ppm, is_idle_stream_prompt
         self.refuses = refuses or {}
         self.now_ns, self.query_ns = 1_000_000_000, 1_000
-        self.events_ns: list[int] = []  #: when each event of training's stream was, truly, on the host's clock
+        self.events_ns: list[
+            int
+        ] = []  #: when each event of training's stream was, truly, on the host's clock
         self.waits = 0
-        self.is_capturing = False  #: by the training thread, in the default mode: the whole process is watched
+        self.is_capturing = (
+            False  #: by the training thread, in the default mode: the whole process is watched
+        )
         self.broken_by: list[str] = []
         self.registered: set[int] = set()
         self.capture_mode = 0

@@ -1,16 +1,18 @@
-"""A stand-in for the zeusd daemon, version 0.5.0: a real HTTP server on a real UNIX socket, or on a TCP port.
+"""A stand-in for the zeusd daemon, version 0.5.0: a real HTTP server on a real UNIX socket, or on a
+TCP port.
 
     with FakeZeusd(path, [KeptGpu("0000:07:00.0")]) as zeusd:      # its GPU 0
         ...
         assert zeusd.gpus[0].locked_mhz == (1200, 1200)
 
-It is as strict as zeusd is (docs/zeusd/api.md, src/routes, src/auth.rs): all parameters in the query, none that it does
-not know and none left out, `block` and `gpu_ids` on every write, a token of the right scope where a key is given, 404
-for a group that is off, and {"errors": {"0": text}} with the texts of nvml-wrapper and the status that goes with them.
-It is stricter than zeusd in one thing: a body that is not empty is refused.
+It is as strict as zeusd is (docs/zeusd/api.md, src/routes, src/auth.rs): all parameters in the
+query, none that it does not know and none left out, `block` and `gpu_ids` on every write, a token
+of the right scope where a key is given, 404 for a group that is off, and {"errors": {"0": text}}
+with the texts of nvml-wrapper and the status that goes with them. It is stricter than zeusd in one
+thing: a body that is not empty is refused.
 
-What is behind it is either kept by itself (`KeptGpu`) or a GPU of NVML (`NvmlGpu`), on which it acts as zeusd does.
-"""
+What is behind it is either kept by itself (`KeptGpu`) or a GPU of NVML (`NvmlGpu`), on which it
+acts as zeusd does."""
 
 from __future__ import annotations
 
@@ -31,11 +33,18 @@ from urllib.parse import parse_qsl, urlsplit
 
 NOT_PERMITTED, NOT_SUPPORTED, INVALID, LOST = 4, 3, 2, 15
 
-# nvmlReturn_t -> (status, text): zeusd's src/error.rs and nvml-wrapper's src/error.rs; its spelling, too.
+# nvmlReturn_t -> (status, text): zeusd's src/error.rs and nvml-wrapper's src/error.rs; its
+# spelling, too.
 REFUSALS = {
     INVALID: (400, "NVML error: a supplied argument was invalid"),
-    NOT_SUPPORTED: (400, "NVML error: the requested operation is not available on the target device"),
-    NOT_PERMITTED: (403, "NVML error: the current user does not have permission to perform this operation"),
+    NOT_SUPPORTED: (
+        400,
+        "NVML error: the requested operation is not available on the target device",
+    ),
+    NOT_PERMITTED: (
+        403,
+        "NVML error: the current user does not have permission to perform this operation",
+    ),
     LOST: (500, "NVML error: device fell off the bus or has otherwise become inacessible"),
 }
 UNKNOWN = (500, "NVML error: an internal driver error occured")
@@ -117,8 +126,12 @@ class NvmlGpu:
 
 
 def token(key: bytes, scopes: Sequence[str], expires: int | None = None) -> str:
-    """Return a token like `zeusd token issue`: a JWT signed with HS256; `expires` in Unix seconds, None for never."""
-    claims = {"sub": "alice", "scopes": list(scopes)} | ({"exp": expires} if expires is not None else {})
+    """Return a token like `zeusd token issue`: a JWT signed with HS256; `expires` in Unix
+    seconds, None for never.
+    """
+    claims = {"sub": "alice", "scopes": list(scopes)} | (
+        {"exp": expires} if expires is not None else {}
+    )
     signed = f"{_base64({'alg': 'HS256', 'typ': 'JWT'})}.{_base64(claims)}"
     return f"{signed}.{_signature(key, signed)}"
 
@@ -128,7 +141,11 @@ def _base64(value: object) -> str:
 
 
 def _signature(key: bytes, signed: str) -> str:
-    return base64.urlsafe_b64encode(hmac.digest(key, signed.encode(), hashlib.sha256)).rstrip(b"=").decode()
+    return (
+        base64.urlsafe_b64encode(hmac.digest(key, signed.encode(), hashlib.sha256))
+        .rstrip(b"=")
+        .decode()
+    )
 
 
 @dataclass(frozen=True)
@@ -177,7 +194,9 @@ class FakeZeusd:
         self._server: Any = server(str(where) if isinstance(where, Path) else where, _Handler)
         self._server.zeusd = self
         self.port = None if isinstance(where, Path) else self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}
+        )
 
     def __enter__(self) -> FakeZeusd:
         self._thread.start()
@@ -223,13 +242,25 @@ class FakeZeusd:
 
     def _discovered(self) -> object:
         gpus = [
-            {"id": index, "name": gpu.name, "pci_address": gpu.pci_address, "cumulative_energy_available": True}
+            {
+                "id": index,
+                "name": gpu.name,
+                "pci_address": gpu.pci_address,
+                "cumulative_energy_available": True,
+            }
             for index, gpu in enumerate(self.gpus)
         ]
         needs_token = self.key is not None
-        return {"gpus": gpus, "cpus": [], "enabled_api_groups": list(self.groups), "auth_required": needs_token}
+        return {
+            "gpus": gpus,
+            "cpus": [],
+            "enabled_api_groups": list(self.groups),
+            "auth_required": needs_token,
+        }
 
-    def _done(self, request: Request, types: dict[str, Callable[[str], Any]], act: Callable[..., Any]) -> Answer:
+    def _done(
+        self, request: Request, types: dict[str, Callable[[str], Any]], act: Callable[..., Any]
+    ) -> Answer:
         try:
             values = _parsed(request, types)
             indices = sorted({int(index) for index in values.pop("gpu_ids").split(",")})
@@ -280,7 +311,10 @@ _COMMANDS: dict[tuple[str, str], tuple[dict[str, Callable[[str], Any]], Callable
         lambda gpu, min_clock_mhz, max_clock_mhz: gpu.lock(min_clock_mhz, max_clock_mhz),
     ),
     ("POST", "reset_gpu_locked_clocks"): ({}, lambda gpu: gpu.unlock()),
-    ("POST", "set_power_limit"): ({"power_limit_mw": _u32}, lambda gpu, power_limit_mw: gpu.limit(power_limit_mw)),
+    ("POST", "set_power_limit"): (
+        {"power_limit_mw": _u32},
+        lambda gpu, power_limit_mw: gpu.limit(power_limit_mw),
+    ),
 }
 
 
@@ -297,7 +331,9 @@ def _unauthorized(key: bytes, scope: str, authorization: str) -> Answer | None:
     if scope in claims["scopes"]:
         return None
     scopes = ", ".join(f"'{each}'" for each in claims["scopes"])
-    lacks = f"Token for user '{claims['sub']}' lacks required scope '{scope}'. Token scopes: [{scopes}]"
+    lacks = (
+        f"Token for user '{claims['sub']}' lacks required scope '{scope}'. Token scopes: [{scopes}]"
+    )
     return Answer(403, {"error": lacks})
 
 
@@ -331,7 +367,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         zeusd, url = self.server.zeusd, urlsplit(self.path)
-        request = Request(self.command, url.path, dict(parse_qsl(url.query, keep_blank_values=True)))
+        request = Request(
+            self.command, url.path, dict(parse_qsl(url.query, keep_blank_values=True))
+        )
         if url.path == zeusd.waits_at:
             zeusd.ended.wait()
         if url.path in (zeusd.waits_at, zeusd.breaks_off_at):
@@ -340,7 +378,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = int(self.headers.get("Content-Length") or 0)
         answer = (
-            Answer(400, "no body is wanted") if body else zeusd.answer(request, self.headers.get("Authorization", ""))
+            Answer(400, "no body is wanted")
+            if body
+            else zeusd.answer(request, self.headers.get("Authorization", ""))
         )
         self._send(answer)
 
@@ -348,7 +388,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, answer: Answer) -> None:
         text = isinstance(answer.body, str)
-        body = answer.body.encode() if isinstance(answer.body, str) else json.dumps(answer.body).encode()
+        body = (
+            answer.body.encode()
+            if isinstance(answer.body, str)
+            else json.dumps(answer.body).encode()
+        )
         self.send_response(answer.status)
         self.send_header("Content-Type", "text/plain" if text else "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -54,7 +54,8 @@ TEXTS = ("nvml:0", "nvml:1")
 def owner(
     code: str, texts: Sequence[str] = TEXTS, folder: Path = Path("/"), *, own_session: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run `code` on these GPUs in a process, from its first line of output on; kill it at the end of the block.
+    """Run `code` on these GPUs in a process, from its first line of output on; kill it at the end
+    of the block.
 
     It runs in a folder without the package, so that it imports the installed one.
     """
@@ -76,7 +77,9 @@ def owner(
 
 
 def guardians(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Stop `process`, so that it starts no more children, and return its children, which are guardians."""
+    """Stop `process`, so that it starts no more children, and return its children, which are
+    guardians.
+    """
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
     return psutil.Process(process.pid).children()
@@ -84,7 +87,11 @@ def guardians(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def own_guardians() -> list[psutil.Process]:
     """Return the guardians that this process has started; it may have other children."""
-    return [child for child in psutil.Process().children() if "perseus_planner.gpu.lease.guardian" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process().children()
+        if "perseus_planner.gpu.lease.guardian" in child.cmdline()
+    ]
 
 
 def kill(*pids: int) -> None:

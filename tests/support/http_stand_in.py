@@ -1,4 +1,6 @@
-"""A stand-in for the planner's service: says over HTTP what a test tells it to, and keeps what it was asked."""
+"""A stand-in for the planner's service: says over HTTP what a test tells it to, and keeps what
+it was asked.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 Answers = Callable[[str, str, Any], tuple[int, Any]]
-"""(method, path with its query, body) -> status, body; a text is sent as it is, None: no content."""
+"""(method, path with its query, body) -> status, body; a text is sent as it is, None: no
+content.
+"""
 
 
 class Asked(NamedTuple):

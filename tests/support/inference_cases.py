@@ -1,4 +1,6 @@
-"""Inference profiles and demands for tests, and the least energy of their pools by trying every number of instances."""
+"""Inference profiles and demands for tests, and the least energy of their pools by trying every
+number of instances.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import numpy as np
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, Objectives, RequestClass
+from perseus_planner.inference.cells import (
+    Cell,
+    Configuration,
+    InferenceProfile,
+    Objectives,
+    RequestClass,
+)
 from perseus_planner.inference.pools import PUBLISHED, ChangeCosts, Pool
 from perseus_planner.inference.workload import Load
 
@@ -37,7 +45,9 @@ def write_trace(path: Path, requests: Sequence[tuple[float, int, int]]) -> Path:
     return path
 
 
-def steady(seconds: int, *, every_s: float = 0.1, long_every: int = 10) -> list[tuple[float, int, int]]:
+def steady(
+    seconds: int, *, every_s: float = 0.1, long_every: int = 10
+) -> list[tuple[float, int, int]]:
     """Requests at equal distances; every `long_every`th is long."""
     count = int(seconds / every_s)
     return [(each * every_s, 2000 if each % long_every == 9 else 100, 50) for each in range(count)]
@@ -45,7 +55,9 @@ def steady(seconds: int, *, every_s: float = 0.1, long_every: int = 10) -> list[
 
 @st.composite
 def profiles(draw: st.DrawFn) -> InferenceProfile:
-    """Two classes at one or two loads, on one or two GPUs at two clocks; each class meets its objective somewhere."""
+    """Two classes at one or two loads, on one or two GPUs at two clocks; each class meets its
+    objective somewhere.
+    """
     cells: dict[tuple[RequestClass, Configuration], tuple[Cell, ...]] = {}
     loads = draw(st.sampled_from([(1000.0,), (500.0, 1000.0)]))
     for at in itertools.starmap(Configuration, itertools.product((1, 2), (1000, 2000))):
@@ -63,7 +75,11 @@ def profiles(draw: st.DrawFn) -> InferenceProfile:
 @st.composite
 def demands(draw: st.DrawFn) -> dict[RequestClass, Load]:
     return {
-        of: Load(draw(st.floats(0.5, 5.0)), draw(st.floats(100.0, 1500.0)), draw(st.sampled_from([1.0, 1.5])))
+        of: Load(
+            draw(st.floats(0.5, 5.0)),
+            draw(st.floats(100.0, 1500.0)),
+            draw(st.sampled_from([1.0, 1.5])),
+        )
         for of in (SHORT, LONG)
     }
 
@@ -76,8 +92,15 @@ def least_energy_j(
     before: Sequence[Pool] | None = None,
     costs: ChangeCosts = PUBLISHED,
 ) -> float:
-    """Return the least energy of a period over all numbers of instances; infinite if no pools carry the load."""
-    kinds = [(of, at) for of in (SHORT, LONG) for at in profile.configurations if profile.feasible(of, at)]
+    """Return the least energy of a period over all numbers of instances; infinite if no pools
+    carry the load.
+    """
+    kinds = [
+        (of, at)
+        for of in (SHORT, LONG)
+        for at in profile.configurations
+        if profile.feasible(of, at)
+    ]
     best_j = math.inf
     for counts in itertools.product(*(range(gpus // at.tensor_degree + 1) for _, at in kinds)):
         pools = [Pool(of, at, count) for (of, at), count in zip(kinds, counts, strict=True)]
@@ -87,8 +110,12 @@ def least_energy_j(
     return best_j
 
 
-def _least_power_w(profile: InferenceProfile, demand: Mapping[RequestClass, Load], pools: Sequence[Pool]) -> float:
-    """Return the least power of given pools, by a linear programme over the shares of their instances."""
+def _least_power_w(
+    profile: InferenceProfile, demand: Mapping[RequestClass, Load], pools: Sequence[Pool]
+) -> float:
+    """Return the least power of given pools, by a linear programme over the shares of their
+    instances.
+    """
     shares = [
         (number, of, cell)
         for number, pool in enumerate(pools)
@@ -101,10 +128,14 @@ def _least_power_w(profile: InferenceProfile, demand: Mapping[RequestClass, Load
         return math.inf
     idle_w = [profile.idle_w(pool.at) for pool in pools]
     costs = [
-        cell.energy_j * cell.tokens_per_s * demand[of].requests_per_s / demand[of].tokens_per_s - idle_w[number]
+        cell.energy_j * cell.tokens_per_s * demand[of].requests_per_s / demand[of].tokens_per_s
+        - idle_w[number]
         for number, of, cell in shares
     ]
-    filled = [[demand[of].peak * (number == each) for number, of, _ in shares] for each in range(len(pools))]
+    filled = [
+        [demand[of].peak * (number == each) for number, of, _ in shares]
+        for each in range(len(pools))
+    ]
     carried = [[cell.tokens_per_s * (of == each) for _, of, cell in shares] for each in demand]
     found = linprog(
         costs,

@@ -1,8 +1,10 @@
-"""Programs of ranks for the tests of frameworks: they build and run schedules as torchtitan 0.3 and Automodel 0.7 do.
+"""Programs of ranks for the tests of frameworks: they build and run schedules as torchtitan 0.3 and
+Automodel 0.7 do.
 
-Neither is installed for tests, as both bring gigabytes along. What matters here is written after their sources:
-torchtitan/distributed/pipeline_parallel.py and trainer.py; nemo_automodel/components/distributed/pipelining/
-functional.py and autopipeline.py, and recipes/llm/train_ft.py.
+Neither is installed for tests, as both bring gigabytes along. What matters here is written after
+their sources: torchtitan/distributed/pipeline_parallel.py and trainer.py;
+nemo_automodel/components/distributed/pipelining/ functional.py and autopipeline.py, and
+recipes/llm/train_ft.py.
 """
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
@@ -27,7 +29,9 @@ MICROBATCHES, STEPS = 4, 3
 
 
 class Trainer(Torch):
-    """Builds its schedule as torchtitan does, and has the parts of its `Trainer` that the example uses."""
+    """Builds its schedule as torchtitan does, and has the parts of its `Trainer` that the
+    example uses.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name, MICROBATCHES)
@@ -37,7 +41,9 @@ class Trainer(Torch):
             return nn.functional.mse_loss(*args, **kwargs)
 
         parts = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
-        self.pp_schedule = kind(parts, n_microbatches=MICROBATCHES, loss_fn=scalar_loss, scale_grads=False)
+        self.pp_schedule = kind(
+            parts, n_microbatches=MICROBATCHES, loss_fn=scalar_loss, scale_grads=False
+        )
         self.engine, self.losses = self.pp_schedule, []
 
     def train(self) -> None:
@@ -49,17 +55,23 @@ class Trainer(Torch):
 
 
 class Recipe(Torch):
-    """The same for Automodel, which also changes a method of its stages, the loss and the chunks."""
+    """The same for Automodel, which also changes a method of its stages, the loss and the
+    chunks.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name, MICROBATCHES)
         kind = get_schedule_class({"1f1b": "1f1b", "interleaved-1f1b": "interleaved1f1b"}[name])
         parts = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
-        self.engine = kind(parts, n_microbatches=MICROBATCHES, loss_fn=nn.functional.l1_loss, scale_grads=False)
+        self.engine = kind(
+            parts, n_microbatches=MICROBATCHES, loss_fn=nn.functional.l1_loss, scale_grads=False
+        )
         for stage in self._stages:
             original = stage.backward_maybe_with_nosync
 
-            def patched(self: Any, *args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+            def patched(
+                self: Any, *args: Any, original: Callable[..., Any] = original, **kwargs: Any
+            ) -> Any:
                 return original(*args, **kwargs)
 
             stage.backward_maybe_with_nosync = types.MethodType(patched, stage)

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-_QUIET = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+_QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+}
 
 
 Results = list[dict[str, Any]]  #: of each rank
@@ -37,16 +42,23 @@ class Ended:
 
 
 def ranks(
-    program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = (), torch_says: str = "FATAL"
+    program: str,
+    count: int,
+    folder: Path,
+    *arguments: str,
+    imports: Sequence[str] = (),
+    torch_says: str = "FATAL",
 ) -> list[Ended]:
     """Run `program` on `count` ranks and wait for all of them, also if one of them dies.
 
     Args:
-        program: A function of rank_programs.py, or "module:function" for another module in this folder.
+        program: A function of rank_programs.py, or "module:function" for another module in this
+            folder.
         count: The number of ranks.
         folder: The folder to run in.
         arguments: The arguments of the function.
-        imports: Modules to import once before forking, which the function imports and which are slow to import.
+        imports: Modules to import once before forking, which the function imports and which are
+            slow to import.
         torch_says: The least severity of what torch prints.
     """
     module, _, function = program.rpartition(":")
@@ -58,7 +70,11 @@ def ranks(
         "arguments": arguments,
         "count": count,
         "folder": str(folder),
-        "environment": {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        "environment": {
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        },
     }
     server = _server(torch_says)
     assert server.stdin is not None
@@ -106,12 +122,21 @@ def torchrun(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
 def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
     """Start `count` ranks with the launcher of DeepSpeed, which passes --local_rank to each."""
     port = free_port()
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(count), "--master_port", str(port)]
+    launcher = [
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        str(count),
+        "--master_port",
+        str(port),
+    ]
     return started([*launcher, *command], folder)
 
 
 def forking(*command: str, **environment: str) -> subprocess.Popen[str]:
-    """Start a process that forks what each line of its input asks for, until this one ends and closes that input."""
+    """Start a process that forks what each line of its input asks for, until this one ends and
+    closes that input.
+    """
     process = subprocess.Popen(
         [sys.executable, *command],
         env={**os.environ, **_QUIET, **environment},
@@ -134,7 +159,11 @@ def _taken(path: Path) -> str:
     return text
 
 
-def results_of(program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()) -> Results:
+def results_of(
+    program: str, count: int, folder: Path, *arguments: str, imports: Sequence[str] = ()
+) -> Results:
     everyone = ranks(program, count, folder, str(folder / "state"), *arguments, imports=imports)
-    assert [each.code for each in everyone] == [0] * count, "\n".join(each.stderr for each in everyone)
+    assert [each.code for each in everyone] == [0] * count, "\n".join(
+        each.stderr for each in everyone
+    )
     return [json.loads(each.stdout.splitlines()[-1]) for each in everyone]

@@ -38,8 +38,13 @@ def any_plan(dag: PipelineDag, rng: Random) -> Plan:
     profile, iteration = dag.profile, dag.iteration
     chosen = zip(dag.computations, iteration.keys, strict=True)
     clocks = {str(c): rng.choice(profile.measurements[key]).clock_mhz for c, key in chosen}
-    table = {key: {each.clock_mhz: each for each in measured} for key, measured in profile.measurements.items()}
-    return Plan(iteration, clocks, table, "", None, "measured", profile.blocking_power_w, *[math.nan] * 6)
+    table = {
+        key: {each.clock_mhz: each for each in measured}
+        for key, measured in profile.measurements.items()
+    }
+    return Plan(
+        iteration, clocks, table, "", None, "measured", profile.blocking_power_w, *[math.nan] * 6
+    )
 
 
 def timed(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
@@ -51,15 +56,21 @@ def timed(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
 
 
 def changes(plan: Plan, rank: int, begin_ns: int) -> list[ControlChange]:
-    """Return the changes that a controller would have made, for the position of the computation that starts next."""
+    """Return the changes that a controller would have made, for the position of the computation
+    that starts next.
+    """
     spans = replay(plan).spans
     starts_s = [spans[str(computation)].start_s for computation in plan.schedule.ranks[rank]]
     clocks = [plan.clocks[str(computation)] for computation in plan.schedule.ranks[rank]]
     made, before = [], clocks[-1]
     for call in clock_calls(plan):
         if call.rank == rank:
-            place = next(place for place, start_s in enumerate(starts_s) if start_s >= call.requested_s)
-            times_ns = [begin_ns + ns(each) for each in (call.requested_s, call.start_s, call.end_s)]
+            place = next(
+                place for place, start_s in enumerate(starts_s) if start_s >= call.requested_s
+            )
+            times_ns = [
+                begin_ns + ns(each) for each in (call.requested_s, call.start_s, call.end_s)
+            ]
             made.append(ControlChange(place, call.clock_mhz, *times_ns, before))
             before = call.clock_mhz
     return made
@@ -101,15 +112,26 @@ def write_run(
     attempt = Attempt.next_in(folder, datetime(2026, 1, 1))
     for number in range(pipelines * ranks):
         pipeline, rank = divmod(number, ranks)
-        seat = PipelineRank(rank, ranks, pipeline, tuple(range(pipeline * ranks, (pipeline + 1) * ranks)))
+        seat = PipelineRank(
+            rank, ranks, pipeline, tuple(range(pipeline * ranks, (pipeline + 1) * ranks))
+        )
         files = RankFiles(folder, number, pipelines * ranks, attempt)
         telemetry = Telemetry(number, seat, files, own_plans=own_plans, offset_ns=lambda: EPOCH_NS)
-        program, energy_j = Program(version, plan, rank), summarize_plan(plan).per_rank[rank].energy_j
+        program, energy_j = (
+            Program(version, plan, rank),
+            summarize_plan(plan).per_rank[rank].energy_j,
+        )
         watts = energy_j / plan.gpus_per_stage / plan.time_s
 
         def reading(at_ns: int, watts: float = watts) -> GpuSample:
             return GpuSample(
-                at_ns, at_ns, (at_ns - BEGIN_NS) / 1e9 * watts + 1e6, None, watts, 61.0, {"sw-thermal": 7.0}
+                at_ns,
+                at_ns,
+                (at_ns - BEGIN_NS) / 1e9 * watts + 1e6,
+                None,
+                watts,
+                61.0,
+                {"sw-thermal": 7.0},
             )
 
         telemetry.update([], [AttachReply("", "", "", origin), reading(BEGIN_NS - 1)])

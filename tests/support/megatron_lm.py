@@ -1,8 +1,9 @@
-"""Runs `pretrain()` of Megatron-LM on the CPU; like every training script, it knows nothing of the planner.
+"""Runs `pretrain()` of Megatron-LM on the CPU; like every training script, it knows nothing of the
+planner.
 
-As a script it is one rank: FOLDER of Megatron-LM (core_v0.16.1), and the FILE to write the losses to. Two stages train
-for 6 iterations of 4 microbatches, and evaluate after every second one. All that is replaced here is CUDA.
-"""
+As a script it is one rank: FOLDER of Megatron-LM (core_v0.16.1), and the FILE to write the losses
+to. Two stages train for 6 iterations of 4 microbatches, and evaluate after every second one. All
+that is replaced here is CUDA."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch and Megatron
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OPTIONS = f"""
 --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer --dataloader-type cyclic
 --num-workers 0 --split 8,1,1 --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
 --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
-"""
+"""  # noqa: E501
 
 
 class Stream:
@@ -71,12 +72,16 @@ def replace_cuda() -> None:
         setattr(torch.cuda, name, value)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     initialize = dist.init_process_group
-    dist.init_process_group = lambda *args, device_id=None, **kwargs: initialize(*args, **{**kwargs, "backend": "gloo"})
+    dist.init_process_group = lambda *args, device_id=None, **kwargs: initialize(
+        *args, **{**kwargs, "backend": "gloo"}
+    )
     for name in ("six", "regex"):  # of tokenizers that are not used
         if find_spec(name) is None:
             sys.modules[name] = ModuleType(name)
             vars(sys.modules[name]).update(vars(re) if name == "regex" else {})
-    sys.modules["megatron.core.transformer.custom_layers.batch_invariant_kernels"] = mock.MagicMock()  # needs triton
+    sys.modules["megatron.core.transformer.custom_layers.batch_invariant_kernels"] = (
+        mock.MagicMock()
+    )  # needs triton
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -86,7 +91,9 @@ class Tokens(torch.utils.data.Dataset[Any]):
         return 1000
 
     def __getitem__(self, number: int) -> Any:
-        return torch.randint(VOCABULARY, (SEQUENCE,), generator=torch.Generator().manual_seed(number))
+        return torch.randint(
+            VOCABULARY, (SEQUENCE,), generator=torch.Generator().manual_seed(number)
+        )
 
 
 def main() -> None:

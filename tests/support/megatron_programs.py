@@ -41,10 +41,14 @@ def orders(*shapes: str) -> None:
             seat, recorded = training.engine.pipeline_rank, RecordedHook()
             with training.engine.attached(recorded), training.watched() as ran:
                 training.step(microbatches)
-            row = interleaved_1f1b(seat.ranks, virtual or 1, microbatches, group or None).ranks[seat.rank]
+            row = interleaved_1f1b(seat.ranks, virtual or 1, microbatches, group or None).ranks[
+                seat.rank
+            ]
             assert ran == list(row), (shape, ran)
             assert training.engine.order_for(microbatches) == row
-            assert recorded.iterations == [{"microbatches": microbatches, "ran": ran, "ended": True}], shape
+            assert recorded.iterations == [
+                {"microbatches": microbatches, "ran": ran, "ended": True}
+            ], shape
     print("equal")
     dist.destroy_process_group()
 
@@ -84,13 +88,18 @@ def evaluations() -> None:
                     training.step(2, forward_only=True)
                 training.step(4)
             assert [each["microbatches"] for each in recorded.iterations] == [4, 4]
-            assert all(each["ended"] and each["ran"] == recorded.iterations[0]["ran"] for each in recorded.iterations)
+            assert all(
+                each["ended"] and each["ran"] == recorded.iterations[0]["ran"]
+                for each in recorded.iterations
+            )
     print("silent")
     dist.destroy_process_group()
 
 
 def changes() -> None:
-    """With another number of microbatches the hook deviates from its plan for that iteration, once."""
+    """With another number of microbatches the hook deviates from its plan for that iteration,
+    once.
+    """
     dist.init_process_group("gloo")
     for virtual in (None, 2):
         with parallel(virtual):
@@ -102,7 +111,9 @@ def changes() -> None:
                 for microbatches in (4, 6, 4, 4):
                     training.step(microbatches)
             count = len(schedule.ranks[seat.rank])
-            assert hooked.ends == [None, "6 microbatches, and the plan has 4", None, None], hooked.ends
+            assert hooked.ends == [None, "6 microbatches, and the plan has 4", None, None], (
+                hooked.ends
+            )
             # Until the odd one, then none, and from the end of the next on again.
             in_order = [*range(1, count), 0]
             assert hooked.wants == [0, *in_order, -1, 0, *in_order], hooked.wants
@@ -147,11 +158,15 @@ def timers() -> None:
         config.timers = given
         with training.engine.attached(RecordedHook()):
             assert config.timers is not given
-            assert config.timers("other", log_level=0) is not config.timers("other", log_level=0)  # as its own does
+            assert config.timers("other", log_level=0) is not config.timers(
+                "other", log_level=0
+            )  # as its own does
             assert config.timers("forward-compute").start() == "forward-compute started"
             assert config.timers("forward-compute").stop(barrier=True) == "forward-compute stopped"
             assert config.timers("forward-compute").elapsed() == len(given.calls)
-            assert config.timers("forward-compute").elapsed() == len(given.calls)  # its own gives another one each time
+            assert config.timers("forward-compute").elapsed() == len(
+                given.calls
+            )  # its own gives another one each time
             assert config.timers.log(["a"]) == "logged ['a']"
             assert isinstance(copy.deepcopy(config).timers, UserTimers)
             assert isinstance(pickle.loads(pickle.dumps(config.timers)), UserTimers)
@@ -164,14 +179,18 @@ def timers() -> None:
         config.timers = Timers(0, "max")
         with training.engine.attached(RecordedHook()):
             training.step(2)
-            assert not config.timers._timers  # no level is raised: each of the schedules' timers is a dummy
+            assert (
+                not config.timers._timers
+            )  # no level is raised: each of the schedules' timers is a dummy
         assert isinstance(config.timers, Timers)
     print("passed on")
     dist.destroy_process_group()
 
 
 def restores() -> None:
-    """Each config gets its timers back however the block ended, and timers that were kept call no hook."""
+    """Each config gets its timers back however the block ended, and timers that were kept call
+    no hook.
+    """
     already = "a runtime is attached to this Megatron-core model already; leave its block first"
     dist.init_process_group("gloo")
     with parallel(2):
@@ -203,7 +222,9 @@ def restores() -> None:
 
 
 def dies() -> None:
-    """After an iteration that fails, the next one begins anew, as when Megatron-LM runs an iteration twice."""
+    """After an iteration that fails, the next one begins anew, as when Megatron-LM runs an
+    iteration twice.
+    """
     dist.init_process_group("gloo")
     with parallel():
         training, seat = Training(), MegatronModel([]).pipeline_rank
@@ -225,13 +246,23 @@ def _fail(*_: Any) -> None:
 
 
 def refusals() -> None:
-    """Configs whose computations timers do not show are refused with a reason, and left unchanged."""
-    graph = "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which does not show its "
+    """Configs whose computations timers do not show are refused with a reason, and left
+    unchanged.
+    """
+    graph = (
+        "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which "
+        "does not show its "
+    )
     graph += "computations; train with graphs of layers, or without a plan"
-    overlap = "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward as one, in which no "
+    overlap = (
+        "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward "
+        "as one, in which no "
+    )
     overlap += "clock can change; train without it, or without a plan"
     dist.init_process_group("gloo")
-    with pytest.raises(UsageError, match=r"^Megatron's parallel state is not initialized; call initialize_model"):
+    with pytest.raises(
+        UsageError, match=r"^Megatron's parallel state is not initialized; call initialize_model"
+    ):
         _ = MegatronModel([]).pipeline_rank
     with parallel():
         fields: list[tuple[str, Any, str]] = [
@@ -246,10 +277,13 @@ def refusals() -> None:
             with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
                 _attach(training.engine)
             assert training.config.timers is None
-        with pytest.raises(UsageError, match=r"^a chunk has no Megatron-core config \(.*; give the chunks that you"):
+        with pytest.raises(
+            UsageError, match=r"^a chunk has no Megatron-core config \(.*; give the chunks that you"
+        ):
             _attach(MegatronModel([nn.Linear(2, 2)]))
         with pytest.raises(
-            UsageError, match=r"^the chunks of the Megatron-core model have no parameters; give the chunks"
+            UsageError,
+            match=r"^the chunks of the Megatron-core model have no parameters; give the chunks",
         ):
             _ = MegatronModel([nn.Identity()]).device
     print("refused")
@@ -262,7 +296,9 @@ def _attach(engine: MegatronModel) -> None:
 
 
 def megatron_lm() -> None:
-    """Megatron-LM's loops set and drop `config.timers`; the hook still sees every training iteration."""
+    """Megatron-LM's loops set and drop `config.timers`; the hook still sees every training
+    iteration.
+    """
     dist.init_process_group("gloo")
     with parallel():
         variables = _global_variables()
@@ -274,7 +310,9 @@ def megatron_lm() -> None:
         assert training.config.timers is None
         assert [each["microbatches"] for each in recorded.iterations] == [4, 4, 4]
         assert all(each["ended"] for each in recorded.iterations)
-        assert [call for call in given.calls if call[0] == "interval-time"] == [("interval-time", "start", (), {})]
+        assert [call for call in given.calls if call[0] == "interval-time"] == [
+            ("interval-time", "start", (), {})
+        ]
         assert sum(call == ("forward-backward", "stop", (), {}) for call in given.calls) == 3
         variables._GLOBAL_TIMERS = None  # Megatron-LM's own initialization wants to find that
         with training.engine.attached(recorded):
@@ -326,8 +364,12 @@ def seats() -> None:
             pass
 
         for calculator, order in ((constant, engine.order_for(3)), (Changing, None)):
-            known = calculator(6, 1, 2, False, rank)  # a batch of 6 in microbatches of 1 on 2 pipelines
-            with mock.patch.object(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", known):
+            known = calculator(
+                6, 1, 2, False, rank
+            )  # a batch of 6 in microbatches of 1 on 2 pipelines
+            with mock.patch.object(
+                num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", known
+            ):
                 assert engine.order() == order
         assert len(engine.order_for(3)) == 6
     print("seated")
@@ -341,7 +383,9 @@ def planned(state: str) -> None:
 
     with job(state) as said, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
-        said["interleaved-1f1b"] = followed(lambda watch: _Planned(schedule, watch), plan_of(schedule))
+        said["interleaved-1f1b"] = followed(
+            lambda watch: _Planned(schedule, watch), plan_of(schedule)
+        )
 
 
 def learned(state: str) -> None:
@@ -382,17 +426,20 @@ class _WatchTimers:
 
     def _start(self, name: str) -> None:
         if name == "forward-backward":
-            self._left = {kind: iter([each for each in self._row if each.kind == kind]) for kind in "FB"}
+            self._left = {
+                kind: iter([each for each in self._row if each.kind == kind]) for kind in "FB"
+            }
         elif name in ("forward-compute", "backward-compute"):
             self._watch(*next(self._left[name[0].upper()]))
 
 
 def bridge(state: str) -> None:
-    """Train as Megatron-Bridge's `train` does, with its callbacks; its package brings far more than they need.
+    """Train as Megatron-Bridge's `train` does, with its callbacks; its package brings far more than
+    they need.
 
-    An evaluation sets the timers of the config to None for a step and then to its own: see training/eval.py of
-    Megatron-Bridge 0.3. A callback is any object that has methods with the names of events: see training/callbacks.py.
-    """
+    An evaluation sets the timers of the config to None for a step and then to its own: see
+    training/eval.py of Megatron-Bridge 0.3. A callback is any object that has methods with the
+    names of events: see training/callbacks.py."""
     from runtime_training import FAST, GPU, job, plan_of
 
     from perseus_planner.runtime.megatron_bridge import PlannerCallback
@@ -410,7 +457,9 @@ def _bridged(callbacks: list[Any]) -> list[Any]:
     """Return losses and weights of a training with these callbacks."""
     training, timers = Training(2), UserTimers()
     training.config.timers = timers
-    context = SimpleNamespace(model=training.chunks, state=SimpleNamespace(timers=timers), user_state={})
+    context = SimpleNamespace(
+        model=training.chunks, state=SimpleNamespace(timers=timers), user_state={}
+    )
 
     def fire(event: str) -> None:
         for each in callbacks:

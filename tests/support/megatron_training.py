@@ -51,7 +51,9 @@ class RecordedHook:
 
 
 class RecordedMarks:
-    """Marks and `ProgramSource` of a real hook, which record its requests and how its iterations ended."""
+    """Marks and `ProgramSource` of a real hook, which record its requests and how its iterations
+    ended.
+    """
 
     def __init__(self, program: Any) -> None:
         self.program, self.ends, self.words, self.wants = program, [], [], []
@@ -116,7 +118,9 @@ class Wrapper(nn.Module):
 
 
 @contextmanager
-def parallel(virtual: int | None = None, tensor: int = 1, pipeline: int | None = None) -> Iterator[None]:
+def parallel(
+    virtual: int | None = None, tensor: int = 1, pipeline: int | None = None
+) -> Iterator[None]:
     """Set up Megatron's parallel state; pipelines span all ranks by default."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
@@ -131,9 +135,13 @@ def parallel(virtual: int | None = None, tensor: int = 1, pipeline: int | None =
 
 
 class Training:
-    """A small GPT on this rank, in one or more chunks, and its optimizer; equal ones give equal results."""
+    """A small GPT on this rank, in one or more chunks, and its optimizer; equal ones give equal
+    results.
+    """
 
-    def __init__(self, virtual: int | None = None, group: int | None = None, *, apart: bool = False) -> None:
+    def __init__(
+        self, virtual: int | None = None, group: int | None = None, *, apart: bool = False
+    ) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         config = TransformerConfig(
             num_layers=ranks * (virtual or 1),
@@ -148,7 +156,10 @@ class Training:
             hidden_dropout=0.1,
         )
         torch.manual_seed(dist.get_rank())
-        self.chunks = [_chunk(copy.copy(config) if apart else config, each, virtual) for each in range(virtual or 1)]
+        self.chunks = [
+            _chunk(copy.copy(config) if apart else config, each, virtual)
+            for each in range(virtual or 1)
+        ]
         self.config = self.chunks[0].config
         self.configs = [chunk.config for chunk in self.chunks]
         self.model = [Wrapper(chunk) for chunk in self.chunks]
@@ -159,7 +170,9 @@ class Training:
     def step(self, microbatches: int, *, forward_only: bool = False) -> list[Any]:
         """Run one iteration; return its losses on the last rank."""
         torch.manual_seed(100 + dist.get_rank())
-        data = torch.randint(VOCABULARY, (microbatches, ROWS, SEQUENCE), generator=torch.Generator().manual_seed(7))
+        data = torch.randint(
+            VOCABULARY, (microbatches, ROWS, SEQUENCE), generator=torch.Generator().manual_seed(7)
+        )
         batches = [iter(data) for _ in self.model]
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
@@ -187,7 +200,9 @@ class Training:
             stage = number * seat.ranks + seat.rank
 
             def forward(module: Any, args: Any, output: Any) -> None:
-                microbatch = module.decoder.layers[0].current_microbatch  # the schedule writes it there
+                microbatch = module.decoder.layers[
+                    0
+                ].current_microbatch  # the schedule writes it there
                 ran.append((stage, "F", microbatch))
                 if output.requires_grad:
                     output.register_hook(lambda gradient: ran.append((stage, "B", microbatch)))
@@ -219,4 +234,7 @@ def _forward_step(batches: Any, model: Any) -> Any:
     tokens = next(batches)
     places = torch.arange(SEQUENCE).expand_as(tokens)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    return model(tokens, places, hidden, labels=tokens), lambda losses: (losses.mean(), losses.mean().detach())
+    return model(tokens, places, hidden, labels=tokens), lambda losses: (
+        losses.mean(),
+        losses.mean().detach(),
+    )

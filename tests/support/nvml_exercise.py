@@ -18,18 +18,32 @@ READINGS: dict[str, tuple[Callable[[Gpu], Any], Callable[[Any], bool]]] = {
     "warnings": (lambda gpu: gpu.warnings(), lambda said: all(len(each) > 20 for each in said)),
     "supported_clocks_mhz": (
         lambda gpu: gpu.supported_clocks_mhz,
-        lambda clocks: len(clocks) > 0 and clocks[-1] > 0 and sorted(set(clocks), reverse=True) == list(clocks),
+        lambda clocks: (
+            len(clocks) > 0 and clocks[-1] > 0 and sorted(set(clocks), reverse=True) == list(clocks)
+        ),
     ),
-    "power_limits_w": (lambda gpu: gpu.power_limits_w, lambda limits: 0 < limits[0] <= limits[1] <= 1e5),
+    "power_limits_w": (
+        lambda gpu: gpu.power_limits_w,
+        lambda limits: 0 < limits[0] <= limits[1] <= 1e5,
+    ),
     "power_limit_w": (lambda gpu: gpu.power_limit_w(), lambda watts: 0 < watts <= 1e5),
     "energy_j": (lambda gpu: gpu.energy_j(), lambda joules: 0 < joules < 1e16),
     "power_w": (lambda gpu: gpu.power_w(), lambda watts: 0 < watts <= 1e5),
-    "clock_mhz": (lambda gpu: gpu.clock_mhz(), lambda clock: isinstance(clock, int) and 0 < clock <= 100_000),
+    "clock_mhz": (
+        lambda gpu: gpu.clock_mhz(),
+        lambda clock: isinstance(clock, int) and 0 < clock <= 100_000,
+    ),
     "temperature_c": (lambda gpu: gpu.temperature_c(), lambda celsius: 0 < celsius <= 200),
-    "throttle_reasons": (lambda gpu: gpu.throttle_reasons(), lambda reasons: reasons <= set(THROTTLE_REASONS)),
+    "throttle_reasons": (
+        lambda gpu: gpu.throttle_reasons(),
+        lambda reasons: reasons <= set(THROTTLE_REASONS),
+    ),
     "throttled_s": (
         lambda gpu: dict(gpu.throttled_s()),
-        lambda times: set(times) <= set(THROTTLE_REASONS) and all(0 <= time < math.inf for time in times.values()),
+        lambda times: (
+            set(times) <= set(THROTTLE_REASONS)
+            and all(0 <= time < math.inf for time in times.values())
+        ),
     ),
 }
 """How to read each quantity, and how to check its value, by name."""

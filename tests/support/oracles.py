@@ -1,4 +1,6 @@
-"""Other ways to the same answers: a linear programme, networkx flows, and trying every choice of clocks."""
+"""Other ways to the same answers: a linear programme, networkx flows, and trying every choice of
+clocks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from scipy.optimize import linprog
 
 from perseus_planner.schedules.dag import PipelineDag
 
-Flow = tuple[Any, Any, int, int | None]  #: tail, head, lower and upper bound of the flow (None: no bound)
+Flow = tuple[
+    Any, Any, int, int | None
+]  #: tail, head, lower and upper bound of the flow (None: no bound)
 
 INFINITE = math.inf
 
@@ -48,7 +52,11 @@ def waiting_w(dag: PipelineDag) -> float:
 def nodes(dag: PipelineDag) -> list[Node]:
     """Everything an iteration runs, by its place."""
     iteration, power_w = dag.iteration, rank_waiting_w(dag)
-    own = [(rank, computation) for rank, program in enumerate(iteration.schedule.ranks) for computation in program]
+    own = [
+        (rank, computation)
+        for rank, program in enumerate(iteration.schedule.ranks)
+        for computation in program
+    ]
     found: list[tuple[int, list[float], list[float]]] = []
     for place, (rank, computation) in enumerate(own):
         kind = iteration.kinds[place] if iteration.kinds else computation.kind
@@ -56,10 +64,14 @@ def nodes(dag: PipelineDag) -> list[Node]:
         effective = [point.energy_j - power_w[rank] * point.time_s for point in points]
         found.append((rank, [point.time_s for point in points], effective))
     for _, _, _, rank, time_s, energy_j in iteration.operations:
-        found.append((rank, [time_s], [0.0 if energy_j is None else energy_j - power_w[rank] * time_s]))
+        found.append(
+            (rank, [time_s], [0.0 if energy_j is None else energy_j - power_w[rank] * time_s])
+        )
     without = [[0.0] * len(before) for before in iteration.predecessors]
     lags_s = iteration.lags_s or without
-    waits = [list(zip(*each, strict=True)) for each in zip(iteration.predecessors, lags_s, strict=True)]
+    waits = [
+        list(zip(*each, strict=True)) for each in zip(iteration.predecessors, lags_s, strict=True)
+    ]
     return [Node(*each, waited) for each, waited in zip(found, waits, strict=True)]
 
 
@@ -76,7 +88,9 @@ def end_times_s(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
     while moved:
         moved = False
         for place, before in enumerate(waits):
-            earliest_s = max((end_s[other] + lag_s for other, lag_s in before), default=0.0) + each_s[place]
+            earliest_s = (
+                max((end_s[other] + lag_s for other, lag_s in before), default=0.0) + each_s[place]
+            )
             if end_s[place] < earliest_s:
                 end_s[place], moved = earliest_s, True
     return end_s
@@ -88,11 +102,12 @@ def effective_j(dag: PipelineDag) -> list[list[float]]:
 
 
 def relaxed_j(dag: PipelineDag, deadline_s: float) -> float:
-    """The least energy of an iteration of `deadline_s` by linear programming over all measured points, joules.
+    """The least energy of an iteration of `deadline_s` by linear programming over all measured
+    points, joules.
 
-    Variables: by how much each node starts later than it could at the fastest durations, and a weight for each
-    of its measured points. Such delays, and times and energies above the least in units of their largest, keep the
-    programme well scaled, and feasible down to the least time.
+    Variables: by how much each node starts later than it could at the fastest durations, and a
+    weight for each of its measured points. Such delays, and times and energies above the least in
+    units of their largest, keep the programme well scaled, and feasible down to the least time.
     """
     each = nodes(dag)
     fastest_s = [min(node.time_s) for node in each]
@@ -122,7 +137,14 @@ def relaxed_j(dag: PipelineDag, deadline_s: float) -> float:
             room.append(max(0.0, until_s - end_s[late]) / unit_s)
     tolerances = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
     solution = linprog(
-        costs, np.array(no_later), room, one_choice, np.ones(count), (0, None), method="highs", options=tolerances
+        costs,
+        np.array(no_later),
+        room,
+        one_choice,
+        np.ones(count),
+        (0, None),
+        method="highs",
+        options=tolerances,
     )
     assert solution.status == 0, solution.message
     least_j = math.fsum(min(node.effective_j) for node in each)
@@ -135,29 +157,40 @@ def all_choices(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray]:
 
 
 def every_choice(dag: PipelineDag) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every choice of measured clocks, one a column, with its iteration time (s) and effective energy (J)."""
+    """Every choice of measured clocks, one a column, with its iteration time (s) and effective
+    energy (J).
+    """
     each = nodes(dag)
     sizes = [len(node.time_s) for node in each]
     number, blocks = np.arange(math.prod(sizes)), np.cumprod([1, *sizes[:-1]])
-    choice = [number // block % size for block, size in zip(blocks, sizes, strict=True)]  # digits of mixed radix
+    choice = [
+        number // block % size for block, size in zip(blocks, sizes, strict=True)
+    ]  # digits of mixed radix
     times_s = [np.array(node.time_s)[row] for node, row in zip(each, choice, strict=True)]
     costs_j = [np.array(node.effective_j)[row] for node, row in zip(each, choice, strict=True)]
     end_s: dict[int, np.ndarray] = {}
     while len(end_s) < len(each):
         for place, (*_, waits) in enumerate(each):
             if all(other in end_s for other, _ in waits):
-                ready_s = np.max([end_s[other] + lag_s for other, lag_s in waits], axis=0) if waits else 0.0
+                ready_s = (
+                    np.max([end_s[other] + lag_s for other, lag_s in waits], axis=0)
+                    if waits
+                    else 0.0
+                )
                 end_s[place] = times_s[place] + ready_s
     time_s = np.max(list(end_s.values()), axis=0) + dag.profile.overhead_s
     return np.stack(choice)[: len(dag.computations)], time_s, np.sum(costs_j, axis=0)
 
 
-def flow_range(arcs: Sequence[Flow], source: Any, sink: Any, flow_func: Callable[..., Any]) -> tuple[float, float]:
-    """The least and the largest flow from source to sink within lower and upper bounds, by networkx.
+def flow_range(
+    arcs: Sequence[Flow], source: Any, sink: Any, flow_func: Callable[..., Any]
+) -> tuple[float, float]:
+    """The least and the largest flow from source to sink within lower and upper bounds, by
+    networkx.
 
-    Lower bounds become demands of a circulation (Ford and Fulkerson 1962); from the flow that meets them, what more can
-    be sent, and what can be sent back, are maximum flows of the residual network. The largest may be infinite.
-    """
+    Lower bounds become demands of a circulation (Ford and Fulkerson 1962); from the flow that meets
+    them, what more can be sent, and what can be sent back, are maximum flows of the residual
+    network. The largest may be infinite."""
     graph = nx.DiGraph()
     graph.add_edge(sink, source)  # without a capacity: unlimited
     graph.add_nodes_from(["supply", "demand"])
@@ -174,7 +207,9 @@ def flow_range(arcs: Sequence[Flow], source: Any, sink: Any, flow_func: Callable
     residual.add_nodes_from([source, sink])
     for tail, head, lower, upper in arcs:
         sent = flow[tail][head]
-        residual.add_edge(tail, head, **({} if upper is None else {"capacity": upper - lower - sent}))
+        residual.add_edge(
+            tail, head, **({} if upper is None else {"capacity": upper - lower - sent})
+        )
         residual.add_edge(head, tail, capacity=sent)
     back = nx.maximum_flow_value(residual, sink, source, flow_func=flow_func)
     try:

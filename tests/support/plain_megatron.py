@@ -1,9 +1,10 @@
-"""A small GPT that trains as Megatron-LM's `pretrain` does; like the script that runs it, it knows no planner.
+"""A small GPT that trains as Megatron-LM's `pretrain` does; like the script that runs it, it knows
+no planner.
 
-`megatron.training` is not part of megatron-core. What follows has the structure of its `train`, `train_step` and
-`evaluate` (core 0.16): the model stays inside, one schedule function is taken at the start of training and another for
-each evaluation, and the timers of the config are those of a global variable, dropped while it evaluates.
-"""
+`megatron.training` is not part of megatron-core. What follows has the structure of its `train`,
+`train_step` and `evaluate` (core 0.16): the model stays inside, one schedule function is taken at
+the start of training and another for each evaluation, and the timers of the config are those of a
+global variable, dropped while it evaluates."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch and Megatron
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class MegatronTraining:
         return list(self._model[0].parameters())
 
     def _run(self, forward_backward: Any, *, forward_only: bool) -> list[Any]:
-        data = torch.randint(VOCABULARY, (MICROBATCHES, ROWS, SEQUENCE), generator=torch.Generator().manual_seed(7))
+        data = torch.randint(
+            VOCABULARY, (MICROBATCHES, ROWS, SEQUENCE), generator=torch.Generator().manual_seed(7)
+        )
         found: list[Any] = forward_backward(
             forward_step_func=_forward_step,
             data_iterator=iter(data),
@@ -102,4 +105,7 @@ def _forward_step(batches: Any, model: Any) -> Any:
     tokens = next(batches)
     places = torch.arange(SEQUENCE).expand_as(tokens)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    return model(tokens, places, hidden, labels=tokens), lambda losses: (losses.mean(), losses.mean().detach())
+    return model(tokens, places, hidden, labels=tokens), lambda losses: (
+        losses.mean(),
+        losses.mean().detach(),
+    )

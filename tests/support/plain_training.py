@@ -1,8 +1,9 @@
-"""Trains a small pipeline; it knows nothing of the planner. As a script it is one rank: ENGINE FOLDER [ITERATIONS].
+"""Trains a small pipeline; it knows nothing of the planner. As a script it is one rank: ENGINE
+FOLDER [ITERATIONS].
 
-Each rank writes to `results-<rank>` what training gave, bit for bit. Every iteration but the first follows an
-evaluation. If there is a file `fails` in the folder, the last rank removes it and fails in its third iteration.
-"""
+Each rank writes to `results-<rank>` what training gave, bit for bit. Every iteration but the first
+follows an evaluation. If there is a file `fails` in the folder, the last rank removes it and fails
+in its third iteration."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class TorchTraining:
         return list(self._layer.parameters())
 
     def _run(self, run: Any) -> list[Any]:
-        data = torch.randn(2, MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+        data = torch.randn(
+            2, MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)
+        )
         losses: list[Any] = []
         target = {"target": data[1], "losses": losses} if self._is_last else {}
         run(*([data[0]] if dist.get_rank() == 0 else []), **target)
@@ -78,14 +81,18 @@ class DeepSpeedTraining:
         deepspeed.init_distributed("gloo", verbose=False)
         torch.manual_seed(0)
         ranks = dist.get_world_size()
-        model = PipelineModule([Layer() for _ in range(ranks)], num_stages=ranks, loss_fn=nn.functional.mse_loss)
+        model = PipelineModule(
+            [Layer() for _ in range(ranks)], num_stages=ranks, loss_fn=nn.functional.mse_loss
+        )
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": MICROBATCHES,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "steps_per_print": 2**31,
         }
-        self._engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
 
     def step(self) -> list[Any]:
         return [self._engine.train_batch(self._data())]
@@ -99,7 +106,10 @@ class DeepSpeedTraining:
     def _data(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(0)
         while True:
-            yield torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+            yield (
+                torch.randn(ROWS, WIDTH, generator=generator),
+                torch.randn(ROWS, WIDTH, generator=generator),
+            )
 
 
 class SingleTraining:
@@ -130,7 +140,12 @@ def _megatron() -> Any:
     return MegatronTraining()
 
 
-ENGINES = {"single": SingleTraining, "torch": TorchTraining, "deepspeed": DeepSpeedTraining, "megatron": _megatron}
+ENGINES = {
+    "single": SingleTraining,
+    "torch": TorchTraining,
+    "deepspeed": DeepSpeedTraining,
+    "megatron": _megatron,
+}
 
 
 def main(engine: str, folder: str, iterations: str = str(ITERATIONS)) -> None:
@@ -144,10 +159,14 @@ def main(engine: str, folder: str, iterations: str = str(ITERATIONS)) -> None:
             raise ArithmeticError("this rank fails")
         results += training.step()
     values = [each.detach().tolist() for each in (*results, *training.weights())]
-    Path(folder, f"results-{dist.get_rank()}").write_text(json.dumps([*values, torch.rand(1).item()]))
+    Path(folder, f"results-{dist.get_rank()}").write_text(
+        json.dumps([*values, torch.rand(1).item()])
+    )
     dist.barrier()  # no rank leaves while another one uses the store
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*(word for word in sys.argv[1:] if not word.startswith("--local_rank=")))  # DeepSpeed's launcher adds it
+    main(
+        *(word for word in sys.argv[1:] if not word.startswith("--local_rank="))
+    )  # DeepSpeed's launcher adds it

@@ -11,13 +11,19 @@ AUTOPILOT = "perseus_planner.runtime.autopilot.ranks"
 
 
 def planner_processes(state: str, *modules: str) -> list[psutil.Process]:
-    """Return the processes of jobs with this state folder, oldest first; of both kinds unless `modules` are given."""
+    """Return the processes of jobs with this state folder, oldest first; of both kinds unless
+    `modules` are given.
+    """
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             line = process.cmdline()
             is_one = line[1:2] == ["-m"] and line[2] in (modules or (CONTROLLER, GUARDIAN))
-            if is_one and process.environ().get("PLANNER_STATE_DIR") == state and has_not_ended(process):
+            if (
+                is_one
+                and process.environ().get("PLANNER_STATE_DIR") == state
+                and has_not_ended(process)
+            ):
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 

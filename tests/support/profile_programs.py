@@ -1,4 +1,6 @@
-"""Programs of ranks that profile, plan and train every schedule; each prints its findings as JSON."""
+"""Programs of ranks that profile, plan and train every schedule; each prints its findings as
+JSON.
+"""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def torch_schedules(state: str, *names: str) -> None:
     with job(state) as result:
         for name in names:
             schedule = torch_schedule(name, MICROBATCHES)
-            result[name] = _planned(schedule, name, lambda _, schedule=schedule: torch_step(schedule, MICROBATCHES))
+            result[name] = _planned(
+                schedule, name, lambda _, schedule=schedule: torch_step(schedule, MICROBATCHES)
+            )
 
 
 def deepspeed_engine(state: str) -> None:
@@ -46,32 +50,44 @@ def deepspeed_engine(state: str) -> None:
             "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
             "steps_per_print": 2**31,
         }
-        engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=list(module.parameters()), config=config
+        )
         data = torch.ones(ROWS, WIDTH)
         step = lambda _: engine.train_batch(iter([(data, data)] * MICROBATCHES))  # noqa: E731
         result["1f1b"] = _planned(engine, "1f1b", step)
 
 
 def megatron_models(state: str) -> None:
-    """Profile, plan and train Megatron-core with one chunk, with two, and with two in groups of four microbatches."""
+    """Profile, plan and train Megatron-core with one chunk, with two, and with two in groups of
+    four microbatches.
+    """
     import megatron_training
     from megatron_training import Training, parallel
 
     plain = megatron_training._forward_step
     with job(state) as result:
-        for name, virtual, group in (("1f1b", None, None), ("interleaved-1f1b", 2, None), ("groups of 4", 2, 4)):
+        for name, virtual, group in (
+            ("1f1b", None, None),
+            ("interleaved-1f1b", 2, None),
+            ("groups of 4", 2, 4),
+        ):
             with parallel(virtual):
                 training = Training(virtual, group)
 
                 def step(profiling: Any, training: Any = training) -> None:
-                    megatron_training._forward_step = profiling.watched(plain) if profiling else plain
+                    megatron_training._forward_step = (
+                        profiling.watched(plain) if profiling else plain
+                    )
                     training.step(MICROBATCHES)
 
                 result[name] = _planned(training.model, name.replace(" ", "-"), step)
 
 
 def _planned(engine: Any, name: str, step: Callable[[Any], object]) -> dict[str, Any]:
-    """Profile `engine`, solve and plan on rank 0 without an option that names the schedule, and train by the plan."""
+    """Profile `engine`, solve and plan on rank 0 without an option that names the schedule, and
+    train by the plan.
+    """
     warning_log, timed = WarningLog(), pytest.MonkeyPatch()
     trained: list[str] = []
     compare = measure._difference_from_training
@@ -83,14 +99,18 @@ def _planned(engine: Any, name: str, step: Callable[[Any], object]) -> dict[str,
 
     timed.setattr(measure, "_difference_from_training", watch)
     simulated = f"simulated:{GPU.removeprefix('emulated:').partition('?')[0]}"
-    with profile_pipeline(engine, gpu=simulated, output=f"{name}.yaml", settings=SWEEP) as profiling:
+    with profile_pipeline(
+        engine, gpu=simulated, output=f"{name}.yaml", settings=SWEEP
+    ) as profiling:
         step(profiling)
     timed.undo()
     if dist.get_rank() == 0:
         _command("solve", f"{name}.yaml", "-o", f"{name}.npz")
         _command("plan", f"{name}.npz", "--slowdown", "1.1", "-o", f"{name}-plan.yaml")
     dist.barrier()
-    with planner_runtime(engine, plan=f"{name}-plan.yaml", gpu=GPU, max_changes_per_s=FAST) as runtime:
+    with planner_runtime(
+        engine, plan=f"{name}-plan.yaml", gpu=GPU, max_changes_per_s=FAST
+    ) as runtime:
         for _ in range(2):
             step(None)
         planned = runtime.plan is not None

@@ -36,11 +36,17 @@ WIDTH = 16
 def build_stage(stage: int, stages: int, tensor_parallel: int) -> Any:
     """Build one linear layer with the tensor rank's share of the width."""
     module = nn.Linear(WIDTH, WIDTH // tensor_parallel)
-    return module, torch.randn(4, WIDTH), (lambda output: output.square().mean()) if stage == stages - 1 else None
+    return (
+        module,
+        torch.randn(4, WIDTH),
+        (lambda output: output.square().mean()) if stage == stages - 1 else None,
+    )
 
 
 def gather_and_block() -> None:
-    """Every rank gathers the values of all in order, and blocks on its neighbour for as long as it asks."""
+    """Every rank gathers the values of all in order, and blocks on its neighbour for as long as
+    it asks.
+    """
     with process_group() as found, RankGroup() as group:
         assert found is not None
         rank, size = found
@@ -112,7 +118,14 @@ def killed(output: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def body() -> None:
-        profile_stages("rank_programs:build_stage", GPU, 3, output=Path(output), timeout_s=2.0, progress=progress)
+        profile_stages(
+            "rank_programs:build_stage",
+            GPU,
+            3,
+            output=Path(output),
+            timeout_s=2.0,
+            progress=progress,
+        )
 
     _report(body)
 
@@ -124,7 +137,9 @@ def schedules() -> None:
         plain = _trained(name, None)
         profiled = _trained(name, Path(f"{name}.yaml"))
         assert len(plain) == len(profiled)
-        different = [i for i, (a, b) in enumerate(zip(plain, profiled, strict=True)) if not torch.equal(a, b)]
+        different = [
+            i for i, (a, b) in enumerate(zip(plain, profiled, strict=True)) if not torch.equal(a, b)
+        ]
         assert not different, (name, different, len(plain))
     print("equal")
     dist.destroy_process_group()
@@ -136,8 +151,12 @@ def replicas() -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # ranks are laid out stage by stage
     rank = dist.get_rank()
     module = nn.Linear(WIDTH, WIDTH)
-    stage = pipelining.PipelineStage(module, rank // 2, 2, torch.device("cpu"), group=groups[rank % 2])
-    schedule = pipelining.Schedule1F1B(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
+    stage = pipelining.PipelineStage(
+        module, rank // 2, 2, torch.device("cpu"), group=groups[rank % 2]
+    )
+    schedule = pipelining.Schedule1F1B(
+        stage, 2, loss_fn=lambda output, target: (output - target).square().mean()
+    )
     with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output="profile.yaml") as profiling:
         _step(schedule, rank < 2, rank >= 2)
     print(profiling.profile is not None)
@@ -155,7 +174,9 @@ def sharded() -> None:
     module: Any = nn.Linear(WIDTH, WIDTH)
     if rank == 1:  # one rank alone must end the profiling of all
         fully_shard(module, mesh=mesh["replicas"])
-    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"), group=mesh["pipeline"].get_group())
+    stage = pipelining.PipelineStage(
+        module, rank, 2, torch.device("cpu"), group=mesh["pipeline"].get_group()
+    )
     schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output="profile.yaml") as profiling:
         _step(schedule, rank == 0, rank == 1)
@@ -165,7 +186,9 @@ def sharded() -> None:
 
 
 class Watched(nn.Linear):
-    """A layer that records in which precision it computes, and which attention kernels are allowed."""
+    """A layer that records in which precision it computes, and which attention kernels are
+    allowed.
+    """
 
     def __init__(self, modes: set[Any]) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -174,23 +197,36 @@ class Watched(nn.Linear):
     def forward(self, x: Any) -> Any:
         output = super().forward(x)
         kernels = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
-        self.modes.add((output.dtype, torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), kernels))
+        self.modes.add(
+            (
+                output.dtype,
+                torch.is_autocast_enabled("cpu"),
+                torch.is_autocast_cache_enabled(),
+                kernels,
+            )
+        )
         return output
 
 
 def autocast(cache: str) -> None:
-    """Profile a training in bfloat16, by autocast; print the precisions of training and of profiling."""
+    """Profile a training in bfloat16, by autocast; print the precisions of training and of
+    profiling.
+    """
     dist.init_process_group("gloo")
     modes: set[Any] = set()
     losses: set[Any] = set()
     module = Watched(modes)
 
     def loss(output: Any, target: Any) -> Any:
-        losses.add((torch.nn.functional.linear(target, target).dtype, torch.is_autocast_enabled("cpu")))
+        losses.add(
+            (torch.nn.functional.linear(target, target).dtype, torch.is_autocast_enabled("cpu"))
+        )
         return (output.float() - target).square().mean()
 
     example = torch.empty(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    stage = pipelining.PipelineStage(module, dist.get_rank(), 2, torch.device("cpu"), example, example)
+    stage = pipelining.PipelineStage(
+        module, dist.get_rank(), 2, torch.device("cpu"), example, example
+    )
     schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=loss)
     with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED):
         with (
@@ -209,7 +245,9 @@ def autocast(cache: str) -> None:
 def idle() -> None:
     """Run no iteration inside the block."""
     dist.init_process_group("gloo")
-    stage = pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"))
+    stage = pipelining.PipelineStage(
+        nn.Linear(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu")
+    )
     schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
 
     def body() -> None:
@@ -224,14 +262,20 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)
+        self.linear, self.norm, self.drop = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: Any) -> Any:
         return self.drop(self.norm(self.linear(x)))
 
 
 def _trained(name: str, output: Path | None) -> list[Any]:
-    """Return losses, weights, buffers and a random number after four steps, the second of which may be profiled."""
+    """Return losses, weights, buffers and a random number after four steps, the second of which
+    may be profiled.
+    """
     kinds: dict[str, tuple[Any, int]] = {
         "1f1b": (pipelining.Schedule1F1B, 1),
         "interleaved-1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
@@ -240,10 +284,13 @@ def _trained(name: str, output: Path | None) -> list[Any]:
     kind, chunks = kinds[name]
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    # Without these shapes torch would run the modules on uninitialised memory to find them, and change their buffers.
+    # Without these shapes torch would run the modules on uninitialised memory to find them, and
+    # change their buffers.
     given, sent = torch.empty(4, WIDTH), torch.empty(4, WIDTH, requires_grad=True)
     parts = [
-        pipelining.PipelineStage(Noisy(), number, chunks * size, torch.device("cpu"), sent if number else given, sent)
+        pipelining.PipelineStage(
+            Noisy(), number, chunks * size, torch.device("cpu"), sent if number else given, sent
+        )
         for number in range(rank, chunks * size, size)
     ]
     schedule = kind(parts[0] if chunks == 1 else parts, 4, loss_fn=nn.functional.mse_loss)
@@ -252,7 +299,11 @@ def _trained(name: str, output: Path | None) -> list[Any]:
     results: list[Any] = []
     for step in range(4):
         profiled = step == 1 and output is not None
-        with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output=output) if profiled else nullcontext():
+        with (
+            profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output=output)
+            if profiled
+            else nullcontext()
+        ):
             results += _step(schedule, rank == 0, rank == size - 1)
         results += [copy.deepcopy(parameter.grad) for parameter in modules.parameters()]
         optimizer.step()

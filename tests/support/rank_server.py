@@ -1,7 +1,7 @@
 """Fork the ranks of all tests from one process, which imports what they need once.
 
-Each line on standard input requests the ranks of a program, in the format of launching.py. The reply is a line on
-standard output with their exit codes.
+Each line on standard input requests the ranks of a program, in the format of launching.py. The
+reply is a line on standard output with their exit codes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 
 def _become_rank(programs: ModuleType, rank: int, request: dict[str, Any]) -> int:
-    """Run as one rank of the requested program, with its output in files of its folder; return the exit code."""
+    """Run as one rank of the requested program, with its output in files of its folder; return
+    the exit code.
+    """
     os.chdir(request["folder"])
     for stream, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)

@@ -1,7 +1,8 @@
-"""Trains under a plan to a last iteration, with checkpoints; started again, it goes on from the last one.
+"""Trains under a plan to a last iteration, with checkpoints; started again, it goes on from the
+last one.
 
-As a script it is one rank. In the first attempt the last rank waits for its death, amid a computation.
-"""
+As a script it is one rank. In the first attempt the last rank waits for its death, amid a
+computation."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def train(folder: str, dies_at: str) -> None:
     """Train, each computation at its clock.
 
     Args:
-        folder: What all attempts share. Each rank adds a line to `attempts-<rank>` in each attempt; the last rank adds
-            one to `losses` for each iteration, and creates `amid` when it waits for its death.
+        folder: What all attempts share. Each rank adds a line to `attempts-<rank>` in each attempt;
+            the last rank adds one to `losses` for each iteration, and creates `amid` when it waits
+            for its death.
         dies_at: The iteration in which the first attempt ends, from 0; -1 if it does not.
     """
     # Each launcher is a node, with a state folder of its own.
@@ -49,16 +51,26 @@ def train(folder: str, dies_at: str) -> None:
     pipeline = Torch("1f1b", 4, run)
     first = _restore(folder, pipeline)
     with planner_runtime(
-        pipeline.engine, plan=Path(folder, "plan.yaml"), gpu=GPU, record=Path(folder, "run"), max_changes_per_s=FAST
+        pipeline.engine,
+        plan=Path(folder, "plan.yaml"),
+        gpu=GPU,
+        record=Path(folder, "run"),
+        max_changes_per_s=FAST,
     ) as runtime:
         _append(
-            folder, f"attempts-{rank}", {"process": os.getpid(), "locked_mhz": watch.gpu.locked_mhz, "first": first}
+            folder,
+            f"attempts-{rank}",
+            {"process": os.getpid(), "locked_mhz": watch.gpu.locked_mhz, "first": first},
         )
         watch.planned = lambda: runtime.plan
         for iteration in range(first, ITERATIONS):
             losses = pipeline.step()
             if losses:
-                _append(folder, "losses", {"iteration": iteration, "losses": [each.item() for each in losses]})
+                _append(
+                    folder,
+                    "losses",
+                    {"iteration": iteration, "losses": [each.item() for each in losses]},
+                )
             if (iteration + 1) % CHECKPOINT_EVERY == 0:
                 _save(folder, pipeline, iteration + 1)
         assert runtime.plan == PLAN
@@ -82,9 +94,14 @@ def _save(folder: str, pipeline: Torch, done: int) -> None:
 
 
 def _restore(folder: str, pipeline: Torch) -> int:
-    """Load the last checkpoint that all ranks have written; return how many iterations it has behind it."""
+    """Load the last checkpoint that all ranks have written; return how many iterations it has
+    behind it.
+    """
     for done in range(ITERATIONS - ITERATIONS % CHECKPOINT_EVERY, 0, -CHECKPOINT_EVERY):
-        if all(Path(folder, f"checkpoint-{done}-{rank}").exists() for rank in range(dist.get_world_size())):
+        if all(
+            Path(folder, f"checkpoint-{done}-{rank}").exists()
+            for rank in range(dist.get_world_size())
+        ):
             pipeline.restore(torch.load(Path(folder, f"checkpoint-{done}-{pipeline.rank}")))
             return done
     return 0

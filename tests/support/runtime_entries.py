@@ -45,7 +45,9 @@ def refusals(state: str) -> None:
             result["missing after a restart"] = _entered(engine, "absent.yaml")
         result["gpu of rank 1"] = _entered(engine, fits, GPU if is_first else "emulated:a100-pcie")
         result["no gpu on rank 1"] = _entered(engine, fits, GPU if is_first else "cuda:0")
-        result["no engine on rank 1"] = _entered(engine if is_first else torch.nn.Linear(2, 2), fits)
+        result["no engine on rank 1"] = _entered(
+            engine if is_first else torch.nn.Linear(2, 2), fits
+        )
         result["entered at last"] = _entered(engine, fits)
         result["warnings"] = log.taken()
 
@@ -67,7 +69,12 @@ def _entered(engine: Any, plan: Any, gpu: str = GPU) -> dict[str, Any]:
         error = refusal
     took_s = time.monotonic() - begin_s
     locked_mhz = Watch(gpu).gpu.locked_mhz if gpu.startswith("emulated") else None
-    return {"error": type(error).__name__, "text": str(error), "took_s": took_s, "locked_mhz": locked_mhz}
+    return {
+        "error": type(error).__name__,
+        "text": str(error),
+        "took_s": took_s,
+        "locked_mhz": locked_mhz,
+    }
 
 
 def without(state: str) -> None:
@@ -85,15 +92,23 @@ def without(state: str) -> None:
             result["a rank that does not come"] = _trained(log, fits, joins=is_first, watched=False)
 
 
-def _trained(log: WarningLog, plan: Any, gpu: str = GPU, *, joins: bool = True, watched: bool = True) -> dict[str, Any]:
-    """Train as a rank that joins or does not; return the warnings, and whether the results are unchanged."""
+def _trained(
+    log: WarningLog, plan: Any, gpu: str = GPU, *, joins: bool = True, watched: bool = True
+) -> dict[str, Any]:
+    """Train as a rank that joins or does not; return the warnings, and whether the results are
+    unchanged.
+    """
     plain = Torch("1f1b", 4)
     expected = [*plain.step(), *plain.step(), *plain.state()]
     watch = Watch(gpu) if watched else None
     if watch is not None:
         watch.planned = lambda: None
     pipeline, begin_s = Torch("1f1b", 4, watch), time.monotonic()
-    entered = planner_runtime(pipeline.engine, plan=plan, gpu=gpu, max_changes_per_s=FAST) if joins else nullcontext()
+    entered = (
+        planner_runtime(pipeline.engine, plan=plan, gpu=gpu, max_changes_per_s=FAST)
+        if joins
+        else nullcontext()
+    )
     with entered as runtime:
         took_s = time.monotonic() - begin_s
         found = [*pipeline.step(), *pipeline.step(), *pipeline.state()]

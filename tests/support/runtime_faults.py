@@ -44,9 +44,13 @@ def no_clocks_any_more(state: str) -> None:
     """Let failures end the setting of clocks on all ranks."""
     with job(state) as result:
         warning_log = WarningLog()
-        result["killed"] = _survived(warning_log, lambda _: _signal_controller(state, signal.SIGKILL))
+        result["killed"] = _survived(
+            warning_log, lambda _: _signal_controller(state, signal.SIGKILL)
+        )
         with mock.patch.object(background, "HUNG_S", 0.5):
-            result["stopped"] = _survived(warning_log, lambda _: _signal_controller(state, signal.SIGSTOP))
+            result["stopped"] = _survived(
+                warning_log, lambda _: _signal_controller(state, signal.SIGSTOP)
+            )
         result["lost"] = _survived(warning_log, lambda _: None, f"{GPU}&fault=lost@200calls")
         result["fault"] = _survived(warning_log, _break_background)
         result["lost"]["locked_mhz later"] = Watch(f"{GPU}&fault=lost@200calls").gpu.locked_mhz
@@ -59,12 +63,20 @@ def fewer_changes(state: str) -> None:
 
 
 def _survived(
-    warning_log: WarningLog, inject: Callable[[Runtime], None], gpu: str = GPU, *, max_changes_per_s: float = FAST
+    warning_log: WarningLog,
+    inject: Callable[[Runtime], None],
+    gpu: str = GPU,
+    *,
+    max_changes_per_s: float = FAST,
 ) -> dict[str, Any]:
-    """Train, let something fail, go on until every rank knows, or one makes fewer changes, and then two iterations."""
+    """Train, let something fail, go on until every rank knows, or one makes fewer changes, and
+    then two iterations.
+    """
     watch = Watch(gpu)
     pipeline, losses = Torch("1f1b", 4, watch), []
-    with planner_runtime(pipeline.engine, plan=PLAN, gpu=gpu, max_changes_per_s=max_changes_per_s) as runtime:
+    with planner_runtime(
+        pipeline.engine, plan=PLAN, gpu=gpu, max_changes_per_s=max_changes_per_s
+    ) as runtime:
         is_fast = max_changes_per_s == FAST
         watch.planned = (lambda: runtime.plan) if is_fast else None
         steps = 2
@@ -72,7 +84,9 @@ def _survived(
             losses += pipeline.step()
         inject(runtime)
         watch.planned, watch.takes_s = None, 0.005
-        while not every_rank(runtime.problem is not None) and every_rank(not _has_fewer_changes(runtime)):
+        while not every_rank(runtime.problem is not None) and every_rank(
+            not _has_fewer_changes(runtime)
+        ):
             losses += pipeline.step()
             steps += 1
         watch.takes_s = 0.0
@@ -106,11 +120,17 @@ def clocks_come_back(state: str) -> None:
         resumed.append(None)
 
     short = mock.patch.object(backoff, "FIRST_PAUSE_S", 0.1)
-    with job(state) as result, short, mock.patch.object(background.BackgroundWork, "_resume", resume_noted):
+    with (
+        job(state) as result,
+        short,
+        mock.patch.object(background.BackgroundWork, "_resume", resume_noted),
+    ):
         warning_log, watch = WarningLog(), Watch()
         pipeline = Torch("1f1b", 4, watch)
         losses: list[list[Any]] = []
-        with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+        with planner_runtime(
+            pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST
+        ) as runtime:
             for times in (1, 2):
                 watch.planned, watch.takes_s = (lambda: runtime.plan), 0.0
                 losses.append(pipeline.step())
@@ -119,7 +139,9 @@ def clocks_come_back(state: str) -> None:
                 watch.planned, watch.takes_s = None, 0.005
                 while not every_rank(len(resumed) == times):
                     losses.append(pipeline.step())
-                losses.append(pipeline.step())  # begins with the plan, after which every clock is in force
+                losses.append(
+                    pipeline.step()
+                )  # begins with the plan, after which every clock is in force
             watch.planned, watch.takes_s = (lambda: runtime.plan), 0.0
             losses.append(pipeline.step())
         plain = Torch("1f1b", 4)
@@ -174,11 +196,15 @@ def clocks_go_on(state: str) -> None:
             result["suspended"] = _suspended(warning_log, state)
 
 
-def _recorded(warning_log: WarningLog, folder: Path, spoilt: Callable[[Path], Any]) -> dict[str, Any]:
+def _recorded(
+    warning_log: WarningLog, folder: Path, spoilt: Callable[[Path], Any]
+) -> dict[str, Any]:
     """Make the run folder unwritable during training."""
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
-    entered = planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, record=folder, max_changes_per_s=FAST)
+    entered = planner_runtime(
+        pipeline.engine, plan=PLAN, gpu=GPU, record=folder, max_changes_per_s=FAST
+    )
     with entered as runtime, ExitStack() as stack:
         watch.planned = lambda: runtime.plan
         while not every_rank(bool(list(folder.glob(f"*/iterations-{dist.get_rank()}.csv")))):
@@ -192,7 +218,11 @@ def _recorded(warning_log: WarningLog, folder: Path, spoilt: Callable[[Path], An
         before = runtime.iterations[-1].iteration
         while not every_rank(runtime.iterations[-1].iteration > before + 2):
             pipeline.step()
-    return {"problem": runtime.problem, "warnings": texts + warning_log.taken(), "locked_mhz": watch.gpu.locked_mhz}
+    return {
+        "problem": runtime.problem,
+        "warnings": texts + warning_log.taken(),
+        "locked_mhz": watch.gpu.locked_mhz,
+    }
 
 
 @contextmanager
@@ -233,7 +263,11 @@ def _left_early(warning_log: WarningLog) -> dict[str, Any]:
             pipeline.step()
     for file in files:
         os.close(file)
-    return {"problem": runtime.problem, "warnings": warning_log.taken(), "locked_mhz": watch.gpu.locked_mhz}
+    return {
+        "problem": runtime.problem,
+        "warnings": warning_log.taken(),
+        "locked_mhz": watch.gpu.locked_mhz,
+    }
 
 
 def _forked(warning_log: WarningLog) -> dict[str, Any]:
@@ -242,7 +276,9 @@ def _forked(warning_log: WarningLog) -> dict[str, Any]:
     pipeline = Torch("1f1b", 4, watch)
     stays = 0
     try:
-        with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+        with planner_runtime(
+            pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST
+        ) as runtime:
             watch.planned = lambda: runtime.plan
             pipeline.step()
             stays = os.fork()
@@ -263,7 +299,9 @@ def _forked(warning_log: WarningLog) -> dict[str, Any]:
 
 
 def _suspended(warning_log: WarningLog, state: str) -> dict[str, Any]:
-    """Suspend the whole job for longer than a controller may be silent; the controller continues last."""
+    """Suspend the whole job for longer than a controller may be silent; the controller continues
+    last.
+    """
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
@@ -277,7 +315,11 @@ def _suspended(warning_log: WarningLog, state: str) -> dict[str, Any]:
         dist.barrier()
         for _ in range(3):
             pipeline.step()
-    return {"problem": runtime.problem, "warnings": warning_log.taken(), "locked_mhz": watch.gpu.locked_mhz}
+    return {
+        "problem": runtime.problem,
+        "warnings": warning_log.taken(),
+        "locked_mhz": watch.gpu.locked_mhz,
+    }
 
 
 def _suspend(pids: list[int]) -> None:
@@ -308,7 +350,9 @@ def store_gone(state: str) -> None:
         dist.barrier()
         if rank == 0:
             os.kill(host, signal.SIGKILL)
-        while not any_rank(runtime._follower.agreement.lost is not None):  # that of the rank that looks
+        while not any_rank(
+            runtime._follower.agreement.lost is not None
+        ):  # that of the rank that looks
             pipeline.step()
         refused = runtime.switch_to(PLAN).wait(LONG_S)
         pipeline.step()

@@ -1,4 +1,6 @@
-"""What ranks run to train under a plan: all of it here, so that one process imports what it needs for all of them."""
+"""What ranks run to train under a plan: all of it here, so that one process imports what it
+needs for all of them.
+"""
 
 from __future__ import annotations
 

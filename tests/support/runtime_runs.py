@@ -40,7 +40,9 @@ def torch_schedules(state: str, *names: str) -> None:
         for name in names:
             ranks = dist.get_world_size()
             plan = plan_of(schedule_of(name, ranks, 2 * ranks))
-            result[name] = followed(lambda watch, name=name, count=2 * ranks: Torch(name, count, watch), plan)
+            result[name] = followed(
+                lambda watch, name=name, count=2 * ranks: Torch(name, count, watch), plan
+            )
 
 
 def deepspeed_engine(state: str) -> None:
@@ -94,14 +96,18 @@ def changes(state: str) -> None:
         plan = plan_of(schedule_of("1f1b", 2, 4))
         next_plan = plan_of(schedule_of("1f1b", 2, 4), TOP_MHZ - 20 * STEP_MHZ)
         try:
-            with planner_runtime(pipeline.engine, plan=plan, gpu=GPU, max_changes_per_s=FAST) as runtime:
+            with planner_runtime(
+                pipeline.engine, plan=plan, gpu=GPU, max_changes_per_s=FAST
+            ) as runtime:
                 _evaluates(pipeline, watch, runtime)
                 _changes_microbatches(pipeline, watch, runtime)
                 result["switch"] = _switches(pipeline, runtime, [None, plan, next_plan])
                 watch.planned = None  # the ranks will have different plans
                 result["late"] = _switches_late(pipeline, runtime, [None, next_plan, plan])
                 result["as planned"] = [row.is_as_planned for row in runtime.iterations]
-                result["deviations"] = [row.deviation for row in runtime.iterations if row.deviation is not None]
+                result["deviations"] = [
+                    row.deviation for row in runtime.iterations if row.deviation is not None
+                ]
                 deviation = runtime._follower.deviation
                 if dist.get_rank() == 0:
                     watch.await_locked = lambda _: None  # it may have no clocks
@@ -139,7 +145,9 @@ def _changes_microbatches(pipeline: Torch, watch: Watch, runtime: Runtime) -> No
 
 
 def _switches(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> dict[str, Any]:
-    """Return the plan of each iteration; rank 1 proposes the last one, and rank 0 hears of it before it begins."""
+    """Return the plan of each iteration; rank 1 proposes the last one, and rank 0 hears of it
+    before it begins.
+    """
     proposal = runtime.switch_to(plans[2]) if dist.get_rank() == 1 else None
     outcome = None if proposal is None else proposal.wait(LONG_S)
     dist.barrier()
@@ -185,7 +193,9 @@ def _ran(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> int:
 
 
 def _stopped(runtime: Runtime, when: Callable[[], bool]) -> tuple[threading.Event, threading.Event]:
-    """Stop this rank's background thread once `when` is true; return events for that and to continue it."""
+    """Stop this rank's background thread once `when` is true; return events for that and to
+    continue it.
+    """
     stands, go_on, look = threading.Event(), threading.Event(), runtime._follower.look
 
     def stopped() -> None:
@@ -204,8 +214,12 @@ def pipelines(state: str) -> None:
         warning_log, watch = WarningLog(), Watch()
         pipeline = Torch("1f1b", 4, watch, sides=2)
         schedule = schedule_of("1f1b", 2, 4)
-        first, second, third, fourth = (plan_of(schedule, TOP_MHZ - 10 * STEP_MHZ * each) for each in range(4))
-        with planner_runtime(pipeline.engine, plan={0: first, 1: second}, gpu=GPU, max_changes_per_s=FAST) as runtime:
+        first, second, third, fourth = (
+            plan_of(schedule, TOP_MHZ - 10 * STEP_MHZ * each) for each in range(4)
+        )
+        with planner_runtime(
+            pipeline.engine, plan={0: first, 1: second}, gpu=GPU, max_changes_per_s=FAST
+        ) as runtime:
             watch.planned = lambda: runtime.plan
             before, after = ((first, third), (second, fourth))[runtime.pipeline]
             if dist.get_rank() == 3:
@@ -216,7 +230,12 @@ def pipelines(state: str) -> None:
             ran: list[int] = []
             while not every_rank(ran[-2:] == [1, 1]):
                 ran.append(_ran(pipeline, runtime, [before, after]))
-        result.update(pipeline=runtime.pipeline, ran=ran, locked=watch.gpu.locked_mhz, warnings=warning_log.taken())
+        result.update(
+            pipeline=runtime.pipeline,
+            ran=ran,
+            locked=watch.gpu.locked_mhz,
+            warnings=warning_log.taken(),
+        )
 
 
 def dry_run(state: str) -> None:
@@ -226,8 +245,12 @@ def dry_run(state: str) -> None:
         pipeline = Torch("1f1b", 4, watch)
         watch.planned, watch.takes_s = (lambda: None), 0.01
         plan = plan_of(schedule_of("1f1b", 2, 4))
-        with planner_runtime(pipeline.engine, plan=plan, gpu=GPU, dry_run=True, max_changes_per_s=FAST) as runtime:
+        with planner_runtime(
+            pipeline.engine, plan=plan, gpu=GPU, dry_run=True, max_changes_per_s=FAST
+        ) as runtime:
             while not every_rank(any(row.changes_set for row in runtime.iterations)):
                 pipeline.step()
             result["as planned"] = {row.is_as_planned for row in runtime.iterations} == {True}
-        result.update(plan=runtime.plan == plan, problem=runtime.problem, warnings=warning_log.taken())
+        result.update(
+            plan=runtime.plan == plan, problem=runtime.problem, warnings=warning_log.taken()
+        )

@@ -42,7 +42,9 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
     return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
 
 
-def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, control: str = "clock") -> Plan:
+def plan_of(
+    schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, control: str = "clock"
+) -> Plan:
     """Return a plan in which each computation of a rank has another clock, from `top_mhz` down."""
     places = {str(each): place for row in schedule.ranks for place, each in enumerate(row)}
     clocks = {str(each): top_mhz - STEP_MHZ * places[str(each)] for each in schedule.computations()}
@@ -53,7 +55,9 @@ def plan_of(schedule: Schedule, top_mhz: int = TOP_MHZ, gpu: str | None = NAME, 
     }
     iteration = pipeline_iteration(schedule)
     # Long enough that no rank counts as quiet while it waits for a clock.
-    return Plan(iteration, clocks, measured, "0" * 64, gpu, "simulated", 1.0, *[30.0] * 6, control=control)
+    return Plan(
+        iteration, clocks, measured, "0" * 64, gpu, "simulated", 1.0, *[30.0] * 6, control=control
+    )
 
 
 @contextmanager
@@ -90,7 +94,8 @@ class Watch:
     """Waits at the begin of each computation until its clock is locked.
 
     Attributes:
-        planned: Returns the plan that should be in force, or None if the GPU should be reset; None to wait for nothing.
+        planned: Returns the plan that should be in force, or None if the GPU should be reset; None
+            to wait for nothing.
         takes_s: Seconds that each computation takes in addition.
 
     Args:
@@ -114,7 +119,10 @@ class Watch:
         time.sleep(self.takes_s)
 
     def await_locked(self, clock_mhz: int | None) -> None:
-        eventually(lambda: self.gpu.locked_mhz == clock_mhz, lambda: f"{self.gpu.locked_mhz} MHz, and not {clock_mhz}")
+        eventually(
+            lambda: self.gpu.locked_mhz == clock_mhz,
+            lambda: f"{self.gpu.locked_mhz} MHz, and not {clock_mhz}",
+        )
 
     def taken(self) -> list[str]:
         """Return what ran since the last call."""
@@ -160,10 +168,16 @@ class Torch:
         sides: Number of pipelines side by side.
     """
 
-    def __init__(self, name: str, microbatches: int, watch: Watcher | None = None, *, sides: int = 1) -> None:
+    def __init__(
+        self, name: str, microbatches: int, watch: Watcher | None = None, *, sides: int = 1
+    ) -> None:
         rank, count = dist.get_rank() // sides, dist.get_world_size() // sides
-        groups = [dist.new_group(list(range(side, dist.get_world_size(), sides))) for side in range(sides)]
-        numbers = [rank, 2 * count - 1 - rank] if name in ("zbv", "dualpipe-v") else [rank, count + rank]
+        groups = [
+            dist.new_group(list(range(side, dist.get_world_size(), sides))) for side in range(sides)
+        ]
+        numbers = (
+            [rank, 2 * count - 1 - rank] if name in ("zbv", "dualpipe-v") else [rank, count + rank]
+        )
         numbers = numbers[:1] if name in ("gpipe", "1f1b") else numbers
         torch.manual_seed(rank)
         self._layers = nn.ModuleList(Layer() for _ in numbers)
@@ -199,7 +213,10 @@ class Torch:
 
     def state(self) -> list[Any]:
         """Return the results of the training other than losses."""
-        return [*(each.clone() for each in self._layers.state_dict().values()), torch.get_rng_state()]
+        return [
+            *(each.clone() for each in self._layers.state_dict().values()),
+            torch.get_rng_state(),
+        ]
 
     def checkpoint(self) -> list[Any]:
         """Return all that the next iterations depend on."""
@@ -213,16 +230,26 @@ class Torch:
         torch.set_rng_state(random)
 
     def _run(self, run: Callable[..., Any]) -> list[Any]:
-        data = torch.randn(2, self.microbatches * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+        data = torch.randn(
+            2, self.microbatches * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)
+        )
         losses: list[Any] = []
-        target = {"target": data[1], "losses": losses} if any(each.is_last for each in self._stages) else {}
+        target = (
+            {"target": data[1], "losses": losses}
+            if any(each.is_last for each in self._stages)
+            else {}
+        )
         run(*([data[0]] if any(each.is_first for each in self._stages) else []), **target)
         return [each.detach().clone() for each in losses]
 
 
 def _watch_stage(stage: Any, watch: Watcher) -> None:
     number = stage.stage_index
-    forward, backward, weigh = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+    forward, backward, weigh = (
+        stage.forward_one_chunk,
+        stage.backward_one_chunk,
+        stage.backward_weight_one_chunk,
+    )
 
     def watched_forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         watch(number, "F", fwd_chunk_id)
@@ -268,7 +295,9 @@ class DeepSpeed:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "steps_per_print": 2**31,
         }
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
         self.rank = dist.get_rank()
         if watch is not None:
             self.engine._INSTRUCTION_MAP = self._watched(watch)
@@ -283,7 +312,10 @@ class DeepSpeed:
         return [self.engine.eval_batch(_microbatches()).detach().clone()]
 
     def state(self) -> list[Any]:
-        return [*(each.detach().clone() for each in self.engine.module.parameters()), torch.get_rng_state()]
+        return [
+            *(each.detach().clone() for each in self.engine.module.parameters()),
+            torch.get_rng_state(),
+        ]
 
     def _watched(self, watch: Watcher) -> dict[type, Callable[..., Any]]:
         from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
@@ -308,4 +340,7 @@ class DeepSpeed:
 def _microbatches() -> Iterator[Any]:
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+        yield (
+            torch.randn(ROWS, WIDTH, generator=generator),
+            torch.randn(ROWS, WIDTH, generator=generator),
+        )

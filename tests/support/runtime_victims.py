@@ -1,7 +1,7 @@
 """Trains under a plan until a file asks it to stop, or until it is killed.
 
-As a script it runs as one rank, under a launcher; or, called with `serve`, it starts whole jobs, launcher included,
-from one process that has imported all that they need.
+As a script it runs as one rank, under a launcher; or, called with `serve`, it starts whole jobs,
+launcher included, from one process that has imported all that they need.
 """
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
@@ -38,7 +38,9 @@ def train(folder: str) -> None:
     pipeline = Torch("1f1b", 4, lambda *computation: _follow(watch, runtime, *computation))
     stop = Path(folder, "stop")
     plan = None if Path(folder, "unplanned").exists() else PLAN
-    with planner_runtime(pipeline.engine, plan=plan, gpu=VICTIM_GPU, max_changes_per_s=FAST) as runtime:
+    with planner_runtime(
+        pipeline.engine, plan=plan, gpu=VICTIM_GPU, max_changes_per_s=FAST
+    ) as runtime:
         if not os.fork():  # as a loader of data is, and lives on when its rank is killed
             while not stop.exists():
                 time.sleep(0.05)
@@ -52,7 +54,11 @@ def _follow(watch: Watch, runtime: Runtime, stage: int, kind: str, microbatch: i
     """Take some time for a computation, so that clocks can be set."""
     deadline_s = time.monotonic() + SLOW_S
     wanted_mhz = None if runtime.plan is None else runtime.plan.clocks[f"{stage}{kind}{microbatch}"]
-    while watch.gpu.locked_mhz != wanted_mhz and runtime.problem is None and time.monotonic() < deadline_s:
+    while (
+        watch.gpu.locked_mhz != wanted_mhz
+        and runtime.problem is None
+        and time.monotonic() < deadline_s
+    ):
         time.sleep(0.0005)
 
 
@@ -66,7 +72,12 @@ def _launch(request: dict[str, str]) -> None:
         child = os.fork()
         if not child:
             os.dup2(os.open(f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
-            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+            }
             os.environ.update(variables, MASTER_PORT=request["port"])
             try:
                 train(str(folder))
@@ -96,7 +107,9 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    arguments = [each for each in sys.argv[1:] if not each.startswith("--local_rank")]  # passed by DeepSpeed's launcher
+    arguments = [
+        each for each in sys.argv[1:] if not each.startswith("--local_rank")
+    ]  # passed by DeepSpeed's launcher
     if arguments == ["serve"]:
         _serve()
     else:

@@ -1,7 +1,8 @@
-"""Runs a schedule with its tensors counted: what proves that it is whole, can run, and keeps no more than it may.
+"""Runs a schedule with its tensors counted: what proves that it is whole, can run, and keeps no
+more than it may.
 
-Written from what a computation takes and makes, with nothing of the package's own rules of what waits for what.
-"""
+Written from what a computation takes and makes, with nothing of the package's own rules of what
+waits for what."""
 
 from __future__ import annotations
 
@@ -68,5 +69,7 @@ def run(schedule: Schedule, duration: Callable[[Computation], int] = lambda _: 1
                 peaks[rank] = max(peaks[rank], kept[rank])
                 reached[rank] += 1
                 moved = True
-    stopped = tuple(order[reached[r]] for r, order in enumerate(schedule.ranks) if reached[r] < len(order))
+    stopped = tuple(
+        order[reached[r]] for r, order in enumerate(schedule.ranks) if reached[r] < len(order)
+    )
     return Run(starts, ends, tuple(peaks), Counter(made.keys()), stopped)

@@ -1,7 +1,8 @@
-"""What the engines themselves say that they run, as rows of cells such as 3F17; the oracles of the schedules.
+"""What the engines themselves say that they run, as rows of cells such as 3F17; the oracles of the
+schedules.
 
-`python tests/support/schedule_engines.py` writes `tests/schedules/golden/` anew from the engines that are installed.
-"""
+`python tests/support/schedule_engines.py` writes `tests/schedules/golden/` anew from the engines
+that are installed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ FOLDER = Path(__file__).parents[1] / "schedules" / "golden"
 
 
 class Golden(NamedTuple):
-    """A golden file: the engine's order for one size, and the name and size of ours that must equal it."""
+    """A golden file: the engine's order for one size, and the name and size of ours that must
+    equal it.
+    """
 
     name: str  #: of ours
     ranks: int
@@ -30,7 +33,10 @@ class Golden(NamedTuple):
     @property
     def path(self) -> Path:
         group = f"_group{self.group}" if self.group else ""
-        return FOLDER / f"{self.name}_{self.ranks}x{self.virtual_stages}x{self.microbatches}{group}.csv"
+        return (
+            FOLDER
+            / f"{self.name}_{self.ranks}x{self.virtual_stages}x{self.microbatches}{group}.csv"
+        )
 
     def text(self, scratch: Path) -> str:
         """As the engine says; torch needs a folder to write to."""
@@ -41,7 +47,9 @@ class Golden(NamedTuple):
             return joined(megatron(self.ranks, self.virtual_stages, self.microbatches, group))
         if self.name == "gpipe":
             return joined(torch_rows("GPipe", self.ranks, self.microbatches))
-        return torch_dump(TORCH[self.name], self.ranks, self.microbatches, self.virtual_stages, scratch / "part")
+        return torch_dump(
+            TORCH[self.name], self.ranks, self.microbatches, self.virtual_stages, scratch / "part"
+        )
 
 
 TORCH = {
@@ -55,8 +63,15 @@ TORCH = {
 }  #: our name -> torch's
 
 GOLDEN = (
-    *(Golden(name, *size) for name in ("gpipe", "1f1b") for size in ((2, 1, 4), (4, 1, 8), (3, 1, 2))),
-    *(Golden("interleaved-1f1b", *size) for size in ((2, 2, 4), (4, 2, 8), (4, 3, 10, 5), (2, 2, 5, 3), (3, 4, 9))),
+    *(
+        Golden(name, *size)
+        for name in ("gpipe", "1f1b")
+        for size in ((2, 1, 4), (4, 1, 8), (3, 1, 2))
+    ),
+    *(
+        Golden("interleaved-1f1b", *size)
+        for size in ((2, 2, 4), (4, 2, 8), (4, 3, 10, 5), (2, 2, 5, 3), (3, 4, 9))
+    ),
     *(Golden("interleaved-zb", *size) for size in ((2, 2, 4), (4, 2, 8), (3, 3, 8), (4, 2, 2))),
     *(Golden("zbv", *size) for size in ((2, 2, 4), (4, 2, 8), (3, 2, 2))),
     *(Golden("dualpipe-v", *size) for size in ((2, 2, 4), (4, 2, 8), (3, 2, 7))),
@@ -87,8 +102,13 @@ def deepspeed(stages: int, microbatches: int) -> Rows:
 
 
 def megatron(ranks: int, virtual_stages: int, microbatches: int, group: int) -> Rows:
-    """Megatron-core's schedule table and number of warm-up forwards on each rank; plain 1F1B for one virtual stage."""
-    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+    """Megatron-core's schedule table and number of warm-up forwards on each rank; plain 1F1B for
+    one virtual stage.
+    """
+    from megatron.core.pipeline_parallel.schedules import (
+        get_pp_rank_microbatches,
+        get_schedule_table,
+    )
 
     table = get_schedule_table(microbatches, virtual_stages, group)
     rows = []
@@ -97,9 +117,14 @@ def megatron(ranks: int, virtual_stages: int, microbatches: int, group: int) -> 
             pp_group=SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank),
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
         )
-        warmup = get_pp_rank_microbatches(microbatches, virtual_stages, group, p2p_communicator=here)[2]
+        warmup = get_pp_rank_microbatches(
+            microbatches, virtual_stages, group, p2p_communicator=here
+        )[2]
         forwards = [f"{chunk * ranks + rank}F{microbatch}" for microbatch, chunk in table]
-        backwards = [f"{(virtual_stages - 1 - chunk) * ranks + rank}B{microbatch}" for microbatch, chunk in table]
+        backwards = [
+            f"{(virtual_stages - 1 - chunk) * ranks + rank}B{microbatch}"
+            for microbatch, chunk in table
+        ]
         row = forwards[:warmup]
         for forward, backward in zip(forwards[warmup:], backwards, strict=False):
             row += [forward, backward]
@@ -107,13 +132,15 @@ def megatron(ranks: int, virtual_stages: int, microbatches: int, group: int) -> 
     return rows
 
 
-#: For torch, too, which makes a mocked stage for every schedule: making it takes longer than all that is asked of it.
-#: Whoever gets the one that is there sets all that is read of it.
+#: For torch, too, which makes a mocked stage for every schedule: making it takes longer than all
+#: that is asked of it. Whoever gets the one that is there sets all that is read of it.
 _autospec = cache(mock.create_autospec)
 
 
 @cache
-def _actions(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> list[list[Any]]:
+def _actions(
+    name: str, ranks: int, microbatches: int, virtual_stages: int | None
+) -> list[list[Any]]:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     with mock.patch.object(mock, "create_autospec", _autospec):
@@ -121,16 +148,25 @@ def _actions(name: str, ranks: int, microbatches: int, virtual_stages: int | Non
 
 
 def torch_rows(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Rows:
-    """The computations of a schedule class of torch.distributed.pipelining; overlapped pairs in their parts' order."""
+    """The computations of a schedule class of torch.distributed.pipelining; overlapped pairs in
+    their parts' order.
+    """
     rows = []
     for actions in _actions(name, ranks, microbatches, virtual_stages):
-        leaves = [leaf for action in actions if action is not None for leaf in action.sub_actions or (action,)]
+        leaves = [
+            leaf
+            for action in actions
+            if action is not None
+            for leaf in action.sub_actions or (action,)
+        ]
         rows.append([str(leaf) for leaf in leaves if leaf.is_compute_op])
     return rows
 
 
 def torch_zero_bubble_of_one_stage(ranks: int, microbatches: int) -> Rows:
-    """The order that torch's interleaved zero bubble works out; as its class refuses one stage, without an object."""
+    """The order that torch's interleaved zero bubble works out; as its class refuses one stage,
+    without an object.
+    """
     from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
     sizes = SimpleNamespace(
@@ -140,22 +176,33 @@ def torch_zero_bubble_of_one_stage(ranks: int, microbatches: int) -> Rows:
         _n_microbatches=microbatches,
     )
     order = ScheduleInterleavedZeroBubble._calculate_single_rank_operations
-    return [[str(action) for action in order(sizes, rank) if action is not None] for rank in range(ranks)]
+    return [
+        [str(action) for action in order(sizes, rank) if action is not None]
+        for rank in range(ranks)
+    ]
 
 
-def torch_dump(name: str, ranks: int, microbatches: int, virtual_stages: int | None, path: Path) -> str:
-    """What torch writes to a file as the compute-only CSV of one of its classes, and reads itself."""
+def torch_dump(
+    name: str, ranks: int, microbatches: int, virtual_stages: int | None, path: Path
+) -> str:
+    """What torch writes to a file as the compute-only CSV of one of its classes, and reads
+    itself.
+    """
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     order = dict(enumerate(_actions(name, ranks, microbatches, virtual_stages)))
-    _PipelineScheduleRuntime._dump_csv(SimpleNamespace(pipeline_order=order), str(path), format="compute_only")
+    _PipelineScheduleRuntime._dump_csv(
+        SimpleNamespace(pipeline_order=order), str(path), format="compute_only"
+    )
     text = path.read_bytes().decode()
     path.unlink()
     return text
 
 
 def read_by_torch(path: Path, ranks: int, virtual_stages: int, microbatches: int) -> Rows:
-    """The rows that torch's own loader takes from `path`, after it has checked them and added its communication."""
+    """The rows that torch's own loader takes from `path`, after it has checked them and added
+    its communication.
+    """
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
     from torch.distributed.pipelining.stage import PipelineStage
 
@@ -165,7 +212,10 @@ def read_by_torch(path: Path, ranks: int, virtual_stages: int, microbatches: int
     runtime = _PipelineScheduleRuntime([stage] * virtual_stages, microbatches)
     runtime._load_csv(str(path), format="compute_only")
     with_comms = runtime.pipeline_order_with_comms
-    return [[str(action) for action in with_comms[rank] if action.is_compute_op] for rank in range(ranks)]
+    return [
+        [str(action) for action in with_comms[rank] if action.is_compute_op]
+        for rank in range(ranks)
+    ]
 
 
 def write() -> None:

@@ -63,14 +63,18 @@ STATUS = {
 }
 EVENTS = ': nothing new\n\nevent: version\ndata: {"version": 7}\n\ndata:{"version":8}\n'
 KEPT = Report("k1", "ops", Scope("stage", "2", 3), 1.2, None, 10.0, 20.0, None, math.inf, "compute")
-ANSWER = Answer("gpt3", KEPT, 7, True, "next iteration", 812.5, "pipeline 3 takes 1.2 times as long")
+ANSWER = Answer(
+    "gpt3", KEPT, 7, True, "next iteration", 812.5, "pipeline 3 takes 1.2 times as long"
+)
 
 
 def refused(status: int, message: str) -> tuple[int, Any]:
     return status, {"error": {"code": "a_code", "message": message}}
 
 
-HAPPENED = [{"at_s": 1.0, "text": "1 pipeline moved to 18.03 s"}] * 10 + [{"at_s": 2.0, "text": "pipeline 1 is slow"}]
+HAPPENED = [{"at_s": 1.0, "text": "1 pipeline moved to 18.03 s"}] * 10 + [
+    {"at_s": 2.0, "text": "pipeline 1 is slow"}
+]
 
 
 def api(method: str, path: str, body: Any) -> tuple[int, Any]:

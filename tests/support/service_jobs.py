@@ -1,4 +1,6 @@
-"""A job for tests of the service: where its ranks are, and what its pipelines can do, in closed form or solved."""
+"""A job for tests of the service: where its ranks are, and what its pipelines can do, in closed
+form or solved.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from perseus_planner.service.model import Place, RegisteredJob
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.solve import solve_dag
 
-#: Three pipelines of four stages. Two ranks of each hold two stages; of the last rank it is not known which.
+#: Three pipelines of four stages. Two ranks of each hold two stages; of the last rank it is not
+#: known which.
 PLACES = (
     Place(0, 0, (0, 2), "node0", "GPU-a"),
     Place(1, 0, (1, 3), "node0", "GPU-b"),
@@ -26,7 +29,8 @@ STAGES = 4
 
 @dataclass(frozen=True)
 class Formula:
-    """A pipeline whose stages take `stages_s`, and whose iteration takes what the slowest of them does.
+    """A pipeline whose stages take `stages_s`, and whose iteration takes what the slowest of them
+    does.
 
     It waits at 100 W; what it draws more falls with the square of what is left to its slowest time.
     """
@@ -51,7 +55,9 @@ class Formula:
         return 1000.0 * max(self.max_time_s - deadline_s, 0.0) ** 2 + 100.0 * deadline_s + 50.0
 
     def slowed(self, stages: Mapping[int, float]) -> Formula:
-        return Formula(tuple(s * stages.get(stage, 1.0) for stage, s in enumerate(self.stages_s)), self.stretch)
+        return Formula(
+            tuple(s * stages.get(stage, 1.0) for stage, s in enumerate(self.stages_s)), self.stretch
+        )
 
 
 @dataclass(frozen=True)

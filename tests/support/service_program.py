@@ -1,4 +1,5 @@
-"""A service that is killed: `service_program.py DATABASE SEED` takes reports from four threads until then.
+"""A service that is killed: `service_program.py DATABASE SEED` takes reports from four threads
+until then.
 
 It prints "begun"; "kept KEY" after a report was acknowledged; "version N" when N was published.
 """

@@ -1,4 +1,6 @@
-"""What ranks run that train under the planner's service on emulated GPUs; launching.py asks for them by name."""
+"""What ranks run that train under the planner's service on emulated GPUs; launching.py asks for
+them by name.
+"""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -32,14 +34,20 @@ Step = Callable[[], object]
 
 
 def train(engine: str, address: str, state: str) -> None:
-    """Two pipelines of two stages, until there is a file `stop`; every rank writes a row for each iteration.
+    """Two pipelines of two stages, until there is a file `stop`; every rank writes a row for each
+    iteration.
 
-    A file `slow` says for how many seconds pipeline 1 waits for its data in each iteration, and `proposed` when plans
-    were last proposed.
+    A file `slow` says for how many seconds pipeline 1 waits for its data in each iteration, and
+    `proposed` when plans were last proposed.
     """
     os.environ["PLANNER_STATE_DIR"] = state
-    counters.CHECKPOINT_S, agent._COUNTS_S = 1.0, 0.5  # so that who reads what was counted need not wait for long
-    agent._END_S = LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
+    counters.CHECKPOINT_S, agent._COUNTS_S = (
+        1.0,
+        0.5,
+    )  # so that who reads what was counted need not wait for long
+    agent._END_S = (
+        LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
+    )
     agent.Client = lambda address, token, timeout_s: Client(address, token, timeout_s=LONG_S)
     agent.ServiceLink.on_straggling = lambda link, then: lambda straggling: None
     propose = agent.Agent._propose
@@ -77,7 +85,12 @@ def train(engine: str, address: str, state: str) -> None:
             (each.version, each.is_as_planned, each.clock, each.achieved_mhz, each.changes_late)
             for each in runtime.iterations
         ]
-    said = {"pipeline": runtime.pipeline, "problem": runtime.problem, "ran": ran, "warnings": warning_log.taken()}
+    said = {
+        "pipeline": runtime.pipeline,
+        "problem": runtime.problem,
+        "ran": ran,
+        "warnings": warning_log.taken(),
+    }
     dist.barrier()
     print("\n" + json.dumps(said), flush=True)
     dist.destroy_process_group()
@@ -86,7 +99,10 @@ def train(engine: str, address: str, state: str) -> None:
 def _torch(*, init: bool = True) -> tuple[Any, Step]:
     if init:
         dist.init_process_group("gloo")
-    groups = [dist.new_group(list(range(pipeline, STAGES * PIPELINES, PIPELINES))) for pipeline in range(PIPELINES)]
+    groups = [
+        dist.new_group(list(range(pipeline, STAGES * PIPELINES, PIPELINES)))
+        for pipeline in range(PIPELINES)
+    ]
     number, pipeline = divmod(dist.get_rank(), PIPELINES)
     given, sent = torch.empty(ROWS, WIDTH), torch.empty(ROWS, WIDTH, requires_grad=True)
     inputs = sent if number else given
@@ -106,7 +122,9 @@ def _deepspeed() -> tuple[Any, Step]:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no pipeline needs it, and it would be compiled
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # no pipeline needs it, and it would be compiled
+    )
     deepspeed.init_distributed("gloo", verbose=False)
     module = PipelineModule(
         layers=[_layer(number) for number in range(STAGES)],
@@ -120,7 +138,9 @@ def _deepspeed() -> tuple[Any, Step]:
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "steps_per_print": 2**31,
     }
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config
+    )
     data = torch.randn(ROWS, WIDTH)
     return engine, lambda: engine.train_batch(iter([(data, data)] * MICROBATCHES))
 

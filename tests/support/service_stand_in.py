@@ -1,4 +1,6 @@
-"""A service in memory without policy or solver, to test what is in front of the real one; and its app, opened."""
+"""A service in memory without policy or solver, to test what is in front of the real one; and
+its app, opened.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from typing import Any
 
 import pytest
 
-from perseus_planner.errors import FrontierError, InfeasibleBudget, InfeasibleDeadline, InfeasiblePower, PlannerError
+from perseus_planner.errors import (
+    FrontierError,
+    InfeasibleBudget,
+    InfeasibleDeadline,
+    InfeasiblePower,
+    PlannerError,
+)
 from perseus_planner.files import sha256
 from perseus_planner.service.alertmanager import AlertEffects
 from perseus_planner.service.answers import (
@@ -76,17 +84,25 @@ class StandIn:
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
         return solve_profile(unsolved)
 
-    def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool = False) -> Registered:
+    def register(
+        self, job: RegisteredJob, frontier: bytes, *, take_over: bool = False
+    ) -> Registered:
         if not frontier.startswith(b"PK"):
-            raise FrontierError("frontier.npz: is not a frontier file; name one that `planner solve` wrote")
+            raise FrontierError(
+                "frontier.npz: is not a frontier file; name one that `planner solve` wrote"
+            )
         known = self.kept.get(job.name)
         if known is not None and known != replace(job, frontier=sha256(frontier), since_s=NOW_S):
-            raise Conflict(f"a job {job.name} runs, and is another one; end it, or choose another name")
+            raise Conflict(
+                f"a job {job.name} runs, and is another one; end it, or choose another name"
+            )
         self.kept.setdefault(job.name, replace(job, frontier=sha256(frontier), since_s=NOW_S))
         self.of_job.setdefault(job.name, {})
         if known is None:
             self._publish(job.name)
-        return Registered(JobSummary.of(self.kept[job.name]), self.versions[job.name], known is None)
+        return Registered(
+            JobSummary.of(self.kept[job.name]), self.versions[job.name], known is None
+        )
 
     def keep_profile(self, key: str, profile: ProfileTexts) -> None:
         pass
@@ -130,12 +146,16 @@ class StandIn:
 
     power_budget = PowerBudget(None, ())
 
-    def set_power(self, job: str | None, power_w: float | None, schedule: Any = ()) -> tuple[Answer, ...]:
+    def set_power(
+        self, job: str | None, power_w: float | None, schedule: Any = ()
+    ) -> tuple[Answer, ...]:
         if power_w is not None and power_w < LEAST_W:
             raise InfeasiblePower(power_w, LEAST_W)
         if job is not None:
             self._check(job)
-        return tuple(self._changed(name, None) for name in ([job] if job is not None else self.kept))
+        return tuple(
+            self._changed(name, None) for name in ([job] if job is not None else self.kept)
+        )
 
     def taken(self, job: str, version: int, iteration: int) -> None:
         self._check(job)
@@ -143,15 +163,22 @@ class StandIn:
 
     def telemetry(self, job: str, sent: Counters) -> None:
         self._check(job)
-        self.told[job] = add_counters(self.told.get(job), sent, lambda iteration_s: 1000.0 * iteration_s, NOW_S)
+        self.told[job] = add_counters(
+            self.told.get(job), sent, lambda iteration_s: 1000.0 * iteration_s, NOW_S
+        )
 
     def curve(self, job: str) -> Curve:
         self._check(job)
         times_s = tuple(1.0 + place / 1000 for place in range(1000))
-        return Curve(times_s, tuple(1000.0 / each for each in times_s), 1.0, 1100.0, 100.0, 2, 4, "simulated")
+        return Curve(
+            times_s, tuple(1000.0 / each for each in times_s), 1.0, 1100.0, 100.0, 2, 4, "simulated"
+        )
 
     def totals(self) -> tuple[JobTotals, ...]:
-        return tuple(JobTotals(each.name, each.pipelines, each.since_s, None, None, ()) for each in self.kept.values())
+        return tuple(
+            JobTotals(each.name, each.pipelines, each.since_s, None, None, ())
+            for each in self.kept.values()
+        )
 
     def pipelines(self, job: str) -> tuple[int, tuple[PipelineStatus, ...]]:
         self._check(job)
@@ -197,7 +224,11 @@ class StandIn:
         self._check(job)
         version, pipelines = self.versions[job], self.kept[job].pipelines
         texts = (f"plan {version} of the straggler\n", f"plan {version} “of the others”\n")
-        return PlanSet(version, texts, (0, *(1,) * (pipelines - 1)), NOW_S) if version > after else None
+        return (
+            PlanSet(version, texts, (0, *(1,) * (pipelines - 1)), NOW_S)
+            if version > after
+            else None
+        )
 
     def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
         self.callbacks.append(callback)
@@ -237,7 +268,9 @@ async def opened(
     app = create_app(service, access or Access(), limits or Limits(), now_s=now_s)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", **options
+        ) as client:
             yield client
 
 
@@ -248,7 +281,9 @@ def asking(service: Any, **options: Any) -> Iterator[Callable[..., httpx.Respons
     app = opened(service, **options)
     client = loop.run_until_complete(app.__aenter__())
     try:
-        yield lambda *arguments, **content: loop.run_until_complete(client.request(*arguments, **content))
+        yield lambda *arguments, **content: loop.run_until_complete(
+            client.request(*arguments, **content)
+        )
     finally:
         loop.run_until_complete(app.__aexit__(None, None, None))
         loop.close()

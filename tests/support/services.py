@@ -1,4 +1,6 @@
-"""What the tests of the service share: a small frontier, a clock that stands still, and waiting for plans."""
+"""What the tests of the service share: a small frontier, a clock that stands still, and waiting
+for plans.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ def small_frontier() -> Frontier:
 
 
 def baseline_s() -> float:
-    """Of that frontier, replayed: modules ask for it, and to solve takes seconds where nothing is compiled."""
-    dag = PipelineDag.from_schedule(smooth_profile(STAGES, 90), schedules.one_f_one_b(stages=STAGES, microbatches=3))
+    """Of that frontier, replayed: modules ask for it, and to solve takes seconds where nothing
+    is compiled.
+    """
+    dag = PipelineDag.from_schedule(
+        smooth_profile(STAGES, 90), schedules.one_f_one_b(stages=STAGES, microbatches=3)
+    )
     return time_and_energy(dag, dag.baseline_measurements())[0]
 
 
@@ -53,10 +59,14 @@ def job(name: str = "gpt", **settings: Any) -> RegisteredJob:
     return RegisteredJob(name, PIPELINES, "", places, **settings)
 
 
-def report(key: str, pipeline: int = 1, slowdown: float = 1.3, source: str = "ops", **fields: Any) -> Report:
+def report(
+    key: str, pipeline: int = 1, slowdown: float = 1.3, source: str = "ops", **fields: Any
+) -> Report:
     """That a pipeline is slow."""
     times = {"observed_s": NOW_S, "begins_s": NOW_S} | fields
-    return Report(key, source, times.pop("scope", Scope("pipeline", str(pipeline))), slowdown, None, **times)
+    return Report(
+        key, source, times.pop("scope", Scope("pipeline", str(pipeline))), slowdown, None, **times
+    )
 
 
 def at_once(function: Any, *arguments: Any) -> Any:

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import psutil
 
-_COMMAND = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "perseus_planner", "serve"]
+_COMMAND = [
+    sys.executable,
+    *(["-P"] if sys.version_info >= (3, 11) else []),
+    "-m",
+    "perseus_planner",
+    "serve",
+]
 
 
 class Serving:
@@ -26,7 +32,9 @@ class Serving:
 
     def start(self) -> None:
         command = [*_COMMAND, "--port", self._port, "--database", "service.sqlite"]
-        self._process = subprocess.Popen(command, cwd=self._folder, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, cwd=self._folder, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[2].rstrip(",")
         self._port = self.address.rpartition(":")[2]

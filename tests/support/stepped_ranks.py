@@ -1,4 +1,6 @@
-"""Ranks that share a store and advance by one store operation at a time, in any order; and their invariants."""
+"""Ranks that share a store and advance by one store operation at a time, in any order; and their
+invariants.
+"""
 # ruff: noqa: TID253 - tests that use this are there for torch
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ _ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # these never w
 
 
 class Disagreement(Exception):
-    """There is not one order of versions, or a rank did not run by the newest one that it knew and that had begun."""
+    """There is not one order of versions, or a rank did not run by the newest one that it knew
+    and that had begun.
+    """
 
 
 class _Ended(BaseException):
@@ -99,7 +103,9 @@ class Rank:
         self.agreement = world.kind(self.store, self._prepare, share, now_s=lambda: world.now_s)
         self.iteration = -1
         self.given: tuple[int, ...] = (1,)  #: versions
-        self.ran: list[tuple[int, int, tuple[int, ...]]] = []  #: iteration, version, and what was given before it
+        self.ran: list[
+            tuple[int, int, tuple[int, ...]]
+        ] = []  #: iteration, version, and what was given before it
         self.lives = True
         self.proposals: list[Proposal] = []
 
@@ -162,7 +168,9 @@ class World:
         self.ranks[number].lives = False
 
     def settle(self) -> None:
-        """Let every living rank begin iterations and look, until all know what was decided, and run by it."""
+        """Let every living rank begin iterations and look, until all know what was decided, and
+        run by it.
+        """
         for _ in range(3):
             self.now_s += 2 * LOOK_S
             for number, rank in enumerate(self.ranks):
@@ -181,7 +189,9 @@ class World:
         return [outcome for outcome in outcomes if isinstance(outcome, Acceptance)]
 
     def check_settled(self) -> None:
-        """After `settle`, check that versions had one order, all ranks ended with the last, and keys are gone."""
+        """After `settle`, check that versions had one order, all ranks ended with the last, and
+        keys are gone.
+        """
         since = {1: 0, **{each.version: each.iteration for each in self.accepted()}}
         assert len(since) == 1 + len(self.accepted())
         for rank in self.ranks:
@@ -189,7 +199,9 @@ class World:
                 raise Disagreement(f"given {rank.given}")
             for iteration, version, given in rank.ran:
                 # Nobody is told since when a version begins if its proposer was killed.
-                expected = max(each for each in given if since.get(each, iteration + 1) <= iteration)
+                expected = max(
+                    each for each in given if since.get(each, iteration + 1) <= iteration
+                )
                 if version < expected or since.get(version, iteration) > iteration:
                     raise Disagreement(f"{iteration} by {version} instead of {expected}")
         living = [rank for rank in self.ranks if rank.lives]
@@ -198,10 +210,14 @@ class World:
             assert [rank.agreement.lost for rank in living] == [None] * len(living)
             newest = max(since)
             if {rank.ran[-1][1] for rank in living} != {newest}:
-                raise Disagreement(f"{[rank.ran[-1] for rank in living]}, and the newest is {newest}")
+                raise Disagreement(
+                    f"{[rank.ran[-1] for rank in living]}, and the newest is {newest}"
+                )
             kept = ["plans/" + str(newest), "state", "versions"] if newest > 1 else []
             if sorted(self.store.list_keys()) != kept:
-                raise Disagreement(f"the store has {self.store.list_keys()}, and the newest is {newest}")
+                raise Disagreement(
+                    f"the store has {self.store.list_keys()}, and the newest is {newest}"
+                )
 
     def end(self) -> None:
         for rank in self.ranks:

@@ -1,7 +1,8 @@
-"""Hypothesis strategies that draw whole planning problems: profiles, graphs of computations, pipelines, jobs.
+"""Hypothesis strategies that draw whole planning problems: profiles, graphs of computations,
+pipelines, jobs.
 
-Hypothesis draws the sizes, and so shrinks a failure to a small one; a seed settles the rest, for variety.
-"""
+Hypothesis draws the sizes, and so shrinks a failure to a small one; a seed settles the rest, for
+variety."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 from perseus_planner.solver.frontier import Frontier
 
 NOISE = (0.0, 0.0, 1e-2, 1e-4)  #: relative; none most often, as then there are ties
-WAITING_W = (0.0, 10.0, 83.64, 83.64, 300.0, 1e4)  #: from free waiting to a wait so dear that no slowdown pays
+WAITING_W = (
+    0.0,
+    10.0,
+    83.64,
+    83.64,
+    300.0,
+    1e4,
+)  #: from free waiting to a wait so dear that no slowdown pays
 
 
 def _convex(rng: Random, count: int) -> list[tuple[int, int]]:
@@ -51,7 +59,11 @@ def _measurements(rng: Random, max_options: int) -> tuple[Measurement, ...]:
     noise = rng.choice(NOISE)
     points = rng.choice((_convex, _scattered, _plateau))(rng, rng.randint(1, max_options))
     return tuple(
-        Measurement(1410 - 15 * i, slow * 1e-4 * rng.uniform(1, 1 + noise), dear * 1e-2 * rng.uniform(1, 1 + noise))
+        Measurement(
+            1410 - 15 * i,
+            slow * 1e-4 * rng.uniform(1, 1 + noise),
+            dear * 1e-2 * rng.uniform(1, 1 + noise),
+        )
         for i, (slow, dear) in enumerate(points)
     )
 
@@ -62,7 +74,9 @@ def _profile(rng: Random, stages: int, max_options: int) -> Profile:
 
 
 def smooth_profile(stages: int, step_mhz: int = 15) -> Profile:
-    """Much like a measured one of an A100: 38 clocks, energy falling steeply below the highest, stages uneven."""
+    """Much like a measured one of an A100: 38 clocks, energy falling steeply below the highest,
+    stages uneven.
+    """
     points = {}
     for stage in range(stages):
         for kind, work in (("F", 1.0), ("B", 2.0)):
@@ -87,7 +101,9 @@ def _joules(rng: Random) -> float | None:
 
 
 def _furnished(rng: Random, iteration: Iteration, max_options: int) -> Profile:
-    """A profile that has all that `iteration` runs, any power on each rank, and an overhead; changes cost nothing."""
+    """A profile that has all that `iteration` runs, any power on each rank, and an overhead;
+    changes cost nothing.
+    """
     keys = set(iteration.keys)
     for stage in range(iteration.schedule.stages):
         split = keys & {(stage, "I"), (stage, "W")}
@@ -113,16 +129,27 @@ def _operations(rng: Random, stages: int, iteration: Iteration) -> tuple[Iterati
         order.insert(at, place)
         microbatch, rank = rng.choice((None, number)), rng.randrange(len(iteration.schedule.ranks))
         name = "abcd"[number] * rng.randint(1, 3)
-        added.append(Operation(rng.randrange(stages), name, microbatch, rank, _seconds(rng, 400), _joules(rng)))
-    return replace(iteration, predecessors=tuple(map(tuple, before)), operations=tuple(added)), order
+        added.append(
+            Operation(
+                rng.randrange(stages), name, microbatch, rank, _seconds(rng, 400), _joules(rng)
+            )
+        )
+    return replace(
+        iteration, predecessors=tuple(map(tuple, before)), operations=tuple(added)
+    ), order
 
 
 def _with_extras(rng: Random, plain: PipelineDag, max_options: int) -> PipelineDag:
-    """The same computations with fixed operations, lags, kinds with a suffix, and a profile with all there can be."""
+    """The same computations with fixed operations, lags, kinds with a suffix, and a profile with
+    all there can be.
+    """
     iteration, _ = _operations(rng, plain.schedule.stages, plain.iteration)
     lags_s: tuple[tuple[float, ...], ...] = ()
     if rng.random() < 0.7:
-        lags_s = tuple(tuple(rng.choice((0.0, _seconds(rng, 400))) for _ in each) for each in iteration.predecessors)
+        lags_s = tuple(
+            tuple(rng.choice((0.0, _seconds(rng, 400))) for _ in each)
+            for each in iteration.predecessors
+        )
     own = rng.choice(([""], ["", "", ".sync"], ["", ".sync", ".re-compute_1"]))
     kinds = tuple(computation.kind + rng.choice(own) for computation in iteration.computations)
     iteration = replace(iteration, lags_s=lags_s, kinds=rng.choice(((), kinds)))
@@ -135,13 +162,16 @@ def dag(seed: int, count: int, max_options: int) -> PipelineDag:
     stages = rng.randint(1, min(3, count))
     groups = [*range(stages), *(rng.randrange(stages) for _ in range(count - stages))]
     ranks = tuple(
-        tuple(Computation(stage, "FB"[i % 2], i // 2) for i in range(groups.count(stage))) for stage in range(stages)
+        tuple(Computation(stage, "FB"[i % 2], i // 2) for i in range(groups.count(stage)))
+        for stage in range(stages)
     )
     places = rng.sample(range(count), count)
     before: list[tuple[int, ...]] = [()] * count
     for i, place in enumerate(places):
         before[place] = tuple(rng.sample(places[:i], min(i, rng.randint(0, 3))))
-    return PipelineDag(_profile(rng, stages, max_options), Iteration(Schedule("any", ranks), tuple(before)))
+    return PipelineDag(
+        _profile(rng, stages, max_options), Iteration(Schedule("any", ranks), tuple(before))
+    )
 
 
 def graph(seed: int, count: int, max_options: int) -> PipelineDag:
@@ -150,13 +180,17 @@ def graph(seed: int, count: int, max_options: int) -> PipelineDag:
     return plain if rng.random() < 0.5 else _with_extras(rng, plain, max_options)
 
 
-def pipeline(seed: int, stages: int, microbatches: int, max_options: int) -> tuple[Profile, Schedule]:
+def pipeline(
+    seed: int, stages: int, microbatches: int, max_options: int
+) -> tuple[Profile, Schedule]:
     """A profile of the given seed and a 1F1B schedule of as many stages."""
     return _profile(Random(seed), stages, max_options), one_f_one_b(stages, microbatches)
 
 
 def any_schedule(seed: int, ranks: int, microbatches: int) -> Schedule:
-    """One of every kind there is, on as many ranks, of about as many microbatches: not all sizes are one's own."""
+    """One of every kind there is, on as many ranks, of about as many microbatches: not all sizes
+    are one's own.
+    """
     rng = Random(seed)
     virtual, rounds = rng.randint(1, 3), max(1, microbatches // ranks)
     makers = (
@@ -185,14 +219,20 @@ def _fixed_operations(rng: Random, schedule: Schedule) -> Iterable[FixedOperatio
         one = rng.choice(tuple(schedule.computations()))
         when = rng.choice(("start", "end", f"before {one.kind}", f"after {one.kind}"))
         number = schedule.stage_ranks[one.stage] if when in ("start", "end") else one.stage
-        yield FixedOperation(name, when, _seconds(rng, 400), _joules(rng), rng.choice((None, (number,))))
+        yield FixedOperation(
+            name, when, _seconds(rng, 400), _joules(rng), rng.choice((None, (number,)))
+        )
 
 
 def _variants(rng: Random, schedule: Schedule) -> Iterable[Variant]:
     for kind in rng.sample(schedule.kinds, rng.randint(0, 2)):
-        one = rng.choice([computation for computation in schedule.computations() if computation.kind == kind])
+        one = rng.choice(
+            [computation for computation in schedule.computations() if computation.kind == kind]
+        )
         which = rng.choice(("first", "last", "all", (one.microbatch, one.microbatch + 1)))
-        yield Variant(f"{kind}.{rng.choice(('sync', 'recompute'))}", which, rng.choice((None, (one.stage,))))
+        yield Variant(
+            f"{kind}.{rng.choice(('sync', 'recompute'))}", which, rng.choice((None, (one.stage,)))
+        )
 
 
 def extras(seed: int, schedule: Schedule) -> dict[str, Any]:
@@ -206,7 +246,9 @@ def extras(seed: int, schedule: Schedule) -> dict[str, Any]:
 
 
 def job(seed: int, ranks: int, microbatches: int, max_options: int) -> PipelineDag:
-    """A pipeline of any schedule, with transfers, fixed operations and variants, and a profile that has them."""
+    """A pipeline of any schedule, with transfers, fixed operations and variants, and a profile
+    that has them.
+    """
     return furnished(seed, any_schedule(seed, ranks, microbatches), max_options)
 
 
@@ -222,7 +264,9 @@ fixed = settings(derandomize=True, deadline=None)  #: the same problems in every
 
 
 def profiles(max_stages: int = 3, max_options: int = 6) -> st.SearchStrategy[Profile]:
-    """Profiles: convex and not, with plateaus, ties, noise, single clocks, and any blocking power."""
+    """Profiles: convex and not, with plateaus, ties, noise, single clocks, and any blocking
+    power.
+    """
     return st.builds(_profile, _SEEDS.map(Random), st.integers(1, max_stages), st.just(max_options))
 
 
@@ -235,7 +279,9 @@ def dags(most: int, least: int = 1, max_options: int = 6) -> st.SearchStrategy[P
 
 
 def graphs(most: int, least: int = 1, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:
-    """`dags`, every other one with fixed operations, lags, kinds with a suffix, several powers and an overhead."""
+    """`dags`, every other one with fixed operations, lags, kinds with a suffix, several powers
+    and an overhead.
+    """
     return st.builds(graph, _SEEDS, st.integers(least, most), st.just(max_options))
 
 
@@ -244,13 +290,25 @@ def pipelines(
 ) -> st.SearchStrategy[tuple[Profile, Schedule]]:
     """A profile and a 1F1B schedule of as many stages."""
     return st.builds(
-        pipeline, _SEEDS, st.integers(1, max_stages), st.integers(1, max_microbatches), st.just(max_options)
+        pipeline,
+        _SEEDS,
+        st.integers(1, max_stages),
+        st.integers(1, max_microbatches),
+        st.just(max_options),
     )
 
 
-def jobs(max_ranks: int = 3, max_microbatches: int = 4, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:
+def jobs(
+    max_ranks: int = 3, max_microbatches: int = 4, max_options: int = 6
+) -> st.SearchStrategy[PipelineDag]:
     """Pipelines of any schedule with all that a job may have beside it."""
-    return st.builds(job, _SEEDS, st.integers(1, max_ranks), st.integers(1, max_microbatches), st.just(max_options))
+    return st.builds(
+        job,
+        _SEEDS,
+        st.integers(1, max_ranks),
+        st.integers(1, max_microbatches),
+        st.just(max_options),
+    )
 
 
 def problems(most: int, max_options: int = 6) -> st.SearchStrategy[PipelineDag]:

@@ -1,4 +1,6 @@
-"""Read a trace file for tests, and check that Perfetto and chrome://tracing read it without loss."""
+"""Read a trace file for tests, and check that Perfetto and chrome://tracing read it without
+loss.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-KNOWN_KEYS = ("traceEvents", "otherData")  #: older versions of Perfetto stop reading at an unknown key
+KNOWN_KEYS = (
+    "traceEvents",
+    "otherData",
+)  #: older versions of Perfetto stop reading at an unknown key
 MOST = 2**32 - 1  #: largest number of a process or thread; Perfetto reads larger ones as 0
 
 
@@ -31,10 +36,14 @@ class ReadTrace:
         assert tuple(content) == KNOWN_KEYS
         self.about = json.loads(path.read_text())["otherData"]
         events = content["traceEvents"]
-        self.processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        self.processes = {
+            e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"
+        }
         self.threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
         _check_numbers(events)
-        self.slices: dict[tuple[str, str], list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
+        self.slices: dict[tuple[str, str], list[tuple[int, int, dict[str, Any]]]] = defaultdict(
+            list
+        )
         self.counters: dict[tuple[str, str, str], list[tuple[int, float]]] = defaultdict(list)
         flows: dict[Decimal, list[dict[str, Any]]] = defaultdict(list)
         for event in events:
@@ -67,8 +76,13 @@ class ReadTrace:
             self.flows[self.processes[start["pid"]]].append((start["name"], *pair))
 
     def _enclosing(self, event: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
-        """Return the slice that a flow is bound to: the last one that begins no later, if it has not ended."""
-        at_ns, row = _ns(event["ts"]), self.slices[self.processes[event["pid"]], self.threads[event["tid"]]]
+        """Return the slice that a flow is bound to: the last one that begins no later, if it has
+        not ended.
+        """
+        at_ns, row = (
+            _ns(event["ts"]),
+            self.slices[self.processes[event["pid"]], self.threads[event["tid"]]],
+        )
         found = row[bisect_right(row, at_ns, key=lambda each: each[0]) - 1]
         assert found[0] <= at_ns < found[1], "is not inside a slice"
         return found
@@ -78,10 +92,19 @@ class ReadTrace:
         return max(end_ns for row in self.slices.values() for _, end_ns, _ in row)
 
 
-def integral(steps: list[tuple[int, float]], begin_ns: int | None = None, end_ns: int | None = None) -> float:
-    """Return the integral of a counter over time, value times seconds; each value lasts until the next one."""
-    first, last = steps[0][0] if begin_ns is None else begin_ns, steps[-1][0] if end_ns is None else end_ns
-    parts = ((max(at, first), min(until, last), value) for (at, value), (until, _) in pairwise(steps))
+def integral(
+    steps: list[tuple[int, float]], begin_ns: int | None = None, end_ns: int | None = None
+) -> float:
+    """Return the integral of a counter over time, value times seconds; each value lasts until
+    the next one.
+    """
+    first, last = (
+        steps[0][0] if begin_ns is None else begin_ns,
+        steps[-1][0] if end_ns is None else end_ns,
+    )
+    parts = (
+        (max(at, first), min(until, last), value) for (at, value), (until, _) in pairwise(steps)
+    )
     return sum((until - at) / 1e9 * value for at, until, value in parts if until > at)
 
 

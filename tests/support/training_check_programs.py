@@ -1,4 +1,6 @@
-"""Ranks that profile a training in virtual time, in which computations take three times as long without autocast."""
+"""Ranks that profile a training in virtual time, in which computations take three times as long
+without autocast.
+"""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class MeasuredGpu:
 
 
 def compared(autocast: str, force: str) -> None:
-    """Profile a training under autocast, which the repetitions run under only if `autocast` is "kept"."""
+    """Profile a training under autocast, which the repetitions run under only if `autocast` is
+    "kept".
+    """
     dist.init_process_group("gloo")
     patch = pytest.MonkeyPatch()
     patch.setattr(computation_times, "time", CLOCK)
@@ -105,7 +109,9 @@ def compared(autocast: str, force: str) -> None:
     if autocast == "lost":
         patch.setattr(RecordedCall, "as_recorded", lambda _: nullcontext())
     example = torch.empty(4, WIDTH, requires_grad=True)
-    stage = pipelining.PipelineStage(Layer(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"), example, example)
+    stage = pipelining.PipelineStage(
+        Layer(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"), example, example
+    )
 
     def loss(output: Any, target: Any) -> Any:
         CLOCK.spend(0.005)
@@ -113,7 +119,12 @@ def compared(autocast: str, force: str) -> None:
 
     schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=loss)
     settings = SweepSettings(control="observed", window_s=0.5, cool_down_s=0.0)
-    options = {"settings": settings, "blocking_power_w": 80.0, "force": force == "force", "gpu": "simulated:a100-sxm"}
+    options = {
+        "settings": settings,
+        "blocking_power_w": 80.0,
+        "force": force == "force",
+        "gpu": "simulated:a100-sxm",
+    }
     try:
         with profile_pipeline(schedule, output="profile.yaml", **options):
             data = torch.randn(16, WIDTH)
@@ -127,7 +138,8 @@ def compared(autocast: str, force: str) -> None:
     if dist.get_rank() == 0:
         profile = Profile.load("profile.yaml")
         times_ms = {
-            f"{stage}{kind}": round(1000 * rows[0].time_s, 6) for (stage, kind), rows in profile.measurements.items()
+            f"{stage}{kind}": round(1000 * rows[0].time_s, 6)
+            for (stage, kind), rows in profile.measurements.items()
         }
         print(json.dumps([times_ms, profile.conditions.get("unlike training")]))
     dist.destroy_process_group()

@@ -33,10 +33,14 @@ class Layer(nn.Module):
         super().__init__()
         self.shape = shape
         linear = {"bias": shape.biases, **_OPTIONS}
-        inner, kv = (heads * shape.head_size for heads in (shape.heads_per_gpu, shape.kv_heads_per_gpu))
+        inner, kv = (
+            heads * shape.head_size for heads in (shape.heads_per_gpu, shape.kv_heads_per_gpu)
+        )
         norm = nn.LayerNorm if shape.biases else nn.RMSNorm
         self.norms = nn.ModuleList(norm(shape.hidden, **_OPTIONS) for _ in range(2))
-        self.query, self.key, self.value = (nn.Linear(shape.hidden, width, **linear) for width in (inner, kv, kv))
+        self.query, self.key, self.value = (
+            nn.Linear(shape.hidden, width, **linear) for width in (inner, kv, kv)
+        )
         self.out = nn.Linear(inner, shape.hidden, **linear)
         self.up = nn.Linear(shape.hidden, shape.ffn_per_gpu, **linear)
         self.gate = nn.Linear(shape.hidden, shape.ffn_per_gpu, **linear) if shape.gated else None
@@ -45,7 +49,11 @@ class Layer(nn.Module):
     def forward(self, hidden: Any) -> Any:
         hidden = hidden + self.attention(self.norms[0](hidden))
         normed = self.norms[1](hidden)
-        wide = nn.functional.gelu(self.up(normed)) if self.gate is None else nn.functional.silu(self.gate(normed))
+        wide = (
+            nn.functional.gelu(self.up(normed))
+            if self.gate is None
+            else nn.functional.silu(self.gate(normed))
+        )
         return hidden + self.down(wide if self.gate is None else wide * self.up(normed))
 
     def attention(self, hidden: Any) -> Any:
@@ -58,24 +66,34 @@ class Layer(nn.Module):
             queries, keys = (each * 1.0 + each.roll(1, -1) * 1.0 for each in (queries, keys))
         keys, values = (each.repeat_interleave(repeated, 1) for each in (keys, values))
         if shape.recomputation == "selective":
-            mixed = checkpoint(scores_times_values, shape, queries, keys, values, use_reentrant=False)
+            mixed = checkpoint(
+                scores_times_values, shape, queries, keys, values, use_reentrant=False
+            )
         else:
             mixed = scores_times_values(shape, queries, keys, values)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Stage(nn.Module):
-    """Return `layers` layers, optionally with the embedding before and with head and loss after them."""
+    """Return `layers` layers, optionally with the embedding before and with head and loss after
+    them.
+    """
 
     def __init__(self, shape: Transformer, layers: int, *, first: bool, last: bool) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary_per_gpu, shape.hidden, **_OPTIONS) if first else None
+        self.embedding = (
+            nn.Embedding(shape.vocabulary_per_gpu, shape.hidden, **_OPTIONS) if first else None
+        )
         learned = first and shape.positions == "learned"
         self.positions = nn.Embedding(shape.sequence, shape.hidden, **_OPTIONS) if learned else None
         self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
         self.norm = nn.LayerNorm(shape.hidden, **_OPTIONS) if last else None
-        self.head = nn.Linear(shape.hidden, shape.vocabulary_per_gpu, bias=False, **_OPTIONS) if last else None
+        self.head = (
+            nn.Linear(shape.hidden, shape.vocabulary_per_gpu, bias=False, **_OPTIONS)
+            if last
+            else None
+        )
 
     def forward(self, hidden: Any) -> Any:
         if self.embedding is not None:
@@ -88,7 +106,9 @@ class Stage(nn.Module):
         if self.head is None:
             return hidden
         labels = torch.zeros(self.shape.tokens, device="meta", dtype=torch.long)
-        return nn.functional.cross_entropy(self.head(self.norm(hidden)).float().flatten(0, 1), labels)
+        return nn.functional.cross_entropy(
+            self.head(self.norm(hidden)).float().flatten(0, 1), labels
+        )
 
 
 def counted_flops(shape: Transformer, split: tuple[int, ...]) -> list[dict[str, int]]:
@@ -97,7 +117,12 @@ def counted_flops(shape: Transformer, split: tuple[int, ...]) -> list[dict[str, 
     for number, layers in enumerate(split):
         stage = Stage(shape, layers, first=number == 0, last=number == len(split) - 1)
         forward, backward = _counted(stage)
-        inner = [weight for part in (stage.layers, stage.head) if part is not None for weight in part.parameters()]
+        inner = [
+            weight
+            for part in (stage.layers, stage.head)
+            if part is not None
+            for weight in part.parameters()
+        ]
         for weight in inner:
             weight.requires_grad_(False)
         _, inputs = _counted(stage)
@@ -112,7 +137,8 @@ def _counted(stage: Stage) -> tuple[int, int]:
         given = torch.zeros(size, device="meta", dtype=torch.long)
     else:
         given = torch.zeros((*size, stage.shape.hidden), requires_grad=True, **_OPTIONS)
-    # torch's checkpoints end when the last tensor that is needed is there; Megatron's compute all of the layer.
+    # torch's checkpoints end when the last tensor that is needed is there; Megatron's compute all
+    # of the layer.
     with FlopCounterMode(display=False) as forward, set_checkpoint_early_stop(False):
         result = stage(given)
     with FlopCounterMode(display=False) as backward:

@@ -34,7 +34,9 @@ def points_at(frontier: Frontier, times: Iterable[int]) -> Iterator[Point]:
 
 
 def curve(network: Network, arc: int) -> tuple[list[int], list[int]]:
-    """Vertex times of an arc, slowest first, and the slope from the vertex before to each, 0 at the first one."""
+    """Vertex times of an arc, slowest first, and the slope from the vertex before to each, 0 at
+    the first one.
+    """
     where = slice(int(network.first[arc]), int(network.last[arc]) + 1)
     return network.vertex_time[where].tolist(), network.vertex_slope[where].tolist()
 
@@ -45,7 +47,9 @@ def gaps(network: Network, state: State) -> list[int]:
 
 
 def arc_cost(network: Network, arc: int, gap: int) -> int:
-    """What it costs to run an arc in `gap` ticks rather than at its slowest vertex, ticks times power units."""
+    """What it costs to run an arc in `gap` ticks rather than at its slowest vertex, ticks times
+    power units.
+    """
     times, slopes = curve(network, arc)
     assert gap >= times[-1], "an arc has less time than its fastest vertex"
     return sum(
@@ -55,13 +59,19 @@ def arc_cost(network: Network, arc: int, gap: int) -> int:
 
 
 def critical_arcs(network: Network, state: State) -> list[Flow]:
-    """Every arc with the bounds that complementary slackness sets on its flow: the slopes on either side of its gap."""
+    """Every arc with the bounds that complementary slackness sets on its flow: the slopes on
+    either side of its gap.
+    """
     arcs: list[Flow] = []
     for arc, gap in enumerate(gaps(network, state)):
         times, slopes = curve(network, arc)
-        lower = next((slope for slope, faster in zip(slopes, times, strict=True) if faster <= gap), None)
+        lower = next(
+            (slope for slope, faster in zip(slopes, times, strict=True) if faster <= gap), None
+        )
         assert lower is not None, "an arc has less time than its fastest vertex"
-        upper = next((slope for slope, faster in zip(slopes, times, strict=True) if faster < gap), None)
+        upper = next(
+            (slope for slope, faster in zip(slopes, times, strict=True) if faster < gap), None
+        )
         arcs.append((int(network.tail[arc]), int(network.head[arc]), lower, upper))
     return arcs
 
@@ -71,7 +81,9 @@ def check_state(network: Network, at: Point) -> None:
     assert at.state.event[network.source] == 0
     assert at.state.event[network.sink] == at.time
     surplus: Counter[int] = Counter()
-    for (tail, head, lower, upper), flow in zip(critical_arcs(network, at.state), at.state.flow.tolist(), strict=True):
+    for (tail, head, lower, upper), flow in zip(
+        critical_arcs(network, at.state), at.state.flow.tolist(), strict=True
+    ):
         assert lower <= flow
         assert upper is None or flow <= upper
         surplus[head] += flow
@@ -82,13 +94,21 @@ def check_state(network: Network, at: Point) -> None:
 
 
 def check_cut(network: Network, at: Point) -> None:
-    """No flow is larger at this time: a cut is worth as much, or, at the fast end, a path has no bound."""
+    """No flow is larger at this time: a cut is worth as much, or, at the fast end, a path has no
+    bound.
+    """
     arcs, flows = critical_arcs(network, at.state), at.state.flow.tolist()
     if at.power == UNLIMITED:
         without_bound = [(tail, head) for tail, head, _, upper in arcs if upper is None]
-        assert network.sink in _reached(network.source, without_bound), "a faster iteration is possible"
+        assert network.sink in _reached(network.source, without_bound), (
+            "a faster iteration is possible"
+        )
         return
-    usable = [(arc[0], arc[1]) for arc, flow in zip(arcs, flows, strict=True) if arc[3] is None or flow < arc[3]]
+    usable = [
+        (arc[0], arc[1])
+        for arc, flow in zip(arcs, flows, strict=True)
+        if arc[3] is None or flow < arc[3]
+    ]
     usable += [(arc[1], arc[0]) for arc, flow in zip(arcs, flows, strict=True) if flow > arc[2]]
     near = _reached(network.source, usable)
     assert network.sink not in near, "more can flow"
@@ -108,7 +128,9 @@ def check_frontier(frontier: Frontier) -> None:
 
 
 def check_plan(plan: Plan, frontier: Frontier) -> None:
-    """Every computation has a measured clock, the deadline is met, and time, energy and bound are what they say."""
+    """Every computation has a measured clock, the deadline is met, and time, energy and bound
+    are what they say.
+    """
     dag, profile, iteration = frontier.dag, frontier.profile, frontier.dag.iteration
     assert list(plan.clocks) == [str(computation) for computation in dag.computations]
     points = []
@@ -123,7 +145,10 @@ def check_plan(plan: Plan, frontier: Frontier) -> None:
     assert math.isclose(plan.energy_j, energy_j, rel_tol=0, abs_tol=1e-14 * scale_j)
     assert plan.bound_j == frontier.bound_j(plan.time_s)
     assert plan.energy_j >= plan.bound_j - 1e-12 * scale_j
-    assert (plan.baseline_time_s, plan.baseline_energy_j) == (frontier.baseline_time_s, frontier.baseline_energy_j)
+    assert (plan.baseline_time_s, plan.baseline_energy_j) == (
+        frontier.baseline_time_s,
+        frontier.baseline_energy_j,
+    )
     assert plan.iteration == iteration
     assert plan.profile_digest == profile.digest
     for name in ("blocking_power_w", "gpu", "origin", "gpus_per_stage", "overhead_s"):
@@ -138,7 +163,9 @@ def _energy_j(dag: PipelineDag, points: list[Measurement], time_s: float) -> tup
         spent = [(point.time_s, point.energy_j) for node, point in chosen if node.rank == rank]
         for operation in dag.iteration.operations:
             if operation.rank == rank:
-                drawn_j = power_w * operation.time_s if operation.energy_j is None else operation.energy_j
+                drawn_j = (
+                    power_w * operation.time_s if operation.energy_j is None else operation.energy_j
+                )
                 spent.append((operation.time_s, drawn_j))
         busy_s = math.fsum(each_s for each_s, _ in spent)
         parts_j += [math.fsum(each_j for _, each_j in spent), power_w * time_s, -power_w * busy_s]
@@ -146,7 +173,9 @@ def _energy_j(dag: PipelineDag, points: list[Measurement], time_s: float) -> tup
 
 
 def check_replay(plan: Plan) -> None:
-    """A replay of the plan takes the time and the energy that the plan says, and nothing starts before it may."""
+    """A replay of the plan takes the time and the energy that the plan says, and nothing starts
+    before it may.
+    """
     timeline, iteration = replay(plan), plan.iteration
     assert timeline.time_s == plan.time_s
     assert timeline.energy_j == plan.energy_j

@@ -1,4 +1,6 @@
-"""Time that passes only where something waits for it, so that no test depends on how fast a machine is."""
+"""Time that passes only where something waits for it, so that no test depends on how fast a
+machine is.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class VirtualTime:
         self.now_s = time.monotonic()
 
     def monotonic(self) -> float:
-        """A microsecond later than the last time, so that whoever looks often enough sees time pass."""
+        """A microsecond later than the last time, so that whoever looks often enough sees time
+        pass.
+        """
         self.now_s += 1e-6
         return self.now_s
 

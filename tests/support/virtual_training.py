@@ -9,7 +9,13 @@ from autopilot_world import Physics, Programs, Ran, World
 
 from perseus_planner import Profile, schedules
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings, Decision, Ledger
+from perseus_planner.runtime.autopilot import (
+    Autopilot,
+    AutopilotJob,
+    AutopilotSettings,
+    Decision,
+    Ledger,
+)
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 CHANGE = ClockChange(0.0045, 0.0009)
@@ -17,7 +23,9 @@ CHANGE = ClockChange(0.0045, 0.0009)
 
 @dataclass
 class Training:
-    """What ran: each iteration's decision, programs, and outcome; and what the ranks' ledgers are at the end."""
+    """What ran: each iteration's decision, programs, and outcome; and what the ranks' ledgers
+    are at the end.
+    """
 
     autopilot: Autopilot
     decisions: list[Decision] = field(default_factory=list)
@@ -26,7 +34,9 @@ class Training:
     ledgers: list[Ledger | None] = field(default_factory=list)
 
     def saved(self) -> float:
-        """The share of energy that the last iteration saved against the first one, which ran at full clocks."""
+        """The share of energy that the last iteration saved against the first one, which ran at
+        full clocks.
+        """
         return 1 - self.ran[-1].energy_j / self.ran[0].energy_j
 
 
@@ -66,7 +76,9 @@ def train(
                 gpu = pipeline * job.ranks + rank
                 own = ledgers[gpu]
                 if decision.ledger is not None:
-                    own = ledgers[gpu] = decision.ledger if own is None else own.renewed(decision.ledger)
+                    own = ledgers[gpu] = (
+                        decision.ledger if own is None else own.renewed(decision.ledger)
+                    )
                 overdrawn = own is not None and own.is_overdrawn
                 is_full.append(overdrawn or decision.version == 0)
                 if overdrawn:

@@ -17,7 +17,9 @@ SOON_S = 2.0
 """How long it may take to reset all GPUs after whatever death."""
 
 
-def eventually(holds: Callable[[], Found], said: Callable[[], str] = lambda: "it never came") -> Found:
+def eventually(
+    holds: Callable[[], Found], said: Callable[[], str] = lambda: "it never came"
+) -> Found:
     """Wait for what nothing tells of, and return it; fail with what is `said` after a long time."""
     until_s = time.monotonic() + LONG_S
     while not (found := holds()):
@@ -31,8 +33,13 @@ def idle_s() -> float:
     return float(psutil.cpu_times().idle) / (psutil.cpu_count() or 1)
 
 
-def soon(holds: Callable[[], bool], said: Callable[[], str] = lambda: "it took longer", since_s: float = -1) -> None:
-    """Wait for what takes `SOON_S` at most, in which a CPU is idle: while all are busy, whoever does it has to queue.
+def soon(
+    holds: Callable[[], bool],
+    said: Callable[[], str] = lambda: "it took longer",
+    since_s: float = -1,
+) -> None:
+    """Wait for what takes `SOON_S` at most, in which a CPU is idle: while all are busy, whoever
+    does it has to queue.
 
     Args:
         holds: Whether it is done.

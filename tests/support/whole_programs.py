@@ -48,7 +48,9 @@ def data_parallel(state: str) -> None:
         result["state"] = os.path.exists("autopilot.yaml")
 
 
-def _trained(iteration: Callable[[], AbstractContextManager[None]], compute: Callable[[], None]) -> list[Any]:
+def _trained(
+    iteration: Callable[[], AbstractContextManager[None]], compute: Callable[[], None]
+) -> list[Any]:
     """Return the losses and weights of all iterations."""
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)))

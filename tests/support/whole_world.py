@@ -1,4 +1,6 @@
-"""A job without a pipeline in virtual time: what iterations take and cost, by physics that the search does not know."""
+"""A job without a pipeline in virtual time: what iterations take and cost, by physics that the
+search does not know.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ class World:
     def best_mhz(self, slowdown: float) -> int:
         """The clock of least energy that the slowdown allows, among those that are tried."""
         return min(
-            (c for c in CLOCKS if c >= 0.3 * TOP_MHZ and self.time_s(c) <= slowdown * self.top_s * (1 + 1e-9)),
+            (
+                c
+                for c in CLOCKS
+                if c >= 0.3 * TOP_MHZ and self.time_s(c) <= slowdown * self.top_s * (1 + 1e-9)
+            ),
             key=self.cost_j,
         )
 
@@ -61,7 +67,11 @@ class World:
         iteration = len(self.times_s)
         noise = max(0.5, 1.0 + self.jitter * self._random.gauss(0.0, 1.0))
         top_s = self.top_s * noise * self.factor(iteration, TOP_MHZ)
-        time_s = top_s if clock == TOP_MHZ else self.time_s(clock) * noise * self.factor(iteration, clock)
+        time_s = (
+            top_s
+            if clock == TOP_MHZ
+            else self.time_s(clock) * noise * self.factor(iteration, clock)
+        )
         self.times_s.append(time_s)
         self.top_times_s.append(top_s)
         self.energy_j += self.ranks * self.power_w(clock) * time_s
@@ -69,9 +79,15 @@ class World:
         return time_s
 
     def power_since(self, energy_j: float, time_s: float) -> float:
-        """Return the mean power of all ranks since then, by counters that are late by up to a step."""
+        """Return the mean power of all ranks since then, by counters that are late by up to a
+        step.
+        """
         spread_s = COUNTER_STEP_S * (self._random.random() - self._random.random())
-        return (self.energy_j - energy_j) / (self.now_s - time_s) * (1.0 + spread_s / (self.now_s - time_s))
+        return (
+            (self.energy_j - energy_j)
+            / (self.now_s - time_s)
+            * (1.0 + spread_s / (self.now_s - time_s))
+        )
 
 
 @dataclass
@@ -109,13 +125,24 @@ def trained(
     while len(world.times_s) < iterations:
         window = search.decide(part.ledger)
         windows.append(window)
-        part.follow(Terms(window, search.values[window.index], part.iteration + lead, search.reference_s, TOP_MHZ))
+        part.follow(
+            Terms(
+                window,
+                search.values[window.index],
+                part.iteration + lead,
+                search.reference_s,
+                TOP_MHZ,
+            )
+        )
         begun: tuple[float, float] | None = None
         while not part.has_ended and len(world.times_s) < iterations:
             part.set_index = part.wanted
             if part.is_measuring and begun is None:
                 begun = (world.energy_j, world.now_s)
-            time_s, before_s = world.run(search.values[part.set_index]), part.ledger.owed_s if part.ledger else 0.0
+            time_s, before_s = (
+                world.run(search.values[part.set_index]),
+                part.ledger.owed_s if part.ledger else 0.0,
+            )
             part.end(time_s, at_top=part.set_index == 0)
             if part.ledger is not None:
                 owed_s, burst_s = max(owed_s, part.ledger.owed_s), max(burst_s, part.ledger.burst_s)

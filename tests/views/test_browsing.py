@@ -37,11 +37,15 @@ def test_an_error_of_a_script_is_found(browser, tmp_path: Path):
 def test_a_request_that_leaves_the_machine_is_found(browser, tmp_path: Path):
     with (
         pytest.raises(AssertionError, match="example"),
-        opened(browser, page_of(tmp_path, "<img alt='' src='http://192.0.2.1/example.png'>")) as page,
+        opened(
+            browser, page_of(tmp_path, "<img alt='' src='http://192.0.2.1/example.png'>")
+        ) as page,
     ):
         page.wait_for_load_state()
 
 
 def test_an_element_without_a_name_is_found(browser, tmp_path: Path):
-    with opened(browser, page_of(tmp_path, "<h1>Bad</h1><img src='data:,'><button></button>")) as page:
+    with opened(
+        browser, page_of(tmp_path, "<h1>Bad</h1><img src='data:,'><button></button>")
+    ) as page:
         assert any("button-name" in each for each in barriers(page))

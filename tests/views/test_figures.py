@@ -28,7 +28,9 @@ from perseus_planner.views.report.sources import Sources
 @pytest.fixture(scope="module")
 def frontier() -> Frontier:
     operations = [FixedOperation("optimizer", "end", 0.01)]
-    return solve(smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4), operations=operations)
+    return solve(
+        smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4), operations=operations
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +48,24 @@ def bars(axes, row: int) -> list[list[tuple[float, float]]]:
     return found
 
 
-def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(frontier: Frontier, plan: Plan):
+def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(
+    frontier: Frontier, plan: Plan
+):
     sources = Sources(frontier=frontier, plans={"chosen.yaml": plan})
     axes = FIGURES["points"](sources).axes[0]
     curve, *marks = axes.lines
     expected = chart_sources(sources)
-    assert np.array_equal(curve.get_xydata(), np.column_stack([expected.times_s, expected.energies_j]))
+    assert np.array_equal(
+        curve.get_xydata(), np.column_stack([expected.times_s, expected.energies_j])
+    )
     assert {mark.get_label(): tuple(mark.get_xydata()[0]) for mark in marks} == {
         f"{each.name} ({each.origin})": (each.time_s, each.energy_j) for each in expected.points
     }
     shown = {mark.get_label() for mark in marks}
-    assert {"chosen.yaml (replayed, measured profile)", "EnvPipe (replayed, measured profile)"} <= shown
+    assert {
+        "chosen.yaml (replayed, measured profile)",
+        "EnvPipe (replayed, measured profile)",
+    } <= shown
     for mark in marks:
         ((x, y),) = mark.get_xydata()
         assert axes.get_xlim()[0] < x < axes.get_xlim()[1]
@@ -69,10 +78,15 @@ def test_the_timelines_are_the_iteration_before_and_after(frontier: Frontier, pl
     figure = FIGURES[name](Sources(frontier=frontier, plans={"plan.yaml": plan}))
     before, after, scale = figure.axes
     assert (
-        before.get_title() == "all clocks at maximum, before: the baseline of every saving (replayed, measured profile)"
+        before.get_title()
+        == "all clocks at maximum, before: the baseline of every saving (replayed, measured "
+        "profile)"
     )
     assert after.get_title() == "plan.yaml, as planned (replayed, measured profile)"
-    assert scale.get_ylabel() == {"power": "power of all GPUs of the rank (W)", "clock": "clock (MHz)"}[by]
+    assert (
+        scale.get_ylabel()
+        == {"power": "power of all GPUs of the rank (W)", "clock": "clock (MHz)"}[by]
+    )
     fastest = frontier.plan_of({str(c): 1410 for c in frontier.dag.computations})
     for axes, one in ((before, fastest), (after, plan)):
         spans, colours = replay(one).spans, {}
@@ -91,8 +105,14 @@ def test_the_timelines_are_the_iteration_before_and_after(frontier: Frontier, pl
 
 def _fill(axes, row: int):
     """Return the colours of the bars in front."""
-    kept = [each for each in axes.collections if each.get_paths() and len(each.get_paths()[0].vertices) > 2]
-    return [each for each in kept if round(each.get_paths()[0].vertices[:, 1].mean()) == row][-1].get_facecolors()
+    kept = [
+        each
+        for each in axes.collections
+        if each.get_paths() and len(each.get_paths()[0].vertices) > 2
+    ]
+    return [each for each in kept if round(each.get_paths()[0].vertices[:, 1].mean()) == row][
+        -1
+    ].get_facecolors()
 
 
 def test_a_critical_path_is_marked_from_end_to_end(frontier: Frontier):
@@ -115,10 +135,14 @@ def test_a_critical_path_is_marked_from_end_to_end(frontier: Frontier):
 
 
 def test_a_run_is_drawn_beside_its_plan(plan: Plan, tmp_path: Path):
-    computing = solve(smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4)).plan_for_least_energy()
+    computing = solve(
+        smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4)
+    ).plan_for_least_energy()
     write_run(tmp_path / "run", computing, 3)
     run = Run.load(tmp_path / "run")
-    planned, ran, _ = FIGURES["timeline-clock"](Sources(plans={"p": computing}, runs={"run": run})).axes
+    planned, ran, _ = FIGURES["timeline-clock"](
+        Sources(plans={"p": computing}, runs={"run": run})
+    ).axes
     assert ran.get_title().startswith("run, recorded: iteration 2 by plan 1")
     for rank in range(3):
         assert np.allclose(bars(planned, rank)[-1], bars(ran, rank)[-1], atol=3e-6)
@@ -130,15 +154,22 @@ def test_curves_are_the_measured_points_their_errors_and_a_hull_below_them():
         plain,
         measurements={
             key: tuple(
-                replace(row, evidence=Evidence(row.clock_mhz, row.time_s / 50, row.energy_j / 25, 3, 60.0))
+                replace(
+                    row,
+                    evidence=Evidence(row.clock_mhz, row.time_s / 50, row.energy_j / 25, 3, 60.0),
+                )
                 for row in rows
             )
             for key, rows in plain.measurements.items()
         },
     )
     figure = draw_curves(profile)
-    assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == [f"stage {i}" for i in range(5)]
-    for (key, measured), (hull, drawn) in zip(profile.measurements.items(), _curves(figure), strict=True):
+    assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == [
+        f"stage {i}" for i in range(5)
+    ]
+    for (key, measured), (hull, drawn) in zip(
+        profile.measurements.items(), _curves(figure), strict=True
+    ):
         rows, errors = drawn
         assert rows == [(row.time_s, row.energy_j) for row in measured]
         assert errors == [(pytest.approx(x / 25), pytest.approx(y / 12.5)) for x, y in rows]
@@ -181,18 +212,28 @@ def test_show_draws_each_figure_and_shows_a_profile(folder: Path):
     done("solve profile.yaml --schedule 1f1b --microbatches 2 -o frontier.npz")
     done("plan frontier.npz --slowdown 1.1 -o plan.yaml")
     for figure, ending in (("points", "png"), ("timeline", "svg"), ("timeline-clock", "svg")):
-        text = done(f"show frontier.npz --beside plan.yaml --plot {figure}.{ending} --figure {figure}")
+        text = done(
+            f"show frontier.npz --beside plan.yaml --plot {figure}.{ending} --figure {figure}"
+        )
         assert text.endswith(f"\nWrote {figure}.{ending}\n")
     one, other = (Path(f"{name}.svg").read_text() for name in ("timeline", "timeline-clock"))
     assert one.startswith("<?xml")
     assert one != other
-    assert done("show profile.yaml --plot profile.pdf").startswith("Profile of 2 stages, smooth (measured)")
+    assert done("show profile.yaml --plot profile.pdf").startswith(
+        "Profile of 2 stages, smooth (measured)"
+    )
     found = json.loads(done("show profile.yaml --json"))
-    assert (found["context"]["profile_digest"], found["files"]) == (Profile.load("profile.yaml").digest, [])
+    assert (found["context"]["profile_digest"], found["files"]) == (
+        Profile.load("profile.yaml").digest,
+        [],
+    )
     for command, message in {
-        "show plan.yaml --figure timeline": "--figure: chooses what --plot draws; add --plot FIGURE",
-        "show plan.yaml --beside frontier.npz": "--beside: adds files to --figure or --perfetto; add --figure NAME",
-        "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; name a plan or a run",
+        "show plan.yaml --figure timeline": "--figure: chooses what --plot draws; add --plot "
+        "FIGURE",
+        "show plan.yaml --beside frontier.npz": "--beside: adds files to --figure or --perfetto; "
+        "add --figure NAME",
+        "show profile.yaml --perfetto a.json": "--perfetto a.json: profile.yaml has no timeline; "
+        "name a plan or a run",
         "show plan.yaml --figure points --plot a.png": (
             "--figure points: needs a frontier; name one, or add it with --beside"
         ),

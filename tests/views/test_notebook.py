@@ -38,7 +38,12 @@ class ParsedHtml(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
         self.rows: list[list[str]] = []
-        self.words, self.tags, self.attributes, self.sources = "", set[str](), set[str](), list[str]()
+        self.words, self.tags, self.attributes, self.sources = (
+            "",
+            set[str](),
+            set[str](),
+            list[str](),
+        )
         self._in_cell = False
         self.feed(html)
         self.close()
@@ -80,13 +85,26 @@ def run(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run.load(folder)
 
 
-def test_each_shows_itself_as_html_that_loads_and_runs_nothing(frontier: Frontier, plan: Plan, run: Run):
+def test_each_shows_itself_as_html_that_loads_and_runs_nothing(
+    frontier: Frontier, plan: Plan, run: Run
+):
     for each in (frontier.profile, frontier, plan, run):
         html = each._repr_html_()
         seen = ParsedHtml(html)
         assert seen.tags <= {
-            "div", "p", "strong", "br", "small", "table", "thead", "tbody", "tr", "th", "td", "img"
-        }  # fmt: skip
+            "div",
+            "p",
+            "strong",
+            "br",
+            "small",
+            "table",
+            "thead",
+            "tbody",
+            "tr",
+            "th",
+            "td",
+            "img",
+        }
         assert not seen.attributes & {"href", "class", "id"}
         assert not {name for name in seen.attributes if name.startswith("on")}
         assert all(source.startswith("data:image/png;base64,") for source in seen.sources)
@@ -102,7 +120,10 @@ def test_a_plan_shows_the_table_of_the_command(plan: Plan):
     assert seen.rows[0] == ["", "this plan", "all clocks at maximum"]
     assert times[1:] == numbers([plan.time_s, plan.baseline_time_s])
     assert energies[1:] == numbers([plan.energy_j, plan.baseline_energy_j])
-    assert f"({100 * plan.saving_j / plan.baseline_energy_j:.2f} %) compared with all clocks at maximum" in seen.words
+    assert (
+        f"({100 * plan.saving_j / plan.baseline_energy_j:.2f} %) compared with all clocks at "
+        "maximum" in seen.words
+    )
 
 
 def test_a_frontier_shows_its_points(frontier: Frontier):
@@ -122,18 +143,26 @@ def test_a_profile_shows_what_was_measured_and_says_when_it_was_simulated():
 
 def test_a_run_shows_what_was_measured_beside_what_was_planned(run: Run, plan: Plan):
     seen = ParsedHtml(run._repr_html_())
-    assert "Run: times measured, energy and clocks measured. Plan: replayed from a measured profile" in seen.words
+    assert (
+        "Run: times measured, energy and clocks measured. Plan: replayed from a measured profile"
+        in seen.words
+    )
     assert seen.rows[1][:2] == ["1", "4"]
     assert seen.rows[1][4] == numbers([plan.time_s])[0]
 
 
-def test_without_matplotlib_the_table_stays_and_says_how_to_install_it(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+def test_without_matplotlib_the_table_stays_and_says_how_to_install_it(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.cm", None)
     seen = ParsedHtml(plan._repr_html_())
     assert "img" not in seen.tags
     assert len(seen.rows) == 4
-    assert "A figure needs matplotlib; run `pip install '.[plot]'` in your clone of perseus-planner" in seen.words
+    assert (
+        "A figure needs matplotlib; run `pip install '.[plot]'` in your clone of perseus-planner"
+        in seen.words
+    )
 
 
 @given(graphs(12))
@@ -153,7 +182,8 @@ def test_they_render_in_a_browser_without_a_complaint_in_light_and_dark(
     page = tmp_path / "shown.html"
     style = "@media (prefers-color-scheme: dark) { body { background: #111; color: #eee } }"
     page.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Shown</title><style>{style}</style>'
+        '<!doctype html><html lang="en"><meta '
+        f'charset="utf-8"><title>Shown</title><style>{style}</style>'
         f"<body><main><h1>Shown</h1>{shown}</main></body></html>"
     )
     with chromium() as browser:
@@ -162,7 +192,10 @@ def test_they_render_in_a_browser_without_a_complaint_in_light_and_dark(
                 assert tab.locator("table").count() == 4
                 pictures = [each.bounding_box() for each in tab.locator("img").all()]
                 assert [box["width"] > 300 and box["height"] > 80 for box in pictures] == [True] * 3
-                assert tab.locator("td").first.evaluate("cell => getComputedStyle(cell).color") == colour
+                assert (
+                    tab.locator("td").first.evaluate("cell => getComputedStyle(cell).color")
+                    == colour
+                )
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:
@@ -170,7 +203,8 @@ def rows_of(frame: Any) -> list[dict[str, Any]]:
     import pandas as pd
 
     return [
-        {name: None if pd.isna(value) else value for name, value in row.items()} for row in frame.to_dict("records")
+        {name: None if pd.isna(value) else value for name, value in row.items()}
+        for row in frame.to_dict("records")
     ]
 
 
@@ -191,13 +225,23 @@ def test_a_profile_is_a_frame_of_its_measurements(profile: Profile):
 
 def test_the_evidence_of_a_profile_is_in_its_frame():
     known = Measurement(1400, 1.0, 200.0, Evidence(1395.0, 0.01, 2.0, 5, 61.5, ("sw-power-cap",)))
-    profile = Profile({(0, "F"): (known,), (0, "B"): (Measurement(300, 1.0, 2.0),)}, 80.0, control="power-limit")
+    profile = Profile(
+        {(0, "F"): (known,), (0, "B"): (Measurement(300, 1.0, 2.0),)}, 80.0, control="power-limit"
+    )
     first, second = rows_of(profile.to_frame())
     assert first == {
-        "stage": 0, "instruction": "forward", "power_limit_w": 1400, "time_s": 1.0, "energy_j": 200.0,
-        "achieved_mhz": 1395.0, "time_stderr_s": 0.01, "energy_stderr_j": 2.0, "windows": 5, "temperature_c": 61.5,
+        "stage": 0,
+        "instruction": "forward",
+        "power_limit_w": 1400,
+        "time_s": 1.0,
+        "energy_j": 200.0,
+        "achieved_mhz": 1395.0,
+        "time_stderr_s": 0.01,
+        "energy_stderr_j": 2.0,
+        "windows": 5,
+        "temperature_c": 61.5,
         "throttle": "sw-power-cap",
-    }  # fmt: skip
+    }
     assert {second[name] for name in list(second)[5:]} == {None}
 
 
@@ -211,7 +255,9 @@ def test_a_frontier_is_a_frame_of_its_corners(dag: PipelineDag):
     assert frame["bound_j"].tolist() == frontier.energies_j.tolist()[::-1]
     assert frame["time_s"].is_monotonic_increasing
     back_j = frame.attrs["baseline_energy_j"] - frame["saved_j"]
-    assert back_j.tolist() == pytest.approx(frame["bound_j"].tolist(), rel=1e-9, abs=1e-9 * frontier.baseline_energy_j)
+    assert back_j.tolist() == pytest.approx(
+        frame["bound_j"].tolist(), rel=1e-9, abs=1e-9 * frontier.baseline_energy_j
+    )
     assert frame.attrs["baseline"] == "all clocks at maximum"
 
 
@@ -240,7 +286,9 @@ def test_a_run_is_a_frame_of_its_iterations(run: Run):
     names = [each.name for each in fields(IterationRecord) if each.name != "throttled_s"]
     for row, (rank, iteration) in zip(rows, expected, strict=True):
         assert row["rank"] == rank
-        assert {name: row[name] for name in names} == {name: getattr(iteration, name) for name in names}
+        assert {name: row[name] for name in names} == {
+            name: getattr(iteration, name) for name in names
+        }
         throttled_s = {name: row[f"throttled_s_{name}"] for name in iteration.throttled_s}
         assert throttled_s == iteration.throttled_s
     frame = run.to_frame()
@@ -253,9 +301,14 @@ def test_without_pandas_the_refusal_says_how_to_install_it(
 ):
     monkeypatch.setitem(sys.modules, "pandas", None)
     frames: list[Callable[[], Any]] = [
-        frontier.to_frame, plan.to_frame, frontier.profile.to_frame, run.to_frame
-    ]  # fmt: skip
+        frontier.to_frame,
+        plan.to_frame,
+        frontier.profile.to_frame,
+        run.to_frame,
+    ]
     for frame in frames:
         with pytest.raises(UsageError) as refused:
             frame()
-        assert str(refused.value) == (f"to_frame() needs pandas, which is not installed; {how_to_install('frames')}")
+        assert str(refused.value) == (
+            f"to_frame() needs pandas, which is not installed; {how_to_install('frames')}"
+        )

@@ -1,4 +1,6 @@
-"""Figures of a frontier or a plan alone show its numbers with units, and say where they come from."""
+"""Figures of a frontier or a plan alone show its numbers with units, and say where they come
+from.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,13 @@ FIRST_BYTES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 def frontier_of(*clocks_mhz: int) -> Frontier:
     def rows(work: float) -> tuple[Measurement, ...]:
-        return tuple(Measurement(mhz, 1000 * work / mhz, work * (50 + mhz / 5)) for mhz in clocks_mhz)
+        return tuple(
+            Measurement(mhz, 1000 * work / mhz, work * (50 + mhz / 5)) for mhz in clocks_mhz
+        )
 
-    measurements = {(stage, kind): rows(1.0 + stage + (kind == "B")) for stage in range(3) for kind in "FB"}
+    measurements = {
+        (stage, kind): rows(1.0 + stage + (kind == "B")) for stage in range(3) for kind in "FB"
+    }
     profile = Profile(measurements, blocking_power_w=60.0, origin="simulated")
     return solve(profile, schedules.one_f_one_b(stages=3, microbatches=4))
 
@@ -52,7 +58,9 @@ def drawn_rows(axes: Any) -> dict[int, list[tuple[list[tuple[float, float]], Any
     for bars in axes.collections:
         if bars.get_paths() and len(bars.get_paths()[0].vertices) > 2:
             row = round(bars.get_paths()[0].vertices[:, 1].mean())
-            ends = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()]
+            ends = [
+                (path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()
+            ]
             rows.setdefault(row, []).append((ends, bars.get_facecolors()))
     return rows
 
@@ -62,7 +70,9 @@ def test_a_plan_is_one_bar_per_computation_from_its_start_to_its_end(plan: Plan)
     spans = replay(plan).spans
     for row, rank in enumerate(plan.schedule.ranks):
         _, (drawn, _) = drawn_rows(axes)[row]
-        expected = [(spans[str(computation)].start_s, spans[str(computation)].end_s) for computation in rank]
+        expected = [
+            (spans[str(computation)].start_s, spans[str(computation)].end_s) for computation in rank
+        ]
         assert np.allclose(drawn, expected, rtol=1e-12, atol=1e-6)
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first stage is on top
 
@@ -77,9 +87,14 @@ def test_a_rank_shows_all_its_stages_and_its_fixed_operations_in_grey():
     plan = frontier.plan_for_least_energy()
     axes, spans = draw_plan(plan).axes[0], replay(plan).spans
     rows = drawn_rows(axes)
-    assert {row: [len(ends) for ends, _ in found] for row, found in rows.items()} == {0: [1, 8], 1: [1, 9]}
+    assert {row: [len(ends) for ends, _ in found] for row, found in rows.items()} == {
+        0: [1, 8],
+        1: [1, 9],
+    }
     ends, colours = rows[1][1]
-    assert np.allclose(ends[-1], (spans["1optimizer"].start_s, spans["1optimizer"].end_s), atol=1e-6)
+    assert np.allclose(
+        ends[-1], (spans["1optimizer"].start_s, spans["1optimizer"].end_s), atol=1e-6
+    )
     assert len(set(colours[-1][:3])) == 1  # grey
     assert len(set(colours[0][:3])) > 1
     assert axes.get_xlim()[1] == max(span.end_s for span in spans.values()) == plan.time_s + 0.25
@@ -89,7 +104,9 @@ def test_equal_clocks_have_one_colour_and_others_have_others(plan: Plan):
     rows = drawn_rows(draw_plan(plan).axes[0])
     colours = map(tuple, chain.from_iterable(rows[row][1][1] for row in sorted(rows)))
     pairs = set(zip(plan.clocks.values(), colours, strict=True))
-    assert len(pairs) == len({clock for clock, _ in pairs}) == len({colour for _, colour in pairs}) > 1
+    assert (
+        len(pairs) == len({clock for clock, _ in pairs}) == len({colour for _, colour in pairs}) > 1
+    )
 
 
 def test_figures_have_the_colours_of_the_pages(plan: Plan):
@@ -104,7 +121,11 @@ def test_figures_have_the_colours_of_the_pages(plan: Plan):
 
 def test_a_plan_says_what_its_axes_and_colours_are(plan: Plan):
     axes, colour_bar = draw_plan(plan).axes
-    assert (axes.get_xlabel(), axes.get_ylabel(), colour_bar.get_ylabel()) == ("time (s)", "rank", "clock (MHz)")
+    assert (axes.get_xlabel(), axes.get_ylabel(), colour_bar.get_ylabel()) == (
+        "time (s)",
+        "rank",
+        "clock (MHz)",
+    )
     assert axes.get_title() == "plan, as planned (replayed, simulated profile)"
 
 
@@ -117,7 +138,9 @@ def test_a_plan_of_a_single_clock_can_be_drawn(tmp_path: Path):
 def test_a_frontier_is_its_curve_and_three_marked_points(frontier: Frontier):
     axes = draw_frontier(chart_frontier(frontier)).axes[0]
     curve, *points = axes.lines
-    assert np.array_equal(curve.get_xydata(), np.column_stack([frontier.times_s, frontier.energies_j])[::-1])
+    assert np.array_equal(
+        curve.get_xydata(), np.column_stack([frontier.times_s, frontier.energies_j])[::-1]
+    )
     assert {point.get_label(): tuple(point.get_xydata()[0]) for point in points} == {
         f"{name} (replayed, simulated profile)": found
         for name, found in {
@@ -126,12 +149,20 @@ def test_a_frontier_is_its_curve_and_three_marked_points(frontier: Frontier):
             "bound, least energy": (frontier.least_energy_time_s, min(frontier.energies_j)),
         }.items()
     }
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("iteration time (s)", "energy per iteration, all GPUs (J)")
-    assert axes.get_title() == "Frontier of 1f1b, 3 stages x 4 microbatches\nReplayed from a simulated profile"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        "iteration time (s)",
+        "energy per iteration, all GPUs (J)",
+    )
+    assert (
+        axes.get_title()
+        == "Frontier of 1f1b, 3 stages x 4 microbatches\nReplayed from a simulated profile"
+    )
 
 
 @pytest.mark.parametrize("kind", FIRST_BYTES)
-def test_the_format_is_what_the_name_ends_with_and_equal_figures_are_equal_files(plan: Plan, kind: str, tmp_path: Path):
+def test_the_format_is_what_the_name_ends_with_and_equal_figures_are_equal_files(
+    plan: Plan, kind: str, tmp_path: Path
+):
     files = [tmp_path / f"{name}.{kind}" for name in ("one", "two")]
     for file in files:
         check_figure_path(file, "--plot")
@@ -145,7 +176,8 @@ def test_another_format_is_refused():
     with pytest.raises(UsageError) as refusal:
         check_figure_path(Path("plan.gif"), "--plot")
     assert (
-        str(refusal.value) == "--plot plan.gif: figures are written as .png, .svg, .pdf; end the name with one of them"
+        str(refusal.value)
+        == "--plot plan.gif: figures are written as .png, .svg, .pdf; end the name with one of them"
     )
 
 
@@ -154,11 +186,15 @@ def test_without_matplotlib_the_refusal_says_how_to_install_it(monkeypatch: pyte
     with pytest.raises(UsageError) as refusal:
         check_figure_path(Path("plan.png"), "--plot")
     assert str(refusal.value) == (
-        "--plot needs matplotlib, which is not installed; run `pip install '.[plot]'` in your clone of perseus-planner"
+        "--plot needs matplotlib, which is not installed; run `pip install '.[plot]'` in your "
+        "clone of perseus-planner"
     )
 
 
 def test_a_figure_that_cannot_be_written_is_refused(plan: Plan, folder: Path):
     with pytest.raises(UsageError) as refusal:
         save_figure(draw_plan(plan), Path("absent/plan.png"))
-    assert str(refusal.value) == "absent/plan.png: cannot be written: No such file or directory; check the folder"
+    assert (
+        str(refusal.value)
+        == "absent/plan.png: cannot be written: No such file or directory; check the folder"
+    )

@@ -1,4 +1,6 @@
-"""The numbers of a report equal those of the frontier, the replay and the profile, and wrong input is refused."""
+"""The numbers of a report equal those of the frontier, the replay and the profile, and wrong
+input is refused.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,21 @@ def files(folder: Path, frontier: Frontier) -> Path:
 
 
 def data_of(text: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    )
 
 
-# --- Figures ---------------------------------------------------------------------------------------------------------
+# --- Figures
+# ------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=12)
 @given(jobs().map(solve_dag), st.floats(0, 1))
 def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, share: float):
-    plan = frontier.plan_for(frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s))
+    plan = frontier.plan_for(
+        frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s)
+    )
     timeline, spans = chart_plan("plan", plan, ""), replay(plan).spans
     shown = {}
     for program, lane in zip(timeline.programs, timeline.lanes, strict=True):
@@ -86,8 +93,15 @@ def test_a_computation_may_end_later_by_its_spare_time_and_no_more(frontier: Fro
     def end_with(extra_s: float) -> float:
         ends_s = [0.0] * len(spans)
         for each in iteration.order:
-            start_s = max((ends_s[other] + lag_s for other, lag_s in iteration.waits[each]), default=0.0)
-            ends_s[each] = start_s + spans[each].end_s - spans[each].start_s + (extra_s if each == place else 0)
+            start_s = max(
+                (ends_s[other] + lag_s for other, lag_s in iteration.waits[each]), default=0.0
+            )
+            ends_s[each] = (
+                start_s
+                + spans[each].end_s
+                - spans[each].start_s
+                + (extra_s if each == place else 0)
+            )
         return max(ends_s)
 
     whole_s = max(span.end_s for span in spans)
@@ -116,7 +130,10 @@ def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier)
 def test_no_measured_point_is_below_the_hull_of_its_curve(profile: Profile):
     for curve in curves_of(profile):
         waiting_w = profile.blocking_w(curve.stage)
-        rows = {point.clock: (point.time_s, point.energy_j - waiting_w * point.time_s) for point in curve.points}
+        rows = {
+            point.clock: (point.time_s, point.energy_j - waiting_w * point.time_s)
+            for point in curve.points
+        }
         hull = [rows[clock] for clock in curve.hull]
         assert [time_s for time_s, _ in hull] == sorted(time_s for time_s, _ in hull)
         for time_s, effective_j in rows.values():
@@ -128,21 +145,30 @@ def test_no_measured_point_is_below_the_hull_of_its_curve(profile: Profile):
 
 def test_standard_errors_come_from_the_profile_that_has_them(frontier: Frontier):
     evidence = Evidence(1400.0, 1e-4, 0.25, 3, 60.0)
-    rows = {key: tuple(replace(row, evidence=evidence) for row in each) for key, each in SMALL.measurements.items()}
-    known = curves_of(replace(SMALL, measurements=rows))
-    assert {(point.time_stderr_s, point.energy_stderr_j) for curve in known for point in curve.points} == {(1e-4, 0.25)}
-    unknown = curves_of(frontier.profile)
-    assert {(point.time_stderr_s, point.energy_stderr_j) for curve in unknown for point in curve.points} == {
-        (None, None)
+    rows = {
+        key: tuple(replace(row, evidence=evidence) for row in each)
+        for key, each in SMALL.measurements.items()
     }
+    known = curves_of(replace(SMALL, measurements=rows))
+    assert {
+        (point.time_stderr_s, point.energy_stderr_j) for curve in known for point in curve.points
+    } == {(1e-4, 0.25)}
+    unknown = curves_of(frontier.profile)
+    assert {
+        (point.time_stderr_s, point.energy_stderr_j) for curve in unknown for point in curve.points
+    } == {(None, None)}
 
 
-# --- Savings ---------------------------------------------------------------------------------------------------------
+# --- Savings
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_plans_saving_is_counted_against_all_clocks_at_maximum(frontier: Frontier):
     plan = frontier.plan_for(1.1 * frontier.baseline_time_s)
-    size, rates = IterationSize(pipelines=4, tokens=1000, samples=10, iterations=50), EnergyRates(0.2, 1.5, 0.3)
+    size, rates = (
+        IterationSize(pipelines=4, tokens=1000, samples=10, iterations=50),
+        EnergyRates(0.2, 1.5, 0.3),
+    )
     (saving,) = savings_of(Sources(plans={"plan": plan}), rates, size)
     assert saving.per_iteration.gpu_j == pytest.approx(4 * plan.saving_j)
     assert saving.per_iteration.kwh == pytest.approx(4 * plan.saving_j * 1.5 / 3.6e6)
@@ -159,7 +185,9 @@ def test_a_plans_saving_is_counted_against_all_clocks_at_maximum(frontier: Front
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
-def test_a_run_exactly_by_its_plan_saves_as_much(frontier: Frontier, tmp_path: Path, pipelines: int):
+def test_a_run_exactly_by_its_plan_saves_as_much(
+    frontier: Frontier, tmp_path: Path, pipelines: int
+):
     plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
     for iterations in (4, 6):
         write_run(tmp_path, plan, iterations, pipelines=pipelines)
@@ -178,7 +206,14 @@ def test_a_run_exactly_by_its_plan_saves_as_much(frontier: Frontier, tmp_path: P
 
 @pytest.mark.parametrize(
     "option",
-    ["--price -1", "--pue 0.9", "--pue nan", "--carbon inf", "--pipelines 0", f"--tokens-per-iteration {10**400}"],
+    [
+        "--price -1",
+        "--pue 0.9",
+        "--pue nan",
+        "--carbon inf",
+        "--pipelines 0",
+        f"--tokens-per-iteration {10**400}",
+    ],
 )
 def test_a_wrong_rate_is_refused(files: Path, option: str):
     code, _, stderr = refusal(f"report plan.yaml {option} -o report.html")
@@ -187,11 +222,13 @@ def test_a_wrong_rate_is_refused(files: Path, option: str):
     assert not Path("report.html").exists()
 
 
-# --- The command -----------------------------------------------------------------------------------------------------
+# --- The command
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "given_files", ["profile.yaml", "frontier.npz", "plan.yaml", "run", "frontier.npz plan.yaml run profile.yaml"]
+    "given_files",
+    ["profile.yaml", "frontier.npz", "plan.yaml", "run", "frontier.npz plan.yaml run profile.yaml"],
 )
 def test_a_report_is_made_of_any_of_the_files(files: Path, given_files: str):
     content = json.loads(done(f"report {given_files} -o report.html --json"))
@@ -208,8 +245,13 @@ def test_equal_files_give_equal_pages(files: Path):
 
 
 def test_pipelines_and_tokens_come_from_the_job_file(files: Path):
-    head = "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: 1f1b\nmicrobatches: 5\n"
-    Path("job.yaml").write_text(head + "replicas: 3\ntokens_per_iteration: 6000\nsamples_per_iteration: 12\n")
+    head = (
+        "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: "
+        "1f1b\nmicrobatches: 5\n"
+    )
+    Path("job.yaml").write_text(
+        head + "replicas: 3\ntokens_per_iteration: 6000\nsamples_per_iteration: 12\n"
+    )
     size = json.loads(done("report plan.yaml job.yaml -o report.html --json"))["size"]
     assert (size["pipelines"], size["tokens"], size["samples"]) == (3, 6000, 12)
     two = "replicas:\n- count: 3\n- {count: 1, slow_stages: {1: 1.2}}\ntokens_per_iteration: 6000\n"
@@ -247,8 +289,14 @@ def test_a_report_without_files_is_refused():
 def test_names_with_markup_are_texts(frontier: Frontier):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\""
     profile = replace(SMALL, gpu=evil)
-    plan = replace(frontier.plan_for(frontier.baseline_time_s), gpu=evil, profile_digest=profile.digest)
-    text = page(make_report(Sources(profile, plans={evil: plan}, names=(evil,)), EnergyRates(), IterationSize()))
+    plan = replace(
+        frontier.plan_for(frontier.baseline_time_s), gpu=evil, profile_digest=profile.digest
+    )
+    text = page(
+        make_report(
+            Sources(profile, plans={evil: plan}, names=(evil,)), EnergyRates(), IterationSize()
+        )
+    )
     assert "<img" not in text
     assert "alert(1)</script>" not in text
     assert data_of(text)["frontier"]["points"][-1]["name"] == evil

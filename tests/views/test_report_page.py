@@ -1,4 +1,6 @@
-"""The report in a real browser: accessible, usable by keyboard, quick with many computations, and self-contained."""
+"""The report in a real browser: accessible, usable by keyboard, quick with many computations,
+and self-contained.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     plan.save(folder / "plan.yaml")
     (folder / "run").mkdir()
     write_run(folder / "run", plan)
-    names = " ".join(str(folder / name) for name in ("frontier.npz", "plan.yaml", "run", "profile.yaml"))
+    names = " ".join(
+        str(folder / name) for name in ("frontier.npz", "plan.yaml", "run", "profile.yaml")
+    )
     done(f"report {names} -o {folder / 'report.html'} --tokens-per-iteration 4096")
     return (folder / "report.html").as_uri()
 
@@ -54,9 +58,17 @@ def test_it_has_all_figures_and_no_barrier(browser, report: str, theme: str):
     with opened(browser, report, color_scheme=theme) as page:
         page.locator("#curve-5").scroll_into_view_if_needed()
         page.locator("#curve-5 svg").wait_for()
-        assert page.locator("#energy-ranks rect.bar").count() == 3 * 2 * 3  # ranks, computing and waiting, iterations
-        assert page.locator("#energy-phases rect.bar").count() == 3 * 2 * 2  # the phases of a run are not recorded
-        assert page.locator("#frontier svg[role=img]").get_attribute("aria-label").startswith("Energy of an iteration")
+        assert (
+            page.locator("#energy-ranks rect.bar").count() == 3 * 2 * 3
+        )  # ranks, computing and waiting, iterations
+        assert (
+            page.locator("#energy-phases rect.bar").count() == 3 * 2 * 2
+        )  # the phases of a run are not recorded
+        assert (
+            page.locator("#frontier svg[role=img]")
+            .get_attribute("aria-label")
+            .startswith("Energy of an iteration")
+        )
         assert page.locator("#timelines .timeline").count() == 3
         assert page.locator("#frontier .mark").count() >= 6
         assert page.locator("#changes rect.bar").count() == 3
@@ -74,10 +86,14 @@ def test_paper_gets_light_colours_and_every_curve(browser, report: str):
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         page.emulate_media(media="print")
         assert page.locator(".multiples svg").count() == 6
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert (
+            page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        )
         page.evaluate("dispatchEvent(new Event('afterprint'))")
         page.emulate_media(media="screen")
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+        assert (
+            page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+        )
 
 
 def test_the_numbers_of_a_chart_unfold(browser, report: str):
@@ -140,9 +156,11 @@ def test_a_forward_and_a_backward_differ_in_shape(browser, report: str):
             const row = 2 * 29 + 24, y = Math.round(row * devicePixelRatio);
             const data = context.getImageData(40, y, canvas.width - 44, 1).data;
             return Array.from({ length: data.length / 4 }, (_, at) => data.slice(4 * at, 4 * at + 3).join());
-        }"""
+        }"""  # noqa: E501
         below = page.evaluate(blank)
-        changes = sum(one != next_one for one, next_one in pairwise([each == "255,255,255" for each in below]))
+        changes = sum(
+            one != next_one for one, next_one in pairwise([each == "255,255,255" for each in below])
+        )
         assert changes >= 2 * 6
         keys = page.locator(".keys li:visible").all_inner_texts()
         assert keys[:2] == ["forward: upper part", "backward: full height"]
@@ -165,7 +183,7 @@ def test_every_point_has_a_label_that_nothing_crosses(browser, report: str, widt
             const pairs = (boxes) => boxes.flatMap((a, i) => boxes.slice(i + 1).filter((b) => meet(a, b)));
             const struck = labels.filter((box) => on.some((point) => inside(box, point)));
             return [marks.length, labels.length, struck.length, pairs(marks).length, pairs(labels).length];
-        }""")
+        }""")  # noqa: E501
         marks, labels, *troubles = found
         assert marks == labels >= 6
         assert troubles == [0, 0, 0]
@@ -194,9 +212,13 @@ def test_the_pointer_finds_computations_and_waiting(browser, report: str):
 def test_16_ranks_of_512_microbatches_are_usable_within_2_seconds(browser, tmp_path: Path):
     profile = replace(smooth_profile(16, step_mhz=150), origin="simulated")
     iteration = pipeline_iteration(schedules.one_f_one_b(16, 512))
-    plans = {name: plan_of(profile, iteration, clocks) for name, clocks in (("before", 1), ("after", 4))}
+    plans = {
+        name: plan_of(profile, iteration, clocks) for name, clocks in (("before", 1), ("after", 4))
+    }
     file = tmp_path / "report.html"
-    file.write_text(page(make_report(Sources(profile, plans=plans), EnergyRates(), IterationSize())))
+    file.write_text(
+        page(make_report(Sources(profile, plans=plans), EnergyRates(), IterationSize()))
+    )
     assert file.stat().st_size < 5e6
     with opened(browser, "about:blank") as fresh:
         metrics = fresh.context.new_cdp_session(fresh)
@@ -207,21 +229,42 @@ def test_16_ranks_of_512_microbatches_are_usable_within_2_seconds(browser, tmp_p
         fresh.keyboard.press("ArrowRight")
         fresh.keyboard.press("+")
         assert "0F0" in fresh.locator("#timelines .readout").first.inner_text()
-        spent = {each["name"]: each["value"] for each in metrics.send("Performance.getMetrics")["metrics"]}
+        spent = {
+            each["name"]: each["value"]
+            for each in metrics.send("Performance.getMetrics")["metrics"]
+        }
         assert 0 < spent["TaskDuration"] < 2
 
 
 def picture(page, which: int = 0) -> str:
     """Return the picture of a timeline once it is drawn."""
     drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-    url = page.evaluate(f"{drawn}.then(() => document.querySelectorAll('#timelines canvas')[{which}].toDataURL())")
+    url = page.evaluate(
+        f"{drawn}.then(() => document.querySelectorAll('#timelines canvas')[{which}].toDataURL())"
+    )
     return sha256(url.encode()).hexdigest()
 
 
 def plan_of(profile: Profile, iteration: Iteration, choices: int) -> Plan:
-    """Return a plan that uses the highest `choices` clocks in turn; its times and energies do not matter."""
+    """Return a plan that uses the highest `choices` clocks in turn; its times and energies do
+    not matter.
+    """
     keys = zip(iteration.computations, iteration.keys, strict=True)
-    clocks = {str(each): profile.measurements[key][i % choices].clock_mhz for i, (each, key) in enumerate(keys)}
-    table = {key: {row.clock_mhz: row for row in rows} for key, rows in profile.measurements.items()}
+    clocks = {
+        str(each): profile.measurements[key][i % choices].clock_mhz
+        for i, (each, key) in enumerate(keys)
+    }
+    table = {
+        key: {row.clock_mhz: row for row in rows} for key, rows in profile.measurements.items()
+    }
     numbers = (30.0, 30.0, 9e4, 8e4, 30.0, 1e5)  # times and energies, about right
-    return Plan(iteration, clocks, table, profile.digest, None, "simulated", profile.blocking_power_w, *numbers)
+    return Plan(
+        iteration,
+        clocks,
+        table,
+        profile.digest,
+        None,
+        "simulated",
+        profile.blocking_power_w,
+        *numbers,
+    )

@@ -23,7 +23,9 @@ CURVES = {(0, "F"): FORWARD, (0, "B"): BACKWARD, (1, "F"): LAST_FORWARD, (1, "B"
 PROFILE = Profile(CURVES, blocking_power_w=100.0, gpu="test GPU")
 
 
-def solved(curves: dict[tuple[int, str], tuple[Measurement, ...]], blocking_power_w: float = 100.0) -> Frontier:
+def solved(
+    curves: dict[tuple[int, str], tuple[Measurement, ...]], blocking_power_w: float = 100.0
+) -> Frontier:
     return solve(Profile(curves, blocking_power_w), schedules.one_f_one_b(stages=2, microbatches=3))
 
 
@@ -35,8 +37,13 @@ def frontier() -> Frontier:
 @pytest.fixture(scope="module")
 def plan(frontier: Frontier) -> Plan:
     """Return a plan that slows the first stage down, except for its first forward."""
-    slow = [name for name in map(str, frontier.dag.computations) if name[0] == "0" and name != "0F0"]
-    clocks = {**dict.fromkeys(map(str, frontier.dag.computations), 1400), **dict.fromkeys(slow, 1000)}
+    slow = [
+        name for name in map(str, frontier.dag.computations) if name[0] == "0" and name != "0F0"
+    ]
+    clocks = {
+        **dict.fromkeys(map(str, frontier.dag.computations), 1400),
+        **dict.fromkeys(slow, 1000),
+    }
     return replace(frontier.plan_of(clocks), deadline_s=18.0)
 
 
@@ -73,7 +80,7 @@ Baseline of every saving: all clocks at maximum, 14.25 s and 6900 J per iteratio
 17.2500      1.2105  6105.00   795.00    11.52    least energy
 
 The bound is the least energy of any plan of that time, on all GPUs of the pipeline, waiting included.
-"""
+"""  # noqa: E501
     )
 
 
@@ -117,8 +124,8 @@ def test_a_plan_says_how_far_it_is_above_the_closer_bound_for_measured_clocks_to
     assert summary.point_bound_j == 6395.0
     assert summary.above_point_bound_share == pytest.approx(5.0 / 6395.0)
     assert (
-        "0.156 % above the bound, the least of any plan of that time, and 0.078 % above a closer bound, for plans of "
-        "measured clocks alone.\n" in plan_text(summary)
+        "0.156 % above the bound, the least of any plan of that time, and 0.078 % above a closer "
+        "bound, for plans of measured clocks alone.\n" in plan_text(summary)
     )
 
 
@@ -138,7 +145,9 @@ Changes: clock changes from one computation to the next, and back for the next i
 
 
 def of_a_job(overhead_s: float) -> Frontier:
-    """Solve two ranks with two stages each, with a load before each first forward and an optimizer step on rank 1."""
+    """Solve two ranks with two stages each, with a load before each first forward and an
+    optimizer step on rank 1.
+    """
     one = {"F": 1.0, "I": 1.5, "W": 0.5}
     points = {
         (stage, kind): tuple(Measurement(mhz, 1000 * s / mhz, s * mhz / 5) for mhz in (1000, 800))
@@ -170,10 +179,12 @@ rank          MHz  changes  busy %        J    timeline
 
 Timeline: 48 moments of the iteration; F forward, I input gradient, W weight gradient, o fixed operation, . waiting.
 Changes: clock changes from one computation to the next, and back for the next iteration.
-"""
+"""  # noqa: E501
     )
     summary = summarize_plan(plan)
-    assert math.isclose(math.fsum(rank.energy_j for rank in summary.per_rank), plan.energy_j, rel_tol=1e-12)
+    assert math.isclose(
+        math.fsum(rank.energy_j for rank in summary.per_rank), plan.energy_j, rel_tol=1e-12
+    )
 
 
 @pytest.mark.parametrize("overhead_s", [-3.0, 0.0, 30.0])
@@ -183,7 +194,9 @@ def test_a_strip_is_as_long_as_its_moments_whatever_was_calibrated(overhead_s: f
         lines = timeline_text(summarize_timeline(plan)).splitlines()
         strips = [line.split()[-1] for line in lines if line.lstrip()[:2] in ("0 ", "1 ")]
         assert list(map(len, strips)) == [48, 48]
-        assert frontier_text(summarize_frontier(frontier)).count("blocking power 90 W to 100 W") == 1
+        assert (
+            frontier_text(summarize_frontier(frontier)).count("blocking power 90 W to 100 W") == 1
+        )
 
 
 def test_a_simulated_profile_is_called_so_everywhere():
@@ -220,14 +233,24 @@ def test_points_that_coincide_share_a_row():
 SINGLE = {key: rows[:1] for key, rows in CURVES.items()}
 LAST_STAGE_SINGLE = {key: rows if key[0] == 0 else rows[:1] for key, rows in CURVES.items()}
 # Each computation costs 1 J more at 1000 MHz than at 1400 MHz with the wait after it, at 100 W.
-DEAR = {(0, "F"): (1.25, 326.0), (0, "B"): (2.5, 651.0), (1, "F"): (1.5, 401.0), (1, "B"): (3.0, 801.0)}
+DEAR = {
+    (0, "F"): (1.25, 326.0),
+    (0, "B"): (2.5, 651.0),
+    (1, "F"): (1.5, 401.0),
+    (1, "B"): (3.0, 801.0),
+}
 ALL_DEAR = {key: (rows[0], Measurement(1000, *DEAR[key])) for key, rows in CURVES.items()}
-NEVER = "Slower clocks never pay: a slower computation costs more than finishing early and waiting at 100 W."
+NEVER = (
+    "Slower clocks never pay: a slower computation costs more than finishing early and waiting "
+    "at 100 W."
+)
 TOO_LARGE = (
     "The blocking power of {} W is so large that the fastest iteration takes the least energy. "
     "Slower iterations pay only beside a straggler."
 )
-IMPLAUSIBLE = "The blocking power of 301 W is more than any computation draws, 300 W at most; check it."
+IMPLAUSIBLE = (
+    "The blocking power of 301 W is more than any computation draws, 300 W at most; check it."
+)
 ALONE = "Every computation has a single clock, so there is a single plan."
 
 
@@ -236,13 +259,19 @@ ALONE = "Every computation has a single clock, so there is a single plan."
     [
         pytest.param(CURVES, 100.0, (), id="nothing"),
         pytest.param(ALL_DEAR, 100.0, (NEVER,), id="no slowdown pays"),
-        pytest.param(LAST_STAGE_SINGLE, 290.0, (TOO_LARGE.format(290),), id="blocking power too large"),
-        pytest.param(CURVES, 301.0, (TOO_LARGE.format(301), IMPLAUSIBLE), id="blocking power implausible"),
+        pytest.param(
+            LAST_STAGE_SINGLE, 290.0, (TOO_LARGE.format(290),), id="blocking power too large"
+        ),
+        pytest.param(
+            CURVES, 301.0, (TOO_LARGE.format(301), IMPLAUSIBLE), id="blocking power implausible"
+        ),
         pytest.param(SINGLE, 100.0, (ALONE,), id="single clock"),
     ],
 )
 def test_surprising_frontiers_have_remarks(
-    curves: dict[tuple[int, str], tuple[Measurement, ...]], blocking_power_w: float, remarks: tuple[str, ...]
+    curves: dict[tuple[int, str], tuple[Measurement, ...]],
+    blocking_power_w: float,
+    remarks: tuple[str, ...],
 ):
     summary = summarize_frontier(solved(curves, blocking_power_w))
     assert summary.remarks == remarks
@@ -252,7 +281,9 @@ def test_surprising_frontiers_have_remarks(
 
 def test_texts_name_groups_of_gpus_and_several_stages_on_a_rank():
     profile = replace(PROFILE, gpus_per_stage=4)
-    assert profile_text(summarize_profile(profile)).startswith("Profile of 2 stages of 4 GPUs, test GPU (measured); ")
+    assert profile_text(summarize_profile(profile)).startswith(
+        "Profile of 2 stages of 4 GPUs, test GPU (measured); "
+    )
     three = Profile({**CURVES, (2, "F"): FORWARD, (2, "B"): BACKWARD}, 100.0)
     ranks = ("0F0 1F0 1B0 0B0", "2F0 2B0")
     schedule = Schedule("own", tuple(tuple(map(Computation.parse, rank.split())) for rank in ranks))
@@ -270,8 +301,17 @@ def test_a_plan_of_one_clock_changes_none():
 def test_a_profile_shows_its_errors_and_warnings():
     hot = Evidence(1290.5, 0.002, 0.75, 3, 88.0, ("sw-power-cap", "hw-thermal"))
     rows = (replace(FORWARD[0], evidence=hot), FORWARD[1])
-    conditions = {"driver": "570", "warnings": "MIG is on: turn it off", "measured while too hot": "F at 1400 MHz"}
-    profile = replace(PROFILE, measurements={**CURVES, (0, "F"): rows}, control="power-limit", conditions=conditions)
+    conditions = {
+        "driver": "570",
+        "warnings": "MIG is on: turn it off",
+        "measured while too hot": "F at 1400 MHz",
+    }
+    profile = replace(
+        PROFILE,
+        measurements={**CURVES, (0, "F"): rows},
+        control="power-limit",
+        conditions=conditions,
+    )
     assert (
         profile_text(summarize_profile(profile))
         == """\
@@ -284,5 +324,5 @@ stage  computation  clocks             W              time s            energy J
     0     backward       2  1400 to 1000  2.00000 to 2.50000  600.000 to 500.000          -            -          0
     1      forward       2  1400 to 1000  1.25000 to 1.50000  375.000 to 320.000          -            -          0
     1     backward       2  1400 to 1000  2.50000 to 3.00000  750.000 to 640.000          -            -          0
-"""
+"""  # noqa: E501
     )

@@ -1,4 +1,6 @@
-"""Where the energy goes: its parts add up to the plan's energy, and its words say what the numbers say."""
+"""Where the energy goes: its parts add up to the plan's energy, and its words say what the
+numbers say.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from perseus_planner.views.report.where import energy_of_plan
 
 
 def profile_of(factors: list[float]) -> Profile:
-    """Return a profile of stages that are alike but for their times and energies, which are multiplied."""
+    """Return a profile of stages that are alike but for their times and energies, which are
+    multiplied.
+    """
     profile = smooth_profile(len(factors), step_mhz=150)
     rows = {
         (stage, kind): tuple(
@@ -82,11 +86,17 @@ def test_the_first_sentence_says_what_is_saved_and_why():
     found = where(frontier=frontier, plans={"plan.yaml": plan})
     first, before, bottleneck, phases = found.sentences
     share = 100 * plan.saving_j / plan.baseline_energy_j
-    assert f": {share:.1f} % less energy than all clocks at maximum, and 2.0 % longer. Computing takes " in first
+    assert (
+        f": {share:.1f} % less energy than all clocks at maximum, and 2.0 % longer. Computing "
+        "takes " in first
+    )
     assert "ranks run at lower clocks; waiting takes" in first
     assert before.startswith("With all clocks at maximum, ")
     assert bottleneck.startswith("Rank 2 is the bottleneck: it computes for ")
-    assert "20.0 % longer than the median rank; with equal work on all ranks, an iteration would be " in bottleneck
+    assert (
+        "20.0 % longer than the median rank; with equal work on all ranks, an iteration would be "
+        in bottleneck
+    )
     assert phases.startswith("The plan saves ")
     assert found.bottleneck is not None
     balanced = solve(profile_of([1.05] * 4), schedules.one_f_one_b(4, 8))
@@ -99,7 +109,10 @@ def test_equal_ranks_have_no_bottleneck_and_a_few_share_one():
     assert "No rank is the bottleneck" in where(frontier=frontier, plans=plans).sentences[2]
     frontier = frontier_of(1.1, 1.0, 1.1, 1.0)
     plans = {"plan.yaml": frontier.plan_for(frontier.baseline_time_s)}
-    assert "Ranks 0 and 1 more are the bottleneck" in where(frontier=frontier, plans=plans).sentences[2]
+    assert (
+        "Ranks 0 and 1 more are the bottleneck"
+        in where(frontier=frontier, plans=plans).sentences[2]
+    )
 
 
 def test_a_report_with_a_run_leads_with_the_run(tmp_path: Path):

@@ -1,14 +1,15 @@
-"""AMD GPUs, read and set through AMD SMI, whose binding is amdsmi and whose library comes with ROCm.
+"""AMD GPUs, read and set through AMD SMI, whose binding is amdsmi and whose library comes with
+ROCm.
 
-It is tested against a stand-in for the library; nothing here was measured on a GPU. `planner doctor --measure-latency`
-measures how long changing a clock takes. What differs from NVML:
+It is tested against a stand-in for the library; nothing here was measured on a GPU.
+`planner doctor --measure-latency` measures how long changing a clock takes. What differs from NVML:
 
-- A clock is set as a range from the lowest one, as drivers refuse a range whose ends are equal. A busy GPU runs at its
-  upper end.
-- Only the performance level "auto" unlocks the clock, and it resets all domains: whoever had set the memory clock has
-  to set it again.
-- Energy is a counter in units that depend on the GPU, and some versions name a wrong one. So it is compared with the
-  power sensor for half a second when a GPU is opened.
+- A clock is set as a range from the lowest one, as drivers refuse a range whose ends are equal. A
+  busy GPU runs at its upper end.
+- Only the performance level "auto" unlocks the clock, and it resets all domains: whoever had set
+  the memory clock has to set it again.
+- Energy is a counter in units that depend on the GPU, and some versions name a wrong one. So it is
+  compared with the power sensor for half a second when a GPU is opened.
 - Libraries before ROCm 7.2 do not allow calls from several threads, so there is one call at a time.
 - Seconds of throttling are not counted: asking for them takes the library 100 ms.
 """
@@ -26,10 +27,13 @@ from perseus_planner.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.amd.library import AMD_SMI, UPDATE
 from perseus_planner.gpu.protocol import RealGpu, check_clock, check_power_limit
 
-CHECK_S = 0.5  #: for which the energy counter is compared with the power sensor when a GPU is opened
+CHECK_S = (
+    0.5  #: for which the energy counter is compared with the power sensor when a GPU is opened
+)
 
 _STEP_MHZ = 20  #: between two clocks; any whole MHz can be set
-_MOST_OFF = 1.5  #: times; a counter in a wrong unit is off by more, and the sensor's average lags behind by less
+#: times; a counter in a wrong unit is off by more, and the sensor's average lags behind by less
+_MOST_OFF = 1.5
 _MAX_W, _MAX_MHZ = 100_000, 100_000  #: larger numbers cannot be a power or a clock
 _BDF = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 
@@ -67,24 +71,29 @@ class AmdGpu(RealGpu):
     @cached_property
     def driver(self) -> str:
         """Version of the amdgpu driver."""
-        return f"amdgpu {self._read('amdsmi_get_gpu_driver_info', 'read its driver')['driver_version']}"
+        answer = self._read("amdsmi_get_gpu_driver_info", "read its driver")
+        return f"amdgpu {answer['driver_version']}"
 
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about partitions, a power limit below the default, and an energy counter that is off."""
+        """Warnings about partitions, a power limit below the default, and an energy counter that
+        is off.
+        """
         found = [] if self._counter_problem is None else [self._counter_problem]
         with suppress(GpuNotSupported):
             partition = str(self._read("amdsmi_get_gpu_compute_partition", "read its partitions"))
             if partition not in ("SPX", "", "N/A"):
                 found.append(
-                    f"it is partitioned ({partition}): clock, power and energy are those of the whole GPU, which all "
-                    "partitions share; make it one (`amd-smi set -C SPX`) before profiling"
+                    f"it is partitioned ({partition}): clock, power and energy are those of the "
+                    "whole GPU, which all partitions share; make it one (`amd-smi set -C SPX`) "
+                    "before profiling"
                 )
         with suppress(GpuNotSupported):
             limit_w, default_w = self.power_limit_w(), self.default_power_limit_w()
             if limit_w < default_w:
                 found.append(
-                    f"the power limit is {limit_w:g} W, below its default of {default_w:g} W, so that high clocks may "
-                    "not be reached; train under the same limit, or restore the default (`amd-smi reset --power-cap`)"
+                    f"the power limit is {limit_w:g} W, below its default of {default_w:g} W, so "
+                    "that high clocks may not be reached; train under the same limit, or restore "
+                    "the default (`amd-smi reset --power-cap`)"
                 )
         return tuple(found)
 
@@ -94,8 +103,9 @@ class AmdGpu(RealGpu):
         least_mhz, most_mhz = self._clock("min_clk"), self._clock("max_clk")
         if most_mhz <= least_mhz:
             raise GpuNotSupported(
-                f"{self.text}: cannot list its supported clocks: AMD SMI returns {least_mhz} to {most_mhz} MHz; "
-                "use the power limit as the control, or set nothing (observe mode)"
+                f"{self.text}: cannot list its supported clocks: AMD SMI returns {least_mhz} to "
+                f"{most_mhz} MHz; use the power limit as the control, or set nothing (observe "
+                "mode)"
             )
         return tuple(range(most_mhz, least_mhz, -_STEP_MHZ))
 
@@ -118,7 +128,8 @@ class AmdGpu(RealGpu):
         """Energy since the driver was loaded, joules.
 
         Raises:
-            GpuNotSupported: If the counter did not agree with the power sensor when the GPU was opened.
+            GpuNotSupported: If the counter did not agree with the power sensor when the GPU was
+                opened.
         """
         if self._counter_problem is not None:
             raise GpuNotSupported(f"{self.text}: {self._counter_problem}")
@@ -178,8 +189,8 @@ class AmdGpu(RealGpu):
         set_w = self.power_limit_w()
         if abs(set_w - limit_w) >= 1.0:
             raise GpuError(
-                f"{self.text}: its power limit was set to {limit_w:g} W, and is {set_w:g} W: stop what else sets it, "
-                "or use observe mode"
+                f"{self.text}: its power limit was set to {limit_w:g} W, and is {set_w:g} W: stop "
+                "what else sets it, or use observe mode"
             )
 
     def reset_power_limit(self) -> None:
@@ -202,14 +213,17 @@ class AmdGpu(RealGpu):
         kind = AMD_SMI.constant("AmdSmiClkType", "GFX")
         value = self._read("amdsmi_get_clock_info", "read its graphics clock", kind).get(name)
         if not isinstance(value, int) or not 0 < value < _MAX_MHZ:
-            raise GpuNotSupported(f"{self.text}: cannot read its graphics clock: AMD SMI returns {value}; {UPDATE}")
+            raise GpuNotSupported(
+                f"{self.text}: cannot read its graphics clock: AMD SMI returns {value}; {UPDATE}"
+            )
         return value
 
     def _caps(self) -> Mapping[str, int]:
         caps: Mapping[str, int] = self._read("amdsmi_get_power_cap_info", "read its power limit")
         if not 0 < caps["power_cap"] / 1e6 < _MAX_W:
             raise GpuNotSupported(
-                f"{self.text}: cannot read its power limit: AMD SMI returns {caps['power_cap']} microwatts; {UPDATE}"
+                f"{self.text}: cannot read its power limit: AMD SMI returns {caps['power_cap']} "
+                f"microwatts; {UPDATE}"
             )
         return caps
 
@@ -218,7 +232,9 @@ class AmdGpu(RealGpu):
         return float(counter["energy_accumulator"] * counter["counter_resolution"] / 1e6)
 
     def _compare_counter(self) -> str | None:
-        """Return what is wrong with the energy counter; None if it agrees with the sensor, or one cannot be read."""
+        """Return what is wrong with the energy counter; None if it agrees with the sensor, or
+        one cannot be read.
+        """
         powers_w: list[float] = []
         try:
             begun_j, begun_s = self._counted_j(), self.now_s()
@@ -232,8 +248,9 @@ class AmdGpu(RealGpu):
         if sensed_w / _MOST_OFF <= counted_w <= sensed_w * _MOST_OFF:
             return None
         return (
-            f"its energy counter rose by {counted_w:.1f} W while its power sensor showed {sensed_w:.1f} W, so the "
-            "counter is not used: its unit is wrong in some versions of ROCm; update ROCm and the amdgpu driver"
+            f"its energy counter rose by {counted_w:.1f} W while its power sensor showed "
+            f"{sensed_w:.1f} W, so the counter is not used: its unit is wrong in some versions of "
+            "ROCm; update ROCm and the amdgpu driver"
         )
 
     def _read(self, function: str, what: str, *arguments: Any) -> Any:
@@ -248,10 +265,12 @@ class AmdGpu(RealGpu):
 
 
 def open_amd(which: str) -> AmdGpu:
-    """Open the GPU with an index of AMD SMI ("0"), a UUID or the unique beginning of one, or a PCI bus id.
+    """Open the GPU with an index of AMD SMI ("0"), a UUID or the unique beginning of one, or a PCI
+    bus id.
 
     Raises:
-        GpuError: If AMD SMI cannot be used, or shows no such GPU; the text then lists those that it shows.
+        GpuError: If AMD SMI cannot be used, or shows no such GPU; the text then lists those that it
+            shows.
     """
     AMD_SMI.acquire()  # the GPU releases it when it is closed
     try:
@@ -282,7 +301,11 @@ def _index_of(which: str) -> int:
     elif re.fullmatch("[0-9]{1,4}", which):
         found = [int(which)] if int(which) < len(identities) else []
     else:
-        found = [index for index, (uuid, _) in enumerate(identities) if which and uuid.startswith(which.lower())]
+        found = [
+            index
+            for index, (uuid, _) in enumerate(identities)
+            if which and uuid.startswith(which.lower())
+        ]
     if len(found) != 1:
         shown = "; ".join(f"{index} {uuid}" for index, (uuid, _) in enumerate(identities)) or "none"
         said = "several such GPUs" if found else "no such GPU"

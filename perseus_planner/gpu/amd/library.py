@@ -9,17 +9,30 @@ import os
 from contextlib import redirect_stdout
 from typing import Any
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install
+from perseus_planner.errors import (
+    GpuError,
+    GpuLost,
+    GpuNotPermitted,
+    GpuNotSupported,
+    how_to_install,
+)
 from perseus_planner.gpu.library import Library
 
 _INSTALL = how_to_install("amd")
 _LIBRARY = (
-    "libamd_smi.so comes with ROCm (package amd-smi-lib): install that, or name ROCm's folder in ROCM_PATH; in a "
-    "container, pass /dev/kfd and /dev/dri on; without an AMD GPU, use nvml: or simulated:"
+    "libamd_smi.so comes with ROCm (package amd-smi-lib): install that, or name ROCm's folder in "
+    "ROCM_PATH; in a container, pass /dev/kfd and /dev/dri on; without an AMD GPU, use nvml: or "
+    "simulated:"
 )
-UPDATE = "update ROCm and the amdgpu driver, or do without: `planner doctor amd:0` lists what this GPU supports"
+UPDATE = (
+    "update ROCm and the amdgpu driver, or do without: `planner doctor amd:0` lists what this "
+    "GPU supports"
+)
 _MAY_NOT = "run as root, which setting needs, or set nothing (dry-run:, or observe mode)"
-_LOST = "it hangs or has fallen off the bus: see `dmesg | grep amdgpu`, reboot the node, and run `planner reset`"
+_LOST = (
+    "it hangs or has fallen off the bus: see `dmesg | grep amdgpu`, reboot the node, and run "
+    "`planner reset`"
+)
 _SEE_LOG = "see what the driver writes to the kernel log (`dmesg | grep amdgpu`), and try again"
 
 _ERRORS: dict[int | None, tuple[type[GpuError], str]] = {
@@ -68,14 +81,20 @@ class AmdSmi(Library):
         binding = _binding()
         call = getattr(binding, function, None)
         if call is None:
-            raise GpuNotSupported(f"{who}: cannot {what}: amdsmi is too old for {function}; {UPDATE}")
+            raise GpuNotSupported(
+                f"{who}: cannot {what}: amdsmi is too old for {function}; {UPDATE}"
+            )
         try:
             return call(*arguments)
-        except Exception as error:  # the binding's own, and what it raises where it cannot decode a result
+        except (
+            Exception
+        ) as error:  # the binding's own, and what it raises where it cannot decode a result
             code = getattr(error, "err_code", None)
             kind, advice = _ERRORS.get(code, (GpuError, _SEE_LOG))
             said = f"'{getattr(error, 'err_info', None) or error}' (error {code})"
-            raise kind(f"{who}: cannot {what}: AMD SMI returns {said} from {function}; {advice}") from error
+            raise kind(
+                f"{who}: cannot {what}: AMD SMI returns {said} from {function}; {advice}"
+            ) from error
 
 
 AMD_SMI = AmdSmi("AMD SMI")
@@ -83,13 +102,19 @@ AMD_SMI = AmdSmi("AMD SMI")
 
 
 def _binding() -> Any:
-    """Import amdsmi, which prints to standard output and raises a KeyError where the library is missing."""
+    """Import amdsmi, which prints to standard output and raises a KeyError where the library is
+    missing.
+    """
     try:
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             import amdsmi
     except ModuleNotFoundError as error:
-        raise GpuError(f"AMD GPUs need amdsmi, which cannot be imported ({error}); {_INSTALL}") from error
+        raise GpuError(
+            f"AMD GPUs need amdsmi, which cannot be imported ({error}); {_INSTALL}"
+        ) from error
     except Exception as error:
         missing = "libamd_smi.so cannot be loaded" if isinstance(error, KeyError) else str(error)
-        raise GpuError(f"AMD GPUs need AMD SMI, and amdsmi cannot use it: {missing}; {_LIBRARY}") from error
+        raise GpuError(
+            f"AMD GPUs need AMD SMI, and amdsmi cannot use it: {missing}; {_LIBRARY}"
+        ) from error
     return amdsmi

@@ -1,10 +1,11 @@
 """A process that resets GPUs when the process that leased them dies, even by SIGKILL.
 
-The owner of the lease starts the guardian as a child, in a separate session, so that neither Ctrl-C nor a hang-up of
-the terminal reaches it; it also ignores the signals that ask a process to end. The guardian opens the owner's GPUs
-first, so that nothing has to be loaded later, writes `ready`, and waits for the lock that the owner keeps on its
-records. Once the lock is free, the owner has reported that all GPUs are reset, or has died. A closed pipe means
-neither: forked children of the owner may keep it open, and the owner may close it.
+The owner of the lease starts the guardian as a child, in a separate session, so that neither Ctrl-C
+nor a hang-up of the terminal reaches it; it also ignores the signals that ask a process to end. The
+guardian opens the owner's GPUs first, so that nothing has to be loaded later, writes `ready`, and
+waits for the lock that the owner keeps on its records. Once the lock is free, the owner has
+reported that all GPUs are reset, or has died. A closed pipe means neither: forked children of the
+owner may keep it open, and the owner may close it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu
 
 READY_S = 60.0
-"""How long a guardian may take to open its GPUs: file systems can be slow, and the driver may have to be loaded."""
+"""How long a guardian may take to open its GPUs: file systems can be slow, and the driver may
+have to be loaded.
+"""
 
 _END_S = 10.0  #: to end after it is dismissed
 _LATE_S = 1.0  #: during which a command or a request of the dead owner may still set a clock
@@ -46,7 +49,9 @@ class Guardian:
 
     def __init__(self, lease: str) -> None:
         if not sys.executable:
-            raise GpuError("cannot lease GPUs: sys.executable is empty, so that no guardian can be started")
+            raise GpuError(
+                "cannot lease GPUs: sys.executable is empty, so that no guardian can be started"
+            )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "perseus_planner.gpu.lease.guardian", lease],
             stdin=subprocess.PIPE,
@@ -64,7 +69,9 @@ class Guardian:
             raise
 
     def dismiss(self) -> None:
-        """Report that all GPUs are reset; the guardian reads this once the records' files are unlocked."""
+        """Report that all GPUs are reset; the guardian reads this once the records' files are
+        unlocked.
+        """
         with suppress(BrokenPipeError):
             os.write(_pipe(self._process.stdin).fileno(), b".")
 
@@ -78,12 +85,20 @@ class Guardian:
     def _wait_until_ready(self) -> None:
         output = _pipe(self._process.stdout)
         if not is_readable(output.fileno(), READY_S):
-            raise GpuError(f"the guardian that resets GPUs if this process dies was not ready within {READY_S:g} s")
+            raise GpuError(
+                "the guardian that resets GPUs if this process dies was not ready within "
+                f"{READY_S:g} s"
+            )
         first = output.readline().decode(errors="replace").strip()
         if first != "ready":
             lines = [first, *output.read().decode(errors="replace").splitlines()]
-            reason = next((line for line in reversed(lines) if line.strip()), "it ended without an error message")
-            raise GpuError(f"the guardian that resets GPUs if this process dies could not be started: {reason}")
+            reason = next(
+                (line for line in reversed(lines) if line.strip()),
+                "it ended without an error message",
+            )
+            raise GpuError(
+                f"the guardian that resets GPUs if this process dies could not be started: {reason}"
+            )
 
     def _close(self) -> None:
         self._process.wait()
@@ -97,7 +112,9 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def main(lease: str) -> int:
-    """Guard the GPUs of a lease; return 0 once they are reset, by the guardian or the owner, else 2."""
+    """Guard the GPUs of a lease; return 0 once they are reset, by the guardian or the owner,
+    else 2.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     records = open_records(lease)
@@ -132,10 +149,12 @@ def _is_dismissed() -> bool:
 
 
 def _reset(leased: Sequence[tuple[Gpu, LeaseRecord]]) -> bool:
-    """Reset all GPUs; return whether some failed, whose records stay for the next command of the planner."""
+    """Reset all GPUs; return whether some failed, whose records stay for the next command of the
+    planner.
+    """
     if any(not record.gpu.startswith("nvml:") for _, record in leased):
-        # A driver call ends before its process does, but a command or request of the owner may still be under way.
-        # So reset the GPUs now, and again when it is over.
+        # A driver call ends before its process does, but a command or request of the owner may
+        # still be under way. So reset the GPUs now, and again when it is over.
         run_in_parallel(undo, leased)
         time.sleep(_LATE_S)
     return bool(run_in_parallel(release, leased))

@@ -1,9 +1,12 @@
-"""Leases GPUs for setting, to one process at a time, and resets them whatever happens to that process.
+"""Leases GPUs for setting, to one process at a time, and resets them whatever happens to that
+process.
 
-For each GPU whose settings outlive a process, `lease_gpus` does the following; steps 1 to 3 under the GPU's lock:
+For each GPU whose settings outlive a process, `lease_gpus` does the following; steps 1 to 3 under
+the GPU's lock:
 
     1. refuse if another living process has a record of the GPU
-    2. reset the GPU: this cleans up after a dead owner, and shows whether this process may set the GPU
+    2. reset the GPU: this cleans up after a dead owner, and shows whether this process may set the
+       GPU
     3. write a record, whose file stays locked until step 7
     4. start the guardian, and wait until it has opened the GPUs
     5. run the block, which sets clocks
@@ -13,23 +16,29 @@ For each GPU whose settings outlive a process, `lease_gpus` does the following; 
 What happens if a process is killed:
 
     owner before 3              nothing was set
-    owner in 3                  nothing was set; the half-written file has a temporary name and is removed later
-    owner between 3 and 5       nothing was set; the guardian or the next command of the planner removes the record
-    owner in 5                  the guardian resets the GPU and removes the record; driver calls end before their
-                                process does, and for other back-ends the guardian resets again a second later
-    owner in 6 or 7             the same: resetting twice is harmless, and is not done if there is a new owner
-    guardian                    the owner does step 6; if the owner is killed too, the record stays
-    both, at once or in turn    the record stays: `recover`, with which commands and jobs begin, resets the GPU
-    guardian while it resets    the same, because the record is removed last
+    owner in 3                  nothing was set; the half-written file has a temporary name and is
+    removed later owner between 3 and 5       nothing was set; the guardian or the next command of
+    the planner removes the record owner in 5                  the guardian resets the GPU and
+    removes the record; driver calls end before their
+                                process does, and for other back-ends the guardian resets again a
+                                second later
+    owner in 6 or 7             the same: resetting twice is harmless, and is not done if there is a
+    new owner guardian                    the owner does step 6; if the owner is killed too, the
+    record stays
+    both, at once or in turn    the record stays: `recover`, with which commands and jobs begin,
+    resets the GPU guardian while it resets    the same, because the record is removed last
     holder of a lock            the kernel releases the lock
 
-Whether an owner lives is decided by the lock on its records' files alone, which the kernel releases when the owner dies
-or runs another program with `exec`. All containers that share the folder see the lock, so what a killed container left
-is reset by the next command or job in any other. A new owner may come while the guardian of the dead one still works:
-both read the records under the lock, so the guardian never resets what the new owner has set. Owner and guardian also
-reset GPUs whose records somebody has removed while the owner lives, as logind does with RemoveIPC when a user logs out.
+Whether an owner lives is decided by the lock on its records' files alone, which the kernel releases
+when the owner dies or runs another program with `exec`. All containers that share the folder see
+the lock, so what a killed container left is reset by the next command or job in any other. A new
+owner may come while the guardian of the dead one still works: both read the records under the lock,
+so the guardian never resets what the new owner has set. Owner and guardian also reset GPUs whose
+records somebody has removed while the owner lives, as logind does with RemoveIPC when a user logs
+out.
 
-In a forked child of the owner, leaving the block changes nothing, and the child does not keep the files locked.
+In a forked child of the owner, leaving the block changes nothing, and the child does not keep the
+files locked.
 """
 
 from __future__ import annotations
@@ -45,8 +54,20 @@ from typing import TYPE_CHECKING
 from perseus_planner.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.guardian import Guardian
-from perseus_planner.gpu.lease.records import LeaseRecord, LockedRecords, lock_records, read_records, recorded_uuids
-from perseus_planner.gpu.lease.release import living_lease, release, run_in_parallel, run_in_turn, undo
+from perseus_planner.gpu.lease.records import (
+    LeaseRecord,
+    LockedRecords,
+    lock_records,
+    read_records,
+    recorded_uuids,
+)
+from perseus_planner.gpu.lease.release import (
+    living_lease,
+    release,
+    run_in_parallel,
+    run_in_turn,
+    undo,
+)
 from perseus_planner.processes import this_process
 
 if TYPE_CHECKING:
@@ -59,20 +80,24 @@ _locks: dict[str, list[int]] = {}
 
 @contextmanager
 def lease_gpus(gpus: Sequence[Gpu], *, power_limit: bool = True) -> Iterator[None]:
-    """Lease GPUs for setting inside the block, and restore them afterwards, even if the block raises.
+    """Lease GPUs for setting inside the block, and restore them afterwards, even if the block
+    raises.
 
     Clocks are reset, and the power limit is restored.
 
     Args:
-        gpus: The GPUs. Those that do not keep settings are reset afterwards, without records or a guardian.
+        gpus: The GPUs. Those that do not keep settings are reset afterwards, without records or a
+            guardian.
         power_limit: Whether the power limit may be set; if not, it is left alone.
 
     Raises:
         GpuInUse: If another living process has leased one of the GPUs, or this process already has.
         GpuNotPermitted: If this process may not set one of them.
-        GpuNotSupported: If the clocks of one of them cannot be reset, and its power limit may not be set.
-        GpuError: If a record cannot be written or the guardian cannot be started; or, after the block, if a GPU cannot
-            be reset. The other GPUs are reset then, and its record is kept for `recover`.
+        GpuNotSupported: If the clocks of one of them cannot be reset, and its power limit may not
+            be set.
+        GpuError: If a record cannot be written or the guardian cannot be started; or, after the
+            block, if a GPU cannot be reset. The other GPUs are reset then, and its record is kept
+            for `recover`.
     """
     owner, lease = os.getpid(), secrets.token_hex(8)
     _locks[lease] = []
@@ -112,7 +137,8 @@ def stale_records() -> tuple[FoundRecord, ...]:
 
 
 def recover() -> tuple[Recovery, ...]:
-    """Reset each GPU that a dead process left set, and remove its record. Commands and jobs begin with this.
+    """Reset each GPU that a dead process left set, and remove its record. Commands and jobs begin
+    with this.
 
     Records of GPUs that a living process has leased since are removed silently.
 
@@ -126,13 +152,16 @@ def recover() -> tuple[Recovery, ...]:
     return tuple(recovery for record in stale if (recovery := _recover_record(record)) is not None)
 
 
-def reset_gpu(gpu: Gpu, *, power_limit: bool = False, force: bool = False) -> tuple[LeaseRecord, ...]:
+def reset_gpu(
+    gpu: Gpu, *, power_limit: bool = False, force: bool = False
+) -> tuple[LeaseRecord, ...]:
     """Reset the clocks of a GPU, and undo the leases of dead processes.
 
     Args:
         gpu: Any GPU.
         power_limit: Whether to set its power limit back to the default as well.
-        force: Whether to reset it even if a living process has leased it. The record of that process stays.
+        force: Whether to reset it even if a living process has leased it. The record of that
+            process stays.
 
     Returns:
         The records that were removed.
@@ -173,7 +202,9 @@ def _reset(gpu: Gpu, records: Sequence[LeaseRecord], *, power_limit: bool) -> No
 def _new_record(gpu: Gpu, lease: str, *, power_limit: bool) -> LeaseRecord:
     """Return a record before it is known which settings of the GPU can be restored."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return LeaseRecord(gpu.text, gpu.uuid, gpu.name, lease, since, True, power_limit, None, this_process())
+    return LeaseRecord(
+        gpu.text, gpu.uuid, gpu.name, lease, since, True, power_limit, None, this_process()
+    )
 
 
 def _take(gpu: Gpu, record: LeaseRecord, leased: list[tuple[Gpu, LeaseRecord]]) -> None:
@@ -192,7 +223,9 @@ def _take(gpu: Gpu, record: LeaseRecord, leased: list[tuple[Gpu, LeaseRecord]]) 
 
 
 def _with_restorable_settings(gpu: Gpu, record: LeaseRecord) -> LeaseRecord:
-    """Reset the clocks and read the power limit; settings that do not support this cannot be set either."""
+    """Reset the clocks and read the power limit; settings that do not support this cannot be set
+    either.
+    """
     try:
         gpu.reset_clocks()
     except GpuNotSupported:
@@ -210,7 +243,10 @@ def _with_restorable_settings(gpu: Gpu, record: LeaseRecord) -> LeaseRecord:
 def _check_free(records: LockedRecords, record: LeaseRecord) -> None:
     other = living_lease(records)
     if other is not None and other.lease in _locks:
-        raise GpuInUse(f"GPU {record.gpu} ({record.name}): this process has leased it already; name each GPU once")
+        raise GpuInUse(
+            f"GPU {record.gpu} ({record.name}): this process has leased it already; name each GPU "
+            "once"
+        )
     if other is not None:
         raise GpuInUse(in_use_text(other))
     problems = records.read()[1]
@@ -221,15 +257,23 @@ def _check_free(records: LockedRecords, record: LeaseRecord) -> None:
 def _remove_stale(records: LockedRecords, lease: str) -> None:
     for stale in records.read()[0]:
         if stale.lease != lease:
-            with suppress(GpuError):  # other users' records may stay: they are ignored while this process lives
+            with suppress(
+                GpuError
+            ):  # other users' records may stay: they are ignored while this process lives
                 records.remove(stale)
 
 
-def _give_back(lease: str, leased: Sequence[tuple[Gpu, LeaseRecord]], guardian: Guardian | None) -> None:
+def _give_back(
+    lease: str, leased: Sequence[tuple[Gpu, LeaseRecord]], guardian: Guardian | None
+) -> None:
     """Restore all GPUs, dismiss the guardian and end the lease; then raise the failures."""
-    failures = run_in_parallel(release, [(gpu, record) for gpu, record in leased if gpu.keeps_settings])
+    failures = run_in_parallel(
+        release, [(gpu, record) for gpu, record in leased if gpu.keeps_settings]
+    )
     # In turn: the results of simulated GPUs that share a clock depend on the order.
-    failures += run_in_turn(undo, [(gpu, record) for gpu, record in leased if not gpu.keeps_settings])
+    failures += run_in_turn(
+        undo, [(gpu, record) for gpu, record in leased if not gpu.keeps_settings]
+    )
     if guardian is not None:
         guardian.dismiss()
     _unlock(lease)
@@ -237,7 +281,9 @@ def _give_back(lease: str, leased: Sequence[tuple[Gpu, LeaseRecord]], guardian: 
         guardian.wait()
     if failures:
         listed = "; ".join(f"{record.gpu}: {error}" for record, error in failures)
-        raise GpuError(f"not reset: {listed}; fix this, then run `planner reset`") from failures[0][1]
+        raise GpuError(f"not reset: {listed}; fix this, then run `planner reset`") from failures[0][
+            1
+        ]
 
 
 def _unlock(lease: str) -> None:
@@ -246,7 +292,9 @@ def _unlock(lease: str) -> None:
 
 
 def _unlock_in_child() -> None:
-    """Close a forked child's descriptors: the files would otherwise stay locked after their owner's death."""
+    """Close a forked child's descriptors: the files would otherwise stay locked after their
+    owner's death.
+    """
     for lease in list(_locks):
         _unlock(lease)
 
@@ -255,7 +303,9 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 def _recover_record(record: LeaseRecord) -> Recovery | None:
-    """Reset the GPU of a stale record, and remove the record; return None if there was nothing to reset."""
+    """Reset the GPU of a stale record, and remove the record; return None if there was nothing
+    to reset.
+    """
     try:
         with open_gpu(record.gpu) as gpu:
             _check_uuid(gpu, record)
@@ -266,4 +316,7 @@ def _recover_record(record: LeaseRecord) -> Recovery | None:
 
 def _check_uuid(gpu: Gpu, record: LeaseRecord) -> None:
     if gpu.uuid != record.uuid:
-        raise GpuError(f"GPU {record.gpu}: is {gpu.uuid}, not {record.uuid} as its record says; remove that file")
+        raise GpuError(
+            f"GPU {record.gpu}: is {gpu.uuid}, not {record.uuid} as its record says; remove that "
+            "file"
+        )

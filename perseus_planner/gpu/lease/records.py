@@ -1,19 +1,20 @@
 """Lease records: written before a GPU is set, in a folder that all users of the node share.
 
-NVML cannot tell whether a clock is locked, so a process writes a record before it sets a GPU: one JSON file for each
-GPU and user, `<uuid>.<uid>.json`, in the state folder. The folder is as volatile as the settings: $PLANNER_STATE_DIR,
-by default /dev/shm/perseus-planner. Anybody may create files in it, and only their owner and root may remove them (mode
-1777, as /tmp). The content of a file is therefore a claim of the user who owns it: it is validated, its GPU is only
-opened by back-ends whose settings outlive a process, and its power limit only counts if root or this user wrote it.
+NVML cannot tell whether a clock is locked, so a process writes a record before it sets a GPU: one
+JSON file for each GPU and user, `<uuid>.<uid>.json`, in the state folder. The folder is as volatile
+as the settings: $PLANNER_STATE_DIR, by default /dev/shm/perseus-planner. Anybody may create files
+in it, and only their owner and root may remove them (mode 1777, as /tmp). The content of a file is
+therefore a claim of the user who owns it: it is validated, its GPU is only opened by back-ends
+whose settings outlive a process, and its power limit only counts if root or this user wrote it.
 
-The owner of a lease keeps its record's file locked with flock until the lease ends. The kernel releases that lock when
-the owner dies, however it dies, and shows it in all containers that share the folder. So a record is that of a living
-process exactly if its file is locked; process numbers, which differ between containers and are used again, only
-describe the owner in messages.
+The owner of a lease keeps its record's file locked with flock until the lease ends. The kernel
+releases that lock when the owner dies, however it dies, and shows it in all containers that share
+the folder. So a record is that of a living process exactly if its file is locked; process numbers,
+which differ between containers and are used again, only describe the owner in messages.
 
-All records of a GPU change under one lock, `<uuid>.lock`, which the kernel releases in the same way. Files are
-written under a temporary name and renamed, so they are whole or absent. The next process that takes the lock removes
-temporary files left by killed writers.
+All records of a GPU change under one lock, `<uuid>.lock`, which the kernel releases in the same
+way. Files are written under a temporary name and renamed, so they are whole or absent. The next
+process that takes the lock removes temporary files left by killed writers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from perseus_planner.processes import ProcessDescription, state_folder
 from perseus_planner.strict_json import read_fields
 
 LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "amd", "emulated")
-"""Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private folder."""
+"""Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private
+folder.
+"""
 
 _LOCK_TIMEOUT_S = 10.0  #: holders of a lock make a few driver calls
 _MAX_BYTES = 16384
@@ -113,7 +116,9 @@ class LockedRecords:
                 file.write(json.dumps(asdict(record), indent=1).encode())
                 descriptors.append(os.dup(file.fileno()))
                 fcntl.flock(file, fcntl.LOCK_EX)  # of a file that nobody else has open yet
-            path.chmod(0o644)  # whatever the umask is: other users have to see why they cannot set the GPU
+            path.chmod(
+                0o644
+            )  # whatever the umask is: other users have to see why they cannot set the GPU
         except OSError as error:
             _raise(f"{_display(path)}: cannot be written: {error.strerror}")
 
@@ -151,7 +156,10 @@ def lock_records(uuid: str) -> Iterator[LockedRecords]:
         try:
             lock.acquire()
         except Timeout:
-            _raise(f"{path}: another process has held this lock for {_LOCK_TIMEOUT_S:g} s; end that process")
+            _raise(
+                f"{path}: another process has held this lock for {_LOCK_TIMEOUT_S:g} s; end that "
+                "process"
+            )
         except OSError as error:
             _raise(f"{path}: cannot be locked: {error.strerror}")
         try:
@@ -216,7 +224,8 @@ def recorded_uuids() -> list[str]:
 
 @contextmanager
 def open_state_folder(*, create: bool) -> Iterator[Path | None]:
-    """Open the state folder, by a path that stays valid if the folder is replaced; None if it does not exist.
+    """Open the state folder, by a path that stays valid if the folder is replaced; None if it does
+    not exist.
 
     Raises:
         GpuError: If the folder cannot be used.
@@ -228,13 +237,18 @@ def open_state_folder(*, create: bool) -> Iterator[Path | None]:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
         if create:
-            _raise(f"{name}: cannot be created: {error.strerror}; name another folder in PLANNER_STATE_DIR")
+            _raise(
+                f"{name}: cannot be created: {error.strerror}; name another folder in "
+                "PLANNER_STATE_DIR"
+            )
         yield None
         return
     except NotADirectoryError:  # also for a symbolic link
         _raise(f"{name}: is not a folder; remove it, or name another in PLANNER_STATE_DIR")
     except OSError as error:
-        _raise(f"{name}: cannot be used: {error.strerror}; name another folder in PLANNER_STATE_DIR")
+        _raise(
+            f"{name}: cannot be used: {error.strerror}; name another folder in PLANNER_STATE_DIR"
+        )
     try:
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
@@ -260,7 +274,9 @@ def _read(folder: Path, pattern: str) -> tuple[list[FoundRecord], list[str]]:
             pass
         except _INVALID as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            problems.append(f"{_display(path)}: is not a record of the planner ({reason}); remove it")
+            problems.append(
+                f"{_display(path)}: is not a record of the planner ({reason}); remove it"
+            )
     return records, problems
 
 
@@ -307,7 +323,9 @@ def _validate(path: Path, file: BinaryIO) -> FoundRecord:
 
 
 def _can_lock(file: BinaryIO) -> bool:
-    """Return whether the owner's lock is gone; others that ask at the same time do not disturb each other."""
+    """Return whether the owner's lock is gone; others that ask at the same time do not disturb
+    each other.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -323,7 +341,9 @@ def _parse(content: Any) -> LeaseRecord:
         if isinstance(value, (int, float)) and value < 0:
             raise ValueError(f"its {name} is below 0")
     if record.gpu.partition(":")[0] not in LEASED_BACK_ENDS:
-        raise ValueError(f"its GPU is not one of {', '.join(f'{name}:…' for name in LEASED_BACK_ENDS)}")
+        raise ValueError(
+            f"its GPU is not one of {', '.join(f'{name}:…' for name in LEASED_BACK_ENDS)}"
+        )
     return record
 
 
@@ -331,7 +351,10 @@ def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except PermissionError:
-        _raise(f"{_display(path)}: the GPU is reset, but only the owner of this record or root may remove it")
+        _raise(
+            f"{_display(path)}: the GPU is reset, but only the owner of this record or root may "
+            "remove it"
+        )
 
 
 def _stem(uuid: str) -> str:

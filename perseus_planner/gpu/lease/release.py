@@ -27,13 +27,15 @@ def undo(gpu: Gpu, record: LeaseRecord) -> None:
 
 
 def release(gpu: Gpu, record: LeaseRecord) -> bool:
-    """Undo the settings and remove the record; if another living process has leased the GPU, only the latter.
+    """Undo the settings and remove the record; if another living process has leased the GPU, only
+    the latter.
 
     Returns:
         Whether the settings were undone.
 
     Raises:
-        GpuError: If the GPU cannot be reset, in which case the record is kept, or the record cannot be removed.
+        GpuError: If the GPU cannot be reset, in which case the record is kept, or the record cannot
+            be removed.
     """
     with lock_records(record.uuid) as records:
         is_free = living_lease(records, other_than=record.lease) is None
@@ -44,25 +46,35 @@ def release(gpu: Gpu, record: LeaseRecord) -> bool:
 
 
 def living_lease(records: LockedRecords, other_than: str = "") -> FoundRecord | None:
-    """Return the lease of a living process, except the lease `other_than`; None if the GPU is free."""
+    """Return the lease of a living process, except the lease `other_than`; None if the GPU is
+    free.
+    """
     valid = records.read()[0]
-    return next((record for record in valid if record.lease != other_than and record.is_living), None)
+    return next(
+        (record for record in valid if record.lease != other_than and record.is_living), None
+    )
 
 
 def run_in_parallel(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> list[Failure]:
-    """Run `action` for all GPUs at once, so that one that hangs delays no other; return the failures."""
+    """Run `action` for all GPUs at once, so that one that hangs delays no other; return the
+    failures.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     if not leased:
         return []
     with ThreadPoolExecutor(len(leased)) as pool:
         return [
-            failure for failures in pool.map(lambda one: run_in_turn(action, [one]), leased) for failure in failures
+            failure
+            for failures in pool.map(lambda one: run_in_turn(action, [one]), leased)
+            for failure in failures
         ]
 
 
 def run_in_turn(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> list[Failure]:
-    """Run `action` for one GPU after the other, and continue after failures; return the failures."""
+    """Run `action` for one GPU after the other, and continue after failures; return the
+    failures.
+    """
     failures = []
     for gpu, record in leased:
         try:
@@ -75,8 +87,8 @@ def run_in_turn(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> li
 def restore_power_limit(gpu: Gpu, limit_w: float | None) -> None:
     """Restore a power limit, watts, or the default if it is None.
 
-    The limit in force may be a temporary one that something else imposes. The GPU is therefore set to its default
-    first, and to `limit_w` only if the default is another.
+    The limit in force may be a temporary one that something else imposes. The GPU is therefore set
+    to its default first, and to `limit_w` only if the default is another.
     """
     if limit_w is not None and abs(gpu.power_limit_w() - limit_w) < SAME_LIMIT_W:
         return

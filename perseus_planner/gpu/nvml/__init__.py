@@ -1,1 +1,3 @@
-"""NVML, NVIDIA's management library: `gpu` and `cuda` open GPUs, `discovery` lists those of the node."""
+"""NVML, NVIDIA's management library: `gpu` and `cuda` open GPUs, `discovery` lists those of the
+node.
+"""

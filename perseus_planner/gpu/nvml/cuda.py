@@ -1,8 +1,8 @@
 """GPUs named by their CUDA ordinal in this process, read and set through NVML.
 
-CUDA ordinals depend on CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, NVML indices do not, so the CUDA driver is asked for
-the UUID. This initialises the driver in this process, as the first use of CUDA does: later changes of those variables
-have no effect, and forked children cannot use CUDA.
+CUDA ordinals depend on CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, NVML indices do not, so the CUDA
+driver is asked for the UUID. This initialises the driver in this process, as the first use of CUDA
+does: later changes of those variables have no effect, and forked children cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -28,21 +28,26 @@ def open_cuda(which: str) -> NvmlGpu:
         GpuNotSupported: If the CUDA device is a MIG instance.
     """
     if not which:
-        raise GpuError("cuda: the number of the GPU is missing; write cuda:0, or run `planner doctor cuda` to see all")
+        raise GpuError(
+            "cuda: the number of the GPU is missing; write cuda:0, or run `planner doctor cuda` to "
+            "see all"
+        )
     if not re.fullmatch("[0-9]{1,4}", which):
-        raise GpuError(f"cuda:{which}: {which!r} is not a CUDA ordinal; write cuda:0, or nvml: and a UUID")
+        raise GpuError(
+            f"cuda:{which}: {which!r} is not a CUDA ordinal; write cuda:0, or nvml: and a UUID"
+        )
     device = _uuid(int(which))
     if f"nvml:GPU-{device}" not in {gpu.text for gpu in visible_gpus()}:
         raise GpuNotSupported(
-            f"cuda:{which}: NVML shows no GPU with the UUID of this CUDA device, {device}; if it is a MIG instance, "
-            "it has no clock of its own: turn MIG off (`nvidia-smi -mig 0`)"
+            f"cuda:{which}: NVML shows no GPU with the UUID of this CUDA device, {device}; if it "
+            "is a MIG instance, it has no clock of its own: turn MIG off (`nvidia-smi -mig 0`)"
         )
     gpu = open_nvml(f"GPU-{device}")
     if gpu.is_mig_on:  # old CUDA drivers return the UUID of the whole GPU for an instance of it
         gpu.close()
         raise GpuNotSupported(
-            f"cuda:{which}: MIG is on, so that CUDA shows an instance of {gpu.text}, which has no clock of its own; "
-            "turn MIG off (`nvidia-smi -mig 0`)"
+            f"cuda:{which}: MIG is on, so that CUDA shows an instance of {gpu.text}, which has no "
+            "clock of its own; turn MIG off (`nvidia-smi -mig 0`)"
         )
     return gpu
 
@@ -72,7 +77,10 @@ def _uuid(ordinal: int) -> uuid.UUID:
     driver = _driver()
     device, raw, count = ctypes.c_int(), (ctypes.c_ubyte * 16)(), _count(driver, f"cuda:{ordinal}")
     if ordinal >= count:
-        raise GpuError(f"cuda:{ordinal}: CUDA shows {_listed(count)} here{_visible_devices()}; see `planner doctor`")
+        raise GpuError(
+            f"cuda:{ordinal}: CUDA shows {_listed(count)} here{_visible_devices()}; see `planner "
+            "doctor`"
+        )
     _check(driver.cuDeviceGet(ctypes.byref(device), ordinal), f"cuda:{ordinal}", "cuDeviceGet")
     # The newer function returns a separate UUID for a MIG instance.
     name = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
@@ -85,14 +93,17 @@ def _driver() -> Any:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise GpuError(
-            f"cuda: cannot load libcuda.so.1 ({error}); it comes with the NVIDIA driver: install that, or in a "
-            "container start it with the NVIDIA runtime (`docker run --gpus all`), or use simulated:"
+            f"cuda: cannot load libcuda.so.1 ({error}); it comes with the NVIDIA driver: install "
+            "that, or in a container start it with the NVIDIA runtime (`docker run --gpus all`), "
+            "or use simulated:"
         ) from error
-    missing = [name for name in ("cuInit", "cuDeviceGetCount", "cuDeviceGet") if not hasattr(driver, name)]
+    missing = [
+        name for name in ("cuInit", "cuDeviceGetCount", "cuDeviceGet") if not hasattr(driver, name)
+    ]
     if missing or not (hasattr(driver, "cuDeviceGetUuid_v2") or hasattr(driver, "cuDeviceGetUuid")):
         raise GpuNotSupported(
-            f"cuda: libcuda.so.1 has no {', '.join([*missing, 'cuDeviceGetUuid'][:1])}; update the NVIDIA driver, or "
-            "name the GPU by its NVML index or UUID (nvml:)"
+            f"cuda: libcuda.so.1 has no {', '.join([*missing, 'cuDeviceGetUuid'][:1])}; update "
+            "the NVIDIA driver, or name the GPU by its NVML index or UUID (nvml:)"
         )
     return driver
 
@@ -100,8 +111,9 @@ def _driver() -> Any:
 def _check(code: int, who: str, function: str) -> None:
     if code != 0:
         raise GpuError(
-            f"{who}: the CUDA driver returns error {code} from {function}{_visible_devices()}; check that `nvidia-smi` "
-            "works and fits the driver, or name the GPU by its NVML index or UUID (nvml:)"
+            f"{who}: the CUDA driver returns error {code} from {function}{_visible_devices()}; "
+            "check that `nvidia-smi` works and fits the driver, or name the GPU by its NVML index "
+            "or UUID (nvml:)"
         )
 
 

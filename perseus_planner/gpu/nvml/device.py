@@ -1,7 +1,7 @@
 """Calls of NVML on one GPU, whose results are whole numbers in NVML's units.
 
-A library may report success and write nothing, or write a number that means "unknown". Both become `GpuNotSupported`,
-so that the next way to read the same quantity is tried.
+A library may report success and write nothing, or write a number that means "unknown". Both become
+`GpuNotSupported`, so that the next way to read the same quantity is tried.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _UNKNOWN_FIELD = (2, 3, 6, 13, 25, 26)
 """Return codes of libraries that do not know a field; they differ in which one they use."""
 
 _INTEGERS = {1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
-"""Member that holds a field's number, by type. Type 0, a real number, is also the type of an entry never written."""
+"""Member that holds a field's number, by type. Type 0, a real number, is also the type of an
+entry never written.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class NvmlDevice:
 
     def call(self, function: str, *arguments: Any, what: str, advice: str = "") -> Any:
         """Call a function of the binding on this GPU; see `Nvml.call`."""
-        return NVML.call(function, self._current_handle(), *arguments, who=self.who, what=what, advice=advice)
+        return NVML.call(
+            function, self._current_handle(), *arguments, who=self.who, what=what, advice=advice
+        )
 
     def text(self, function: str, what: str) -> str:
         """Return a text, which is not empty."""
@@ -80,17 +84,25 @@ class NvmlDevice:
         return self._plausible(quantity, value, function)
 
     def field_number(self, quantity: NvmlQuantity, field: int, scope: int = 0) -> int:
-        """Return a plausible number from a field; scope 0 is the GPU, 1 the module of a GPU and its CPU."""
+        """Return a plausible number from a field; scope 0 is the GPU, 1 the module of a GPU and
+        its CPU.
+        """
         # Scope 0 is left out: older versions of the binding know no scopes.
         (value,) = self.fields([(field, scope) if scope else field], quantity.what)
         return self._plausible(quantity, value, f"field {field} of nvmlDeviceGetFieldValues")
 
     def clocks(self, function: str, *arguments: int, what: str, advice: str) -> tuple[int, ...]:
-        """Return a list of clocks without duplicates, highest first, MHz: NVML specifies no order."""
+        """Return a list of clocks without duplicates, highest first, MHz: NVML specifies no
+        order.
+        """
         listed = self.call(function, *arguments, what=what, advice=advice)
-        clocks = tuple(sorted({int(clock) for clock in listed if 0 < clock <= MAX_MHZ}, reverse=True))
+        clocks = tuple(
+            sorted({int(clock) for clock in listed if 0 < clock <= MAX_MHZ}, reverse=True)
+        )
         if not clocks:
-            raise GpuNotSupported(f"{self.who}: cannot {what}: {function} returns an empty list; {advice}")
+            raise GpuNotSupported(
+                f"{self.who}: cannot {what}: {function} returns an empty list; {advice}"
+            )
         return clocks
 
     def fields(self, fields: Sequence[int | tuple[int, int]], what: str) -> list[int]:
@@ -101,8 +113,8 @@ class NvmlDevice:
     def implausible(self, what: str, value: str, function: str) -> GpuNotSupported:
         """Return the error for an implausible value."""
         return GpuNotSupported(
-            f"{self.who}: cannot {what}: NVML returns {value} from {function}, which is not plausible; update the "
-            "NVIDIA driver, and check which libnvidia-ml.so.1 is loaded"
+            f"{self.who}: cannot {what}: NVML returns {value} from {function}, which is not "
+            "plausible; update the NVIDIA driver, and check which libnvidia-ml.so.1 is loaded"
         )
 
     def _plausible(self, quantity: NvmlQuantity, value: int, function: str) -> int:
@@ -124,9 +136,13 @@ class NvmlDevice:
 
     def _current_handle(self) -> Any:
         NVML.ensure_initialised()
-        if self._generation != NVML.generation:  # in a forked child: handles belong to the process that got them
+        if (
+            self._generation != NVML.generation
+        ):  # in a forked child: handles belong to the process that got them
             with self._lock:
-                self._handle = NVML.call("nvmlDeviceGetHandleByUUID", self.uuid, who=self.who, what="find it again")
+                self._handle = NVML.call(
+                    "nvmlDeviceGetHandleByUUID", self.uuid, who=self.who, what="find it again"
+                )
                 self._generation = NVML.generation
         return self._handle
 
@@ -148,7 +164,8 @@ def read_or_none(read: Callable[[], Result]) -> Result | None:
 class FirstSupported:
     """Reads a quantity by the first function that the GPU supports, and by no other from then on.
 
-    Different functions may count differently, so that differences between their results would be meaningless.
+    Different functions may count differently, so that differences between their results would be
+    meaningless.
 
     Args:
         functions: Read the quantity, best first.

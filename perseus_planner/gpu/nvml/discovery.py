@@ -15,8 +15,8 @@ _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2})(?:\.[0-7])?",
 _VGPU = 2
 
 _MIG = (
-    "a MIG instance has no clock or power of its own; turn MIG off (`nvidia-smi -mig 0`) and name the whole GPU, "
-    "nvml:GPU-… or nvml:0"
+    "a MIG instance has no clock or power of its own; turn MIG off (`nvidia-smi -mig 0`) and name "
+    "the whole GPU, nvml:GPU-… or nvml:0"
 )
 
 
@@ -38,7 +38,8 @@ class VisibleGpu:
 
 
 def visible_gpus() -> tuple[VisibleGpu, ...]:
-    """Return all GPUs that NVML shows on this node, by index, including those that cannot be opened.
+    """Return all GPUs that NVML shows on this node, by index, including those that cannot be
+    opened.
 
     Raises:
         GpuError: If NVML cannot be used here; the text says what to do.
@@ -51,7 +52,8 @@ def visible_gpus() -> tuple[VisibleGpu, ...]:
 
 
 def find_device(which: str) -> NvmlDevice:
-    """Return the GPU with an index, a UUID, the unique beginning of one, or a PCI bus id; NVML must be in use.
+    """Return the GPU with an index, a UUID, the unique beginning of one, or a PCI bus id; NVML must
+    be in use.
 
     Raises:
         GpuError: If there is no such GPU, or it cannot be opened.
@@ -107,7 +109,10 @@ def _with_uuid(which: str) -> NvmlDevice:
             if which and device.uuid.lower().startswith(which.lower()):
                 found.append(device)
     if not found and lost:
-        raise GpuLost(f"nvml:{which}: no GPU that responds has this UUID; it may be the one that is lost: {lost}")
+        raise GpuLost(
+            f"nvml:{which}: no GPU that responds has this UUID; it may be the one that is lost: "
+            f"{lost}"
+        )
     if not found:
         raise _not_found(which)
     if len(found) > 1:
@@ -117,7 +122,10 @@ def _with_uuid(which: str) -> NvmlDevice:
 
 
 def _at(index: int) -> NvmlDevice:
-    return _device(str(index), NVML.call("nvmlDeviceGetHandleByIndex", index, who=f"nvml:{index}", what="open it"))
+    return _device(
+        str(index),
+        NVML.call("nvmlDeviceGetHandleByIndex", index, who=f"nvml:{index}", what="open it"),
+    )
 
 
 def _device(which: str, handle: Any) -> NvmlDevice:
@@ -129,23 +137,31 @@ def _device(which: str, handle: Any) -> NvmlDevice:
 
 
 def _reject_vgpu(device: NvmlDevice) -> None:
-    mode = read_or_none(lambda: device.call("nvmlDeviceGetVirtualizationMode", what="read its virtualization mode"))
+    mode = read_or_none(
+        lambda: device.call("nvmlDeviceGetVirtualizationMode", what="read its virtualization mode")
+    )
     if mode == _VGPU:
         raise GpuNotSupported(
-            f"{device.who}: this is a vGPU, whose clock and power belong to the host; run on the host, or have a whole "
-            "GPU passed through to this machine"
+            f"{device.who}: this is a vGPU, whose clock and power belong to the host; run on the "
+            "host, or have a whole GPU passed through to this machine"
         )
 
 
 def _count() -> int:
     count = NVML.call("nvmlDeviceGetCount", who="NVML", what="count the GPUs")
     if not 0 <= count <= 1024:  # no node has more
-        raise GpuError(f"NVML: cannot count the GPUs: it returns {count}; check which libnvidia-ml.so.1 is loaded")
+        raise GpuError(
+            f"NVML: cannot count the GPUs: it returns {count}; check which libnvidia-ml.so.1 is "
+            "loaded"
+        )
     return int(count)
 
 
 def _not_found(which: str) -> GpuError:
     """Return the error for a missing GPU, with a list of the GPUs that NVML shows."""
-    shown = [f"{gpu.index} {gpu.text.removeprefix('nvml:')} {gpu.name or gpu.problem}" for gpu in visible_gpus()]
+    shown = [
+        f"{gpu.index} {gpu.text.removeprefix('nvml:')} {gpu.name or gpu.problem}"
+        for gpu in visible_gpus()
+    ]
     choose = f"choose one of: {'; '.join(shown)}" if shown else "NVML shows none on this node"
     return GpuError(f"nvml:{which}: NVML shows no such GPU; {choose}")

@@ -1,8 +1,8 @@
 """GPUs read and set through NVML, NVIDIA's management library.
 
-The driver keeps a locked clock or a power limit after the process has ended, until it is reset or the driver unloaded.
-This is the only file that converts NVML's milliwatts, millijoules and nanoseconds to SI units. Names of functions and
-numbers of fields are those of nvml.h.
+The driver keeps a locked clock or a power limit after the process has ended, until it is reset or
+the driver unloaded. This is the only file that converts NVML's milliwatts, millijoules and
+nanoseconds to SI units. Names of functions and numbers of fields are those of nvml.h.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from functools import cached_property
 from typing import TypeVar
 
 from perseus_planner.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu.nvml.device import MAX_MHZ, FirstSupported, NvmlDevice, NvmlQuantity, read_or_none
+from perseus_planner.gpu.nvml.device import (
+    MAX_MHZ,
+    FirstSupported,
+    NvmlDevice,
+    NvmlQuantity,
+    read_or_none,
+)
 from perseus_planner.gpu.nvml.discovery import find_device
 from perseus_planner.gpu.nvml.library import NVML
 from perseus_planner.gpu.nvml.warnings import find_warnings, is_mig_on, smoothing_floor_w
@@ -31,14 +37,29 @@ _REASON_BITS = {
     0x40: "hw-thermal",
     0x80: "hw-power-brake",
 }
-"""NVML's clocks event reasons that slow down a busy GPU; the others are about idle GPUs and displays."""
+"""NVML's clocks event reasons that slow down a busy GPU; the others are about idle GPUs and
+displays.
+"""
 
-_REASON_FIELDS = {74: "sw-power-cap", 76: "sync-boost", 269: "sw-thermal", 270: "hw-thermal", 271: "hw-power-brake"}
+_REASON_FIELDS = {
+    74: "sw-power-cap",
+    76: "sync-boost",
+    269: "sw-thermal",
+    270: "hw-thermal",
+    271: "hw-power-brake",
+}
 """Fields that count the nanoseconds of each reason."""
 
-_WITHOUT_ENERGY = "without an energy counter there is nothing to plan with: use another GPU, or simulated:"
-_WITHOUT_CLOCKS = "if clocks cannot be locked, use the power limit as the control, or set nothing (observe mode)"
-_WITHOUT_LIMIT = "if the power limit cannot be set, use the SM clock as the control, or set nothing (observe mode)"
+_WITHOUT_ENERGY = (
+    "without an energy counter there is nothing to plan with: use another GPU, or simulated:"
+)
+_WITHOUT_CLOCKS = (
+    "if clocks cannot be locked, use the power limit as the control, or set nothing (observe mode)"
+)
+_WITHOUT_LIMIT = (
+    "if the power limit cannot be set, use the SM clock as the control, or set "
+    "nothing (observe mode)"
+)
 
 _MAX_MW = 100_000_000
 _SAME_LIMIT_W = 0.5  #: drivers round
@@ -47,7 +68,9 @@ _SAME_LIMIT_W = 0.5  #: drivers round
 _ENERGY_MJ = NvmlQuantity("read its energy counter", largest=2**63, advice=_WITHOUT_ENERGY)
 _POWER_MW = NvmlQuantity("read its power", largest=_MAX_MW)
 _LIMIT_MW = NvmlQuantity("read its power limit", largest=_MAX_MW)
-_DEFAULT_LIMIT_MW = NvmlQuantity("read its default power limit", largest=_MAX_MW, advice=_WITHOUT_LIMIT)
+_DEFAULT_LIMIT_MW = NvmlQuantity(
+    "read its default power limit", largest=_MAX_MW, advice=_WITHOUT_LIMIT
+)
 _CLOCK_MHZ = NvmlQuantity("read its SM clock", largest=MAX_MHZ)
 _TEMPERATURE_C = NvmlQuantity("read its temperature", largest=200)
 _REASONS = NvmlQuantity("read why it is throttled", largest=2**63, smallest=0)
@@ -56,7 +79,8 @@ OpenedGpu = TypeVar("OpenedGpu", bound="NvmlReader")
 
 
 class NvmlReader(RealGpu):
-    """Reads one NVIDIA GPU; a back-end adds how to set it. See `GpuReader` for the members and their errors.
+    """Reads one NVIDIA GPU; a back-end adds how to set it. See `GpuReader` for the members and
+    their errors.
 
     Args:
         device: The GPU.
@@ -76,7 +100,8 @@ class NvmlReader(RealGpu):
             lambda: field(_ENERGY_MJ, _ENERGY, _SCOPE_MODULE),
         )
         self._power_mw = FirstSupported(
-            # Instant power; since Ampere, nvmlDeviceGetPowerUsage is an average over a second on most GPUs.
+            # Instant power; since Ampere, nvmlDeviceGetPowerUsage is an average over a second on
+            # most GPUs.
             lambda: field(_POWER_MW, _POWER_INSTANT),
             lambda: number(_POWER_MW, "nvmlDeviceGetPowerUsage"),
             lambda: field(_POWER_MW, _POWER_INSTANT, _SCOPE_MODULE),
@@ -119,7 +144,9 @@ class NvmlReader(RealGpu):
         return is_mig_on(self._device)
 
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about MIG, power profiles, power smoothing, power limits, persistence and module readings."""
+        """Warnings about MIG, power profiles, power smoothing, power limits, persistence and
+        module readings.
+        """
         limits_w = read_or_none(lambda: (self.power_limit_w(), self.default_power_limit_w()))
         return tuple(find_warnings(self._device, self._read_of_module(), limits_w))
 
@@ -127,14 +154,21 @@ class NvmlReader(RealGpu):
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """SM clocks available at the highest memory clock, highest first."""
         what = "list its supported clocks"
-        memory = self._device.clocks("nvmlDeviceGetSupportedMemoryClocks", what=what, advice=_WITHOUT_CLOCKS)
+        memory = self._device.clocks(
+            "nvmlDeviceGetSupportedMemoryClocks", what=what, advice=_WITHOUT_CLOCKS
+        )
         function = "nvmlDeviceGetSupportedGraphicsClocks"
         return self._device.clocks(function, memory[0], what=what, advice=_WITHOUT_CLOCKS)
 
     @property
     def power_limits_w(self) -> tuple[float, float]:
-        """Smallest and largest power limit that can be set, watts; none is below the floor of power smoothing."""
-        function, what = "nvmlDeviceGetPowerManagementLimitConstraints", "read its range of power limits"
+        """Smallest and largest power limit that can be set, watts; none is below the floor of
+        power smoothing.
+        """
+        function, what = (
+            "nvmlDeviceGetPowerManagementLimitConstraints",
+            "read its range of power limits",
+        )
         smallest_mw, largest_mw = self._device.call(function, what=what, advice=_WITHOUT_LIMIT)
         if not 0 < smallest_mw <= largest_mw <= _MAX_MW:
             raise self._device.implausible(what, f"{smallest_mw} to {largest_mw} mW", function)
@@ -147,7 +181,9 @@ class NvmlReader(RealGpu):
 
     def default_power_limit_w(self) -> float:
         """Power limit when the driver is loaded, watts."""
-        return _watts(self._device.number(_DEFAULT_LIMIT_MW, "nvmlDeviceGetPowerManagementDefaultLimit"))
+        return _watts(
+            self._device.number(_DEFAULT_LIMIT_MW, "nvmlDeviceGetPowerManagementDefaultLimit")
+        )
 
     def set_power_limit_w(self, limit_w: float) -> None:
         """Set the power limit, to the milliwatt."""
@@ -169,15 +205,20 @@ class NvmlReader(RealGpu):
 
     def _check_limit_was_set(self, limit_w: float) -> None:
         """Check that the power limit is the one that was just set, as far as NVML tells."""
-        set_w = read_or_none(lambda: self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit"))
+        set_w = read_or_none(
+            lambda: self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
+        )
         if set_w is not None and abs(_watts(set_w) - limit_w) > _SAME_LIMIT_W:
             raise GpuError(
-                f"{self.text}: its power limit was set to {limit_w:g} W, and is {_watts(set_w):g} W: stop what else "
-                "sets it (Slurm, DCGM, another user of nvidia-smi), or use observe mode"
+                f"{self.text}: its power limit was set to {limit_w:g} W, and is {_watts(set_w):g} "
+                "W: stop what else sets it (Slurm, DCGM, another user of nvidia-smi), or use "
+                "observe mode"
             )
 
     def energy_j(self) -> float:
-        """Energy since the driver was loaded, joules; data centre GPUs update it about every 100 ms."""
+        """Energy since the driver was loaded, joules; data centre GPUs update it about every 100
+        ms.
+        """
         return self._energy_mj() / 1000
 
     def power_w(self) -> float:
@@ -198,14 +239,21 @@ class NvmlReader(RealGpu):
         return frozenset(reason for bit, reason in _REASON_BITS.items() if bits & bit)
 
     def throttled_s(self) -> Mapping[str, float]:
-        """Seconds of throttling since the driver was loaded, for each reason that this GPU counts."""
+        """Seconds of throttling since the driver was loaded, for each reason that this GPU
+        counts.
+        """
         what = "read for how long it was throttled"
-        if self._counted is None:  # asked one by one: a library may refuse all fields because of an unknown one
+        if (
+            self._counted is None
+        ):  # asked one by one: a library may refuse all fields because of an unknown one
             self._counted = tuple(field for field in _REASON_FIELDS if self._counts(field, what))
         if not self._counted:
             return {}
         times_ns = self._device.fields(self._counted, what)
-        return {_REASON_FIELDS[field]: time_ns / 1e9 for field, time_ns in zip(self._counted, times_ns, strict=True)}
+        return {
+            _REASON_FIELDS[field]: time_ns / 1e9
+            for field, time_ns in zip(self._counted, times_ns, strict=True)
+        }
 
     def close(self) -> None:
         """Give NVML back; locked clocks stay locked."""
@@ -216,7 +264,9 @@ class NvmlReader(RealGpu):
     def _read_of_module(self) -> tuple[str, ...]:
         """Return which of energy and power are those of the GPU and its CPU together."""
         quantities = {"energy": self._energy_mj, "power": self._power_mw}
-        return tuple(name for name, read in quantities.items() if read_or_none(read) and read.uses_last)
+        return tuple(
+            name for name, read in quantities.items() if read_or_none(read) and read.uses_last
+        )
 
     def _counts(self, field: int, what: str) -> bool:
         try:
@@ -233,28 +283,42 @@ class NvmlGpu(NvmlReader):
         super().__init__(device, device.who)
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the SM clock. This takes milliseconds, during which no other GPU of the node can be set."""
+        """Lock the SM clock. This takes milliseconds, during which no other GPU of the node can
+        be set.
+        """
         check_clock(self, clock_mhz)
         what = f"lock its SM clock at {clock_mhz} MHz"
-        self._device.call("nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz, what=what, advice=_WITHOUT_CLOCKS)
+        self._device.call(
+            "nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz, what=what, advice=_WITHOUT_CLOCKS
+        )
 
     def reset_clocks(self) -> None:
-        """Unlock the SM clock, whichever process locked it; some libraries can lock but not unlock."""
-        self._device.call("nvmlDeviceResetGpuLockedClocks", what="reset its SM clock", advice=_WITHOUT_CLOCKS)
+        """Unlock the SM clock, whichever process locked it; some libraries can lock but not
+        unlock.
+        """
+        self._device.call(
+            "nvmlDeviceResetGpuLockedClocks", what="reset its SM clock", advice=_WITHOUT_CLOCKS
+        )
 
     def _limit_power(self, limit_w: float) -> None:
         # Not the newer nvmlDeviceSetPowerManagementLimit_v2: the binding ignores its return code.
-        function, what = "nvmlDeviceSetPowerManagementLimit", f"set its power limit to {limit_w:g} W"
+        function, what = (
+            "nvmlDeviceSetPowerManagementLimit",
+            f"set its power limit to {limit_w:g} W",
+        )
         self._device.call(function, round(limit_w * 1000), what=what, advice=_WITHOUT_LIMIT)
 
 
 def open_nvml(which: str) -> NvmlGpu:
-    """Open the GPU with an NVML index ("0"), a UUID or the unique beginning of one, or a PCI bus id.
+    """Open the GPU with an NVML index ("0"), a UUID or the unique beginning of one, or a PCI bus
+    id.
 
-    NVML indices count all GPUs of the node in the order of PCI bus ids, whatever CUDA_VISIBLE_DEVICES is.
+    NVML indices count all GPUs of the node in the order of PCI bus ids, whatever
+    CUDA_VISIBLE_DEVICES is.
 
     Raises:
-        GpuError: If NVML cannot be used, or shows no such GPU; the text then lists the GPUs it shows.
+        GpuError: If NVML cannot be used, or shows no such GPU; the text then lists the GPUs it
+            shows.
         GpuNotSupported: If it is a MIG instance or a vGPU, which have no clock of their own.
     """
     return open_device(which, NvmlGpu)

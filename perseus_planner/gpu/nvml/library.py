@@ -1,14 +1,22 @@
-"""Loads NVIDIA's management library (NVML), calls its functions, and turns its errors into those of the planner.
+"""Loads NVIDIA's management library (NVML), calls its functions, and turns its errors into those of
+the planner.
 
-The binding is nvidia-ml-py, which loads `libnvidia-ml.so.1`. That library may be old and lack newer functions, be made
-for a vGPU, or come with a container. Whatever it returns, callers get a value or a `GpuError`.
+The binding is nvidia-ml-py, which loads `libnvidia-ml.so.1`. That library may be old and lack newer
+functions, be made for a vGPU, or come with a container. Whatever it returns, callers get a value or
+a `GpuError`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, how_to_install
+from perseus_planner.errors import (
+    GpuError,
+    GpuLost,
+    GpuNotPermitted,
+    GpuNotSupported,
+    how_to_install,
+)
 from perseus_planner.gpu.library import Library
 
 LIBRARY_NOT_FOUND = 12
@@ -25,46 +33,64 @@ _SEE_LOG = "see what the driver writes to the kernel log (`dmesg | grep -i -e nv
 _UPDATE = "update the NVIDIA driver, or do without: `planner doctor` lists what this GPU supports"
 
 _LOST = (
-    f"it has fallen off the bus or hangs: {_SEE_LOG}, then reset it (`nvidia-smi --gpu-reset`) or reboot the node, "
-    "and run `planner reset`"
+    f"it has fallen off the bus or hangs: {_SEE_LOG}, then reset it (`nvidia-smi --gpu-reset`) or "
+    "reboot the node, and run `planner reset`"
 )
 
 _MAY_NOT_READ = (
-    "ask the node's administrator for access to this GPU's device file, or have the job system assign it to the job"
+    "ask the node's administrator for access to this GPU's device file, or have the "
+    "job system assign it to the job"
 )
 
 _MAY_NOT_SET = (
-    "setting needs root (in Docker also `--cap-add SYS_ADMIN`): run as root, or choose a back-end that sets for you "
-    "(zeusd: or command:), or set nothing (dry-run:, or observe mode)"
+    "setting needs root (in Docker also `--cap-add SYS_ADMIN`): run as root, or choose a back-end "
+    "that sets for you (zeusd: or command:), or set nothing (dry-run:, or observe mode)"
 )
 
 _ERRORS: dict[int, tuple[type[GpuError], str]] = {
-    1: (GpuError, "other code in this process has shut NVML down: balance its calls of nvmlInit and nvmlShutdown"),
+    1: (
+        GpuError,
+        "other code in this process has shut NVML down: balance its calls of nvmlInit and "
+        "nvmlShutdown",
+    ),
     2: (GpuError, f"this GPU does not accept the value, or MIG or a vGPU forbids it: {_UPDATE}"),
     3: (GpuNotSupported, _UPDATE),
     4: (GpuNotPermitted, _MAY_NOT_READ),
     6: (GpuError, "run `planner doctor` to see which GPUs there are"),
     8: (GpuError, "plug in its external power cables"),
-    9: (GpuError, f"load the NVIDIA driver (`modprobe nvidia`; `nvidia-smi` must work); {_CONTAINER}"),
+    9: (
+        GpuError,
+        f"load the NVIDIA driver (`modprobe nvidia`; `nvidia-smi` must work); {_CONTAINER}",
+    ),
     10: (GpuError, f"the driver did not answer in time: try again; {_SEE_LOG}"),
     LIBRARY_NOT_FOUND: (
         GpuError,
-        "libnvidia-ml.so.1 comes with the NVIDIA driver: install that, or name the library's folder in "
-        f"LD_LIBRARY_PATH; {_CONTAINER}; without an NVIDIA GPU, use simulated:",
+        "libnvidia-ml.so.1 comes with the NVIDIA driver: install that, or name the library's "
+        f"folder in LD_LIBRARY_PATH; {_CONTAINER}; without an NVIDIA GPU, use simulated:",
     ),
     _FUNCTION_NOT_FOUND: (GpuNotSupported, f"this libnvidia-ml.so.1 is too old for it: {_UPDATE}"),
     15: (GpuLost, _LOST),
     16: (GpuLost, _LOST),
-    17: (GpuError, "the operating system or a container's rules block the driver's device files: allow /dev/nvidia*"),
+    17: (
+        GpuError,
+        "the operating system or a container's rules block the driver's device files: allow "
+        "/dev/nvidia*",
+    ),
     18: (
         GpuError,
-        "the loaded driver and libnvidia-ml.so.1 have different versions: reboot the node, reload the driver's "
-        "modules, or restart the container",
+        "the loaded driver and libnvidia-ml.so.1 have different versions: reboot the node, reload "
+        "the driver's modules, or restart the container",
     ),
-    19: (GpuError, "another program uses it: stop that (DCGM, nvidia-smi, another profiler) and try again"),
+    19: (
+        GpuError,
+        "another program uses it: stop that (DCGM, nvidia-smi, another profiler) and try again",
+    ),
     21: (GpuNotSupported, f"the driver has no such data for it: {_UPDATE}"),
     24: (GpuError, "choose one of the supported clocks: `planner doctor` lists them"),
-    25: (GpuNotSupported, f"this libnvidia-ml.so.1 knows another version of that function: {_UPDATE}"),
+    25: (
+        GpuNotSupported,
+        f"this libnvidia-ml.so.1 knows another version of that function: {_UPDATE}",
+    ),
     26: (GpuNotSupported, f"this libnvidia-ml.so.1 has dropped that function: {_UPDATE}"),
     28: (GpuLost, _LOST),
 }
@@ -103,7 +129,9 @@ class Nvml(Library):
     def constants(self, prefix: str) -> dict[str, int]:
         """Return the binding's constants with this prefix, by name without the prefix."""
         members = vars(_binding()).items()
-        return {name.removeprefix(prefix): value for name, value in members if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): value for name, value in members if name.startswith(prefix)
+        }
 
     def _start(self) -> None:
         _call("nvmlInit", (), "NVML", "start")
@@ -116,20 +144,26 @@ NVML = Nvml("NVML")
 """The NVML of this process."""
 
 
-def nvml_error(code: int, message: str, function: str, who: str, what: str, advice: str = "") -> GpuError:
+def nvml_error(
+    code: int, message: str, function: str, who: str, what: str, advice: str = ""
+) -> GpuError:
     """Return the error for a return code of NVML, with advice."""
     kind, general = _ERRORS.get(code, (GpuError, f"{_SEE_LOG} and try again"))
     if kind is GpuNotPermitted and function.startswith(("nvmlDeviceSet", "nvmlDeviceReset")):
         general = _MAY_NOT_SET
     do = advice if advice and kind is GpuNotSupported else general
-    return kind(f"{who}: cannot {what}: NVML returns '{message}' (error {code}) from {function}; {do}")
+    return kind(
+        f"{who}: cannot {what}: NVML returns '{message}' (error {code}) from {function}; {do}"
+    )
 
 
 def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice: str = "") -> Any:
     binding = _binding()
     call = getattr(binding, function, None)
     if call is None:
-        raise nvml_error(_FUNCTION_NOT_FOUND, "nvidia-ml-py is too old", function, who, what, advice or _INSTALL)
+        raise nvml_error(
+            _FUNCTION_NOT_FOUND, "nvidia-ml-py is too old", function, who, what, advice or _INSTALL
+        )
     try:
         return call(*arguments)
     except binding.NVMLError as error:
@@ -137,10 +171,12 @@ def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice
             raise _load_error(error.__context__, who, what) from error
         raise nvml_error(error.value, _message(error), function, who, what, advice) from error
     except Exception as error:
-        # The binding cannot decode the result, for example bytes that are not text or an impossible size.
+        # The binding cannot decode the result, for example bytes that are not text or an impossible
+        # size.
         raise GpuError(
             f"{who}: cannot {what}: nvidia-ml-py cannot decode what NVML returns from {function} "
-            f"({type(error).__name__}: {error}); check which libnvidia-ml.so.1 is loaded, and {_UPDATE}"
+            f"({type(error).__name__}: {error}); check which libnvidia-ml.so.1 is loaded, and "
+            f"{_UPDATE}"
         ) from error
 
 
@@ -149,8 +185,8 @@ def _load_error(reason: OSError, who: str, what: str) -> GpuError:
     _, advice = _ERRORS[LIBRARY_NOT_FOUND]
     if "No such file" not in str(reason):
         advice = (
-            "the library that was found does not load: install that of this node's driver, for this architecture, or "
-            f"name its folder in LD_LIBRARY_PATH; {_CONTAINER}"
+            "the library that was found does not load: install that of this node's driver, for "
+            f"this architecture, or name its folder in LD_LIBRARY_PATH; {_CONTAINER}"
         )
     return GpuError(f"{who}: cannot {what}: {reason}; {advice}")
 
@@ -168,9 +204,12 @@ def _binding() -> Any:
     try:
         import pynvml
     except ImportError as error:
-        raise GpuError(f"NVML needs nvidia-ml-py, which cannot be imported ({error}); {_INSTALL}") from error
+        raise GpuError(
+            f"NVML needs nvidia-ml-py, which cannot be imported ({error}); {_INSTALL}"
+        ) from error
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):
-        # The package pynvml before version 12 has a module of the same name that lacks much of NVML.
+        # The package pynvml before version 12 has a module of the same name that lacks much of
+        # NVML.
         found = getattr(pynvml, "__file__", None)
         raise GpuError(
             f"NVML needs nvidia-ml-py, but `import pynvml` finds another package ({found}); "

@@ -17,7 +17,9 @@ COUNTED = ("sw-power-cap", "sw-thermal", "hw-thermal")
 """The throttle reasons that a simulated GPU has and counts."""
 
 SETTLE_S = 0.9e-3
-"""How long the clock lags behind a call that sets it: the mean on an A800, in an unpublished measurement."""
+"""How long the clock lags behind a call that sets it: the mean on an A800, in an unpublished
+measurement.
+"""
 
 LOST = "it fell off the bus, as its fault says; open it without that fault"
 """Error text of a lost GPU."""
@@ -38,13 +40,22 @@ class Meter:
         before_w: Power before time 0.
     """
 
-    def __init__(self, step_s: float, phase_s: float, average_s: float, stuck_at_s: float, before_w: float) -> None:
+    def __init__(
+        self, step_s: float, phase_s: float, average_s: float, stuck_at_s: float, before_w: float
+    ) -> None:
         self.now_s = 0.0
         self.counter_j = 0.0  #: what the counter shows
-        self._step_s, self._phase_s, self._average_s, self._stuck_at_s = step_s, phase_s, average_s, stuck_at_s
+        self._step_s, self._phase_s, self._average_s, self._stuck_at_s = (
+            step_s,
+            phase_s,
+            average_s,
+            stuck_at_s,
+        )
         self._energy_j = 0.0
         self._power_w = before_w
-        self._past = deque([(-average_s, -average_s * before_w), (0.0, 0.0)])  # (time, energy until then)
+        self._past = deque(
+            [(-average_s, -average_s * before_w), (0.0, 0.0)]
+        )  # (time, energy until then)
 
     def spend(self, duration_s: float, power_w: float) -> None:
         """Let `duration_s` seconds pass at constant power."""
@@ -76,7 +87,9 @@ class Meter:
         }
 
     def restore(self, saved: dict[str, float]) -> None:
-        """Continue from a saved state; a sensor that averages assumes that the power was constant before."""
+        """Continue from a saved state; a sensor that averages assumes that the power was
+        constant before.
+        """
         self.now_s, self._energy_j = saved["now_s"], saved["energy_j"]
         self.counter_j, self._power_w = saved["counter_j"], saved["power_w"]
         before_j = self._energy_j - self._average_s * self._power_w
@@ -99,14 +112,18 @@ class Chip:
 
     def __init__(self, model: GpuModel, options: SimulationOptions, phase_s: float) -> None:
         idle_w = model.idle_power_w
-        self.limit_w: float | None = None  #: power limit that is set; None for the default, that of each load
+        self.limit_w: float | None = (
+            None  #: power limit that is set; None for the default, that of each load
+        )
         self.locked_mhz: int | None = None  #: clock that is locked
         self.clock_mhz = float(model.clocks_mhz[-1])  #: clock of what was done last
         self.reasons: frozenset[str] = frozenset()  #: throttle reasons of what was done last
         self.throttled_s = dict.fromkeys(COUNTED, 0.0)  #: seconds of throttling by reason
         self.temperature_c = options.air_c + model.warming_k_per_w * idle_w
         faults = options.faults
-        self.meter = Meter(options.step_s, phase_s, model.sensor_s, faults.counter_stuck_at_s, idle_w)
+        self.meter = Meter(
+            options.step_s, phase_s, model.sensor_s, faults.counter_stuck_at_s, idle_w
+        )
         self.waiting = model.blocking()  #: one second of waiting for a message
         self._model, self._options, self._faults = model, options, faults
         # Until when the clock lags behind the last setting, and what was locked before.
@@ -133,8 +150,11 @@ class Chip:
             self._spend(piece_s, self._model.idle_power_w, clock_mhz, frozenset())
             duration_s -= piece_s
 
-    def execute(self, load: Load, repetitions: float, time: float, power: float, within_s: float = math.inf) -> float:
-        """Run a load repeatedly, with its time and power multiplied by factors, but for at most `within_s` seconds.
+    def execute(
+        self, load: Load, repetitions: float, time: float, power: float, within_s: float = math.inf
+    ) -> float:
+        """Run a load repeatedly, with its time and power multiplied by factors, but for at most
+        `within_s` seconds.
 
         Returns:
             The number of repetitions that are left, with fractions.
@@ -146,7 +166,10 @@ class Chip:
         while repetitions > 0 and self.meter.now_s < ends_s:
             clock_mhz, power_w, reasons = self._run_at(load, power)
             once_s = load.free_time_s(clock_mhz) * time
-            whole_s, piece_s = once_s * repetitions, min(self._constant_s(power_w), ends_s - self.meter.now_s)
+            whole_s, piece_s = (
+                once_s * repetitions,
+                min(self._constant_s(power_w), ends_s - self.meter.now_s),
+            )
             self._spend(min(whole_s, piece_s), power_w, clock_mhz, reasons)
             repetitions = repetitions - piece_s / once_s if piece_s < whole_s else 0.0
         return repetitions
@@ -169,7 +192,11 @@ class Chip:
         self.meter.restore(saved["meter"])
         until_s, before_mhz = saved["before"]
         self._before = (until_s, before_mhz)
-        self.limit_w, self.locked_mhz, self.clock_mhz = saved["limit_w"], saved["locked_mhz"], saved["clock_mhz"]
+        self.limit_w, self.locked_mhz, self.clock_mhz = (
+            saved["limit_w"],
+            saved["locked_mhz"],
+            saved["clock_mhz"],
+        )
         self.reasons, self.throttled_s = frozenset(saved["reasons"]), dict(saved["throttled_s"])
         self.temperature_c = saved["temperature_c"]
 
@@ -187,8 +214,13 @@ class Chip:
             wanted_mhz *= _THROTTLED
             reasons.add("hw-thermal")
         set_w = math.inf if self.limit_w is None else self._model.held_share * self.limit_w
-        limit_w, reason = min((min(load.power_limit_w, set_w), "sw-power-cap"), (self._thermal_limit_w(), "sw-thermal"))
-        warmth = 1 + self._options.drift * self._model.leakage_per_k * (self.temperature_c - REFERENCE_C)
+        limit_w, reason = min(
+            (min(load.power_limit_w, set_w), "sw-power-cap"),
+            (self._thermal_limit_w(), "sw-thermal"),
+        )
+        warmth = 1 + self._options.drift * self._model.leakage_per_k * (
+            self.temperature_c - REFERENCE_C
+        )
         limited = replace(load, static_w=load.static_w * warmth, power_limit_w=limit_w)
         clock_mhz = limited.achieved_mhz(wanted_mhz)
         if clock_mhz < wanted_mhz:
@@ -208,7 +240,9 @@ class Chip:
         return before_mhz if self.meter.now_s < until_s else self.locked_mhz
 
     def _constant_s(self, power_w: float) -> float:
-        """Return how long everything that clock and power depend on stays constant at this power, seconds."""
+        """Return how long everything that clock and power depend on stays constant at this
+        power, seconds.
+        """
         now_s, settled_s = self.meter.now_s, self._before[0]
         ends_s = min(self._faults.next_s(now_s), settled_s if settled_s > now_s else math.inf)
         is_settled = abs(self._end_c(power_w) - self.temperature_c) < _SETTLED_K
@@ -218,12 +252,16 @@ class Chip:
         """Return the temperature that this power leads to in the end, degrees Celsius."""
         return self._options.air_c + self._model.warming_k_per_w * power_w
 
-    def _spend(self, duration_s: float, power_w: float, clock_mhz: float, reasons: frozenset[str]) -> None:
+    def _spend(
+        self, duration_s: float, power_w: float, clock_mhz: float, reasons: frozenset[str]
+    ) -> None:
         self.meter.spend(duration_s, power_w)
         self.clock_mhz, self.reasons = clock_mhz, reasons
         for reason in reasons:
             self.throttled_s[reason] += duration_s
         end_c = self._end_c(power_w)
-        self.temperature_c = end_c + (self.temperature_c - end_c) * math.exp(-duration_s / self._model.warming_s)
+        self.temperature_c = end_c + (self.temperature_c - end_c) * math.exp(
+            -duration_s / self._model.warming_s
+        )
         if self.meter.now_s >= self._faults.lost_at_s:
             raise GpuLost(f"simulated {self._model.name} is lost: {LOST}")

@@ -2,14 +2,15 @@
 
     emulated:a100-sxm/0?slower=2000
 
-is GPU 0 of those that this user emulates on this node; other options make a different GPU. It behaves like
-`simulated:a100-sxm?slower=2000`, but in real time, and its state is shared: one process computes on it, others read and
-set it, and a clock stays locked after the process that locked it has ended. Emulated GPUs make it possible to run a
-training job under a plan, with stragglers and failures, on a machine without GPUs.
+is GPU 0 of those that this user emulates on this node; other options make a different GPU. It
+behaves like `simulated:a100-sxm?slower=2000`, but in real time, and its state is shared: one
+process computes on it, others read and set it, and a clock stays locked after the process that
+locked it has ended. Emulated GPUs make it possible to run a training job under a plan, with
+stragglers and failures, on a machine without GPUs.
 
-The options are those of `options.py`, but without any there are no disturbances: no noise, no drift, and an exact
-energy counter. Times of faults count from when a process opens the GPU that no other has open. The power sensor shows
-instant power.
+The options are those of `options.py`, but without any there are no disturbances: no noise, no
+drift, and an exact energy counter. Times of faults count from when a process opens the GPU that no
+other has open. The power sensor shows instant power.
 
 While nothing runs, the GPU waits for a message from a neighbour, as in a pipeline.
 """
@@ -38,7 +39,8 @@ UNDISTURBED = SimulationOptions(noise=0.0, step_s=0.0, drift=0.0)
 
 # A clock takes effect SETTLE_S after it is set, so polling more often than that sees it in time.
 _SLICE_S = 0.9 * SETTLE_S
-_BUSY_S = 0.2e-3  # before the end, poll without sleeping: a sleep may take this much longer than asked for
+# before the end, poll without sleeping: a sleep may take this much longer than asked for
+_BUSY_S = 0.2e-3
 
 
 @dataclass
@@ -77,7 +79,9 @@ class EmulatedGpu(SimulationBase):
 
     keeps_settings = True
 
-    def __init__(self, model: GpuModel, number: int, seed: int = 0, options: SimulationOptions | None = None) -> None:
+    def __init__(
+        self, model: GpuModel, number: int, seed: int = 0, options: SimulationOptions | None = None
+    ) -> None:
         super().__init__(model, seed, options or UNDISTURBED)
         self.number = number
         self._made_by = f"{self.driver}, boot {boot_id()}"
@@ -86,21 +90,25 @@ class EmulatedGpu(SimulationBase):
 
     @property
     def text(self) -> str:
-        """Text that opens this GPU in any process of this user on this node, e.g. "emulated:a100-sxm/0"."""
+        """Text that opens this GPU in any process of this user on this node, e.g.
+        "emulated:a100-sxm/0".
+        """
         options = self._option_text
         return f"emulated:{self.model.name}/{self.number}{'?' if options else ''}{options}"
 
     @property
     def simulated_text(self) -> str:
-        """Text that opens the same GPU in virtual time; a profile measured there predicts what this GPU does."""
+        """Text that opens the same GPU in virtual time; a profile measured there predicts what
+        this GPU does.
+        """
         options = format_options(self.seed, self.options)
         return f"simulated:{self.model.name}{'?' if options else ''}{options}"
 
     @property
     def uuid(self) -> str:
         """User, model, number and options, e.g. "emulated-1000-a100-sxm-0"."""
-        options = self._option_text
-        return f"emulated-{os.geteuid()}-{self.model.name}-{self.number}{'-' if options else ''}{options}"
+        options = self._option_text and f"-{self._option_text}"
+        return f"emulated-{os.geteuid()}-{self.model.name}-{self.number}{options}"
 
     def now_s(self) -> float:
         """Monotonic clock of this node, seconds."""
@@ -112,7 +120,9 @@ class EmulatedGpu(SimulationBase):
         time.sleep(max(0.0, duration_s))
 
     def run(self, work: OpCost | Load) -> float:
-        """Run `work`, and return when it is done: `start`, then `finish`. Only one process may compute on a GPU."""
+        """Run `work`, and return when it is done: `start`, then `finish`. Only one process may
+        compute on a GPU.
+        """
         self.start(work)
         return self.finish()
 
@@ -132,8 +142,8 @@ class EmulatedGpu(SimulationBase):
     def finish(self) -> float:
         """Wait until the work is done.
 
-        Any process may change the clock meanwhile: each part of the work runs at the clock then in force. After the
-        work the GPU waits, however late this method returns.
+        Any process may change the clock meanwhile: each part of the work runs at the clock then in
+        force. After the work the GPU waits, however late this method returns.
 
         Returns:
             How late the method returns, seconds.
@@ -164,7 +174,8 @@ class EmulatedGpu(SimulationBase):
 
     def _set(self, change: Callable[[Chip], None]) -> None:
         self._check_permission()
-        # A driver call is not undone once it is made: a process that is stopped meanwhile stops after it.
+        # A driver call is not undone once it is made: a process that is stopped meanwhile stops
+        # after it.
         time.sleep(max(0.0, self._shared.reserve(self._call_s()) - time.monotonic()))
         self._change(lambda snapshot: change(snapshot.chip), time.monotonic())
 
@@ -245,7 +256,9 @@ class _Snapshot:
             self.chip.execute(self.chip.waiting, now_s - self.origin_s - meter.now_s, 1.0, 1.0)
 
     def end_s(self) -> float:
-        """Return when the work ends or ended, or the GPU falls off the bus, in seconds of the monotonic clock."""
+        """Return when the work ends or ended, or the GPU falls off the bus, in seconds of the
+        monotonic clock.
+        """
         if self.running is not None:
             with suppress(GpuLost):
                 self.running.advance(self.chip)
@@ -259,13 +272,16 @@ class _Snapshot:
             "made_by": self.made_by,
             "origin_s": self.origin_s,
             "chip": self.chip.saved(),
-            "run": None if run is None else [list(vars(run.load).values()), run.left, run.time, run.power],
+            "run": None
+            if run is None
+            else [list(vars(run.load).values()), run.left, run.time, run.power],
             "ended_s": self.ended_s,
         }
 
 
 def open_emulated(which: str) -> EmulatedGpu:
-    """Open an emulated GPU: a name of the catalog, a number and options, e.g. "a100-sxm/0?slower=2000".
+    """Open an emulated GPU: a name of the catalog, a number and options, e.g.
+    "a100-sxm/0?slower=2000".
 
     Raises:
         GpuError: If there is no such GPU or option, or its state cannot be shared.
@@ -277,7 +293,9 @@ def open_emulated(which: str) -> EmulatedGpu:
         advice = did_you_mean(name, CATALOG, "emulated:{}/0".format) or f"choose one of: {known}"
         raise GpuError(f"GPU 'emulated:{which}': there is no GPU {name!r}; {advice}")
     if not re.fullmatch("[0-9]{1,4}", number):
-        raise GpuError(f"GPU 'emulated:{which}': the number is missing; write one, such as emulated:{name}/0")
+        raise GpuError(
+            f"GPU 'emulated:{which}': the number is missing; write one, such as emulated:{name}/0"
+        )
     try:
         seed, parsed = parse_options(options, UNDISTURBED)
     except GpuError as error:

@@ -1,15 +1,17 @@
-"""Simulated GPUs: they compute nothing, and a model says how long work takes and how much power it draws.
+"""Simulated GPUs: they compute nothing, and a model says how long work takes and how much power it
+draws.
 
-`model.py` contains the physics. On top of that come the effects that make measuring hard: noise, static power that
-follows the temperature, an energy counter that moves in steps, settings that take time and wait for those of the other
-GPUs of the node, and the faults of `options.py`. Time passes only while work runs, the GPU waits or a setting is made;
-readings take no time and refer to what was done last.
+`model.py` contains the physics. On top of that come the effects that make measuring hard: noise,
+static power that follows the temperature, an energy counter that moves in steps, settings that take
+time and wait for those of the other GPUs of the node, and the faults of `options.py`. Time passes
+only while work runs, the GPU waits or a setting is made; readings take no time and refer to what
+was done last.
 
-Equal models, seeds, options and calls give equal numbers. The noise of a call of `run` depends on the seed, the work,
-the clock and power limit that are set, and how often the same work ran under the same settings before, and on nothing
-else. So a sweep that continues after an interruption gets the noise it would have got, if it begins each measurement
-again. The temperature and the phase of the energy counter do depend on everything before; the options `drift=0` and
-`step=0` remove them.
+Equal models, seeds, options and calls give equal numbers. The noise of a call of `run` depends on
+the seed, the work, the clock and power limit that are set, and how often the same work ran under
+the same settings before, and on nothing else. So a sweep that continues after an interruption gets
+the noise it would have got, if it begins each measurement again. The temperature and the phase of
+the energy counter do depend on everything before; the options `drift=0` and `step=0` remove them.
 """
 
 from __future__ import annotations
@@ -30,18 +32,26 @@ from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import LOST, Chip
 from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
-from perseus_planner.gpu.simulated.options import SimulationOptions, format_number, format_options, parse_options
+from perseus_planner.gpu.simulated.options import (
+    SimulationOptions,
+    format_number,
+    format_options,
+    parse_options,
+)
 
-# Quantiles of the duration of a call that sets a clock on an A800 (p50 4.5 ms and p99 13 ms in an unpublished
-# measurement). The ends are chosen to give the measured mean of 6 ms.
+# Quantiles of the duration of a call that sets a clock on an A800 (p50 4.5 ms and p99 13 ms in an
+# unpublished measurement). The ends are chosen to give the measured mean of 6 ms.
 _QUANTILES, _CALL_S = (0.0, 0.5, 0.99, 1.0), (1.8e-3, 4.5e-3, 13e-3, 14e-3)
-_LASTING = 0.25  # share of the noise of one computation that remains however often a call repeats it
+_LASTING = (
+    0.25  # share of the noise of one computation that remains however often a call repeats it
+)
 _LARGEST = 3.0  # standard deviations
 _REMEMBERED_CALLS = 4096  # no GPU of a node is further behind the others than that
 
 
 class SimulationBase(ClosedOnExit, ABC):
-    """What simulated and emulated GPUs share: a `Gpu` whose readings and settings are those of a `Chip`.
+    """What simulated and emulated GPUs share: a `Gpu` whose readings and settings are those of a
+    `Chip`.
 
     Args:
         model: The GPU from the catalog.
@@ -75,7 +85,9 @@ class SimulationBase(ClosedOnExit, ABC):
 
     @abstractmethod
     def _set(self, change: Callable[[Chip], None]) -> None:
-        """Set something: check permission, wait for other calls on the node, let the call's time pass, change."""
+        """Set something: check permission, wait for other calls on the node, let the call's time
+        pass, change.
+        """
 
     @abstractmethod
     def now_s(self) -> float:
@@ -89,7 +101,9 @@ class SimulationBase(ClosedOnExit, ABC):
     def name(self) -> str:
         """Name for profiles, e.g. "simulated a100-sxm", with the slowdown if there is one."""
         slower = self.options.slower
-        return f"simulated {self.model.name}" + (f" slower={format_number(slower)}" if slower != 1 else "")
+        return f"simulated {self.model.name}" + (
+            f" slower={format_number(slower)}" if slower != 1 else ""
+        )
 
     @property
     def locked_mhz(self) -> int | None:
@@ -112,7 +126,9 @@ class SimulationBase(ClosedOnExit, ABC):
         Raises:
             GpuError: If the clock is not supported.
         """
-        if clock_mhz not in self.supported_clocks_mhz:  # which raises GpuNotSupported if a fault says so
+        if (
+            clock_mhz not in self.supported_clocks_mhz
+        ):  # which raises GpuNotSupported if a fault says so
             check_clock(self, clock_mhz)
         self._set(lambda chip: chip.lock(clock_mhz))
 
@@ -158,7 +174,9 @@ class SimulationBase(ClosedOnExit, ABC):
         return self._chip.meter.counter_j
 
     def power_w(self) -> float:
-        """Power sensor, watts: instant power or an average over the last second, depending on the model."""
+        """Power sensor, watts: instant power or an average over the last second, depending on
+        the model.
+        """
         self._count_call("power")
         return self._chip.meter.sensed_w()
 
@@ -183,13 +201,19 @@ class SimulationBase(ClosedOnExit, ABC):
         return MappingProxyType(dict(self._chip.throttled_s))
 
     def _count_call(self, function: str = "") -> None:
-        """Count a call of `function`, one of `FUNCTIONS` or empty, and raise an error if a fault demands it."""
+        """Count a call of `function`, one of `FUNCTIONS` or empty, and raise an error if a fault
+        demands it.
+        """
         self._calls += 1
-        if self._calls > self._faults.lost_after_calls or self._fault_time_s() >= self._faults.lost_at_s:
+        if (
+            self._calls > self._faults.lost_after_calls
+            or self._fault_time_s() >= self._faults.lost_at_s
+        ):
             raise GpuLost(f"{self.name} is lost: {LOST}")
         if function in self._faults.not_supported:
             raise GpuNotSupported(
-                f"{self.name} does not support {function}, as its fault says; open it without not-supported:{function}"
+                f"{self.name} does not support {function}, as its fault says; open it without "
+                f"not-supported:{function}"
             )
 
     def _fault_time_s(self) -> float:
@@ -199,7 +223,8 @@ class SimulationBase(ClosedOnExit, ABC):
     def _check_permission(self) -> None:
         if self._faults.not_permitted:
             raise GpuNotPermitted(
-                f"{self.name} does not let this process set anything, as its fault says; open it without not-permitted"
+                f"{self.name} does not let this process set anything, as its fault says; open it "
+                "without not-permitted"
             )
 
     def _counter_phase_s(self) -> float:
@@ -207,10 +232,14 @@ class SimulationBase(ClosedOnExit, ABC):
         return self.options.step_s * self._uniform("phase")[0]
 
     def _call_s(self) -> float:
-        """Return how long the next call that sets something takes, without waiting for others, seconds."""
+        """Return how long the next call that sets something takes, without waiting for others,
+        seconds.
+        """
         if self.options.call_s is not None:
             return self.options.call_s
-        return float(np.interp(self._uniform("call", self._times_before("call"))[0], _QUANTILES, _CALL_S))
+        return float(
+            np.interp(self._uniform("call", self._times_before("call"))[0], _QUANTILES, _CALL_S)
+        )
 
     def _noise(self, chip: Chip, work: object, repetitions: int) -> tuple[float, float]:
         """Return the factors by which noise multiplies the time and the power of a call."""
@@ -220,7 +249,9 @@ class SimulationBase(ClosedOnExit, ABC):
         # The Box-Muller transform gives two independent normal numbers.
         length = deviation * min(_LARGEST, math.sqrt(-2 * math.log(1 - one)))
         slower = 1.05 + 0.25 * size if odd < options.outliers else 1.0
-        return slower * (1 + length * math.cos(math.tau * two)), 1 + length * math.sin(math.tau * two)
+        return slower * (1 + length * math.cos(math.tau * two)), 1 + length * math.sin(
+            math.tau * two
+        )
 
     def _times_before(self, key: object) -> int:
         """Return how often this was asked with `key` before."""
@@ -234,17 +265,20 @@ class SimulationBase(ClosedOnExit, ABC):
 
 
 class SimulatedNode:
-    """The driver lock that the GPUs of one machine share, which makes calls that set something wait for each other.
+    """The driver lock that the GPUs of one machine share, which makes calls that set something wait
+    for each other.
 
-    The virtual times of the GPUs begin together, but one GPU may be ahead of another: a call takes the first gap after
-    its own time.
+    The virtual times of the GPUs begin together, but one GPU may be ahead of another: a call takes
+    the first gap after its own time.
     """
 
     def __init__(self) -> None:
         self._calls: list[tuple[float, float]] = []  # (start, end) of each call, in order
 
     def call_end_s(self, now_s: float, duration_s: float) -> float:
-        """Return when a call ends that is made at `now_s` and holds the lock for `duration_s` seconds."""
+        """Return when a call ends that is made at `now_s` and holds the lock for `duration_s`
+        seconds.
+        """
         start_s = now_s
         for begin_s, end_s in self._calls[max(0, bisect(self._calls, (now_s,)) - 1) :]:
             if start_s + duration_s <= begin_s:
@@ -284,7 +318,9 @@ class SimulatedGpu(SimulationBase):
 
     @property
     def text(self) -> str:
-        """Text that opens a GPU equal to this one when it was opened, e.g. "simulated:a100-sxm?seed=3"."""
+        """Text that opens a GPU equal to this one when it was opened, e.g.
+        "simulated:a100-sxm?seed=3".
+        """
         options = format_options(self.seed, self.options)
         return f"simulated:{self.model.name}{'?' if options else ''}{options}"
 
@@ -307,8 +343,8 @@ class SimulatedGpu(SimulationBase):
     def run(self, work: OpCost | Load, repetitions: int = 1) -> None:
         """Run `work` several times back to back; on return, its time and energy have been spent.
 
-        A `Load`, such as one fitted to measurements, has its own power limit, which applies beside the limit that is
-        set on this GPU.
+        A `Load`, such as one fitted to measurements, has its own power limit, which applies beside
+        the limit that is set on this GPU.
         """
         self._count_call()
         load = self.model.load(work) if isinstance(work, OpCost) else work
@@ -317,7 +353,9 @@ class SimulatedGpu(SimulationBase):
     def block(self, duration_s: float) -> None:
         """Wait for a neighbour's message for `duration_s` seconds of virtual time."""
         self._count_call()
-        self._chip.execute(self._chip.waiting, duration_s, 1.0, self._noise(self._chip, "block", 1)[1])
+        self._chip.execute(
+            self._chip.waiting, duration_s, 1.0, self._noise(self._chip, "block", 1)[1]
+        )
 
     def close(self) -> None:
         """Do nothing: a simulated GPU holds no resources."""
@@ -329,7 +367,8 @@ class SimulatedGpu(SimulationBase):
 
 
 def open_simulated(which: str) -> SimulatedGpu:
-    """Open a simulated GPU: a name of the catalog with the options of `options.py`, e.g. "a100-sxm?seed=3&noise=0".
+    """Open a simulated GPU: a name of the catalog with the options of `options.py`, e.g.
+    "a100-sxm?seed=3&noise=0".
 
     Raises:
         GpuError: If there is no such GPU or option.

@@ -1,18 +1,23 @@
-"""The physics of simulated GPUs: how long a computation takes at a clock, and how much power it draws.
+"""The physics of simulated GPUs: how long a computation takes at a clock, and how much power it
+draws.
 
-The time consists of the two terms of the roofline, one after the other; only one depends on the clock f:
+The time consists of the two terms of the roofline, one after the other; only one depends on the
+clock f:
 
     t(f) = memory_s + megacycles / f
 
-Power follows a voltage that is flat up to a ridge and then rises linearly (Schoonhoven et al., "Going green: optimizing
-GPUs for energy efficiency through model-steered auto-tuning", PMBS 2022; Kernel Tuner's energy model). The power per
-MHz of arithmetic and of waiting for memory are weighted by their shares of the time:
+Power follows a voltage that is flat up to a ridge and then rises linearly (Schoonhoven et al.,
+"Going green: optimizing GPUs for energy efficiency through model-steered auto-tuning", PMBS 2022;
+Kernel Tuner's energy model). The power per MHz of arithmetic and of waiting for memory are weighted
+by their shares of the time:
 
-    v(f) = 1 + slope * max(0, f - ridge)        P(f) = static + (arithmetic share * a + memory share * m) * f * v(f)^2
+    v(f) = 1 + slope * max(0, f - ridge)        P(f) = static + (arithmetic share * a + memory share
+    * m) * f * v(f)^2
 
-A power limit acts as on a real GPU: it lowers the achieved clock until the power fits, so that the highest clocks of
-heavy work have the same time and energy. Real ones hold themselves a little below their limit: large matrix products on
-H200 and B200 draw 98.5 % of it (measured, NVIDIA aiconfigurator).
+A power limit acts as on a real GPU: it lowers the achieved clock until the power fits, so that the
+highest clocks of heavy work have the same time and energy. Real ones hold themselves a little below
+their limit: large matrix products on H200 and B200 draw 98.5 % of it (measured, NVIDIA
+aiconfigurator).
 """
 
 from __future__ import annotations
@@ -78,7 +83,8 @@ class Load:
     def achieved_mhz(self, clock_mhz: float) -> float:
         """Return the highest clock, up to the one that is set, whose power is within the limit.
 
-        If the limit is below the static power, the GPU runs at a hundredth of the clock that is set.
+        If the limit is below the static power, the GPU runs at a hundredth of the clock that is
+        set.
         """
         low, high = clock_mhz / 100, clock_mhz
         if self.free_power_w(high) <= self.power_limit_w:
@@ -98,9 +104,9 @@ class Load:
     def free_power_w(self, clock_mhz: float) -> float:
         """Return the mean power at an achieved clock without a limit, watts."""
         arithmetic_s = self.megacycles / clock_mhz
-        w_per_mhz = (self.arithmetic_w_per_mhz * arithmetic_s + self.memory_w_per_mhz * self.memory_s) / (
-            arithmetic_s + self.memory_s
-        )
+        w_per_mhz = (
+            self.arithmetic_w_per_mhz * arithmetic_s + self.memory_w_per_mhz * self.memory_s
+        ) / (arithmetic_s + self.memory_s)
         return self.static_w + w_per_mhz * clock_mhz * self.voltage(clock_mhz) ** 2
 
     def voltage(self, clock_mhz: float) -> float:
@@ -156,7 +162,9 @@ class GpuModel:
 
     def slowed(self, times: float) -> GpuModel:
         """Return a GPU that computes `times` as slowly at the same power."""
-        return replace(self, flops_per_cycle=self.flops_per_cycle / times, bytes_per_s=self.bytes_per_s / times)
+        return replace(
+            self, flops_per_cycle=self.flops_per_cycle / times, bytes_per_s=self.bytes_per_s / times
+        )
 
     def load(self, work: OpCost) -> Load:
         """Return `work` on this GPU at `REFERENCE_C`, under the default power limit."""
@@ -173,21 +181,35 @@ class GpuModel:
         Args:
             megacycles: Cycles of arithmetic, in millions.
             memory_s: Seconds that wait for memory.
-            exchange_s: Seconds of traffic between GPUs; draws half of what waiting for memory draws (assumed).
+            exchange_s: Seconds of traffic between GPUs; draws half of what waiting for memory draws
+                (assumed).
             idle_s: Seconds in which the GPU waits for its host, at its static power.
         """
         fixed_s = memory_s + exchange_s + idle_s
         activity = (memory_s + 0.5 * exchange_s) / fixed_s if fixed_s > 0 else 0.0
-        return self._load(fixed_s, megacycles, self.arithmetic_w_per_mhz, activity * self.memory_w_per_mhz)
-
-    def blocking(self) -> Load:
-        """Return one second of waiting for a message. The GPU polls, which takes more power at a higher clock."""
-        top_mhz, above_static_w = self.clocks_mhz[0], self.blocking_power_w - self.static_power_w
         return self._load(
-            1.0, 0.0, 0.0, above_static_w / (top_mhz * self._load(1.0, 0.0, 0.0, 0.0).voltage(top_mhz) ** 2)
+            fixed_s, megacycles, self.arithmetic_w_per_mhz, activity * self.memory_w_per_mhz
         )
 
-    def _load(self, memory_s: float, megacycles: float, arithmetic_w_per_mhz: float, memory_w_per_mhz: float) -> Load:
+    def blocking(self) -> Load:
+        """Return one second of waiting for a message. The GPU polls, which takes more power at a
+        higher clock.
+        """
+        top_mhz, above_static_w = self.clocks_mhz[0], self.blocking_power_w - self.static_power_w
+        return self._load(
+            1.0,
+            0.0,
+            0.0,
+            above_static_w / (top_mhz * self._load(1.0, 0.0, 0.0, 0.0).voltage(top_mhz) ** 2),
+        )
+
+    def _load(
+        self,
+        memory_s: float,
+        megacycles: float,
+        arithmetic_w_per_mhz: float,
+        memory_w_per_mhz: float,
+    ) -> Load:
         return Load(
             memory_s,
             megacycles,

@@ -2,21 +2,24 @@
 
     simulated:a100-sxm?seed=3&noise=0&fault=lost@30s&fault=not-supported:energy
 
-Options follow `?`, separated by `&`; `fault` may be repeated. Times are virtual, counted from opening the GPU.
+Options follow `?`, separated by `&`; `fault` may be repeated. Times are virtual, counted from
+opening the GPU.
 
 seed=3                      seed of the noise; equal seeds give equal numbers
-slower=2000                 factor that slows all computation down at the same power: a small model takes milliseconds
-call=5ms                    duration of each call that sets something; by default, that of an A800
-noise=0.01                  relative standard deviation of the time, and of the power, of one computation
-outliers=0.05               share of calls of `run` that take 5 to 30 % longer, as if something else ran too
-step=100ms                  how often the energy counter moves; 0 for continuously
+slower=2000                 factor that slows all computation down at the same power: a small model
+takes milliseconds call=5ms                    duration of each call that sets something; by
+default, that of an A800
+noise=0.01                  relative standard deviation of the time, and of the power, of one
+computation outliers=0.05               share of calls of `run` that take 5 to 30 % longer, as if
+something else ran too step=100ms                  how often the energy counter moves; 0 for
+continuously
 air=30                      air temperature, degrees Celsius
-drift=0                     how strongly static power follows the temperature, as a multiple of the catalog's value
-fault=not-permitted         nothing may be set
-fault=not-supported:WHAT    WHAT is missing: clocks, power-limit, energy, power, temperature or throttle
-fault=lost@30s              the GPU falls off the bus then; lost@200calls: after 200 calls of any kind
-fault=throttled@30s-60s     the GPU is hot in that span: it runs at 70 % of the clock that is set
-fault=counter-stuck@30s     the energy counter stands still from then on
+drift=0                     how strongly static power follows the temperature, as a multiple of the
+catalog's value fault=not-permitted         nothing may be set
+fault=not-supported:WHAT    WHAT is missing: clocks, power-limit, energy, power, temperature or
+throttle fault=lost@30s              the GPU falls off the bus then; lost@200calls: after 200 calls
+of any kind fault=throttled@30s-60s     the GPU is hot in that span: it runs at 70 % of the clock
+that is set fault=counter-stuck@30s     the energy counter stands still from then on
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ class Faults:
                     faults = added(faults, *found.groups())
                     break
             else:
-                raise GpuError(f"fault {text!r} is unknown; write one of: {', '.join(_FAULT_EXAMPLES)}")
+                raise GpuError(
+                    f"fault {text!r} is unknown; write one of: {', '.join(_FAULT_EXAMPLES)}"
+                )
         return faults
 
     def throttled_at(self, now_s: float) -> bool:
@@ -81,14 +86,19 @@ class Faults:
 
     def next_s(self, now_s: float) -> float:
         """Return when the next fault begins or ends; infinite if there is none."""
-        times_s = (self.lost_at_s, self.counter_stuck_at_s, *(time_s for span in self.throttled_s for time_s in span))
+        times_s = (
+            self.lost_at_s,
+            self.counter_stuck_at_s,
+            *(time_s for span in self.throttled_s for time_s in span),
+        )
         return min((time_s for time_s in times_s if time_s > now_s), default=math.inf)
 
 
 def _not_supported(faults: Faults, function: str) -> Faults:
     if function not in FUNCTIONS:
         raise GpuError(
-            f"fault 'not-supported:{function}': {function!r} is unknown; write one of: {', '.join(FUNCTIONS)}"
+            f"fault 'not-supported:{function}': {function!r} is unknown; write one of: "
+            f"{', '.join(FUNCTIONS)}"
         )
     return replace(faults, not_supported=faults.not_supported | {function})
 
@@ -104,7 +114,9 @@ def _lost_after(faults: Faults, calls: str) -> Faults:
 def _throttled(faults: Faults, start: str, end: str) -> Faults:
     span = (_seconds(start), _seconds(end))
     if span[0] >= span[1]:
-        raise GpuError(f"fault 'throttled@{start}-{end}' ends before it begins; write the earlier time first")
+        raise GpuError(
+            f"fault 'throttled@{start}-{end}' ends before it begins; write the earlier time first"
+        )
     return replace(faults, throttled_s=(*faults.throttled_s, span))
 
 
@@ -140,22 +152,46 @@ _OPTIONS: Mapping[str, tuple[str, Rule]] = MappingProxyType(
     {
         "slower": (
             "slower",
-            Rule(float, False, "a slowdown: write a factor from 0.001 to 1e6, such as 2000", most=1e6, least=1e-3),
+            Rule(
+                float,
+                False,
+                "a slowdown: write a factor from 0.001 to 1e6, such as 2000",
+                most=1e6,
+                least=1e-3,
+            ),
         ),
         "call": ("call_s", _seconds_rule("a duration of a call", "5ms")),
-        "noise": ("noise", Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01", most=0.2)),
+        "noise": (
+            "noise",
+            Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01", most=0.2),
+        ),
         "outliers": (
             "outliers",
-            Rule(float, True, "a share of outliers: write a number from 0 to 1, such as 0.05", most=1.0),
+            Rule(
+                float,
+                True,
+                "a share of outliers: write a number from 0 to 1, such as 0.05",
+                most=1.0,
+            ),
         ),
         "step": ("step_s", _seconds_rule("a counter step", "100ms")),
         "air": (
             "air_c",
-            Rule(float, True, "an air temperature: write degrees Celsius from 0 to 60, such as 30", most=60.0),
+            Rule(
+                float,
+                True,
+                "an air temperature: write degrees Celsius from 0 to 60, such as 30",
+                most=60.0,
+            ),
         ),
         "drift": (
             "drift",
-            Rule(float, True, "a multiple of the drift: write a number from 0 to 3, such as 0", most=3.0),
+            Rule(
+                float,
+                True,
+                "a multiple of the drift: write a number from 0 to 3, such as 0",
+                most=3.0,
+            ),
         ),
     }
 )
@@ -203,11 +239,15 @@ class SimulationOptions:
         object.__setattr__(self, "faults", Faults.parse(self.fault))
 
 
-def parse_options(text: str, default: SimulationOptions | None = None) -> tuple[int, SimulationOptions]:
-    """Return the seed and the options in `text`, which follows `?`; options that it leaves out are those of `default`.
+def parse_options(
+    text: str, default: SimulationOptions | None = None
+) -> tuple[int, SimulationOptions]:
+    """Return the seed and the options in `text`, which follows `?`; options that it leaves out are
+    those of `default`.
 
     Raises:
-        GpuError: If an option is unknown, repeated or has a wrong value; the text lists the known ones.
+        GpuError: If an option is unknown, repeated or has a wrong value; the text lists the known
+            ones.
     """
     values: dict[str, str] = {}
     faults: list[str] = []
@@ -216,7 +256,9 @@ def parse_options(text: str, default: SimulationOptions | None = None) -> tuple[
         if name == "fault":
             faults.append(value)
         elif name not in ("seed", *_OPTIONS):
-            raise GpuError(f"option {name!r} is unknown; choose from: seed, {', '.join(_OPTIONS)}, fault")
+            raise GpuError(
+                f"option {name!r} is unknown; choose from: seed, {', '.join(_OPTIONS)}, fault"
+            )
         elif name in values:
             raise GpuError(f"option {name!r} is repeated; write it once")
         else:
@@ -224,12 +266,18 @@ def parse_options(text: str, default: SimulationOptions | None = None) -> tuple[
     seed = values.pop("seed", "0")
     if not re.fullmatch("-?[0-9]{1,18}", seed):
         raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
-    numbers: dict[str, Any] = {_OPTIONS[name][0]: _number(*_OPTIONS[name], value) for name, value in values.items()}
+    numbers: dict[str, Any] = {
+        _OPTIONS[name][0]: _number(*_OPTIONS[name], value) for name, value in values.items()
+    }
     return int(seed), replace(default or SimulationOptions(), **numbers, fault=tuple(faults))
 
 
-def format_options(seed: int, options: SimulationOptions, default: SimulationOptions | None = None) -> str:
-    """Return the text that `parse_options` reads as these, without the options that equal those of `default`."""
+def format_options(
+    seed: int, options: SimulationOptions, default: SimulationOptions | None = None
+) -> str:
+    """Return the text that `parse_options` reads as these, without the options that equal those
+    of `default`.
+    """
     default = default or SimulationOptions()
     texts = [f"seed={seed}"] if seed else []
     for name, (field_name, _) in _OPTIONS.items():

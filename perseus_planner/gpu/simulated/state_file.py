@@ -1,13 +1,14 @@
 """The state of an emulated GPU, in a small file that the processes of one user share.
 
-The files are in the folder `emulated.<uid>` of the state folder, which only that user may open: a lease record may name
-any GPU, and root may open it, but then it opens root's file, never one that another user has made.
+The files are in the folder `emulated.<uid>` of the state folder, which only that user may open: a
+lease record may name any GPU, and root may open it, but then it opens root's file, never one that
+another user has made.
 
-A file has two slots, each with a number and a checksum; the newest valid one counts. A writer fills the other slot, so
-readers need no lock, and a writer that dies has written nothing. Writers share one lock for all GPUs of the folder,
-that of the file `node`, and hold it for microseconds. The same file contains the time until which driver calls are
-reserved: a process appends its call, and then waits without a lock. So a process that is stopped or killed in a call
-delays no other.
+A file has two slots, each with a number and a checksum; the newest valid one counts. A writer fills
+the other slot, so readers need no lock, and a writer that dies has written nothing. Writers share
+one lock for all GPUs of the folder, that of the file `node`, and hold it for microseconds. The same
+file contains the time until which driver calls are reserved: a process appends its call, and then
+waits without a lock. So a process that is stopped or killed in a call delays no other.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class StateFile:
 
     Args:
         name: Name of the GPU, any text.
-        first: Returns the state to begin with if no other process has the file open; its argument is the last state, or
-            None.
+        first: Returns the state to begin with if no other process has the file open; its argument
+            is the last state, or None.
 
     Raises:
         GpuError: If the file or its folder cannot be used.
@@ -101,7 +102,9 @@ class StateFile:
         self._file = self._node = -1
 
     def _begin(self, first: Callable[[State | None], State]) -> None:
-        """Write the first state if no other process has the file open: all that have share its lock."""
+        """Write the first state if no other process has the file open: all that have share its
+        lock.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -115,7 +118,9 @@ class StateFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock; opened again each time, because threads and forked children share open files."""
+        """Hold the folder's lock; opened again each time, because threads and forked children
+        share open files.
+        """
         lock = os.open(f"/proc/self/fd/{self._node}", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -166,7 +171,9 @@ def _user_folder() -> Iterator[str]:
     try:
         status = os.fstat(descriptor)
         if status.st_uid != user or status.st_mode & 0o077:
-            raise GpuError(f"{path.name} in the planner's state folder is open to other users; remove it")
+            raise GpuError(
+                f"{path.name} in the planner's state folder is open to other users; remove it"
+            )
         yield f"/proc/self/fd/{descriptor}"
     finally:
         os.close(descriptor)
@@ -178,9 +185,14 @@ def _open(path: str) -> int:
     Raises:
         GpuError: If it is not a regular file of this user.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
+    )
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         os.close(descriptor)
-        raise GpuError(f"{os.path.basename(path)} in the planner's state folder is not a file of this user; remove it")
+        raise GpuError(
+            f"{os.path.basename(path)} in the planner's state folder is not a file of this user; "
+            "remove it"
+        )
     return descriptor

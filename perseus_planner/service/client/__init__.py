@@ -1,1 +1,3 @@
-"""The Python client of the service. `Client` asks the service; `sources` makes reports of what others detect."""
+"""The Python client of the service. `Client` asks the service; `sources` makes reports of what
+others detect.
+"""

@@ -1,10 +1,12 @@
-"""Budget files: power budgets by their moment, or a price or carbon intensity from which they follow.
+"""Budget files: power budgets by their moment, or a price or carbon intensity from which they
+follow.
 
 A CSV with the columns `start` and one of `power`, `price` and `carbon`:
 
 | column | content |
 |---|---|
-| `start` | from when: ISO 8601, such as 2026-11-22T18:00+01:00, in this machine's zone if none is given; or seconds |
+| `start` | from when: ISO 8601, such as 2026-11-22T18:00+01:00, in this machine's zone if none is
+given; or seconds |
 |         | since the epoch |
 | `power` | a power budget: watts, or a number with W, kW or MW; none for no budget |
 | `price` | money for a kWh |
@@ -40,17 +42,23 @@ def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ..
         target: What an hour may cost: money for prices, kg of CO2 for carbon intensities.
 
     Raises:
-        UsageError: If the file cannot be read, a row is wrong, or the target is missing or does not apply. The text
-            names file, line, column and remedy.
+        UsageError: If the file cannot be read, a row is wrong, or the target is missing or does not
+            apply. The text names file, line, column and remedy.
     """
     rows = csv_rows(path, UsageError)
     where, header = next(rows, ("", []))
     found = [name for name in _SIGNALS if name in header]
     if sorted(header) != sorted(["start", *found]) or len(found) != 1:
-        raise UsageError(f"{where or path}: has the columns {', '.join(header) or 'of no header'}; {_HEADER}")
+        raise UsageError(
+            f"{where or path}: has the columns {', '.join(header) or 'of no header'}; {_HEADER}"
+        )
     signal = found[0]
     if (target is None) != (signal == "power"):
-        needed = "do not give one for powers" if signal == "power" else f"give what an hour may cost, for {signal}"
+        needed = (
+            "do not give one for powers"
+            if signal == "power"
+            else f"give what an hour may cost, for {signal}"
+        )
         raise UsageError(f"--target: {needed}, as {path} has the column {signal!r}")
     steps: list[PowerStep] = []
     for place, cells in rows:
@@ -58,22 +66,31 @@ def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ..
         start_s = _moment(row["start"], f"{place}, column 'start'")
         if steps and start_s <= steps[-1].start_s:
             raise UsageError(
-                f"{place}, column 'start': {shown(row['start'])} is not after the row before; sort the rows"
+                f"{place}, column 'start': {shown(row['start'])} is not after the row before; sort "
+                "the rows"
             )
-        steps.append(PowerStep(start_s, _power_w(signal, row[signal], f"{place}, column {signal!r}", target)))
+        steps.append(
+            PowerStep(start_s, _power_w(signal, row[signal], f"{place}, column {signal!r}", target))
+        )
     if not steps:
-        raise UsageError(f"{path}: has no row; write one for each budget, such as 2026-11-22T18:00,30kW")
+        raise UsageError(
+            f"{path}: has no row; write one for each budget, such as 2026-11-22T18:00,30kW"
+        )
     return tuple(steps)
 
 
-def split_at(steps: tuple[PowerStep, ...], now_s: float) -> tuple[float | None, tuple[PowerStep, ...]]:
+def split_at(
+    steps: tuple[PowerStep, ...], now_s: float
+) -> tuple[float | None, tuple[PowerStep, ...]]:
     """Return the budget that holds now, watts, None if none has begun; and those that follow."""
     begun = sum(step.start_s <= now_s for step in steps)
     return (steps[begun - 1].power_w if begun else None), steps[begun:]
 
 
 def replaced(path: Path, wait: Callable[[], object]) -> Iterator[None]:
-    """Call `wait` again and again, and yield whenever the file at `path` is another one than before."""
+    """Call `wait` again and again, and yield whenever the file at `path` is another one than
+    before.
+    """
     seen = _identity(path)
     while True:
         wait()
@@ -99,7 +116,8 @@ def _moment(text: str, where: str) -> float:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError, OSError):
         raise UsageError(
-            f"{where}: {shown(text)} is not a moment: write such as 2026-11-22T18:00+01:00, or seconds since the epoch"
+            f"{where}: {shown(text)} is not a moment: write such as 2026-11-22T18:00+01:00, or "
+            "seconds since the epoch"
         ) from None
 
 

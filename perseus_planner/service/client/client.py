@@ -1,8 +1,8 @@
 """A client of the planner's service, with a method for each route.
 
 with Client("http://127.0.0.1:8400") as service:
-    answer = service.report("gpt3", ReportRequest("ops", Scope("pipeline", "3"), slowdown=1.2, ttl_s=1800.0))
-    print(answer.version, answer.reason)
+    answer = service.report("gpt3", ReportRequest("ops", Scope("pipeline", "3"), slowdown=1.2,
+    ttl_s=1800.0)) print(answer.version, answer.reason)
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ _REGISTERING_S = 120.0  # for which a profile is solved and plans are made
 
 
 class Client:
-    """A client of the service at one address. Use it as a context manager, which closes its connections.
+    """A client of the service at one address. Use it as a context manager, which closes its
+    connections.
 
-    It connects when a method is first called. Every method raises `ServiceAway` if the service cannot be reached or
-    something else answers, and `ServiceRefusal` if the service refuses the request. Use a client from one thread at a
-    time.
+    It connects when a method is first called. Every method raises `ServiceAway` if the service
+    cannot be reached or something else answers, and `ServiceRefusal` if the service refuses the
+    request. Use a client from one thread at a time.
 
     Args:
-        address: "http://host:port", "https://host:port" or "unix:/path/of/socket". By default the value of
-            PLANNER_SERVICE, or else a service on this node. Certificates are checked against those of the system, or of
-            SSL_CERT_FILE.
+        address: "http://host:port", "https://host:port" or "unix:/path/of/socket". By default the
+            value of PLANNER_SERVICE, or else a service on this node. Certificates are checked
+            against those of the system, or of SSL_CERT_FILE.
         token: Bearer token; by default that in PLANNER_TOKEN, if any.
         timeout_s: How long to wait for an answer, seconds.
 
@@ -70,7 +71,9 @@ class Client:
         UsageError: If the address or the token is malformed, or httpx is not installed.
     """
 
-    def __init__(self, address: str | None = None, token: str | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, address: str | None = None, token: str | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self._transport = Transport(address, token, timeout_s)
 
     @property
@@ -89,13 +92,21 @@ class Client:
         self._transport.close()
 
     def register(self, job: Registration) -> Registered:
-        """Register a job; the same registration again changes nothing. Refused (409) if another job has its name.
+        """Register a job; the same registration again changes nothing. Refused (409) if another job
+        has its name.
 
         The answer, which may take 2 minutes, comes when the job has plans.
         """
         short_s = self._transport.timeout_s
-        waiting = (short_s, max(short_s, _REGISTERING_S), short_s, short_s)  # to connect, read, write, for a connection
-        response = self._transport.send("POST", "/v1/jobs", body=to_json(job, without_nulls=True), timeout=waiting)
+        waiting = (
+            short_s,
+            max(short_s, _REGISTERING_S),
+            short_s,
+            short_s,
+        )  # to connect, read, write, for a connection
+        response = self._transport.send(
+            "POST", "/v1/jobs", body=to_json(job, without_nulls=True), timeout=waiting
+        )
         registered = self._transport.read(lambda text: from_json(Registered, text), response)
         return replace(registered, is_new=response.status_code == HTTPStatus.CREATED)
 
@@ -120,12 +131,20 @@ class Client:
         self._transport.send("DELETE", _path(job))
 
     def report(self, job: str, request: ReportRequest, *, wait_s: float = 0.0) -> Answer:
-        """Report that something is slow, or has recovered. What is acknowledged survives the service's death.
+        """Report that something is slow, or has recovered. What is acknowledged survives the
+        service's death.
 
-        If slow stages have to be solved and planned first, the answer waits up to `wait_s` seconds for that.
+        If slow stages have to be solved and planned first, the answer waits up to `wait_s` seconds
+        for that.
         """
-        waiting = {"params": {"wait_s": wait_s}, "timeout": wait_s + self._transport.timeout_s} if wait_s else {}
-        return self._ask(Answer, "POST", _path(job, "reports"), to_json(request, without_nulls=True), **waiting)
+        waiting = (
+            {"params": {"wait_s": wait_s}, "timeout": wait_s + self._transport.timeout_s}
+            if wait_s
+            else {}
+        )
+        return self._ask(
+            Answer, "POST", _path(job, "reports"), to_json(request, without_nulls=True), **waiting
+        )
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """Return the reports of a job that count now or will count."""
@@ -135,7 +154,9 @@ class Client:
         """Withdraw the report with that key."""
         return self._ask(Answer, "DELETE", _path(job, "reports", key))
 
-    def plan(self, job: str, pipeline: int, *, after: int = 0, wait_s: float = 0.0) -> tuple[int, Plan] | None:
+    def plan(
+        self, job: str, pipeline: int, *, after: int = 0, wait_s: float = 0.0
+    ) -> tuple[int, Plan] | None:
         """Return the version and the plan of one pipeline as soon as the version is above `after`.
 
         Returns:
@@ -162,18 +183,26 @@ class Client:
         """Yield each version of the job's plans as it comes, until the service ends the stream."""
         for line in self._transport.lines(_path(job, "events")):
             if line.startswith("data:"):
-                yield self._transport.read_text(lambda text: int(json.loads(text)["version"]), line[len("data:") :])
+                yield self._transport.read_text(
+                    lambda text: int(json.loads(text)["version"]), line[len("data:") :]
+                )
 
     def taken(self, job: str, version: int, iteration: int) -> None:
         """Report that the job runs that version since that iteration."""
-        self._transport.send("POST", _path(job, "taken"), body=to_json(TakenRequest(version, iteration)))
+        self._transport.send(
+            "POST", _path(job, "taken"), body=to_json(TakenRequest(version, iteration))
+        )
 
     def telemetry(self, job: str, counters: Counters) -> None:
-        """Send what a run of the job has counted since it began; sending the same again changes nothing."""
+        """Send what a run of the job has counted since it began; sending the same again changes
+        nothing.
+        """
         self._transport.send("POST", _path(job, "telemetry"), body=to_json(counters))
 
     def frontier(self, job: str) -> Curve:
-        """Return the least energy of an iteration of one pipeline for every iteration time, with at most 500 points."""
+        """Return the least energy of an iteration of one pipeline for every iteration time, with
+        at most 500 points.
+        """
         return self._ask(Curve, "GET", _path(job, "frontier"))
 
     def pipelines(self, job: str) -> tuple[PipelineStatus, ...]:
@@ -181,13 +210,18 @@ class Client:
         return self._ask(Pipelines, "GET", _path(job, "pipelines")).pipelines
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
-        """Set the iteration time to aim for without stragglers, seconds; None for that of all clocks at maximum."""
-        return self._ask(Answer, "PUT", _path(job, "deadline"), to_json(DeadlineRequest(deadline_s)))
+        """Set the iteration time to aim for without stragglers, seconds; None for that of all
+        clocks at maximum.
+        """
+        return self._ask(
+            Answer, "PUT", _path(job, "deadline"), to_json(DeadlineRequest(deadline_s))
+        )
 
     def set_power(
         self, power_w: float | None, job: str | None = None, schedule: tuple[PowerStep, ...] = ()
     ) -> tuple[Answer, ...]:
-        """Bound the average power of all GPUs of a job, or of all jobs without one, watts; None removes the bound.
+        """Bound the average power of all GPUs of a job, or of all jobs without one, watts; None
+        removes the bound.
 
         `schedule` has the budgets that replace it later. Refused (409) if no plans draw so little.
         """
@@ -199,7 +233,9 @@ class Client:
         return self._ask(PowerBudget, "GET", "/v1/power")
 
     def learnt_profile(self, key: str) -> ProfileTexts:
-        """Return the profile that a job with this key has learnt. Refused (404) if there is none."""
+        """Return the profile that a job with this key has learnt. Refused (404) if there is
+        none.
+        """
         return self._ask(ProfileTexts, "GET", f"/v1/profiles/{quote(key, safe='')}")
 
     def keep_profile(self, key: str, profile: ProfileTexts) -> None:
@@ -214,15 +250,23 @@ class Client:
         """Raise an error unless the service is healthy."""
         self._transport.send("GET", "/healthz")
 
-    def _ask(self, kind: type[Value], method: str, path: str, body: bytes | None = None, **options: Any) -> Value:
+    def _ask(
+        self, kind: type[Value], method: str, path: str, body: bytes | None = None, **options: Any
+    ) -> Value:
         response = self._transport.send(method, path, body=body, **options)
         return self._transport.read(lambda text: from_json(kind, text), response)
 
-    def _poll(self, parse: Callable[[bytes], Value], path: str, after: int, wait_s: float) -> Value | None:
+    def _poll(
+        self, parse: Callable[[bytes], Value], path: str, after: int, wait_s: float
+    ) -> Value | None:
         """Return the parsed answer to a long poll; None if nothing came."""
         params, timeout_s = {"after": after, "wait_s": wait_s}, wait_s + self._transport.timeout_s
         response = self._transport.send("GET", path, params=params, timeout=timeout_s)
-        return None if response.status_code == HTTPStatus.NO_CONTENT else self._transport.read(parse, response)
+        return (
+            None
+            if response.status_code == HTTPStatus.NO_CONTENT
+            else self._transport.read(parse, response)
+        )
 
 
 def _path(job: str, *parts: str) -> str:

@@ -1,15 +1,17 @@
-"""Reports from other tools that detect slow ranks: functions that make them, and `Feed`, which sends them.
+"""Reports from other tools that detect slow ranks: functions that make them, and `Feed`, which
+sends them.
 
-Each function takes the output of its tool at one moment and remembers nothing. If the tool itself does not say that a
-rank has recovered, the function takes the ranks that were reported `before` and reports their recovery. `Feed`
-remembers them. For example, in a callback that gets the reports of NVIDIA's resiliency extension on rank 0, with or
-without the service:
+Each function takes the output of its tool at one moment and remembers nothing. If the tool itself
+does not say that a rank has recovered, the function takes the ranks that were reported `before` and
+reports their recovery. `Feed` remembers them. For example, in a callback that gets the reports of
+NVIDIA's resiliency extension on rank 0, with or without the service:
 
     feed = Feed(Client("http://10.0.0.5:8400"), "gpt3", resiliency_reports, ttl_s=3 * interval_s)
     ...
     with suppress(PlannerError): feed(report)
 
-Prometheus needs no client: its Alertmanager posts alerts to the service, see `perseus_planner.service.alertmanager`.
+Prometheus needs no client: its Alertmanager posts alerts to the service, see
+`perseus_planner.service.alertmanager`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def straggling_report(
     observed_s: float | None = None,
     ttl_s: float | None = None,
 ) -> ReportRequest:
-    """Report what the runtime detected about its rank `rank`; `key`, `observed_s`, `ttl_s` as in `ReportRequest`."""
+    """Report what the runtime detected about its rank `rank`; `key`, `observed_s`, `ttl_s` as in
+    `ReportRequest`.
+    """
     return ReportRequest(
         source=f"{RUNTIME}, rank {rank}",
         scope=Scope("rank", str(rank)),
@@ -56,22 +60,29 @@ def straggling_report(
 def resiliency_reports(
     report: Any, *, before: Collection[int] = (), slow: float = SLOW, ttl_s: float | None = None
 ) -> list[ReportRequest]:
-    """Report the ranks whose GPU is slow, or has recovered, by a straggler report of NVIDIA's resiliency extension.
+    """Report the ranks whose GPU is slow, or has recovered, by a straggler report of NVIDIA's
+    resiliency extension.
 
-    Its scores are shares of the expected performance of a GPU, weighted over its kernels (nvidia-resiliency-ext,
-    attribution/straggler/reporting.py). The score relative to the best rank counts; for a rank without one, the score
-    relative to its own best. Scores of sections that a user names include waiting and are ignored.
+    Its scores are shares of the expected performance of a GPU, weighted over its kernels
+    (nvidia-resiliency-ext, attribution/straggler/reporting.py). The score relative to the best rank
+    counts; for a rank without one, the score relative to its own best. Scores of sections that a
+    user names include waiting and are ignored.
 
     Args:
-        report: The extension's `Report`, or an equal mapping. Ranks in a mapping may be texts, as in JSON.
-        before: Ranks that were reported as slow before; the function reports those that have recovered.
+        report: The extension's `Report`, or an equal mapping. Ranks in a mapping may be texts, as
+            in JSON.
+        before: Ranks that were reported as slow before; the function reports those that have
+            recovered.
         slow: Slowdown above which a GPU is slow; a score is an inverse slowdown.
-        ttl_s: How long a report holds unless another follows, seconds; a few of the extension's intervals.
+        ttl_s: How long a report holds unless another follows, seconds; a few of the extension's
+            intervals.
 
     Raises:
         UsageError: If it is not such a report.
     """
-    relative, individual = (_scores(report, f"gpu_{kind}_perf_scores") for kind in ("relative", "individual"))
+    relative, individual = (
+        _scores(report, f"gpu_{kind}_perf_scores") for kind in ("relative", "individual")
+    )
     found = []
     for rank, score in sorted({**individual, **relative}.items()):
         if score * slow < 1.0:
@@ -84,12 +95,14 @@ def resiliency_reports(
 def megatron_reports(
     line: str, *, before: Collection[int] = (), slow: float = SLOW, ttl_s: float | None = None
 ) -> list[ReportRequest]:
-    """Report the ranks that are slow, or have recovered, by one line of Megatron's StragglerDetector.
+    """Report the ranks that are slow, or have recovered, by one line of Megatron's
+    StragglerDetector.
 
-    In every interval, it logs the ranks with the least and the most throughput (megatron/core/utils.py):
-    "[2026-05-04 12:00:10] | MnRtt/Rnk: 101.20ms/3 | … | MnEtpt/Rnk: 210.11TF/7 | MxEtpt/Rnk: 246.05TF/3". Their ratio
-    is the score of the slower rank. It compares all ranks, so it indicates a slow GPU only if all stages have the same
-    work, and it never names a second slow rank.
+    In every interval, it logs the ranks with the least and the most throughput
+    (megatron/core/utils.py): "[2026-05-04 12:00:10] | MnRtt/Rnk: 101.20ms/3 | … | MnEtpt/Rnk:
+    210.11TF/7 | MxEtpt/Rnk: 246.05TF/3". Their ratio is the score of the slower rank. It compares
+    all ranks, so it indicates a slow GPU only if all stages have the same work, and it never names
+    a second slow rank.
 
     Args:
         line: A line of the log of rank 0, with any prefix.
@@ -100,16 +113,22 @@ def megatron_reports(
     Returns:
         The reports; empty for other lines.
     """
-    ends = [re.search(rf"\b{name}/Rnk: ([0-9]+\.[0-9]+)TF/([0-9]+)", line) for name in ("MnEtpt", "MxEtpt")]
+    ends = [
+        re.search(rf"\b{name}/Rnk: ([0-9]+\.[0-9]+)TF/([0-9]+)", line)
+        for name in ("MnEtpt", "MxEtpt")
+    ]
     if ends[0] is None or ends[1] is None:
         return []
-    (least, slowest), (most, fastest) = ((float(each[1]), int(each[2])) for each in ends if each is not None)
+    (least, slowest), (most, fastest) = (
+        (float(each[1]), int(each[2])) for each in ends if each is not None
+    )
     if not 0.0 < least <= most:
         return []
     when = re.search(r"\[([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})\] \| MnRtt", line)
     observed_s = None if when is None else _local_s(when[1])
     score = least / most
-    # If the slowest rank is not slow, no rank is; otherwise only the fastest is known to have recovered.
+    # If the slowest rank is not slow, no rank is; otherwise only the fastest is known to have
+    # recovered.
     recovered = set(before) if score * slow >= 1.0 else {fastest} & set(before)
     found = [_report(MEGATRON, rank, ttl_s, observed_s) for rank in sorted(recovered)]
     if score * slow < 1.0:
@@ -130,7 +149,12 @@ class Feed:
     """
 
     def __init__(
-        self, client: Client, job: str, reports_of: Callable[..., list[ReportRequest]], *, ttl_s: float | None = None
+        self,
+        client: Client,
+        job: str,
+        reports_of: Callable[..., list[ReportRequest]],
+        *,
+        ttl_s: float | None = None,
     ) -> None:
         self._client, self._job, self._reports_of, self._ttl_s = client, job, reports_of, ttl_s
         self._slow: set[int] = set()
@@ -152,23 +176,34 @@ class Feed:
 
 def _scores(report: Any, name: str) -> dict[int, float]:
     """Return the known scores by rank."""
-    scores: Any = report.get(name, {}) if isinstance(report, Mapping) else getattr(report, name, None)
+    scores: Any = (
+        report.get(name, {}) if isinstance(report, Mapping) else getattr(report, name, None)
+    )
     try:
         found = {int(rank): float(score) for rank, score in dict(scores).items()}
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"{name}: is not a mapping of ranks to scores ({error}); give the report of generate_report"
+            f"{name}: is not a mapping of ranks to scores ({error}); give the report of "
+            "generate_report"
         ) from error
     # A rank without kernels in common with all others has the score NaN.
     return {rank: score for rank, score in found.items() if 0.0 < score < math.inf}
 
 
 def _report(
-    source: str, rank: int, ttl_s: float | None, observed_s: float | None, score: float | None = None
+    source: str,
+    rank: int,
+    ttl_s: float | None,
+    observed_s: float | None,
+    score: float | None = None,
 ) -> ReportRequest:
-    """Return the report of a slow rank with that score, or of a rank that has recovered without one."""
+    """Return the report of a slow rank with that score, or of a rank that has recovered without
+    one.
+    """
     scope, slowdown = Scope("rank", str(rank)), 1.0 if score is None else None
-    return ReportRequest(source, scope, slowdown, None, score, cause="compute", ttl_s=ttl_s, observed_s=observed_s)
+    return ReportRequest(
+        source, scope, slowdown, None, score, cause="compute", ttl_s=ttl_s, observed_s=observed_s
+    )
 
 
 def _local_s(text: str) -> float | None:

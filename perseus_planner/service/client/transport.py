@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from perseus_planner.errors import PlanError, ServiceAway, ServiceRefusal, UsageError, how_to_install, one_line
+from perseus_planner.errors import (
+    PlanError,
+    ServiceAway,
+    ServiceRefusal,
+    UsageError,
+    how_to_install,
+    one_line,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -45,8 +52,12 @@ class Transport:
         """Close the connections."""
         self._http.close()
 
-    def send(self, method: str, path: str, *, body: bytes | None = None, **options: Any) -> httpx.Response:
-        """Send a request and return a successful answer; `body` is JSON, `options` are those of httpx."""
+    def send(
+        self, method: str, path: str, *, body: bytes | None = None, **options: Any
+    ) -> httpx.Response:
+        """Send a request and return a successful answer; `body` is JSON, `options` are those of
+        httpx.
+        """
         import httpx
 
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -63,7 +74,9 @@ class Transport:
         import httpx
 
         try:
-            with self._http.stream("GET", path, timeout=httpx.Timeout(self.timeout_s, read=None)) as response:
+            with self._http.stream(
+                "GET", path, timeout=httpx.Timeout(self.timeout_s, read=None)
+            ) as response:
                 if not response.is_success:
                     response.read()
                     self._refuse(path, response)
@@ -86,20 +99,26 @@ class Transport:
         except (LookupError, TypeError, ValueError, AttributeError, PlanError, UsageError) as error:
             raise ServiceAway(
                 f"the service at {self.address} answered what this planner does not understand "
-                f"({one_line(str(error), 200)}); use the same version of perseus-planner on both sides"
+                f"({one_line(str(error), 200)}); use the same version of perseus-planner on both "
+                "sides"
             ) from error
 
     def _away(self, path: str, error: Exception) -> ServiceAway:
         import httpx
 
-        if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        if isinstance(error, httpx.TimeoutException) and not isinstance(
+            error, httpx.ConnectTimeout
+        ):
             return ServiceAway(
-                f"the service at {self.address} did not answer {path} in time; check whether it still runs, and its log"
+                f"the service at {self.address} did not answer {path} in time; check whether it "
+                "still runs, and its log"
             )
-        reason = one_line(str(error), 80).rpartition("] ")[2] or type(error).__name__  # without [Errno 111]
+        reason = (
+            one_line(str(error), 80).rpartition("] ")[2] or type(error).__name__
+        )  # without [Errno 111]
         return ServiceAway(
-            f"there is no answer from the service at {self.address} ({reason}); start it with `planner serve`, or "
-            f"name another in {ADDRESS_VARIABLE} or --service"
+            f"there is no answer from the service at {self.address} ({reason}); start it with "
+            f"`planner serve`, or name another in {ADDRESS_VARIABLE} or --service"
         )
 
     def _refuse(self, path: str, response: httpx.Response) -> NoReturn:
@@ -111,16 +130,22 @@ class Transport:
             least = None if least is None else float(least)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             self._refuse_answer(f"HTTP {response.status_code} {response.text}")
-        if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500:  # 429: of a proxy
+        if (
+            response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500
+        ):  # 429: of a proxy
             raise ServiceAway(f"the service at {self.address} could not answer {path}: {message}")
         if response.status_code == 401:
             message += f"; put a token of the service in {TOKEN_VARIABLE}"
-        raise ServiceRefusal(f"the service at {self.address} refused: {message}", response.status_code, code, least)
+        raise ServiceRefusal(
+            f"the service at {self.address} refused: {message}", response.status_code, code, least
+        )
 
     def _refuse_answer(self, answer: object) -> NoReturn:
         raise ServiceAway(
-            f"what answers at {self.address} is not a planner's service of this version: {one_line(str(answer), 120)!r}"
-            f"; check what listens there, or name another address in {ADDRESS_VARIABLE} or --service"
+            f"what answers at {self.address} is not a planner's service of this version: "
+            f"{one_line(str(answer), 120)!r}"
+            f"; check what listens there, or name another address in {ADDRESS_VARIABLE} or "
+            "--service"
         )
 
 
@@ -131,7 +156,8 @@ def _connected(address: str, token: str, timeout_s: float) -> httpx.Client:
         raise UsageError(f"the client needs httpx; {how_to_install('service')}") from error
     if not re.fullmatch(r"[!-~]*", token):
         raise UsageError(
-            f"{TOKEN_VARIABLE} holds a blank or a letter that is not ASCII, which tokens do not have; set it again"
+            f"{TOKEN_VARIABLE} holds a blank or a letter that is not ASCII, which tokens do not "
+            "have; set it again"
         )
     base, transport = _base(address)
     return httpx.Client(
@@ -158,6 +184,6 @@ def _base(address: str) -> tuple[str, httpx.HTTPTransport | None]:
         except httpx.InvalidURL:
             pass
     raise UsageError(
-        f"the service's address {address!r} is malformed; write http://host:port, https://host:port or "
-        f"unix:/path/of/socket, such as {DEFAULT_ADDRESS}"
+        f"the service's address {address!r} is malformed; write http://host:port, "
+        f"https://host:port or unix:/path/of/socket, such as {DEFAULT_ADDRESS}"
     )

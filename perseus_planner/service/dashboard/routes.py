@@ -1,4 +1,5 @@
-"""The dashboard at `/`: a page with its scripts and styles, which contain nothing about jobs and need no token.
+"""The dashboard at `/`: a page with its scripts and styles, which contain nothing about jobs and
+need no token.
 
 The page asks the service's API for everything it shows, with the viewer's token.
 """
@@ -23,9 +24,11 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The page only runs scripts of the service, only connects to it, and cannot be framed by other pages.
+# The page only runs scripts of the service, only connects to it, and cannot be framed by other
+# pages.
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }
 
@@ -43,7 +46,11 @@ def _files() -> dict[str, _File]:
     """Return the page's files by name, read once. No other files can be requested."""
     paths = [each for package, folder in _FOLDERS for each in (files(package) / folder).iterdir()]
     types = {each: _TYPES.get(PurePath(each.name).suffix) for each in paths}
-    return {each.name: _File(each.read_bytes(), media_type) for each, media_type in types.items() if media_type}
+    return {
+        each.name: _File(each.read_bytes(), media_type)
+        for each, media_type in types.items()
+        if media_type
+    }
 
 
 def is_open(path: str) -> bool:

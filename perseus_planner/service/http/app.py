@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from perseus_planner.service.service import Service
 
 _DESCRIPTION = """
-Report that a rank, a GPU, a node, a stage or a pipeline of a training job is slow, and all other pipelines of the job
-get plans that save energy in the meantime, until it has recovered. Times are in seconds, powers in watts. Every request
-that is not carried out is answered with `{"error": {"code", "message"}}`. What is answered with 2xx is on disk.
+Report that a rank, a GPU, a node, a stage or a pipeline of a training job is slow, and all other
+pipelines of the job get plans that save energy in the meantime, until it has recovered. Times are
+in seconds, powers in watts. Every request that is not carried out is answered with `{"error":
+{"code", "message"}}`. What is answered with 2xx is on disk.
 """
 
 

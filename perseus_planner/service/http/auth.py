@@ -30,8 +30,14 @@ TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
 
 _LINE = re.compile(r"(?P<secret>[!-~]{16,}) +(?P<role>\S+) +(?P<name>[A-Za-z0-9._-]{1,64})")
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-_OPEN_PATHS = ("/healthz", "/v1/me")  # for supervisors and the dashboard; they reveal nothing about jobs
-_ELSEWHERE = ("cross-site", "same-site")  # browsers send these for pages of other sites, or of another port
+_OPEN_PATHS = (
+    "/healthz",
+    "/v1/me",
+)  # for supervisors and the dashboard; they reveal nothing about jobs
+_ELSEWHERE = (
+    "cross-site",
+    "same-site",
+)  # browsers send these for pages of other sites, or of another port
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
 _PROFILES = "/v1/profiles/"
@@ -63,9 +69,11 @@ class Access:
     """Who may send requests.
 
     Attributes:
-        tokens: The tokens of all clients. If it is empty, everyone who reaches the service may do everything.
-        loopback_only: Refuse requests whose header `Host` does not name this machine. Without tokens, this keeps out
-            web pages in a browser on this machine whose host name points to 127.0.0.1.
+        tokens: The tokens of all clients. If it is empty, everyone who reaches the service may do
+            everything.
+        loopback_only: Refuse requests whose header `Host` does not name this machine. Without
+            tokens, this keeps out web pages in a browser on this machine whose host name points to
+            127.0.0.1.
     """
 
     tokens: tuple[Token, ...] = ()
@@ -74,7 +82,8 @@ class Access:
     def bearer(self, authorization: str | None) -> Token | None:
         """Return the token in the header `Authorization`; None if it is missing or unknown.
 
-        All tokens are compared, each in constant time, so that the time taken reveals nothing about them.
+        All tokens are compared, each in constant time, so that the time taken reveals nothing about
+        them.
         """
         scheme, _, secret = (authorization or "").partition(" ")
         digest = sha256(secret.strip().encode()).digest()
@@ -88,7 +97,8 @@ class Limits:
 
     Attributes:
         body_bytes: The largest body of a request.
-        registration_bytes: The largest body of a registration, which carries a frontier, and of a profile.
+        registration_bytes: The largest body of a registration, which carries a frontier, and of a
+            profile.
         alerts_bytes: The largest group of alerts, which have some 1.5 kB each.
         waiting: How many long polls and event streams may be open, over all clients.
         keep_alive_s: The longest silence of an event stream, seconds.
@@ -105,11 +115,14 @@ class Limits:
     body_s: float = 20.0
 
 
-def read_tokens(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Token, ...]:
+def read_tokens(
+    path: Path | None, environment: Mapping[str, str] = os.environ
+) -> tuple[Token, ...]:
     """Read the tokens from the file at `path`, or from the environment variable without one.
 
     Args:
-        path: A file with a line `token role name` for each client. Blank lines and lines that start with # are ignored.
+        path: A file with a line `token role name` for each client. Blank lines and lines that start
+            with # are ignored.
         environment: Where `TOKENS_VARIABLE` is looked up.
 
     Raises:
@@ -126,18 +139,24 @@ def read_tokens(path: Path | None, environment: Mapping[str, str] = os.environ) 
 
 def _tokens(text: str, source: str) -> tuple[Token, ...]:
     lines = enumerate(map(str.strip, text.splitlines()), 1)
-    tokens = [_token(line, f"{source}, line {number}") for number, line in lines if line and not line.startswith("#")]
+    tokens = [
+        _token(line, f"{source}, line {number}")
+        for number, line in lines
+        if line and not line.startswith("#")
+    ]
     if len({token.digest for token in tokens}) < len(tokens):
         raise UsageError(f"{source}: has a token twice; give every client another one")
     return tuple(tokens)
 
 
 def _token(line: str, where: str) -> Token:
-    match = _LINE.fullmatch(line)  # a line that does not match may hold a secret, so it is not shown
+    match = _LINE.fullmatch(
+        line
+    )  # a line that does not match may hold a secret, so it is not shown
     if match is None:
         raise UsageError(
-            f"{where}: is not a token of 16 characters or more, a role and a name, separated by spaces; "
-            "`openssl rand -hex 16` makes a token"
+            f"{where}: is not a token of 16 characters or more, a role and a name, separated by "
+            "spaces; `openssl rand -hex 16` makes a token"
         )
     role = next((role for role in ROLES if role == match["role"]), None)
     if role is None:
@@ -146,7 +165,8 @@ def _token(line: str, where: str) -> Token:
 
 
 class Guard:
-    """ASGI middleware that refuses requests without a valid token, from other sites, or with too large a body.
+    """ASGI middleware that refuses requests without a valid token, from other sites, or with too
+    large a body.
 
     It checks the headers before any of the body is read, and counts the body as it arrives.
     """
@@ -170,18 +190,28 @@ class Guard:
         await self._app(scope, _bounded(receive, most, self._limits.body_s), send)
 
     def _admit(self, scope: Scope, headers: Headers) -> int:
-        """Check the headers, put the client's role into `scope`, and return how large the body may be."""
+        """Check the headers, put the client's role into `scope`, and return how large the body
+        may be.
+        """
         if self._access.loopback_only and not _LOOPBACK.fullmatch(headers.get("host", "localhost")):
-            raise HTTPException(421, "the service only answers on this machine; connect to 127.0.0.1 or localhost")
+            raise HTTPException(
+                421, "the service only answers on this machine; connect to 127.0.0.1 or localhost"
+            )
         if scope["method"] not in _SAFE and headers.get("sec-fetch-site") in _ELSEWHERE:
-            raise HTTPException(403, "a page of another site may not do this; use the service's dashboard")
+            raise HTTPException(
+                403, "a page of another site may not do this; use the service's dashboard"
+            )
         bearer = self._access.bearer(headers.get("authorization"))
         if bearer is None and self._access.tokens and not _is_open(scope["path"]):
             challenge = {"WWW-Authenticate": "Bearer"}
-            raise HTTPException(401, "no valid token; send the header `Authorization: Bearer TOKEN`", challenge)
+            raise HTTPException(
+                401, "no valid token; send the header `Authorization: Bearer TOKEN`", challenge
+            )
         anonymous: Role | None = None if self._access.tokens else "operate"
         role = bearer.role if bearer else anonymous
-        scope.setdefault("state", {}).update({"role": role, "name": bearer.name if bearer else None})
+        scope.setdefault("state", {}).update(
+            {"role": role, "name": bearer.name if bearer else None}
+        )
         most = self._most_bytes(role, (scope["method"], scope["path"]))
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
@@ -207,21 +237,28 @@ def check_role(role: Role, wanted: Role) -> None:
         HTTPException: 403 if it is not.
     """
     if ROLES.index(role) < ROLES.index(wanted):
-        raise HTTPException(403, f"a token with the role {role} may not do this; use one with the role {wanted}")
+        raise HTTPException(
+            403, f"a token with the role {role} may not do this; use one with the role {wanted}"
+        )
 
 
 def _with_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             own = {name for name, _ in message["headers"]}  # the dashboard allows its scripts
-            message["headers"] = [*message["headers"], *(each for each in _HEADERS if each[0] not in own)]
+            message["headers"] = [
+                *message["headers"],
+                *(each for each in _HEADERS if each[0] not in own),
+            ]
         await send(message)
 
     return sending
 
 
 def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
-    """Return a `receive` that refuses a body that is larger than `most` bytes, or stays out for `most_s` seconds."""
+    """Return a `receive` that refuses a body that is larger than `most` bytes, or stays out for
+    `most_s` seconds.
+    """
     seen, is_whole = 0, False
 
     async def receiving() -> Message:
@@ -229,7 +266,9 @@ def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
         try:
             message = await (receive() if is_whole else asyncio.wait_for(receive(), most_s))
         except asyncio.TimeoutError:
-            raise HTTPException(408, f"no more of the body came within {most_s:g} s; send all of it") from None
+            raise HTTPException(
+                408, f"no more of the body came within {most_s:g} s; send all of it"
+            ) from None
         seen, is_whole = seen + len(message.get("body", b"")), not message.get("more_body", False)
         if seen > most:
             raise _too_large(most)

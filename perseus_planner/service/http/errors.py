@@ -12,7 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
-from perseus_planner.errors import InfeasibleDeadline, InfeasibleError, InfeasiblePower, PlannerError
+from perseus_planner.errors import (
+    InfeasibleDeadline,
+    InfeasibleError,
+    InfeasiblePower,
+    PlannerError,
+)
 from perseus_planner.service.answers import Error, ErrorContent
 from perseus_planner.service.model import Conflict, StorageError, UnknownJob
 from perseus_planner.service.planning.cache import NotPlanned
@@ -36,16 +41,23 @@ _CODES = {
     503: "unavailable",
 }
 _MESSAGES = {
-    400: "the body cannot be read; send a JSON object as UTF-8 text, without deep nesting or huge numbers",
+    400: "the body cannot be read; send a JSON object as UTF-8 text, without deep nesting or huge "
+    "numbers",
     404: "there is no such path; /openapi.json lists them",
     405: "this path does not take that method; /openapi.json lists those that it takes",
 }
-_FAULT = "the service has failed, and the request is not at fault; the log of the service has the details"
+_FAULT = (
+    "the service has failed, and the request is not at fault; the log of the service has the "
+    "details"
+)
 
 
 def error_answer(error: HTTPException) -> Response:
     """Return the answer for an HTTPException."""
-    by_framework = error.detail in (HTTPStatus(error.status_code).phrase, "There was an error parsing the body")
+    by_framework = error.detail in (
+        HTTPStatus(error.status_code).phrase,
+        "There was an error parsing the body",
+    )
     message = _MESSAGES.get(error.status_code, error.detail) if by_framework else error.detail
     return _answer(error.status_code, message, headers=error.headers)
 
@@ -55,7 +67,9 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> Response:
-        if error.status_code == 405:  # Starlette only names the methods of the first route with that path
+        if (
+            error.status_code == 405
+        ):  # Starlette only names the methods of the first route with that path
             error.headers = {"Allow": ", ".join(_methods(request, routes))}
         return error_answer(error)
 
@@ -76,7 +90,9 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def status_of(error: PlannerError) -> int:
-    """Return the HTTP status of an error: 404 unknown, 409 in conflict, 422 not usable, 503 not now."""
+    """Return the HTTP status of an error: 404 unknown, 409 in conflict, 422 not usable, 503 not
+    now.
+    """
     if isinstance(error, UnknownJob):
         return 404
     if isinstance(error, (StorageError, NotPlanned)):
@@ -88,7 +104,11 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
     """Describe the first error in a request in one sentence, without repeating values."""
     first = errors[0]
     field = ".".join(map(str, first["loc"]))
-    problem = "Extra inputs are not permitted" if first["type"] == "unexpected_keyword_argument" else first["msg"]
+    problem = (
+        "Extra inputs are not permitted"
+        if first["type"] == "unexpected_keyword_argument"
+        else first["msg"]
+    )
     if first["type"] == "json_invalid":
         where = f" at character {first['loc'][-1]}" if isinstance(first["loc"][-1], int) else ""
         return f"the body is not JSON: {first['ctx']['error']}{where}; send a JSON object"
@@ -120,4 +140,6 @@ def _answer(
     least: Mapping[str, float] | None = None,
 ) -> Response:
     content = Error(ErrorContent(code or _CODES.get(status, "fault"), message, **(least or {})))
-    return Response(to_json(content, without_nulls=True), status, headers, media_type="application/json")
+    return Response(
+        to_json(content, without_nulls=True), status, headers, media_type="application/json"
+    )

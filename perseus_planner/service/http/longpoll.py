@@ -1,4 +1,6 @@
-"""The service on an event loop: calls run on a few threads, thousands of long polls on none, and a clock ticks it."""
+"""The service on an event loop: calls run on a few threads, thousands of long polls on none, and
+a clock ticks it.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,16 @@ class AsyncService:
 
     @property
     def problem(self) -> str | None:
-        """Why the last change or tick of the service failed, such as a full disk; None if all is well."""
+        """Why the last change or tick of the service failed, such as a full disk; None if all is
+        well.
+        """
         return self.service.problem or self._problem
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the threads and the clock of the service, and hear of its changes, until the block ends."""
+        """Run the threads and the clock of the service, and hear of its changes, until the block
+        ends.
+        """
         loop = asyncio.get_running_loop()
         self._ended, self._wake_clock = False, asyncio.Event()
         self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
@@ -81,11 +87,15 @@ class AsyncService:
             self.end_waiting()
             self._wake_clock.set()
             await clock
-            self._pool.shutdown(wait=False)  # a registration that is being planned ends with the service
+            self._pool.shutdown(
+                wait=False
+            )  # a registration that is being planned ends with the service
 
     async def call(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Call a method of the service on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(method, *args, **options))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, partial(method, *args, **options)
+        )
 
     async def change(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Call a method that may change when the service wants its next tick."""
@@ -103,7 +113,9 @@ class AsyncService:
                 self._wake_clock.set()
 
     async def solve(self, unsolved: Unsolved) -> bytes:
-        """Call `Service.solve`, which may take minutes, once for all who ask for the same meanwhile."""
+        """Call `Service.solve`, which may take minutes, once for all who ask for the same
+        meanwhile.
+        """
         if unsolved not in self._solutions:
             solution = self._solutions[unsolved] = asyncio.create_task(self._solved(unsolved))
             solution.add_done_callback(lambda _: self._solutions.pop(unsolved))
@@ -119,7 +131,8 @@ class AsyncService:
             return await self.change(self.service.register, job, frontier, take_over=take_over)
 
     async def newer(self, job: str, after: int, wait_s: float) -> PlanSet | None:
-        """Return the plans of `job` as soon as their version is above `after`; None if it is not within `wait_s`.
+        """Return the plans of `job` as soon as their version is above `after`; None if it is not
+        within `wait_s`.
 
         Raises:
             UnknownJob: If there is no such job, or no longer.
@@ -129,7 +142,9 @@ class AsyncService:
         with self._counted():
             until_s = loop.time() + wait_s
             while True:
-                change = self._next_change(job)  # before the look, so that no change is missed in between
+                change = self._next_change(
+                    job
+                )  # before the look, so that no change is missed in between
                 plans = self.service.plans(job, after)  # from memory
                 if plans is not None:
                     return plans
@@ -141,7 +156,8 @@ class AsyncService:
     async def events(self, job: str) -> AsyncIterator[str]:
         """Yield the version of `job`, now and whenever there is a new one, as server-sent events.
 
-        The stream ends with the job. It also ends if too many requests wait; clients then connect again.
+        The stream ends with the job. It also ends if too many requests wait; clients then connect
+        again.
         """
         after = 0
         with suppress(UnknownJob, HTTPException):
@@ -170,7 +186,9 @@ class AsyncService:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         if self.waiting >= self._limits.waiting:
-            raise HTTPException(503, f"{self.waiting} requests wait already; try again later", {"Retry-After": "1"})
+            raise HTTPException(
+                503, f"{self.waiting} requests wait already; try again later", {"Retry-After": "1"}
+            )
         self.waiting += 1
         try:
             yield
@@ -188,7 +206,9 @@ class AsyncService:
         """Tick the service whenever it is due."""
         while not self._ended:
             self._wake_clock.clear()
-            self._next_tick_s = math.inf  # so that whatever is due earlier than that wakes the clock
+            self._next_tick_s = (
+                math.inf
+            )  # so that whatever is due earlier than that wakes the clock
             try:
                 self._next_tick_s = await self.call(self.service.tick)
                 nap_s = self._next_tick_s - self._now_s()
@@ -199,9 +219,13 @@ class AsyncService:
                 return
             except Exception as error:  # a full disk, for example: it may pass
                 if self._problem is None:
-                    _log.exception("The service cannot carry out what is due; it tries again every second")
+                    _log.exception(
+                        "The service cannot carry out what is due; it tries again every second"
+                    )
                 self._problem = str(error)
                 nap_s = _RETRY_S
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake_clock.wait(), min(max(nap_s, 0.0), _LONGEST_NAP_S))
+                await asyncio.wait_for(
+                    self._wake_clock.wait(), min(max(nap_s, 0.0), _LONGEST_NAP_S)
+                )
             await asyncio.sleep(_BETWEEN_TICKS_S)  # one tick for many reports

@@ -34,7 +34,10 @@ class Metrics:
         self._since_s = since_s
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            "planner_http_requests", "Requests answered.", ("method", "route", "status"), registry=self._registry
+            "planner_http_requests",
+            "Requests answered.",
+            ("method", "route", "status"),
+            registry=self._registry,
         )
         self._seconds = Histogram(
             "planner_http_request_seconds",
@@ -43,8 +46,12 @@ class Metrics:
             buckets=_BUCKETS_S,
             registry=self._registry,
         )
-        self._alerts = Counter("planner_alerts", "Alerts received.", ("outcome",), registry=self._registry)
-        waits = Gauge("planner_http_waiting", "Open long polls and event streams.", registry=self._registry)
+        self._alerts = Counter(
+            "planner_alerts", "Alerts received.", ("outcome",), registry=self._registry
+        )
+        waits = Gauge(
+            "planner_http_waiting", "Open long polls and event streams.", registry=self._registry
+        )
         waits.set_function(waiting)
 
     def text(self, jobs: Sequence[JobStatus]) -> bytes:
@@ -76,7 +83,8 @@ class Metrics:
             try:
                 await app(scope, receive, sending)
             finally:
-                # Only a few names are used as labels, so that requests for many paths do not fill the memory.
+                # Only a few names are used as labels, so that requests for many paths do not fill
+                # the memory.
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 route = getattr(scope.get("route"), "path", "other")
                 self._requests.labels(method, route, str(status)).inc()
@@ -88,10 +96,12 @@ class Metrics:
 
 
 class _Jobs(Collector):
-    """Metrics of jobs, computed when they are read; counters only of jobs that sent telemetry after `since_s`.
+    """Metrics of jobs, computed when they are read; counters only of jobs that sent telemetry after
+    `since_s`.
 
-    Telemetry that a killed service had not written returns with the job's next message. Showing a lower counter until
-    then would count everything once more, as Prometheus takes a counter that falls as restarted.
+    Telemetry that a killed service had not written returns with the job's next message. Showing a
+    lower counter until then would count everything once more, as Prometheus takes a counter that
+    falls as restarted.
     """
 
     def __init__(self, jobs: Sequence[JobStatus], since_s: float) -> None:
@@ -106,8 +116,12 @@ class _Jobs(Collector):
                 if value is not None:
                     family.add_metric((status.job.name,), value)
             yield family
-        reporting = [(each.job.name, each.telemetry) for each in self._jobs if each.telemetry is not None]
-        yield from _counters([(job, each) for job, each in reporting if each.observed_s >= self._since_s])
+        reporting = [
+            (each.job.name, each.telemetry) for each in self._jobs if each.telemetry is not None
+        ]
+        yield from _counters(
+            [(job, each) for job, each in reporting if each.observed_s >= self._since_s]
+        )
         yield _latencies(reporting)
 
 
@@ -142,8 +156,16 @@ _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
         "The version that a job runs, as it last reported.",
         lambda status: status.taken.version if status.taken else None,
     ),
-    ("planner_job_reports", "Reports that count now or will count.", lambda status: len(status.reports)),
-    ("planner_job_stragglers", "Pipelines that straggle.", lambda status: len(status.decision.stragglers)),
+    (
+        "planner_job_reports",
+        "Reports that count now or will count.",
+        lambda status: len(status.reports),
+    ),
+    (
+        "planner_job_stragglers",
+        "Pipelines that straggle.",
+        lambda status: len(status.decision.stragglers),
+    ),
     (
         "planner_job_straggler_time_seconds",
         "The iteration time that all pipelines of a job wait for.",
@@ -177,11 +199,17 @@ _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
     (
         "planner_job_saved_joules",
         "Energy saved since a job was registered: its baseline minus its energy. It may fall.",
-        lambda status: status.telemetry.saved_j if status.telemetry and status.telemetry.energy_is else None,
+        lambda status: (
+            status.telemetry.saved_j if status.telemetry and status.telemetry.energy_is else None
+        ),
     ),
 )
 _COUNTERS: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
-    ("planner_job_iterations", "Iterations of a job since it was registered.", lambda telemetry: telemetry.iterations),
+    (
+        "planner_job_iterations",
+        "Iterations of a job since it was registered.",
+        lambda telemetry: telemetry.iterations,
+    ),
     (
         "planner_job_late_clock_changes",
         "Clock changes that came when most of their computation was over.",
@@ -189,7 +217,11 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
     ),
 )
 _JOULES: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
-    ("planner_job_energy_joules", "Energy of all GPUs of a job.", lambda telemetry: telemetry.energy_j),
+    (
+        "planner_job_energy_joules",
+        "Energy of all GPUs of a job.",
+        lambda telemetry: telemetry.energy_j,
+    ),
     (
         "planner_job_baseline_joules",
         "Their energy with all clocks at maximum in iterations as long, by the profile.",

@@ -1,4 +1,6 @@
-"""Answers for those who look again and again: with a tag, so that nothing is sent twice, and compressed."""
+"""Answers for those who look again and again: with a tag, so that nothing is sent twice, and
+compressed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Page(NamedTuple):
         return cls(f'"{sha256(content)}"', content, gzip.compress(content, _QUICK, mtime=0))
 
     def answer(self, request: Request) -> Response:
-        """Return the answer to a request: 304 if the client has the page, and compressed if it can read that."""
+        """Return the answer to a request: 304 if the client has the page, and compressed if it
+        can read that.
+        """
         headers = {"ETag": self.tag, "Vary": "Accept-Encoding"}
         if self.tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -44,7 +48,8 @@ class Page(NamedTuple):
 
 
 class StatusPages:
-    """The page with the status of all jobs: a job's part is made once for each change, the whole once for all who ask.
+    """The page with the status of all jobs: a job's part is made once for each change, the whole
+    once for all who ask.
 
     It may be used from any thread.
     """

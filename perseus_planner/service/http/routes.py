@@ -38,18 +38,34 @@ async def _live(request: Request) -> AsyncService:
 Live = Annotated[AsyncService, Depends(_live)]
 JobName = Annotated[str, Path(pattern=schemas.NAME, description="Name of the job.")]
 ProfileKey = Annotated[
-    str, Path(pattern=schemas.KEY, description="Digest of the model's shapes, the GPU and the parallelism.")
+    str,
+    Path(
+        pattern=schemas.KEY,
+        description="Digest of the model's shapes, the GPU and the parallelism.",
+    ),
 ]
-After = Annotated[int, Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none.")]
+After = Annotated[
+    int,
+    Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none."),
+]
 Wait = Annotated[
     float,
-    Query(ge=0.0, le=_LONGEST_POLL_S, allow_inf_nan=False, description="How long to wait for it, seconds."),
+    Query(
+        ge=0.0,
+        le=_LONGEST_POLL_S,
+        allow_inf_nan=False,
+        description="How long to wait for it, seconds.",
+    ),
 ]
 
 
 router = APIRouter(route_class=CheckedRoute)
-_get, _put, _post, _delete = (partial(add_route, router, method) for method in ("GET", "PUT", "POST", "DELETE"))
-_UNCHANGED: Mapping[int | str, Any] = {304: {"description": "The page is the one with the tag in `If-None-Match`."}}
+_get, _put, _post, _delete = (
+    partial(add_route, router, method) for method in ("GET", "PUT", "POST", "DELETE")
+)
+_UNCHANGED: Mapping[int | str, Any] = {
+    304: {"description": "The page is the one with the tag in `If-None-Match`."}
+}
 _NOTHING_NEWER: Mapping[int | str, Any] = {204: {"description": "Nothing newer within `wait_s`."}}
 
 
@@ -75,15 +91,19 @@ _NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
 async def register(request: Request, sent: schemas.Registration, live: Live) -> Response:
     """Register a job. Its plans are there when this is answered.
 
-    A profile is solved first. The same request may be sent again while that lasts, and a job whose client does not wait
-    for it is not registered.
+    A profile is solved first. The same request may be sent again while that lasts, and a job whose
+    client does not wait for it is not registered.
     """
     frontier = sent.frontier
     if frontier is None:
-        unsolved = Unsolved(sent.profile_csv or "", sent.profile_yaml or "", sent.schedule or "", sent.microbatches)
+        unsolved = Unsolved(
+            sent.profile_csv or "", sent.profile_yaml or "", sent.schedule or "", sent.microbatches
+        )
         frontier = await live.solve(unsolved)
         if await request.is_disconnected():
-            raise HTTPException(503, "the client did not wait until the profile was solved; send it again")
+            raise HTTPException(
+                503, "the client did not wait until the profile was solved; send it again"
+            )
     registered = await live.register(sent.job(), frontier, take_over=bool(sent.take_over))
     return _json(registered, 201 if registered.is_new else 200)
 
@@ -97,7 +117,9 @@ async def jobs(request: Request, live: Live) -> Response:
 
 @_get("/v1/totals", "read", answers.Totals, also=_UNCHANGED)
 async def totals(request: Request, live: Live) -> Response:
-    """List what every job ran, used and saved since it was registered, also of jobs that have ended."""
+    """List what every job ran, used and saved since it was registered, also of jobs that have
+    ended.
+    """
     return await live.call(lambda: _page(answers.Totals(live.service.totals()), request))
 
 
@@ -123,14 +145,17 @@ async def report(
     idempotency_key: Annotated[str | None, Header(pattern=schemas.KEY)] = None,
     wait_s: Wait = 0.0,
 ) -> Response:
-    """Report that something is slow, or has recovered. The answer says what changes and what that saves.
+    """Report that something is slow, or has recovered. The answer says what changes and what that
+    saves.
 
     If slow stages have to be solved and planned first, the answer waits up to `wait_s` for that.
     """
     straggler = sent.report(idempotency_key, request.app.state.now_s())
     answer = await live.report(job, straggler)
     if wait_s and answer.takes_effect == "planning":
-        with suppress(HTTPException, UnknownJob):  # too many wait, or the job has ended: the report was taken
+        with suppress(
+            HTTPException, UnknownJob
+        ):  # too many wait, or the job has ended: the report was taken
             await live.newer(job, answer.version - 1, wait_s)
             answer = answer.with_plans_of(await live.call(live.service.status, job))
     return _json(answer, 202)
@@ -143,7 +168,9 @@ async def reports(job: JobName, live: Live) -> Response:
 
 
 @_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
-async def clear(job: JobName, key: Annotated[str, Path(pattern=schemas.KEY)], live: Live) -> Response:
+async def clear(
+    job: JobName, key: Annotated[str, Path(pattern=schemas.KEY)], live: Live
+) -> Response:
     """Withdraw a report."""
     return _json(await live.change(live.service.clear, job, key))
 
@@ -152,10 +179,13 @@ async def clear(job: JobName, key: Annotated[str, Path(pattern=schemas.KEY)], li
 async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Response:
     """Take the alerts that Alertmanager posts.
 
-    Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is refused.
+    Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is
+    refused.
     """
     received = await live.call(alertmanager.read_alerts, sent.alerts, request.app.state.now_s())
-    effects = await live.change(live.service.alert, [each.report for each in received if each.report is not None])
+    effects = await live.change(
+        live.service.alert, [each.report for each in received if each.report is not None]
+    )
     ignored = alertmanager.ignored_alerts(received, effects.ignored)
     request.app.state.metrics.count_alerts(len(received), len(ignored))
     for alert in received:
@@ -164,7 +194,13 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
     return _json(answers.AlertAnswers(effects.answers, ignored))
 
 
-@_get("/v1/jobs/{job}/pipelines/{pipeline}/plan", "read", answers.PipelinePlan, 404, also=_NOTHING_NEWER)
+@_get(
+    "/v1/jobs/{job}/pipelines/{pipeline}/plan",
+    "read",
+    answers.PipelinePlan,
+    404,
+    also=_NOTHING_NEWER,
+)
 async def plan(
     job: JobName,
     live: Live,
@@ -178,7 +214,9 @@ async def plan(
         return Response(status_code=204)
     count = len(newer.of_pipeline)
     if pipeline >= count:
-        raise HTTPException(404, f"the job has no pipeline {pipeline}: they are numbered from 0 to {count - 1}")
+        raise HTTPException(
+            404, f"the job has no pipeline {pipeline}: they are numbered from 0 to {count - 1}"
+        )
     return _json(answers.PipelinePlan(newer.version, pipeline, newer.text(pipeline)))
 
 
@@ -198,9 +236,11 @@ async def plans(job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0) 
     response_class=StreamingResponse,
 )
 async def events(job: JobName, live: Live) -> StreamingResponse:
-    """Stream the version of a job's plans, now and whenever there is another, as events `version`: `{"version": n}`.
+    """Stream the version of a job's plans, now and whenever there is another, as events `version`:
+    `{"version": n}`.
 
-    The stream ends with the job. A comment is sent when there has been nothing new for some seconds.
+    The stream ends with the job. A comment is sent when there has been nothing new for some
+    seconds.
     """
     await live.newer(job, 0, 0.0)  # so that an unknown job is refused before the stream begins
     return StreamingResponse(live.events(job), media_type="text/event-stream")
@@ -215,10 +255,12 @@ async def taken(job: JobName, sent: schemas.TakenRequest, live: Live) -> Respons
 
 @_post("/v1/jobs/{job}/telemetry", "report", None, 404, 409, **_NO_CONTENT)
 async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Response:
-    """Send what a run of a job has counted since it began. The job's status then says what was saved.
+    """Send what a run of a job has counted since it began. The job's status then says what was
+    saved.
 
-    Sending the same again, or older counts, changes nothing. A restarted job counts from 0 under another `run`. The
-    counts are on disk some seconds later; if the service is killed before, the next message makes up for it.
+    Sending the same again, or older counts, changes nothing. A restarted job counts from 0 under
+    another `run`. The counts are on disk some seconds later; if the service is killed before, the
+    next message makes up for it.
     """
     await live.change(live.service.telemetry, job, sent)
     return Response(status_code=204)
@@ -226,32 +268,42 @@ async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Respons
 
 @_get("/v1/jobs/{job}/frontier", "read", Curve, 404, also=_UNCHANGED)
 async def frontier(request: Request, job: JobName, live: Live) -> Response:
-    """Return the least energy of an iteration of one pipeline as profiled, at the times where its slope changes."""
+    """Return the least energy of an iteration of one pipeline as profiled, at the times where
+    its slope changes.
+    """
     return await live.call(lambda: _page(live.service.curve(job).thinned(_MOST_POINTS), request))
 
 
 @_get("/v1/jobs/{job}/pipelines", "read", answers.Pipelines, 404, also=_UNCHANGED)
 async def pipelines(request: Request, job: JobName, live: Live) -> Response:
-    """Return what each pipeline of a job is to do now, and the point of its frontier that it is planned for."""
+    """Return what each pipeline of a job is to do now, and the point of its frontier that it is
+    planned for.
+    """
     return await live.call(lambda: _page(answers.Pipelines(*live.service.pipelines(job)), request))
 
 
 @_get("/v1/profiles/{key}", "read", schemas.ProfileTexts, 404)
 async def learnt_profile(key: ProfileKey, live: Live) -> Response:
-    """Return the profile that a job with this key has learnt, so that the next one starts from it."""
+    """Return the profile that a job with this key has learnt, so that the next one starts from
+    it.
+    """
     return _json(await live.call(live.service.learnt_profile, key))
 
 
 @_put("/v1/profiles/{key}", "operate", None, **_NO_CONTENT)
 async def keep_profile(key: ProfileKey, sent: schemas.ProfileTexts, live: Live) -> Response:
-    """Keep a profile that a job has learnt, for the next job with this key: the same model, GPU and parallelism."""
+    """Keep a profile that a job has learnt, for the next job with this key: the same model, GPU
+    and parallelism.
+    """
     await live.call(live.service.keep_profile, key, sent)
     return Response(status_code=204)
 
 
 @_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)
 async def history(request: Request, job: JobName, live: Live) -> Response:
-    """Return what has happened to a job, in words, and how its power, iteration time and saving went; both bounded."""
+    """Return what has happened to a job, in words, and how its power, iteration time and saving
+    went; both bounded.
+    """
     return await live.call(lambda: _page(live.service.history(job), request))
 
 
@@ -264,13 +316,19 @@ async def deadline(job: JobName, sent: schemas.DeadlineRequest, live: Live) -> R
 @_put("/v1/jobs/{job}/power", "operate", answers.Answers, 404, 409)
 async def power(job: JobName, sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all GPUs of a job."""
-    return _json(answers.Answers(await live.change(live.service.set_power, job, sent.power_w, sent.schedule)))
+    return _json(
+        answers.Answers(await live.change(live.service.set_power, job, sent.power_w, sent.schedule))
+    )
 
 
 @_put("/v1/power", "operate", answers.Answers, 409)
 async def cluster_power(sent: schemas.PowerRequest, live: Live) -> Response:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
-    return _json(answers.Answers(await live.change(live.service.set_power, None, sent.power_w, sent.schedule)))
+    return _json(
+        answers.Answers(
+            await live.change(live.service.set_power, None, sent.power_w, sent.schedule)
+        )
+    )
 
 
 @_get("/v1/power", "read", answers.PowerBudget, also=_UNCHANGED)

@@ -1,4 +1,6 @@
-"""What all routes share: the role is checked before any of the body is read, and a thread parses a large body."""
+"""What all routes share: the role is checked before any of the body is read, and a thread parses
+a large body.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,15 @@ _SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
 
 
 class _Bearer(HTTPBearer):
-    """Documents the role that a route needs and the token in OpenAPI; `CheckedRoute` checks the role."""
+    """Documents the role that a route needs and the token in OpenAPI; `CheckedRoute` checks the
+    role.
+    """
 
     def __init__(self, role: Role) -> None:
-        super().__init__(scheme_name="HTTPBearer", description="A token of the service, if the service has tokens.")
+        super().__init__(
+            scheme_name="HTTPBearer",
+            description="A token of the service, if the service has tokens.",
+        )
         self.role = role
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]  # the result is not used
@@ -51,13 +58,22 @@ class CheckedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return what handles a request."""
         handle = super().get_route_handler()
-        role = next((each.dependency.role for each in self.dependencies if isinstance(each.dependency, _Bearer)), None)
+        role = next(
+            (
+                each.dependency.role
+                for each in self.dependencies
+                if isinstance(each.dependency, _Bearer)
+            ),
+            None,
+        )
         kind = self.body_field.field_info.annotation if self.body_field else None
 
         async def checked(request: Request) -> Response:
             if role is not None:
                 check_role(request.state.role, role)
-            is_json = request.headers.get("content-type", "").partition(";")[0] == "application/json"
+            is_json = (
+                request.headers.get("content-type", "").partition(";")[0] == "application/json"
+            )
             if kind is not None and is_json:
                 parts = [part async for part in request.stream()]
                 if sum(map(len, parts)) > _SMALL_BYTES:
@@ -80,7 +96,9 @@ def _parsed(kind: type[Any], parts: list[bytes]) -> Any:
         return schemas.from_json(kind, b"".join(parts))
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
+        raise RequestValidationError(
+            [{**each, "loc": ("body", *each["loc"])} for each in problems]
+        ) from None
 
 
 def add_route(
@@ -93,9 +111,11 @@ def add_route(
     also: Mapping[int | str, dict[str, Any]] = MappingProxyType({}),
     **options: Any,
 ) -> Callable[[Handler], Handler]:
-    """Return the decorator of a route for `role` and the roles above it, or for everyone if it is None.
+    """Return the decorator of a route for `role` and the roles above it, or for everyone if it is
+    None.
 
-    OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it `also` answers.
+    OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it
+    `also` answers.
     """
     statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {

@@ -1,4 +1,6 @@
-"""The service as a server: on a port or a unix socket, with or without TLS, until SIGTERM or SIGINT."""
+"""The service as a server: on a port or a unix socket, with or without TLS, until SIGTERM or
+SIGINT.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ if TYPE_CHECKING:
 
 _GRACE_S = 5  # how long requests may still take when the server ends
 _BACKLOG = 2048
-_COLLECTIONS = 5000  # young ones before a full one: that stops all for 100 ms where jobs have 100,000 ranks
-_SWITCH_S = 0.0005  # a thread that computes for long gives way this often; a report waits for that a few times
+_COLLECTIONS = (
+    5000  # young ones before a full one: that stops all for 100 ms where jobs have 100,000 ranks
+)
+# a thread that computes for long gives way this often; a report waits for that a few times
+_SWITCH_S = 0.0005
 HEAD_S = 10.0  # within which the head of a request must have come
 _VANISHED_S = 60  # after which a client that the network no longer reaches is given up
 
@@ -60,11 +65,14 @@ class Address:
             raise UsageError("TLS: give both --tls-cert and --tls-key")
         if self.unix is not None and self.certificate is not None:
             raise UsageError(
-                "TLS: is not needed on a unix socket, whose data stays on this machine; leave out --tls-cert and "
-                "--tls-key"
+                "TLS: is not needed on a unix socket, whose data stays on this machine; leave out "
+                "--tls-cert and --tls-key"
             )
         if not 0 <= self.port <= 65535:
-            raise UsageError(f"--port {self.port}: is not a port; give one from 1 to 65535, or 0 for any free port")
+            raise UsageError(
+                f"--port {self.port}: is not a port; give one from 1 to 65535, or 0 for any free "
+                "port"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ def listening(address: Address, tokens: tuple[Token, ...] = ()) -> Iterator[List
     """Bind a socket to `address`; the file of a unix socket is removed when the block ends.
 
     Raises:
-        UsageError: If it cannot be bound, others can reach it and there are no tokens, or the TLS files are unusable.
+        UsageError: If it cannot be bound, others can reach it and there are no tokens, or the TLS
+            files are unusable.
     """
     _check_tls(address)
     if address.unix is not None:
@@ -112,8 +121,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM, or until SIGINT, which raises KeyboardInterrupt; on the main thread.
 
-    Long polls are answered and event streams ended before it returns. `ready` is called when the server accepts
-    requests.
+    Long polls are answered and event streams ended before it returns. `ready` is called when the
+    server accepts requests.
 
     Raises:
         Fenced: If another service has opened the database.
@@ -139,8 +148,11 @@ def serving(
     """
     with listening(address, tokens) as listener:
         server = _server(service, listener, limits, lambda: None)
-        thread = threading.Thread(target=server.run, args=([listener.socket],), name="planner-service")
-        thread.start()  # clients that connect early wait for a moment, as the socket already listens
+        thread = threading.Thread(
+            target=server.run, args=([listener.socket],), name="planner-service"
+        )
+        # clients that connect early wait for a moment, as the socket already listens
+        thread.start()
         try:
             yield listener.url
         finally:
@@ -149,7 +161,9 @@ def serving(
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if the head of a request does not come, or its client has vanished."""
+    """A connection that is closed if the head of a request does not come, or its client has
+    vanished.
+    """
 
     _late: asyncio.TimerHandle | None = None
 
@@ -181,7 +195,9 @@ class _Connection(H11Protocol):
 class _Server(uvicorn.Server):
     """Reports when it is ready, and ends long polls before it waits for open requests."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], live: AsyncService) -> None:
+    def __init__(
+        self, config: uvicorn.Config, ready: Callable[[], None], live: AsyncService
+    ) -> None:
         super().__init__(config)
         self.live = live
         self._ready = ready
@@ -199,7 +215,9 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _server(service: Service, listener: Listener, limits: Limits | None, ready: Callable[[], None]) -> _Server:
+def _server(
+    service: Service, listener: Listener, limits: Limits | None, ready: Callable[[], None]
+) -> _Server:
     address, tokens = listener.address, listener.tokens
     access = Access(tokens, loopback_only=not tokens and address.unix is None)
     app = create_app(service, access, limits or Limits())
@@ -226,31 +244,39 @@ def _check_tls(address: Address) -> None:
         if not path.is_file():
             raise UsageError(f"{option} {path}: no such file; name a PEM file")
     try:  # an empty password, so that OpenSSL does not prompt for one
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(address.certificate, address.key, password=lambda: "")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            address.certificate, address.key, password=lambda: ""
+        )
     except OSError as error:
         raise UsageError(
-            f"--tls-cert {address.certificate}, --tls-key {address.key}: are not a certificate and its key, in PEM and "
-            f"without a password: {_reason(error)}; name such files"
+            f"--tls-cert {address.certificate}, --tls-key {address.key}: are not a certificate "
+            f"and its key, in PEM and without a password: {_reason(error)}; name such files"
         ) from error
 
 
 @contextmanager
 def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.socket]:
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, at = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 first, also for "localhost"
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, *_, at = min(
+            found, key=lambda each: each[0] != socket.AF_INET
+        )  # IPv4 first, also for "localhost"
         if only_loopback and not ip_address(at[0]).is_loopback:
             raise UsageError(
-                f"--host {address.host}: other machines can reach it, so clients need tokens; give --tokens FILE, "
-                f"or set {TOKENS_VARIABLE}, or listen on 127.0.0.1"
+                f"--host {address.host}: other machines can reach it, so clients need tokens; "
+                f"give --tokens FILE, or set {TOKENS_VARIABLE}, or listen on 127.0.0.1"
             )
         bound = socket.create_server(at[:2], family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         options = f"--host {address.host} --port {address.port}"
-        raise UsageError(f"{options}: cannot listen there: {_reason(error)}; give another address") from error
+        raise UsageError(
+            f"{options}: cannot listen there: {_reason(error)}; give another address"
+        ) from error
     with bound:
-        # Connections inherit these. asyncio would only set the first on a socket that names its protocol, which this
-        # one does not. Without it, an answer in two parts takes 40 ms.
+        # Connections inherit these. asyncio would only set the first on a socket that names its
+        # protocol, which this one does not. Without it, an answer in two parts takes 40 ms.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_S // 2)
@@ -264,7 +290,9 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as bound:
         try:
             _remove_if_left_behind(path)
-            os.fchmod(bound.fileno(), 0o600)  # the file that is bound to takes this mode over, less the umask
+            os.fchmod(
+                bound.fileno(), 0o600
+            )  # the file that is bound to takes this mode over, less the umask
             bound.bind(str(path))
             bound.listen(_BACKLOG)
         except OSError as error:
@@ -283,7 +311,11 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
 def _reason(error: OSError | UnicodeError) -> str:
     """Return the system's message, without the address that Python adds."""
     number = getattr(error, "errno", None)
-    return os.strerror(number) if number and number > 0 and not isinstance(error, ssl.SSLError) else str(error)
+    return (
+        os.strerror(number)
+        if number and number > 0 and not isinstance(error, ssl.SSLError)
+        else str(error)
+    )
 
 
 def _remove_if_left_behind(path: Path) -> None:

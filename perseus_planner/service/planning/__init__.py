@@ -1,1 +1,3 @@
-"""From decisions to plans. `Planning` looks them up, or has worker processes solve and plan them."""
+"""From decisions to plans. `Planning` looks them up, or has worker processes solve and plan
+them.
+"""

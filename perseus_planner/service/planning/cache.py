@@ -1,4 +1,6 @@
-"""From targets to plans: curves and plans that are known are looked up, others are made by worker processes."""
+"""From targets to plans: curves and plans that are known are looked up, others are made by
+worker processes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 
-_PLANS, _CURVES = 1024, 1024  # kept; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
+_PLANS, _CURVES = (
+    1024,
+    1024,
+)  # kept; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
 
 
 class NotPlanned(PlannerError):
@@ -36,7 +41,8 @@ class Ending(NotPlanned):
 
 
 class Processes:
-    """Worker processes, started when first needed. Use it as a context manager, which ends them at once.
+    """Worker processes, started when first needed. Use it as a context manager, which ends them at
+    once.
 
     They also end when the process that started them is killed.
     """
@@ -56,7 +62,9 @@ class Processes:
             self._open = False
             self._end()
 
-    def run(self, function: Callable[..., Result], *arguments: Any, timeout_s: float | None = None) -> Result:
+    def run(
+        self, function: Callable[..., Result], *arguments: Any, timeout_s: float | None = None
+    ) -> Result:
         """Call a module-level function in a worker process and return its result.
 
         If the process is killed, for example for lack of memory, a new one tries once more.
@@ -75,10 +83,12 @@ class Processes:
                 continue
             except futures.TimeoutError as error:
                 raise UsageError(
-                    f"solving takes longer than {timeout_s:g} s; run `planner solve` yourself and register its frontier"
+                    f"solving takes longer than {timeout_s:g} s; run `planner solve` yourself and "
+                    "register its frontier"
                 ) from error
         raise NotPlanned(
-            "the process that solves and plans was killed twice; check that this machine has enough memory"
+            "the process that solves and plans was killed twice; check that this machine has "
+            "enough memory"
         )
 
     def restart(self) -> None:
@@ -101,7 +111,9 @@ class Processes:
             if not self._open:
                 raise Ending("the service is ending; ask again when it runs")
             if self._pool is None or self._pool is broken:
-                context = multiprocessing.get_context("spawn")  # a fork would inherit the service's sockets and locks
+                context = multiprocessing.get_context(
+                    "spawn"
+                )  # a fork would inherit the service's sockets and locks
                 prepare = worker.prepare_process
                 self._pool = ProcessPoolExecutor(self._count, context, prepare, (self._theirs,))
             return self._pool
@@ -130,7 +142,9 @@ class _RecentlyUsed(Generic[Key, Value]):
 
 
 class Planning:
-    """Curves and plans of frontiers, each made once while it stays in the cache. It may be used from any thread."""
+    """Curves and plans of frontiers, each made once while it stays in the cache. It may be used
+    from any thread.
+    """
 
     def __init__(self, frontier: Callable[[str], bytes], run: Callable[..., Any]) -> None:
         """Start with empty caches.
@@ -157,7 +171,8 @@ class Planning:
         return known
 
     def numbers(self, job: RegisteredJob, curve: Curve) -> KnownNumbers:
-        """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it has been solved.
+        """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it
+        has been solved.
 
         Raises:
             NotSolved: If it has not been solved under the power limit of the job's GPUs.
@@ -173,7 +188,9 @@ class Planning:
         return KnownNumbers(limited, solved)
 
     def solve(self, job: RegisteredJob, slow: Slow) -> None:
-        """Solve the pipeline with these slow stages under its GPUs' power limit, so that `numbers` can look it up."""
+        """Solve the pipeline with these slow stages under its GPUs' power limit, so that
+        `numbers` can look it up.
+        """
         key = (job.frontier, slow, job.gpu_power_limit_w)
         self._curves.put(key, self._run(worker.solved_curve, *key, self._frontier(job.frontier)))
 
@@ -193,13 +210,19 @@ class Planning:
         """
         return self._made(request, worker.plan_text, lambda _: content)
 
-    def remember(self, job: RegisteredJob, curve: Curve, versions: Iterable[tuple[PlanSet, Decision]]) -> None:
-        """Add versions of a job's plans, with the decisions that they were made for, to the cache."""
+    def remember(
+        self, job: RegisteredJob, curve: Curve, versions: Iterable[tuple[PlanSet, Decision]]
+    ) -> None:
+        """Add versions of a job's plans, with the decisions that they were made for, to the
+        cache.
+        """
         for plan_set, decision in versions:
             for pipeline, request in enumerate(requests_of(job, curve, decision)):
                 self._texts.put(request, plan_set.text(pipeline))
 
-    def _made(self, request: PlanRequest, make: Callable[..., str], content: Callable[[str], bytes]) -> str:
+    def _made(
+        self, request: PlanRequest, make: Callable[..., str], content: Callable[[str], bytes]
+    ) -> str:
         text = self._texts.get(request)
         if text is None:
             text = str(self._run(make, request, content(request.frontier)))
@@ -208,12 +231,25 @@ class Planning:
 
 
 def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[PlanRequest, ...]:
-    """Return the plan to request for each pipeline; beyond the frontier's slow end, slower plans save nothing."""
+    """Return the plan to request for each pipeline; beyond the frontier's slow end, slower plans
+    save nothing.
+    """
 
     @cache  # most pipelines have the same target
-    def request(time_s: float, slow: Slow, power_w: float | None, gpu_w: float | None) -> PlanRequest:
+    def request(
+        time_s: float, slow: Slow, power_w: float | None, gpu_w: float | None
+    ) -> PlanRequest:
         within_s = time_s if slow or gpu_w is not None else min(time_s, curve.max_time_s)
-        return PlanRequest(job.frontier, within_s, slow, power_w, job.max_changes, job.min_dwell_s, job.on_time, gpu_w)
+        return PlanRequest(
+            job.frontier,
+            within_s,
+            slow,
+            power_w,
+            job.max_changes,
+            job.min_dwell_s,
+            job.on_time,
+            gpu_w,
+        )
 
     return tuple(
         request(each.time_s, slow_of(each.slow_stages), each.power_w, each.gpu_power_limit_w)
@@ -222,7 +258,9 @@ def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[P
 
 
 def deduplicated(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:
-    """Return the distinct values in order of appearance, and for each value its index among them."""
+    """Return the distinct values in order of appearance, and for each value its index among
+    them.
+    """
     indices: dict[Key, int] = {}
     of_each = tuple(indices.setdefault(value, len(indices)) for value in values)
     return tuple(indices), of_each

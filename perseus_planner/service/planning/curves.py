@@ -24,19 +24,29 @@ Slow = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Curve:
-    """The least energy of one pipeline's iteration for every iteration time; linear between the points."""
+    """The least energy of one pipeline's iteration for every iteration time; linear between the
+    points.
+    """
 
     rising_s: Annotated[
         tuple[float, ...],
-        Field(alias="times_s", description="(points,) Iteration times where the slope changes, rising, seconds."),
+        Field(
+            alias="times_s",
+            description="(points,) Iteration times where the slope changes, rising, seconds.",
+        ),
     ] = field(repr=False)
     rising_j: Annotated[
         tuple[float, ...],
-        Field(alias="energies_j", description="(points,) The least energy at each, waiting included, joules."),
+        Field(
+            alias="energies_j",
+            description="(points,) The least energy at each, waiting included, joules.",
+        ),
     ] = field(repr=False)
     baseline_time_s: Annotated[float, Field(description="With all clocks at maximum, seconds.")]
     baseline_j: Annotated[float, Field(description="Energy of such an iteration, joules.")]
-    waiting_w: Annotated[float, Field(description="Power of all GPUs of the pipeline while they wait, watts.")]
+    waiting_w: Annotated[
+        float, Field(description="Power of all GPUs of the pipeline while they wait, watts.")
+    ]
     stages: int
     gpus: int
     origin: Annotated[Origin, Field(description="Origin of the profile.")]
@@ -56,11 +66,17 @@ class Curve:
         )
 
     def thinned(self, most: int) -> Curve:
-        """Return the curve with at most `most` points, 2 or more: both ends and evenly spaced others."""
+        """Return the curve with at most `most` points, 2 or more: both ends and evenly spaced
+        others.
+        """
         count = len(self.rising_s)
-        kept = dict.fromkeys(np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist())
+        kept = dict.fromkeys(
+            np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist()
+        )
         return replace(
-            self, rising_s=tuple(self.rising_s[i] for i in kept), rising_j=tuple(self.rising_j[i] for i in kept)
+            self,
+            rising_s=tuple(self.rising_s[i] for i in kept),
+            rising_j=tuple(self.rising_j[i] for i in kept),
         )
 
     @property
@@ -84,7 +100,8 @@ class Curve:
         return self.rising_s[-1]
 
     def bound_j(self, deadline_s: float) -> float:
-        """Return the least energy of an iteration of that time, as `Frontier.bound_j` up to rounding.
+        """Return the least energy of an iteration of that time, as `Frontier.bound_j` up to
+        rounding.
 
         Raises:
             InfeasibleDeadline: If no iteration is that fast.
@@ -103,7 +120,8 @@ class Curve:
 
 
 class NotSolved(Exception):
-    """The pipeline with these slow stages, under its GPUs' power limit, has to be solved before a decision.
+    """The pipeline with these slow stages, under its GPUs' power limit, has to be solved before a
+    decision.
 
     Attributes:
         slow: The slow stages.
@@ -167,4 +185,8 @@ class KnownNumbers:
 
 def slow_of(stages: Mapping[int, float]) -> Slow:
     """Return slow stages in the form in which they are looked up."""
-    return tuple(sorted((stage, slowdown) for stage, slowdown in stages.items() if slowdown != 1.0)) if stages else ()
+    return (
+        tuple(sorted((stage, slowdown) for stage, slowdown in stages.items() if slowdown != 1.0))
+        if stages
+        else ()
+    )

@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 
 def replan(name: str, writer: Writer, planning: Planning, now_s: Callable[[], float]) -> bool:
-    """Solve or plan once for a job, and publish its plans if that was the last of them; takes up to minutes.
+    """Solve or plan once for a job, and publish its plans if that was the last of them; takes up to
+    minutes.
 
     Returns:
         Whether more has to be solved or planned.
@@ -44,18 +45,24 @@ def replan(name: str, writer: Writer, planning: Planning, now_s: Callable[[], fl
     def command(draft: Draft) -> None:
         state = draft.find(name)
         if state is not None:
-            draft.put(given_up(state, problem, now_s()) if problem else reconciled(state, planning, now_s()))
+            draft.put(
+                given_up(state, problem, now_s())
+                if problem
+                else reconciled(state, planning, now_s())
+            )
 
     writer.do(command)
     return False
 
 
 class Replanner:
-    """Prepares jobs in the order in which they were requested. Use it as a context manager, which ends its threads.
+    """Prepares jobs in the order in which they were requested. Use it as a context manager, which
+    ends its threads.
 
-    A job that is requested again while it waits keeps its position, and what it needs is determined when its turn
-    comes. So jobs whose reports change often do not delay others, and outdated plans are not made. A job that needs
-    more than one solution is requested again after each, so that others take turns with it.
+    A job that is requested again while it waits keeps its position, and what it needs is determined
+    when its turn comes. So jobs whose reports change often do not delay others, and outdated plans
+    are not made. A job that needs more than one solution is requested again after each, so that
+    others take turns with it.
     """
 
     def __init__(self, prepare: Callable[[str], None], threads: int) -> None:
@@ -65,7 +72,8 @@ class Replanner:
         self._changed = threading.Condition()
         self._running = True
         self._threads = [
-            threading.Thread(target=self._run, name="planner-replanning", daemon=True) for _ in range(threads)
+            threading.Thread(target=self._run, name="planner-replanning", daemon=True)
+            for _ in range(threads)
         ]
 
     def __enter__(self) -> Replanner:

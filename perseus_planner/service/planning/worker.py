@@ -1,7 +1,7 @@
 """What runs in the service's worker processes: reading frontiers, solving, planning.
 
-Solving and planning are compiled code that holds Python's global lock. On a thread of the service, answers would wait
-for up to 0.5 s, so other processes do it.
+Solving and planning are compiled code that holds Python's global lock. On a thread of the service,
+answers would wait for up to 0.5 s, so other processes do it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.solve import solve_dag
 
 _KEPT = 32  # frontiers that a process keeps in memory
-_LARGEST_BYTES = 10**8  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
+_LARGEST_BYTES = (
+    10**8
+)  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
 _NICENESS = 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -66,10 +68,12 @@ class PlanRequest(NamedTuple):
         frontier: Digest of the frontier file.
         time_s: Deadline of an iteration, seconds.
         slow: Stages that are slower than profiled.
-        power_w: Upper bound on the average power of the pipeline, watts, which goes before `time_s`; None for no bound.
+        power_w: Upper bound on the average power of the pipeline, watts, which goes before
+            `time_s`; None for no bound.
         max_changes, min_dwell_s: Switch budget, as for `Frontier.plan_for`.
         on_time: The probability of keeping the deadline or the power, likewise.
-        gpu_power_limit_w: Power limit of each GPU, watts; None for that under which it was profiled.
+        gpu_power_limit_w: Power limit of each GPU, watts; None for that under which it was
+            profiled.
     """
 
     frontier: str
@@ -83,11 +87,13 @@ class PlanRequest(NamedTuple):
 
 
 def prepare_process(service: Connection) -> None:
-    """Prepare this process: low priority, Ctrl-C left to the service, and an end together with the service.
+    """Prepare this process: low priority, Ctrl-C left to the service, and an end together with the
+    service.
 
     Args:
-        service: A pipe whose other end the service holds. When that is closed, even by the service's death, this
-            process ends at once. Pool processes would otherwise outlive a service that is killed.
+        service: A pipe whose other end the service holds. When that is closed, even by the
+            service's death, this process ends at once. Pool processes would otherwise outlive a
+            service that is killed.
     """
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -120,7 +126,8 @@ def curve_of(digest: str, content: bytes) -> Curve:
 
 
 def solved_curve(digest: str, slow: Slow, gpu_power_limit_w: float | None, content: bytes) -> Curve:
-    """Return the curve of the pipeline with some stages slowed down and its GPUs limited: solved anew, exactly.
+    """Return the curve of the pipeline with some stages slowed down and its GPUs limited: solved
+    anew, exactly.
 
     Raises:
         ProfileError: If there is no such stage, or no clock keeps a computation within the limit.
@@ -129,14 +136,17 @@ def solved_curve(digest: str, slow: Slow, gpu_power_limit_w: float | None, conte
 
 
 def plan_text(request: PlanRequest, content: bytes) -> str:
-    """Return the requested plan as `Plan.dumps` writes it; that of the least power if none draws so little.
+    """Return the requested plan as `Plan.dumps` writes it; that of the least power if none draws so
+    little.
 
     Raises:
         InfeasibleDeadline: If no choice of clocks is that fast.
         InfeasibleBudget: If none was found within the switch budget.
     """
     frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
-    limits: dict[str, Any] = {name: getattr(request, name) for name in ("max_changes", "min_dwell_s", "on_time")}
+    limits: dict[str, Any] = {
+        name: getattr(request, name) for name in ("max_changes", "min_dwell_s", "on_time")
+    }
     plan = frontier.plan_until(request.time_s, **limits)
     power_w = plan.power_w if plan.on_time is None else plan.on_time.power_w.high
     if request.power_w is not None and power_w > request.power_w:
@@ -144,7 +154,9 @@ def plan_text(request: PlanRequest, content: bytes) -> str:
             within = frontier.plan_within_power(request.power_w, **limits)
         except InfeasiblePower as error:
             within = frontier.plan_within_power(error.least_power_w, **limits)
-        plan = within if request.on_time is None else max(plan, within, key=lambda each: each.time_s)
+        plan = (
+            within if request.on_time is None else max(plan, within, key=lambda each: each.time_s)
+        )
     return plan.dumps()
 
 
@@ -179,7 +191,11 @@ def _frontier(digest: str, slow: Slow, limit_w: float | None, content: bytes) ->
 def _changed(frontier: Frontier, slow: Slow, limit_w: float | None) -> Frontier:
     profile = frontier.profile if limit_w is None else within_power_limit(frontier.profile, limit_w)
     profile = slowed(profile, dict(slow)) if slow else profile
-    return frontier if profile is frontier.profile else solve_dag(PipelineDag(profile, frontier.dag.iteration))
+    return (
+        frontier
+        if profile is frontier.profile
+        else solve_dag(PipelineDag(profile, frontier.dag.iteration))
+    )
 
 
 def _read(content: bytes) -> Frontier:
@@ -201,16 +217,22 @@ def _check_size(content: bytes) -> None:
     except zipfile.BadZipFile:
         return  # reading it says what it is instead
     if size > _LARGEST_BYTES:
-        raise FrontierError(f"frontier.npz: unpacks to {size} bytes, more than {_LARGEST_BYTES}; is it a frontier?")
+        raise FrontierError(
+            f"frontier.npz: unpacks to {size} bytes, more than {_LARGEST_BYTES}; is it a frontier?"
+        )
 
 
 def _written(unsolved: Unsolved, folder: Path) -> Settings:
-    """Write the profile into `folder`, and the schedule if it is a grid; returns the settings that name them."""
+    """Write the profile into `folder`, and the schedule if it is a grid; returns the settings
+    that name them.
+    """
     document = folder / "profile.yaml"
     document.write_text(unsolved.profile_yaml, encoding="utf-8", newline="")
     table = profile_document(document).values["measurements"]
     if not isinstance(table, str) or not _FILE_NAME.fullmatch(table) or table == document.name:
-        raise ProfileError("profile.yaml: measurements: is not a plain file name; write profile.csv there")
+        raise ProfileError(
+            "profile.yaml: measurements: is not a plain file name; write profile.csv there"
+        )
     (folder / table).write_text(unsolved.profile_csv, encoding="utf-8", newline="")
     schedule: str | Path = unsolved.schedule
     if schedule not in NAMES:

@@ -1,1 +1,3 @@
-"""The service's database. `Storage` reads and writes it; `Writer` is the one thread that changes it."""
+"""The service's database. `Storage` reads and writes it; `Writer` is the one thread that changes
+it.
+"""

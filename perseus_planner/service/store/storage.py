@@ -1,4 +1,6 @@
-"""The service's database: everything that must survive it, in any database that SQLAlchemy reaches, with one writer."""
+"""The service's database: everything that must survive it, in any database that SQLAlchemy
+reaches, with one writer.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ Versions = list[tuple[PlanSet, Decision]]
 """Versions of a job's plans, rising, each with the decision it was planned for."""
 
 VERSIONS_KEPT = 16
-"""How many versions of a job's plans are kept. Jobs return to earlier plans, which are then not computed again."""
+"""How many versions of a job's plans are kept. Jobs return to earlier plans, which are then not
+computed again.
+"""
 ENDED_SHOWN = 1000
 """How many of the jobs that have ended are listed; the totals of all are kept."""
 
@@ -70,7 +74,9 @@ _WAIT_S = 10  # for another process that has locked the file
 _COMMITS_BETWEEN_SWEEPS = 256
 _POWER, _POWER_SCHEDULE = "power_w", "power_schedule"
 _STILL_WRITER = (
-    update(meta).where(meta.c.name == "writer", meta.c.value == bindparam("writer")).values(value=bindparam("writer"))
+    update(meta)
+    .where(meta.c.name == "writer", meta.c.value == bindparam("writer"))
+    .values(value=bindparam("writer"))
 )
 _OLD_VERSIONS = [
     delete(table).where(table.c.job == bindparam("of_job"), table.c.version <= bindparam("up_to"))
@@ -85,7 +91,8 @@ class Change:
     Attributes:
         jobs: Name -> (state before, state after); None if the job did not run before, or has ended.
         frontiers: Digest -> file and curve, for frontiers that these jobs may be the first to have.
-        power_w: A tuple with the new power budget of all jobs, watts or None; empty if it has not changed.
+        power_w: A tuple with the new power budget of all jobs, watts or None; empty if it has not
+            changed.
         power_schedule: A tuple with what replaces it later; empty if that has not changed.
         telemetry: Name -> telemetry, for running jobs.
         ended: What jobs that have ended ran, used and saved.
@@ -123,17 +130,19 @@ class Stored:
 class Storage:
     """A database of the service. Use it as a context manager, which closes it.
 
-    The last process to open a database is its writer. A service that opened it earlier can no longer write, so two
-    services never write to one database.
+    The last process to open a database is its writer. A service that opened it earlier can no
+    longer write, so two services never write to one database.
     """
 
-    def __init__(self, location: str | os.PathLike[str], *, synchronous: Synchronous = "FULL") -> None:
+    def __init__(
+        self, location: str | os.PathLike[str], *, synchronous: Synchronous = "FULL"
+    ) -> None:
         """Open the database, or create it.
 
         Args:
             location: The path of an SQLite file, or a URL of SQLAlchemy; only SQLite is tested.
-            synchronous: For SQLite. With FULL, what is acknowledged survives a loss of power; with NORMAL, only the
-                death of the service.
+            synchronous: For SQLite. With FULL, what is acknowledged survives a loss of power; with
+                NORMAL, only the death of the service.
 
         Raises:
             StorageError: If it cannot be opened, or is of another version.
@@ -167,19 +176,32 @@ class Storage:
         """
         with self._transaction() as connection:
             try:
-                curves = {row.digest: from_json(Curve, row.curve) for row in connection.execute(_CURVES)}
+                curves = {
+                    row.digest: from_json(Curve, row.curve) for row in connection.execute(_CURVES)
+                }
                 kept = _versions(connection)
                 rows = connection.execute(select(jobs)).all()
-                states = {row.name: state_of(row, curves[row.frontier], kept[row.name][-1]) for row in rows}
-                tallies = {row.name: from_json(Tally, row.telemetry) for row in rows if row.telemetry is not None}
+                states = {
+                    row.name: state_of(row, curves[row.frontier], kept[row.name][-1])
+                    for row in rows
+                }
+                tallies = {
+                    row.name: from_json(Tally, row.telemetry)
+                    for row in rows
+                    if row.telemetry is not None
+                }
                 power_w = connection.scalar(select(meta.c.value).where(meta.c.name == _POWER))
-                steps = connection.scalar(select(meta.c.value).where(meta.c.name == _POWER_SCHEDULE))
+                steps = connection.scalar(
+                    select(meta.c.value).where(meta.c.name == _POWER_SCHEDULE)
+                )
                 schedule = () if steps is None else from_json(PowerRequest, steps).schedule
-                return Stored(states, kept, None if power_w is None else float(power_w), tallies, schedule)
+                return Stored(
+                    states, kept, None if power_w is None else float(power_w), tallies, schedule
+                )
             except (KeyError, TypeError, ValueError) as error:
                 raise StorageError(
-                    f"{self._name}: holds what this planner cannot read ({_one_line(error)}); restore a copy of it, or "
-                    "start with another database"
+                    f"{self._name}: holds what this planner cannot read ({_one_line(error)}); "
+                    "restore a copy of it, or start with another database"
                 ) from error
 
     def ended_jobs(self) -> tuple[JobTotals, ...]:
@@ -189,7 +211,9 @@ class Storage:
             StorageError: If they cannot be read.
         """
         with self._transaction() as connection:
-            texts = connection.scalars(select(ended.c.totals).order_by(ended.c.id.desc()).limit(ENDED_SHOWN)).all()
+            texts = connection.scalars(
+                select(ended.c.totals).order_by(ended.c.id.desc()).limit(ENDED_SHOWN)
+            ).all()
         return tuple(from_json(JobTotals, text) for text in texts)
 
     def learnt_profile(self, key: str) -> ProfileTexts | None:
@@ -209,7 +233,9 @@ class Storage:
             StorageError: If there is no such frontier, or it cannot be read.
         """
         with self._transaction() as connection:
-            content: bytes | None = connection.scalar(select(frontiers.c.content).where(frontiers.c.digest == digest))
+            content: bytes | None = connection.scalar(
+                select(frontiers.c.content).where(frontiers.c.digest == digest)
+            )
         if content is None:
             raise StorageError(f"{self._name}: has no frontier {digest}; its job has ended")
         return content
@@ -226,7 +252,9 @@ class Storage:
                 _add_frontier(connection, digest, content, curve)
             written = self._write_jobs(connection, change)
             if change.ended:
-                connection.execute(insert(ended), [{"totals": to_json(each).decode()} for each in change.ended])
+                connection.execute(
+                    insert(ended), [{"totals": to_json(each).decode()} for each in change.ended]
+                )
             for key, (profile, at_s) in change.learnt.items():
                 connection.execute(delete(learnt).where(learnt.c.key == key))
                 row = {"key": key, "profile": to_json(profile).decode(), "at_s": at_s}
@@ -237,7 +265,11 @@ class Storage:
             for power_w in change.power_w:
                 _set_meta(connection, _POWER, None if power_w is None else repr(power_w))
             for steps in change.power_schedule:
-                _set_meta(connection, _POWER_SCHEDULE, to_json(PowerRequest(None, steps)).decode() if steps else None)
+                _set_meta(
+                    connection,
+                    _POWER_SCHEDULE,
+                    to_json(PowerRequest(None, steps)).decode() if steps else None,
+                )
             self._commits += 1
             sweeps = self._commits % _COMMITS_BETWEEN_SWEEPS == 0
             if sweeps:
@@ -261,17 +293,28 @@ class Storage:
             if before is None or before.published.version != after.published.version:
                 texts |= _add_version(connection, after)
         new = {digest: text for digest, text in texts.items() if digest not in self._known_plans}
-        found = set(connection.scalars(select(plans.c.digest).where(plans.c.digest.in_(new)))) if new else set()
+        found = (
+            set(connection.scalars(select(plans.c.digest).where(plans.c.digest.in_(new))))
+            if new
+            else set()
+        )
         if new.keys() - found:
-            connection.execute(insert(plans), [{"digest": each, "text": new[each]} for each in new.keys() - found])
+            connection.execute(
+                insert(plans), [{"digest": each, "text": new[each]} for each in new.keys() - found]
+            )
         for name, tally in change.telemetry.items():
-            connection.execute(update(jobs).where(jobs.c.name == name).values(telemetry=to_json(tally).decode()))
+            connection.execute(
+                update(jobs).where(jobs.c.name == name).values(telemetry=to_json(tally).decode())
+            )
         return set(texts)
 
     def _check_writer(self, connection: Connection) -> None:
         """Check by an update, which makes any other writer wait for the end of this transaction."""
         if connection.execute(_STILL_WRITER, {"writer": self._writer}).rowcount != 1:
-            raise Fenced(f"{self._name}: another service has opened it, so this one writes no more; run one of them")
+            raise Fenced(
+                f"{self._name}: another service has opened it, so this one writes no more; run one "
+                "of them"
+            )
 
     def _check_layout(self, connection: Connection) -> None:
         layout = connection.scalar(select(meta.c.value).where(meta.c.name == "layout"))
@@ -279,26 +322,33 @@ class Storage:
             _set_meta(connection, "layout", LAYOUT)
         elif layout != LAYOUT:
             raise StorageError(
-                f"{self._name}: is of version {layout} and this planner reads version {LAYOUT}; use the planner "
-                "that wrote it, or start with another database"
+                f"{self._name}: is of version {layout} and this planner reads version {LAYOUT}; "
+                "use the planner that wrote it, or start with another database"
             )
 
     @property
     def _name(self) -> str:
         """For error messages, without a password."""
         url = self._engine.url
-        return (url.database or "memory") if url.get_backend_name() == "sqlite" else url.render_as_string()
+        return (
+            (url.database or "memory")
+            if url.get_backend_name() == "sqlite"
+            else url.render_as_string()
+        )
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        """Open a connection; what is written in the block is kept if the block ends without an error."""
+        """Open a connection; what is written in the block is kept if the block ends without an
+        error.
+        """
         try:
             with self._lock, self._engine.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
             reason = _one_line(getattr(error, "orig", None) or error)
             raise StorageError(
-                f"{self._name}: {reason}; check that it is a database of the service, can be written and has room"
+                f"{self._name}: {reason}; check that it is a database of the service, can be "
+                "written and has room"
             ) from error
 
 
@@ -311,23 +361,32 @@ def _versions(connection: Connection) -> dict[str, Versions]:
     for row in connection.execute(select(versions).order_by(versions.c.version)):
         record = from_json(VersionRecord, row.content)
         plan_set = PlanSet(
-            row.version, tuple(texts[digest] for digest in record.plans), record.of_pipeline, record.made_s
+            row.version,
+            tuple(texts[digest] for digest in record.plans),
+            record.of_pipeline,
+            record.made_s,
         )
         found.setdefault(row.job, []).append((plan_set, record.decision))
     return found
 
 
 def _add_version(connection: Connection, state: JobState) -> dict[str, str]:
-    """Write the published version of a job, delete those that are too old, and return its plans by digest."""
+    """Write the published version of a job, delete those that are too old, and return its plans
+    by digest.
+    """
     name, published = state.job.name, state.published
     digests = [_digest(text) for text in published.texts]
     record = VersionRecord(published.made_s, state.planned, published.of_pipeline, tuple(digests))
     key = {"job": name, "version": published.version}
     connection.execute(insert(versions).values(**key, content=to_json(record).decode()))
-    connection.execute(insert(version_plans), [{**key, "plan": digest} for digest in dict.fromkeys(digests)])
+    connection.execute(
+        insert(version_plans), [{**key, "plan": digest} for digest in dict.fromkeys(digests)]
+    )
     if published.version > VERSIONS_KEPT:
         for statement in _OLD_VERSIONS:
-            connection.execute(statement, {"of_job": name, "up_to": published.version - VERSIONS_KEPT})
+            connection.execute(
+                statement, {"of_job": name, "up_to": published.version - VERSIONS_KEPT}
+            )
     return dict(zip(digests, published.texts, strict=True))
 
 
@@ -345,10 +404,14 @@ def _delete_job(connection: Connection, name: str) -> None:
 
 
 def _delete_plans(connection: Connection, name: str) -> None:
-    """Delete the versions of a job, and frontiers that no job has any more. Plans are swept later."""
+    """Delete the versions of a job, and frontiers that no job has any more. Plans are swept
+    later.
+    """
     for table in (versions, version_plans):
         connection.execute(delete(table).where(table.c.job == name))
-    connection.execute(delete(frontiers).where(~exists().where(jobs.c.frontier == frontiers.c.digest)))
+    connection.execute(
+        delete(frontiers).where(~exists().where(jobs.c.frontier == frontiers.c.digest))
+    )
 
 
 def _sweep_plans(connection: Connection) -> None:
@@ -373,7 +436,9 @@ def _one_line(error: object) -> str:
 
 
 def _make_private(path: str | None) -> None:
-    """Have only the owner read and write an SQLite file, and the log files that SQLite puts beside it."""
+    """Have only the owner read and write an SQLite file, and the log files that SQLite puts
+    beside it.
+    """
     if not path or path == ":memory:" or path.startswith("file:"):
         return
     with suppress(OSError):  # SQLite says what is wrong with the path
@@ -400,8 +465,8 @@ def _engine(location: str, synchronous: Synchronous) -> Engine:
         engine = create_engine(url, poolclass=StaticPool, connect_args=connecting)
     except (ArgumentError, ImportError, ValueError) as error:
         raise StorageError(
-            f"{_without_password(name)}: {error}; give the path of an SQLite file, or a URL of SQLAlchemy whose driver "
-            "is installed"
+            f"{_without_password(name)}: {error}; give the path of an SQLite file, or a URL of "
+            "SQLAlchemy whose driver is installed"
         ) from error
 
     @event.listens_for(engine, "connect")

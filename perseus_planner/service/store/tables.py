@@ -27,7 +27,12 @@ LAYOUT = "2"
 """The version of the tables. A database of another version is refused."""
 
 TABLES = MetaData()
-meta = Table("meta", TABLES, Column("name", String(32), primary_key=True), Column("value", Text, nullable=False))
+meta = Table(
+    "meta",
+    TABLES,
+    Column("name", String(32), primary_key=True),
+    Column("value", Text, nullable=False),
+)
 frontiers = Table(
     "frontiers",
     TABLES,
@@ -59,7 +64,9 @@ version_plans = Table(
     Column("plan", String(64), primary_key=True),
     Index("version_plans_plan", "plan"),
 )
-ended = Table("ended", TABLES, Column("id", Integer, primary_key=True), Column("totals", Text, nullable=False))
+ended = Table(
+    "ended", TABLES, Column("id", Integer, primary_key=True), Column("totals", Text, nullable=False)
+)
 learnt = Table(
     "learnt",
     TABLES,
@@ -67,7 +74,12 @@ learnt = Table(
     Column("profile", Text, nullable=False),
     Column("at_s", Float, nullable=False, index=True),
 )
-plans = Table("plans", TABLES, Column("digest", String(64), primary_key=True), Column("text", Text, nullable=False))
+plans = Table(
+    "plans",
+    TABLES,
+    Column("digest", String(64), primary_key=True),
+    Column("text", Text, nullable=False),
+)
 
 
 @dataclass(frozen=True)
@@ -124,20 +136,28 @@ class StateRecord:
 
 
 def job_row(state: JobState, before: JobState | None = None) -> dict[str, str]:
-    """Return the columns of a job's row that differ from those of the state before; all without one."""
+    """Return the columns of a job's row that differ from those of the state before; all without
+    one.
+    """
     row = {"state": to_json(StateRecord.of(state)).decode()}
-    if before is None or state.registered is not before.registered:  # some megabytes for a large job
+    if (
+        before is None or state.registered is not before.registered
+    ):  # some megabytes for a large job
         row |= {"frontier": state.job.frontier, "registration": to_json(state.registered).decode()}
     return row
 
 
 def state_of(row: Any, curve: Curve, newest: tuple[PlanSet, Decision]) -> JobState:
-    """Return the state of the job in a row of `jobs`, with its newest plans and the decision they were made for.
+    """Return the state of the job in a row of `jobs`, with its newest plans and the decision they
+    were made for.
 
     Raises:
         ValueError: If the row does not hold a job.
     """
-    registered, record = from_json(RegisteredJob, row.registration), from_json(StateRecord, row.state)
+    registered, record = (
+        from_json(RegisteredJob, row.registration),
+        from_json(StateRecord, row.state),
+    )
     published, planned = newest
     return JobState(
         registered=registered,

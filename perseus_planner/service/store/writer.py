@@ -1,6 +1,7 @@
 """The one thread that changes what the service knows.
 
-Commands that arrive while a transaction is being written go into the next one together, and are answered after it.
+Commands that arrive while a transaction is being written go into the next one together, and are
+answered after it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Draft:
     """The state of the service after some commands, before it is written."""
 
     def __init__(
-        self, jobs: Mapping[str, JobState], power_w: float | None, power_schedule: tuple[PowerStep, ...] = ()
+        self,
+        jobs: Mapping[str, JobState],
+        power_w: float | None,
+        power_schedule: tuple[PowerStep, ...] = (),
     ) -> None:
         self.frontiers: dict[str, tuple[bytes, Curve]] = {}
         self.power_w, self.power_schedule = power_w, power_schedule
@@ -95,30 +99,43 @@ class Draft:
         """Return an independent copy."""
         copy = Draft(self._before, self.power_w, self.power_schedule)
         copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
-        copy.telemetry, copy.ended, copy.learnt = dict(self.telemetry), list(self.ended), dict(self.learnt)
+        copy.telemetry, copy.ended, copy.learnt = (
+            dict(self.telemetry),
+            list(self.ended),
+            dict(self.learnt),
+        )
         return copy
 
     def change(self, power_w: float | None, power_schedule: tuple[PowerStep, ...]) -> Change:
-        """Return what differs from the stored state, in which these were the power budgets of all jobs."""
+        """Return what differs from the stored state, in which these were the power budgets of
+        all jobs.
+        """
         jobs = {name: (self._before.get(name), after) for name, after in self._changed.items()}
         changed = {name: pair for name, pair in jobs.items() if pair[0] != pair[1]}
         budget = () if power_w == self.power_w else (self.power_w,)
         later = () if power_schedule == self.power_schedule else (self.power_schedule,)
-        return Change(changed, self.frontiers, budget, later, self.telemetry, self.ended, self.learnt)
+        return Change(
+            changed, self.frontiers, budget, later, self.telemetry, self.ended, self.learnt
+        )
 
 
 class Writer:
     """The writing thread, as a context manager; leaving it finishes the commands that were given.
 
     Attributes:
-        jobs: Name -> state of every running job. All of it is on disk. It is replaced, never changed.
+        jobs: Name -> state of every running job. All of it is on disk. It is replaced, never
+            changed.
         power_w: The power budget of all jobs, watts; None for no budget.
         power_schedule: What replaces it later.
         problem: Why the last transaction could not be written; None if it was.
     """
 
     def __init__(
-        self, storage: Storage, stored: Stored, committed: Callable[[Changed], None], now_s: Callable[[], float]
+        self,
+        storage: Storage,
+        stored: Stored,
+        committed: Callable[[Changed], None],
+        now_s: Callable[[], float],
     ) -> None:
         """Start from what is stored; `committed` is called with every change once it is on disk."""
         self.jobs: Mapping[str, JobState] = stored.jobs
@@ -128,7 +145,9 @@ class Writer:
         self._storage = storage
         self._committed = committed
         self._now_s = now_s
-        self._commands: queue.SimpleQueue[tuple[Callable[[Draft], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Callable[[Draft], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._write, name="planner-writer", daemon=True)
         self._lock = threading.Lock()
         self._open = False
@@ -145,7 +164,8 @@ class Writer:
         self._thread.join()
 
     def do(self, command: Callable[[Draft], Result]) -> Result:
-        """Run `command` and return its result once its changes are on disk. If it raises, nothing changes.
+        """Run `command` and return its result once its changes are on disk. If it raises, nothing
+        changes.
 
         Raises:
             StorageError: If the changes cannot be written; nothing was changed.
@@ -183,7 +203,10 @@ class Writer:
             self._write_batch([each for each in batch if each is not None])
 
     def _write_batch(self, batch: list[tuple[Callable[[Draft], Any], Future[Any]]]) -> None:
-        draft, answers = Draft(self.jobs, self.power_w, self.power_schedule), list[Callable[[], None]]()
+        draft, answers = (
+            Draft(self.jobs, self.power_w, self.power_schedule),
+            list[Callable[[], None]](),
+        )
         for command, future in batch:
             trial = draft.copy()
             try:
@@ -204,7 +227,11 @@ class Writer:
             for _, future in batch:
                 future.set_exception(error)
             return
-        self.jobs, self.power_w, self.power_schedule = draft.jobs(), draft.power_w, draft.power_schedule
+        self.jobs, self.power_w, self.power_schedule = (
+            draft.jobs(),
+            draft.power_w,
+            draft.power_schedule,
+        )
         try:
             self._committed(change.jobs)
         except Exception:

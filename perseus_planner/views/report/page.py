@@ -29,11 +29,18 @@ _NOT_KNOWN, _MINUS = "\u2013", "\u2212"
 def page(report: EnergyReport) -> str:
     """Return the page of `report`. Names of files and profiles are escaped, whatever they contain.
 
-    A content security policy in the page allows only its own scripts and styles, by their digests, and loads nothing.
+    A content security policy in the page allows only its own scripts and styles, by their digests,
+    and loads nothing.
     """
     styles = [_inline(page_file("theme.css")), _inline(report_file("report.css"))]
-    scripts = [_inline(page_file("charts.js")), _inline(report_file("timeline.js")), _inline(report_file("report.js"))]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    scripts = [
+        _inline(page_file("charts.js")),
+        _inline(report_file("timeline.js")),
+        _inline(report_file("report.js")),
+    ]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {
         "si": _si,
         "number": number,
@@ -49,13 +56,17 @@ def page(report: EnergyReport) -> str:
         scripts=scripts,
         policy=content_policy(scripts, styles),
         multiples=_multiples(report.curves),
-        has_errors=any(point.energy_stderr_j is not None for curve in report.curves for point in curve.points),
+        has_errors=any(
+            point.energy_stderr_j is not None for curve in report.curves for point in curve.points
+        ),
         data=htmlsafe_json_dumps(_data(report), dumps=json.dumps, separators=(",", ":")),
     )
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Write a number with thousands separated and `digits` significant digits, or all digits before the point."""
+    """Write a number with thousands separated and `digits` significant digits, or all digits
+    before the point.
+    """
     if value is None:
         return _NOT_KNOWN
     if value == 0:
@@ -94,12 +105,19 @@ def _watts(power_w: float | Iterable[float]) -> str:
 
 
 def _multiples(curves: Sequence[MeasuredCurve]) -> dict[str, list[tuple[str, int]]]:
-    """Return kind of computation -> names of the stages whose curves are equal, and the index of the first of them."""
+    """Return kind of computation -> names of the stages whose curves are equal, and the index of
+    the first of them.
+    """
     found: dict[str, dict[object, list[int]]] = {}
     for index, curve in enumerate(curves):
-        found.setdefault(curve.computation, {}).setdefault((curve.points, curve.hull), []).append(index)
+        found.setdefault(curve.computation, {}).setdefault((curve.points, curve.hull), []).append(
+            index
+        )
     return {
-        computation: [(_stages([curves[index].stage for index in alike]), alike[0]) for alike in groups.values()]
+        computation: [
+            (_stages([curves[index].stage for index in alike]), alike[0])
+            for alike in groups.values()
+        ]
         for computation, groups in found.items()
     }
 
@@ -109,7 +127,11 @@ def _stages(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"stage {numbers[0]}"
     is_range = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"stages {numbers[0]} to {numbers[-1]}" if is_range else f"stages {', '.join(map(str, numbers))}"
+    return (
+        f"stages {numbers[0]} to {numbers[-1]}"
+        if is_range
+        else f"stages {', '.join(map(str, numbers))}"
+    )
 
 
 def report_file(name: str) -> str:
@@ -123,9 +145,17 @@ def _inline(text: str) -> Markup:
 
 
 def content_policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
-    """Return a content security policy that allows these scripts and styles, by their digests, and nothing else."""
-    allowed = [" ".join(f"'sha256-{_digest(text)}'" for text in texts) or "'none'" for texts in (scripts, styles)]
-    return f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}; base-uri 'none'; form-action 'none'"
+    """Return a content security policy that allows these scripts and styles, by their digests,
+    and nothing else.
+    """
+    allowed = [
+        " ".join(f"'sha256-{_digest(text)}'" for text in texts) or "'none'"
+        for texts in (scripts, styles)
+    ]
+    return (
+        f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}; base-uri 'none'; "
+        "form-action 'none'"
+    )
 
 
 def _digest(text: str) -> str:

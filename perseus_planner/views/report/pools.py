@@ -61,7 +61,11 @@ def pools_page(report: PoolsReport) -> str:
     styles = [page_file("theme.css"), report_file("report.css"), _STYLE]
     head = SubElement(html, "head")
     SubElement(head, "meta", charset="utf-8")
-    SubElement(head, "meta", {"http-equiv": "Content-Security-Policy", "content": content_policy([], styles)})
+    SubElement(
+        head,
+        "meta",
+        {"http-equiv": "Content-Security-Policy", "content": content_policy([], styles)},
+    )
     SubElement(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
     SubElement(head, "title").text = f"Pools for inference: {report.file}"
     body = SubElement(html, "body")
@@ -79,7 +83,9 @@ def pools_page(report: PoolsReport) -> str:
             content.remove(content[0])
         _scrolling(_panel(main, sheet.title), sheet.title).append(content)
     text = tostring(html, encoding="unicode", method="html")
-    styled = "".join(f"<style>{style}</style>" for style in styles)  # written as they are, which their digests need
+    styled = "".join(
+        f"<style>{style}</style>" for style in styles
+    )  # written as they are, which their digests need
     return f"<!doctype html>\n{text.replace('<title>', f'{styled}<title>', 1)}\n"
 
 
@@ -118,14 +124,25 @@ def _assumed(report: PoolsReport) -> str:
 def _bars(rows: list[dict[str, Any]]) -> Element:
     """Return a bar for the energy of each policy."""
     most = max(row["energy_j"] or 0.0 for row in rows)
-    told = ", ".join(f"{row['description']} {(row['energy_j'] or 0.0) / 3.6e6:.4g} kWh" for row in rows)
+    told = ", ".join(
+        f"{row['description']} {(row['energy_j'] or 0.0) / 3.6e6:.4g} kWh" for row in rows
+    )
     svg = Element("svg", {"class": "bars", "role": "img", "viewBox": f"0 0 640 {_ROW * len(rows)}"})
     svg.set("aria-label", f"Energy: {told}")
     for number, row in enumerate(rows):
         kwh, width = (row["energy_j"] or 0.0) / 3.6e6, 300 * (row["energy_j"] or 0.0) / most
-        place = {"x": "250", "y": str(_ROW * number + 3), "width": f"{width:.1f}", "height": str(_ROW - 8)}
-        SubElement(svg, "rect", {**place, "class": "plan" if row["policy"] == "planner" else "other"})
+        place = {
+            "x": "250",
+            "y": str(_ROW * number + 3),
+            "width": f"{width:.1f}",
+            "height": str(_ROW - 8),
+        }
+        SubElement(
+            svg, "rect", {**place, "class": "plan" if row["policy"] == "planner" else "other"}
+        )
         line = str(_ROW * number + 17)
-        SubElement(svg, "text", {"x": "242", "y": line, "text-anchor": "end"}).text = row["description"]
+        SubElement(svg, "text", {"x": "242", "y": line, "text-anchor": "end"}).text = row[
+            "description"
+        ]
         SubElement(svg, "text", {"x": f"{256 + width:.1f}", "y": line}).text = f"{kwh:.4g} kWh"
     return svg

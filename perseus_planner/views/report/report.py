@@ -1,4 +1,6 @@
-"""A report as plain values, the text that `planner report` prints of it, and the figures of `planner show --figure`."""
+"""A report as plain values, the text that `planner report` prints of it, and the figures of
+`planner show --figure`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_
 from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
 from perseus_planner.views.plan import RankSummary, summarize_plan
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
-from perseus_planner.views.report.savings import EnergyRates, IterationSize, Saving, pipelines_of_run, savings_of
+from perseus_planner.views.report.savings import (
+    EnergyRates,
+    IterationSize,
+    Saving,
+    pipelines_of_run,
+    savings_of,
+)
 from perseus_planner.views.report.where import WhereEnergyGoes, where_energy_goes
 from perseus_planner.views.run import RunSummary, summarize_run
 
@@ -29,7 +37,9 @@ if TYPE_CHECKING:
     from perseus_planner.solver.frontier import Frontier
     from perseus_planner.views.report.sources import Sources
 
-_ENVPIPE_COMPUTATIONS = 2000  #: EnvPipe replays the iteration up to computations x clocks times; more take minutes
+_ENVPIPE_COMPUTATIONS = (
+    2000  #: EnvPipe replays the iteration up to computations x clocks times; more take minutes
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,9 @@ class EnergyReport:
 
 
 def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> EnergyReport:
-    """Make the report of `sources`. It replays other planners, which takes seconds for a large pipeline."""
+    """Make the report of `sources`. It replays other planners, which takes seconds for a large
+    pipeline.
+    """
     charts, left_out = chart_iterations(sources)
     savings = savings_of(sources, rates, size)
     return EnergyReport(
@@ -102,7 +114,9 @@ def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> En
 
 
 def chart_iterations(sources: Sources) -> tuple[tuple[GanttChart, ...], tuple[str, ...]]:
-    """Return the iteration with all clocks at maximum, as planned and as recorded; then what is left out, and why."""
+    """Return the iteration with all clocks at maximum, as planned and as recorded; then what is
+    left out, and why.
+    """
     charts, left_out = list[GanttChart](), list[str]()
     if sources.frontier is not None:
         plan = sources.frontier.plan_of(baselines.all_maximum(sources.frontier.dag))
@@ -114,19 +128,29 @@ def chart_iterations(sources: Sources) -> tuple[tuple[GanttChart, ...], tuple[st
         except RunError as error:
             left_out.append(str(error))
     if sources.plans and sources.frontier is None:
-        left_out.append(f"The iteration before, with {ALL_MAXIMUM}, is not known from a plan alone; add the frontier")
+        left_out.append(
+            f"The iteration before, with {ALL_MAXIMUM}, is not known from a plan alone; add the "
+            "frontier"
+        )
     return tuple(charts), tuple(left_out)
 
 
 def chart_sources(sources: Sources) -> FrontierChart:
-    """Return the bound with every known iteration beside it; other planners choose for the time of the first plan."""
-    known = (*_plan_points(sources), *(point for name, run in sources.runs.items() for point in _run_points(name, run)))
+    """Return the bound with every known iteration beside it; other planners choose for the time
+    of the first plan.
+    """
+    known = (
+        *_plan_points(sources),
+        *(point for name, run in sources.runs.items() for point in _run_points(name, run)),
+    )
     if sources.frontier is None:
         return FrontierChart("", (), (), (*_baseline_points(sources), *known))
     chart = chart_frontier(sources.frontier)
     baseline, *landmarks = chart.points
     first = next(iter(sources.plans.values()), None)
-    deadline_s = sources.frontier.baseline_time_s if first is None else max(first.time_s, first.deadline_s)
+    deadline_s = (
+        sources.frontier.baseline_time_s if first is None else max(first.time_s, first.deadline_s)
+    )
     peers, left_out = _peer_points(sources.frontier, deadline_s)
     points = (baseline, *known, *landmarks, *peers)
     return replace(chart, points=points, deadline_s=deadline_s, left_out=left_out)
@@ -136,7 +160,9 @@ def _baseline_points(sources: Sources) -> Iterator[IterationPoint]:
     plan = sources.any_plan
     if plan is not None:
         origin = origin_label(plan.origin)
-        yield IterationPoint(ALL_MAXIMUM, "baseline", plan.baseline_time_s, plan.baseline_energy_j, origin)
+        yield IterationPoint(
+            ALL_MAXIMUM, "baseline", plan.baseline_time_s, plan.baseline_energy_j, origin
+        )
 
 
 def _plan_points(sources: Sources) -> Iterator[IterationPoint]:
@@ -153,7 +179,9 @@ def _run_points(name: str, run: Run) -> Iterator[IterationPoint]:
         yield IterationPoint(name, "run", time_s, energy_j / pipelines_of_run(run, summary), origin)
 
 
-def _peer_points(frontier: Frontier, deadline_s: float) -> tuple[tuple[IterationPoint, ...], tuple[str, ...]]:
+def _peer_points(
+    frontier: Frontier, deadline_s: float
+) -> tuple[tuple[IterationPoint, ...], tuple[str, ...]]:
     found, left_out = [], []
     for name, choose in _CHOICES.items():
         try:
@@ -161,7 +189,9 @@ def _peer_points(frontier: Frontier, deadline_s: float) -> tuple[tuple[Iteration
         except UsageError as error:
             left_out.append(f"{name}: {error}")
         else:
-            found.append(IterationPoint(name, "peer", plan.time_s, plan.energy_j, origin_label(plan.origin)))
+            found.append(
+                IterationPoint(name, "peer", plan.time_s, plan.energy_j, origin_label(plan.origin))
+            )
     return tuple(found), tuple(left_out)
 
 
@@ -169,20 +199,27 @@ def _envpipe(frontier: Frontier, _: float) -> Mapping[str, int]:
     count = len(frontier.dag.computations)
     if count > _ENVPIPE_COMPUTATIONS:
         raise UsageError(
-            f"its walk over {count:,} computations takes minutes; `planner simulate --policy envpipe` replays it"
+            f"its walk over {count:,} computations takes minutes; `planner simulate --policy "
+            "envpipe` replays it"
         )
     return baselines.envpipe(frontier.dag)
 
 
 _CHOICES: Mapping[str, Callable[[Frontier, float], Mapping[str, int]]] = {
-    "one clock for the job": lambda frontier, deadline_s: baselines.one_clock(frontier.dag, deadline_s),
-    "one clock per stage (Zeus)": lambda frontier, deadline_s: baselines.one_per_stage(frontier.dag, deadline_s),
+    "one clock for the job": lambda frontier, deadline_s: baselines.one_clock(
+        frontier.dag, deadline_s
+    ),
+    "one clock per stage (Zeus)": lambda frontier, deadline_s: baselines.one_per_stage(
+        frontier.dag, deadline_s
+    ),
     "EnvPipe": _envpipe,
 }
 
 
 def report_text(report: EnergyReport) -> str:
-    """Return the text that `planner report` prints: the savings as a table, and the rates that they assume."""
+    """Return the text that `planner report` prints: the savings as a table, and the rates that
+    they assume.
+    """
     unlike = [run.unlike_plan for run in report.runs.values() if run.unlike_plan is not None]
     if unlike:
         return f"{unlike[0]}.\n"
@@ -192,8 +229,10 @@ def report_text(report: EnergyReport) -> str:
     return (
         "".join(f"{sentence}\n" for sentence in report.where.sentences) + "\n"
         f"{table(list(_saving_columns(report)))}\n\n"
-        f"Compared with {ALL_MAXIMUM}; kWh, money and CO2e are at the meter, for a day of such iterations.\n"
-        f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, "
+        f"Compared with {ALL_MAXIMUM}; kWh, money and CO2e are at the meter, for a day of such "
+        "iterations.\n"
+        f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
+        "kWh, "
         f"PUE {rates.pue:g}.\n"
     )
 
@@ -214,7 +253,9 @@ def _saving_columns(report: EnergyReport) -> Iterator[list[str]]:
 def _draw_iterations(sources: Sources, by: str) -> Figure:
     charts, left_out = chart_iterations(sources)
     if not charts:
-        raise UsageError("; ".join(left_out) or "--figure timeline: needs a plan, a run or a frontier; name one")
+        raise UsageError(
+            "; ".join(left_out) or "--figure timeline: needs a plan, a run or a frontier; name one"
+        )
     return draw_gantt(charts, sources.context.control, by)
 
 

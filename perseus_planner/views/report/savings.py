@@ -1,4 +1,6 @@
-"""What plans and runs save against all clocks at maximum: energy, money and carbon, and energy per token or sample."""
+"""What plans and runs save against all clocks at maximum: energy, money and carbon, and energy
+per token or sample.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 _DAY_S = 86400.0
 _J_PER_KWH = 3.6e6
 _PUE = Rule(
-    float, False, "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2", least=1.0
+    float,
+    False,
+    "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2",
+    least=1.0,
 )
 _SIZE = Rule(float, False, "a number above 0 that a float can hold; give one")
 _WHOLE = COUNT._replace(wanted=f"{COUNT.wanted}; give one")
@@ -28,11 +33,13 @@ _RATE = Rule(float, True, "a rate: give a finite number of 0 or more, such as 0.
 
 @dataclass(frozen=True)
 class EnergyRates:
-    """What a kilowatt-hour costs. The defaults are assumptions; replace them by the rates where the GPUs are.
+    """What a kilowatt-hour costs. The defaults are assumptions; replace them by the rates where the
+    GPUs are.
 
     Attributes:
         price_usd_per_kwh: price of electricity, US dollars.
-        pue: power usage effectiveness, the energy at the meter over the energy at the GPUs; 1 adds nothing.
+        pue: power usage effectiveness, the energy at the meter over the energy at the GPUs; 1 adds
+            nothing.
         carbon_kg_per_kwh: emissions of the grid, kilograms of CO2 equivalent.
 
     Raises:
@@ -54,7 +61,9 @@ class EnergyRates:
 
 @dataclass(frozen=True)
 class EnergyCost:
-    """An energy and its cost: joules at the GPUs; kWh, US dollars and kg CO2e at the meter, with the PUE."""
+    """An energy and its cost: joules at the GPUs; kWh, US dollars and kg CO2e at the meter, with
+    the PUE.
+    """
 
     gpu_j: float
     kwh: float
@@ -82,14 +91,21 @@ class IterationSize:
     iterations: int | None = None
 
     def __post_init__(self) -> None:
-        for name, rule in (("pipelines", _WHOLE), ("iterations", _WHOLE), ("tokens", _SIZE), ("samples", _SIZE)):
+        for name, rule in (
+            ("pipelines", _WHOLE),
+            ("iterations", _WHOLE),
+            ("tokens", _SIZE),
+            ("samples", _SIZE),
+        ):
             if (value := getattr(self, name)) is not None:
                 rule.check(value, name)
 
 
 @dataclass(frozen=True)
 class EnergyEfficiency:
-    """What an iteration gives for its energy, or None if not known. Samples/s/W equal samples per joule."""
+    """What an iteration gives for its energy, or None if not known. Samples/s/W equal samples
+    per joule.
+    """
 
     joules_per_token: float | None
     tokens_per_joule: float | None
@@ -102,16 +118,18 @@ class Saving(Comparison):
 
     Attributes:
         name: name of the plan or the run.
-        is_run: whether it is a run; then its time is the mean over the iterations that count, on the slowest rank.
+        is_run: whether it is a run; then its time is the mean over the iterations that count, on
+            the slowest rank.
         pipelines: number of pipelines; for a run, as many as its GPUs make up.
         time_origin: where the time comes from, such as "measured" or "replayed, measured profile".
         energy_origin: where the energy comes from; for a run also "simulated".
         baseline_origin: where the baseline comes from.
         per_iteration: saved per iteration.
         per_day: saved in a day of such iterations, around the clock.
-        iterations: number of iterations of the planned run, or of all attempts of a run; None if not known.
-        per_run: saved in that many iterations, or None if not known; by a run, against all clocks at maximum in as much
-            time as each iteration took.
+        iterations: number of iterations of the planned run, or of all attempts of a run; None if
+            not known.
+        per_run: saved in that many iterations, or None if not known; by a run, against all clocks
+            at maximum in as much time as each iteration took.
         efficiency: energy per token and sample.
         baseline_efficiency: energy per token and sample with all clocks at maximum.
     """
@@ -131,13 +149,16 @@ class Saving(Comparison):
 
 
 def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tuple[Saving, ...]:
-    """Return what each run saves by its newest plan if its energy is known, then what each plan saves.
+    """Return what each run saves by its newest plan if its energy is known, then what each plan
+    saves.
 
     Nothing is saved by plans of another machine than that of a run.
     """
     if any(summarize_run(run).unlike_plan for run in sources.runs.values()):
         return ()
-    of_runs = (each for name, run in sources.runs.items() for each in _run_saving(name, run, rates, size))
+    of_runs = (
+        each for name, run in sources.runs.items() for each in _run_saving(name, run, rates, size)
+    )
     of_plans = (_plan_saving(name, plan, rates, size) for name, plan in sources.plans.items())
     return (*of_runs, *of_plans)
 
@@ -166,7 +187,9 @@ def _run_saving(name: str, run: Run, rates: EnergyRates, size: IterationSize) ->
         each.baseline_energy_j / (len(each.schedule.ranks) * each.gpus_per_stage)
         for each in (run.plan(summary.version, rank.pipeline) for rank in summary.ranks)
     )
-    compared = compare(current.time_s, current.energy_j, plan.baseline_time_s, math.fsum(baselines_j))
+    compared = compare(
+        current.time_s, current.energy_j, plan.baseline_time_s, math.fsum(baselines_j)
+    )
     origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
     # The number of pipelines follows from the run, whatever the size says.
     pipelines = pipelines_of_run(run, summary)
@@ -182,7 +205,11 @@ def _run_saving(name: str, run: Run, rates: EnergyRates, size: IterationSize) ->
 
 
 def _saving(
-    name: str, compared: Comparison, origins: tuple[str, str, str], rates: EnergyRates, size: IterationSize
+    name: str,
+    compared: Comparison,
+    origins: tuple[str, str, str],
+    rates: EnergyRates,
+    size: IterationSize,
 ) -> Saving:
     iterations = size.iterations
     return Saving(

@@ -30,7 +30,8 @@ class Sources:
 
     Attributes:
         profile: the profile; if none is given, that of the frontier.
-        frontier: the frontier; without it the report has no bound, no other planners and no iteration before the plan.
+        frontier: the frontier; without it the report has no bound, no other planners and no
+            iteration before the plan.
         plans: name -> plan; the report is about the first one.
         runs: name -> run.
         job: the job file.
@@ -51,14 +52,19 @@ class Sources:
         if self.profile is None and self.frontier is not None:
             object.__setattr__(self, "profile", self.frontier.profile)
         if self.profile is None and not self.plans and not self.runs:
-            raise UsageError("a report needs a profile, a frontier, a plan or the folder of a run; name at least one")
+            raise UsageError(
+                "a report needs a profile, a frontier, a plan or the folder of a run; name at "
+                "least one"
+            )
         _check_digests(self)
         _check_iterations(self)
         _ = self.pipelines
 
     @property
     def any_plan(self) -> Plan | None:
-        """The first plan, or else one of a run; all plans agree on everything but clocks and deadline."""
+        """The first plan, or else one of a run; all plans agree on everything but clocks and
+        deadline.
+        """
         return next(self._all_plans(), None)
 
     def _all_plans(self) -> Iterator[Plan]:
@@ -99,8 +105,9 @@ class Sources:
             if profile.digest == self.digest:
                 return number
         raise UsageError(
-            "the job file has another profile than the other files, or changes it (overhead_s, clock_change, "
-            "slow_stages, tensor_parallel); solve and plan again with this job file, or leave it out"
+            "the job file has another profile than the other files, or changes it (overhead_s, "
+            "clock_change, slow_stages, tensor_parallel); solve and plan again with this job "
+            "file, or leave it out"
         )
 
 
@@ -112,8 +119,8 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
         blocking_power_w: power of a waiting GPU, watts, for a profile that is a CSV.
 
     Raises:
-        PlannerError: If a file cannot be read, there are two of a kind of which only one can be given, or the files do
-            not belong together.
+        PlannerError: If a file cannot be read, there are two of a kind of which only one can be
+            given, or the files do not belong together.
     """
     profiles, frontiers, jobs = dict[str, Profile](), dict[str, Frontier](), dict[str, Job]()
     plans, runs, names = dict[str, Plan](), dict[str, Run](), list[str]()
@@ -160,7 +167,11 @@ def _digests(sources: Sources) -> dict[str, str]:
     found = {} if sources.frontier is None else {"the frontier": sources.frontier.profile.digest}
     found |= {name: plan.profile_digest for name, plan in sources.plans.items()}
     found |= {} if sources.profile is None else {"the profile": sources.profile.digest}
-    found |= {name: plan.profile_digest for name, run in sources.runs.items() for plan in run.plans.values()}
+    found |= {
+        name: plan.profile_digest
+        for name, run in sources.runs.items()
+        for plan in run.plans.values()
+    }
     return found
 
 
@@ -173,10 +184,16 @@ def _check_digests(sources: Sources) -> None:
 
 
 def _check_iterations(sources: Sources) -> None:
-    iterations = {} if sources.frontier is None else {"the frontier": sources.frontier.dag.iteration}
+    iterations = (
+        {} if sources.frontier is None else {"the frontier": sources.frontier.dag.iteration}
+    )
     iterations |= {name: plan.iteration for name, plan in sources.plans.items()}
-    iterations |= {name: plan.iteration for name, run in sources.runs.items() for plan in run.plans.values()}
+    iterations |= {
+        name: plan.iteration for name, run in sources.runs.items() for plan in run.plans.values()
+    }
     for name, iteration in iterations.items():
         first = next(iter(iterations))
         if iteration != iterations[first]:
-            raise UsageError(f"{name}: has another schedule, transfers or operations than {first}; {_ONE_KIND}")
+            raise UsageError(
+                f"{name}: has another schedule, transfers or operations than {first}; {_ONE_KIND}"
+            )

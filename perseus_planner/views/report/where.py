@@ -1,4 +1,6 @@
-"""Where the energy of an iteration goes: per rank and phase, computing apart from waiting; and why, in sentences."""
+"""Where the energy of an iteration goes: per rank and phase, computing apart from waiting; and
+why, in sentences.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from perseus_planner.views.report.sources import Sources
 
 PHASES = ("warm-up", "steady state", "drain")
-"""A rank's warm-up lasts until its first backward begins; its drain begins when its last forward has ended."""
+"""A rank's warm-up lasts until its first backward begins; its drain begins when its last forward
+has ended.
+"""
 
 _ALIKE = 0.005  #: ranks whose times differ by less, relative to each other, are not told apart
 _LOW = 0.995  #: of the highest clock; a rank below it runs at lower clocks
@@ -53,9 +57,11 @@ class IterationEnergy:
         origin: where the numbers come from.
         time_s: iteration time, seconds.
         ranks: the energy of all GPUs of each rank.
-        phases: the energy of each of `PHASES`, all ranks together; empty for a run, whose phases are not recorded.
+        phases: the energy of each of `PHASES`, all ranks together; empty for a run, whose phases
+            are not recorded.
         busy_s: seconds of computations and operations of each rank.
-        clocks: mean clock of each rank over its computations, weighted by time, MHz or watts; empty for a run.
+        clocks: mean clock of each rank over its computations, weighted by time, MHz or watts; empty
+            for a run.
     """
 
     name: str
@@ -102,7 +108,8 @@ class WhereEnergyGoes:
     """The first picture of a report.
 
     Attributes:
-        iterations: all clocks at maximum, the first plan, and the first run, as far as they are known.
+        iterations: all clocks at maximum, the first plan, and the first run, as far as they are
+            known.
         bottleneck: the busiest rank, or None if it is not known.
         sentences: what the picture shows, in words; the first one says what is saved, and why.
     """
@@ -129,9 +136,13 @@ def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnerg
         before = energy_of_plan(ALL_MAXIMUM, plan, "baseline")
         bottleneck = find_bottleneck(sources.frontier, plan, before)
     planned = next((energy_of_plan(name, plan) for name, plan in sources.plans.items()), None)
-    ran = next(filter(None, (_energy_of_run(name, run) for name, run in sources.runs.items())), None)
+    ran = next(
+        filter(None, (_energy_of_run(name, run) for name, run in sources.runs.items())), None
+    )
     found = tuple(each for each in (before, planned, ran) if each is not None)
-    return WhereEnergyGoes(found, bottleneck, tuple(_sentences(savings, before, planned, ran, bottleneck)))
+    return WhereEnergyGoes(
+        found, bottleneck, tuple(_sentences(savings, before, planned, ran, bottleneck))
+    )
 
 
 def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy:
@@ -157,10 +168,14 @@ def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy
     )
 
 
-def _phase_ends_s(plan: Plan, program: Sequence[int], spans: Sequence[Span], time_s: float) -> tuple[float, ...]:
+def _phase_ends_s(
+    plan: Plan, program: Sequence[int], spans: Sequence[Span], time_s: float
+) -> tuple[float, ...]:
     """Return when each phase of a rank ends; without backwards, all is steady state."""
     kinds = [
-        (plan.iteration.computations[place].kind, spans[place]) for place in program if _is_computation(plan, place)
+        (plan.iteration.computations[place].kind, spans[place])
+        for place in program
+        if _is_computation(plan, place)
     ]
     backward_s = min((span.start_s for kind, span in kinds if kind != "F"), default=0.0)
     forward_s = max((span.end_s for kind, span in kinds if kind == "F"), default=0.0)
@@ -173,13 +188,17 @@ def _is_computation(plan: Plan, place: int) -> bool:
     return place < len(plan.iteration.computations)
 
 
-def _phases(spans: Sequence[Span], ends_s: Sequence[float], waiting_w: float) -> Iterator[EnergyUse]:
+def _phases(
+    spans: Sequence[Span], ends_s: Sequence[float], waiting_w: float
+) -> Iterator[EnergyUse]:
     begin_s = 0.0
     for number, end_s in enumerate(ends_s):
         is_last = (
             number == len(ends_s) - 1
         )  # with a negative calibrated overhead, spans begin after the iteration's end
-        inside = [span for span in spans if begin_s <= span.start_s and (is_last or span.start_s < end_s)]
+        inside = [
+            span for span in spans if begin_s <= span.start_s and (is_last or span.start_s < end_s)
+        ]
         busy_s = math.fsum(span.end_s - span.start_s for span in inside)
         computing_j = math.fsum(span.power_w * (span.end_s - span.start_s) for span in inside)
         yield EnergyUse(computing_j, waiting_w * (end_s - begin_s - busy_s))
@@ -187,7 +206,9 @@ def _phases(spans: Sequence[Span], ends_s: Sequence[float], waiting_w: float) ->
 
 
 def _sum(uses: Sequence[EnergyUse]) -> EnergyUse:
-    return EnergyUse(math.fsum(use.computing_j for use in uses), math.fsum(use.waiting_j for use in uses))
+    return EnergyUse(
+        math.fsum(use.computing_j for use in uses), math.fsum(use.waiting_j for use in uses)
+    )
 
 
 def _mean_clock(plan: Plan, program: Sequence[int], spans: Sequence[Span]) -> float:
@@ -197,14 +218,16 @@ def _mean_clock(plan: Plan, program: Sequence[int], spans: Sequence[Span]) -> fl
         for place in program
         if _is_computation(plan, place)
     ]
-    return math.fsum(clock * time_s for clock, time_s in timed) / math.fsum(time_s for _, time_s in timed)
+    return math.fsum(clock * time_s for clock, time_s in timed) / math.fsum(
+        time_s for _, time_s in timed
+    )
 
 
 def _energy_of_run(name: str, run: Run) -> IterationEnergy | None:
     """Return where the energy of a run's mean iteration goes, or None if it is not known.
 
-    Only the energy of a whole iteration is read from a GPU: that of waiting is the time without computations at the
-    blocking power of the plan, and the rest is that of computing.
+    Only the energy of a whole iteration is read from a GPU: that of waiting is the time without
+    computations at the blocking power of the plan, and the rest is that of computing.
     """
     summary = summarize_run(run)
     time_s = summary.current.time_s
@@ -224,13 +247,19 @@ def _energy_of_run(name: str, run: Run) -> IterationEnergy | None:
 
 
 def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> Bottleneck:
-    """Return the busiest ranks with all clocks at maximum, and the iteration time if all ranks were equally busy."""
+    """Return the busiest ranks with all clocks at maximum, and the iteration time if all ranks
+    were equally busy.
+    """
     most_s, mean_s = max(before.busy_s), fmean(before.busy_s)
-    ranks = tuple(rank for rank, busy_s in enumerate(before.busy_s) if busy_s >= (1 - _ALIKE) * most_s)
+    ranks = tuple(
+        rank for rank, busy_s in enumerate(before.busy_s) if busy_s >= (1 - _ALIKE) * most_s
+    )
     # Fixed operations keep their time; the computations of a rank are scaled alike.
     balanced_s = [
         plan.measurement(computation).time_s * mean_s / before.busy_s[rank]
-        for computation, rank in zip(plan.iteration.computations, plan.iteration.rank_of, strict=False)
+        for computation, rank in zip(
+            plan.iteration.computations, plan.iteration.rank_of, strict=False
+        )
     ]
     return Bottleneck(
         ranks if 2 * len(ranks) <= len(before.busy_s) else (),
@@ -241,7 +270,8 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
     )
 
 
-# --- In words --------------------------------------------------------------------------------------------------------
+# --- In words
+# ------------------------------------------------------------------------------------------
 
 
 def _sentences(
@@ -257,8 +287,8 @@ def _sentences(
     if before is not None:
         waiting = 100 * share(before.waiting_j, before.waiting_j + before.computing_j)
         yield (
-            f"With {ALL_MAXIMUM}, {waiting:.0f} % of the energy is drawn while GPUs wait for their neighbours, and "
-            f"{100 - waiting:.0f} % while they compute."
+            f"With {ALL_MAXIMUM}, {waiting:.0f} % of the energy is drawn while GPUs wait for "
+            f"their neighbours, and {100 - waiting:.0f} % while they compute."
         )
     if bottleneck is not None and before is not None:
         yield from _bottleneck_sentences(bottleneck, before, planned)
@@ -266,62 +296,93 @@ def _sentences(
         yield from _phase_sentences(before, planned)
 
 
-def _saving_sentence(saving: Saving, before: IterationEnergy | None, after: IterationEnergy | None) -> str:
+def _saving_sentence(
+    saving: Saving, before: IterationEnergy | None, after: IterationEnergy | None
+) -> str:
     subject = f"The run ({saving.name})" if saving.is_run else saving.name
     used = f"{subject} takes {si(saving.energy_j, 'J')} and {si(saving.time_s, 's')} per iteration"
     more = "less" if saving.saved_j >= 0 else "more"
     time_share = 100 * (saving.time_ratio - 1)
     slower = (
-        f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}" if abs(time_share) >= 0.05 else "as long"
+        f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}"
+        if abs(time_share) >= 0.05
+        else "as long"
     )
-    text = f"{used}: {100 * abs(saving.saved_share):.1f} % {more} energy than {saving.baseline}, and {slower}"
+    text = (
+        f"{used}: {100 * abs(saving.saved_share):.1f} % {more} energy than {saving.baseline}, "
+        f"and {slower}"
+    )
     if before is None or after is None:
         return f"{text}."
-    lower = sum(clock < _LOW * most for clock, most in zip(after.clocks, before.clocks, strict=False))
+    lower = sum(
+        clock < _LOW * most for clock, most in zip(after.clocks, before.clocks, strict=False)
+    )
     because = f", as {lower} of {len(after.clocks)} ranks run at lower clocks" if lower else ""
-    computing_j, waiting_j = (before.computing_j - after.computing_j, before.waiting_j - after.waiting_j)
+    computing_j, waiting_j = (
+        before.computing_j - after.computing_j,
+        before.waiting_j - after.waiting_j,
+    )
     pipeline = " of a pipeline" if saving.pipelines > 1 else ""
-    return f"{text}. Computing{pipeline} takes {_change(computing_j)}{because}; waiting takes {_change(waiting_j)}."
+    return (
+        f"{text}. Computing{pipeline} takes {_change(computing_j)}{because}; waiting takes "
+        f"{_change(waiting_j)}."
+    )
 
 
 def _change(saved_j: float) -> str:
     return f"{si(abs(saved_j), 'J')} {'less' if saved_j >= 0 else 'more'}"
 
 
-def _bottleneck_sentences(found: Bottleneck, before: IterationEnergy, planned: IterationEnergy | None) -> Iterator[str]:
+def _bottleneck_sentences(
+    found: Bottleneck, before: IterationEnergy, planned: IterationEnergy | None
+) -> Iterator[str]:
     busy = f"{si(found.busy_s, 's')} of {si(found.time_s, 's')}"
     if len(before.ranks) == 1:
         return
     if not found.ranks:
         yield (
-            f"No rank is the bottleneck: most compute for about as long ({busy}). They wait because the schedule fills "
-            "and empties the pipeline; more microbatches make that a smaller part."
+            f"No rank is the bottleneck: most compute for about as long ({busy}). They wait "
+            "because the schedule fills and empties the pipeline; more microbatches make that a "
+            "smaller part."
         )
         return
     first, *more = found.ranks
     name, verb = (
-        (f"Ranks {first} and {len(more)} more are", "they compute") if more else (f"Rank {first} is", "it computes")
+        (f"Ranks {first} and {len(more)} more are", "they compute")
+        if more
+        else (f"Rank {first} is", "it computes")
     )
-    text = f"{name} the bottleneck: {verb} for {busy}, {100 * found.excess_share:.1f} % longer than the median rank"
+    text = (
+        f"{name} the bottleneck: {verb} for {busy}, {100 * found.excess_share:.1f} % longer "
+        "than the median rank"
+    )
     shorter = 1 - found.balanced_time_s / found.time_s
     if shorter > _ALIKE:
-        text += f"; with equal work on all ranks, an iteration would be {100 * shorter:.1f} % shorter"
+        text += (
+            f"; with equal work on all ranks, an iteration would be {100 * shorter:.1f} % shorter"
+        )
     if planned is not None:
         parts = [clock / most for clock, most in zip(planned.clocks, before.clocks, strict=True)]
         others = [part for rank, part in enumerate(parts) if rank not in found.ranks]
         kept = fmean(parts[rank] for rank in found.ranks)
         them = "them" if more else "it"
-        text += f". The plan runs {them} at {100 * kept:.0f} % of the highest clock on average, the others at "
+        text += (
+            f". The plan runs {them} at {100 * kept:.0f} % of the highest clock on average, "
+            "the others at "
+        )
         text += f"{100 * fmean(others):.0f} %"
     yield f"{text}."
 
 
 def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Iterator[str]:
-    saved_j = [was.energy_j - now.energy_j for was, now in zip(before.phases, planned.phases, strict=True)]
+    saved_j = [
+        was.energy_j - now.energy_j for was, now in zip(before.phases, planned.phases, strict=True)
+    ]
     whole_j = math.fsum(saved_j)
     if whole_j <= 0:
         return
     first, second, third = (
-        f"{100 * each / whole_j:.0f} % in the {name}" for name, each in zip(PHASES, saved_j, strict=True)
+        f"{100 * each / whole_j:.0f} % in the {name}"
+        for name, each in zip(PHASES, saved_j, strict=True)
     )
     yield f"The plan saves {first}, {second} and {third}."

@@ -1,4 +1,6 @@
-"""`python -m perseus_planner.runtime.autopilot.ranks`: the autopilot of a job; rank 0 starts it and talks to it."""
+"""`python -m perseus_planner.runtime.autopilot.ranks`: the autopilot of a job; rank 0 starts it
+and talks to it.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,19 @@ _END_S = 5.0  #: for the end of a plan that is being made
 def main() -> int:
     """Plan until rank 0 says that it is over, or has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes while ranks still run
-    parser = argparse.ArgumentParser(prog="python -m perseus_planner.runtime.autopilot.ranks", description=__doc__)
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # launchers send them to all processes while ranks still run
+    parser = argparse.ArgumentParser(
+        prog="python -m perseus_planner.runtime.autopilot.ranks", description=__doc__
+    )
     parser.add_argument("--owner", type=int, required=True, help="process of rank 0")
     options = parser.parse_args()
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (1, 2):  # so that whoever reads the output of rank 0 does not wait for this process
+    for descriptor in (
+        1,
+        2,
+    ):  # so that whoever reads the output of rank 0 does not wait for this process
         os.dup2(nowhere, descriptor)
     os.chdir("/")  # so that no file system is kept from being unmounted
     owner = WatchedProcess(options.owner)

@@ -1,7 +1,8 @@
-"""Rank 0's part in the autopilot: it brings what all ranks observe to the autopilot's process, and proposes programs.
+"""Rank 0's part in the autopilot: it brings what all ranks observe to the autopilot's process, and
+proposes programs.
 
-If the process ends, training goes on with its last program and the ledger of each rank, and it is started again after
-a pause (`backoff`); what was learnt is in its state file.
+If the process ends, training goes on with its last program and the ledger of each rank, and it is
+started again after a pause (`backoff`); what was learnt is in its state file.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ class Places:
     """Which ranks observe for the autopilot.
 
     Attributes:
-        of: Rank in the whole job -> its pipeline and its rank there. If several ranks have one place, the first.
+        of: Rank in the whole job -> its pipeline and its rank there. If several ranks have one
+            place, the first.
         pipelines: Number of pipelines.
         gpus_per_stage: How many ranks have one place.
-        every: Each pipeline is observed in one of so many iterations: pipeline p in those with the same remainder.
+        every: Each pipeline is observed in one of so many iterations: pipeline p in those with the
+            same remainder.
     """
 
     of: Mapping[int, tuple[int, int]]
@@ -77,7 +80,9 @@ class Places:
 
     @classmethod
     def among(cls, everyone: Sequence[tuple[int, int] | None]) -> Places:
-        """Return the places of a job, given the pipeline and the rank in it of each rank; None for absent ranks."""
+        """Return the places of a job, given the pipeline and the rank in it of each rank; None
+        for absent ranks.
+        """
         first: dict[tuple[int, int], int] = {}
         for rank, place in enumerate(everyone):
             if place is not None:
@@ -96,16 +101,23 @@ class Places:
 
 
 def profile_key(job: JobDescription) -> str:
-    """Return the key of what a job learns: equal for equal shapes of the model, GPUs and parallelism."""
+    """Return the key of what a job learns: equal for equal shapes of the model, GPUs and
+    parallelism.
+    """
     ranks = [
-        [told.get("model"), told["gpu"] and told["gpu"][0], sorted({(stage, kind) for stage, kind, _ in told["order"]})]
+        [
+            told.get("model"),
+            told["gpu"] and told["gpu"][0],
+            sorted({(stage, kind) for stage, kind, _ in told["order"]}),
+        ]
         for _, told in sorted((job.places[rank][1], told) for rank, told in job.told.items())
     ]
     return sha256(json.dumps([job.gpus_per_stage, ranks]).encode())
 
 
 class Coordinator:
-    """All methods are called by rank 0's background thread, but for `status`, which any thread may read.
+    """All methods are called by rank 0's background thread, but for `status`, which any thread may
+    read.
 
     Args:
         store: The job's store; through a connection of the background thread.
@@ -138,13 +150,27 @@ class Coordinator:
         gpus_per_node: int = 8,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._places, self._settings, self._agreement = store, places, settings, agreement
-        self._warnings, self._sets_clocks, self._state, self._now_s = warnings, sets_clocks, state, now_s
+        self._store, self._places, self._settings, self._agreement = (
+            store,
+            places,
+            settings,
+            agreement,
+        )
+        self._warnings, self._sets_clocks, self._state, self._now_s = (
+            warnings,
+            sets_clocks,
+            state,
+            now_s,
+        )
         self._exchange, self._gpus_per_node = exchange, gpus_per_node
-        self._description: JobDescription | None = None  #: that the process is told when the service has answered
+        self._description: JobDescription | None = (
+            None  #: that the process is told when the service has answered
+        )
         self._described_s = 0.0
         self._waits_s: tuple[float, ...] = ()  #: that the process knows
-        self._differ_since: int | None = None  #: iteration since which pipelines run different orders
+        self._differ_since: int | None = (
+            None  #: iteration since which pipelines run different orders
+        )
         self.status = AutopilotStatus()
         self.on_status: Callable[[AutopilotStatus], None] | None = None
         self._process: AutopilotProcess | None = None
@@ -170,7 +196,11 @@ class Coordinator:
         try:
             if self._process is None and self._backoff.is_due(self._now_s()):
                 self._process = AutopilotProcess()
-                self._orders, self._description, self._waits_s = {}, None, ()  # so that it is told the job
+                self._orders, self._description, self._waits_s = (
+                    {},
+                    None,
+                    (),
+                )  # so that it is told the job
             if self._process is not None:
                 self._take_replies(self._process.messages())
                 if self._now_s() - self._looked_s >= _LOOK_S:
@@ -196,8 +226,13 @@ class Coordinator:
             self._process = None
         self._backoff.fail(self._now_s())
         reason = f": {error}" if str(error) else ""
-        text = f"the process of the autopilot has ended{reason}; training goes on with its last program"
-        self._warnings.warn("autopilot", f"{text} and the ledger, and it is started again", by="rank 0")
+        text = (
+            f"the process of the autopilot has ended{reason}; training goes on with its last "
+            "program"
+        )
+        self._warnings.warn(
+            "autopilot", f"{text} and the ledger, and it is started again", by="rank 0"
+        )
 
     def _read(self, process: AutopilotProcess) -> None:
         """Read what the ranks have observed, and pass on the iterations of which all is known."""
@@ -206,7 +241,9 @@ class Coordinator:
         if last < 0 or not ranks:
             return
         keys = list(map(observed_key, ranks))
-        self._are_there = self._are_there or self._store.check(list(map(observed_key, self._places.of)))
+        self._are_there = self._are_there or self._store.check(
+            list(map(observed_key, self._places.of))
+        )
         if not self._are_there:
             return
         for rank, frame in zip(ranks, self._store.multi_get(keys), strict=True):
@@ -226,7 +263,9 @@ class Coordinator:
                 del self._pending[iteration]  # a rank was too late
 
     def _learn_orders(self, process: AutopilotProcess, frames: Mapping[int, bytes]) -> None:
-        """Tell the process what the ranks have run in an iteration, if that is new, and known of all ranks."""
+        """Tell the process what the ranks have run in an iteration, if that is new, and known of
+        all ranks.
+        """
         new = {rank: order for rank, frame in frames.items() if (order := iteration_of(frame)[1])}
         if all(self._orders.get(rank) == order for rank, order in new.items()):
             return
@@ -250,21 +289,33 @@ class Coordinator:
         """Return whether pipelines run different orders."""
         of_place: dict[int, int] = {}
         return any(
-            of_place.setdefault(self._places.of[each][1], order) != order for each, order in self._orders.items()
+            of_place.setdefault(self._places.of[each][1], order) != order
+            for each, order in self._orders.items()
         )
 
     def _warn_of_orders(self, iteration: int) -> None:
-        """Warn if pipelines go on running different orders; in one iteration they may while the number changes."""
+        """Warn if pipelines go on running different orders; in one iteration they may while the
+        number changes.
+        """
         if not self._differ():
             self._differ_since = None
             return
         self._differ_since = iteration if self._differ_since is None else self._differ_since
         if iteration - self._differ_since >= DIFFERING:
-            text = "the pipelines of this job run different orders of computations, which the autopilot cannot plan"
-            self._warnings.warn("autopilot orders", f"{text}; training goes on as it did before", by="rank 0")
+            text = (
+                "the pipelines of this job run different orders of computations, which the "
+                "autopilot cannot plan"
+            )
+            self._warnings.warn(
+                "autopilot orders", f"{text}; training goes on as it did before", by="rank 0"
+            )
 
     def _describe(self) -> JobDescription:
-        told = {each: self._told[each] for each, (pipeline, _) in self._places.of.items() if pipeline == 0}
+        told = {
+            each: self._told[each]
+            for each, (pipeline, _) in self._places.of.items()
+            if pipeline == 0
+        }
         return JobDescription(
             self._settings,
             self._places.of,
@@ -278,7 +329,9 @@ class Coordinator:
         )
 
     def _pass_on(self, process: AutopilotProcess) -> None:
-        """Tell the process the job and what comes from the service: not before it was asked what it knows."""
+        """Tell the process the job and what comes from the service: not before it was asked what
+        it knows.
+        """
         exchange, now_s = self._exchange, self._now_s()
         if self._description is not None:
             if exchange is None or exchange.is_answered or now_s - self._described_s > KNOWN_S:

@@ -1,4 +1,6 @@
-"""What rank 0's part in the autopilot and its agent at the service give each other, on their own threads."""
+"""What rank 0's part in the autopilot and its agent at the service give each other, on their own
+threads.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,11 @@ class ServiceExchange:
         key: By the autopilot: what profiles are kept by; None until it is known.
         learnt: By the autopilot: what it has learnt; None for nothing yet.
         status: By the autopilot: what it knew last.
-        known: By the agent: table and YAML, as texts, of the profile that the service has for `key`; None for none.
+        known: By the agent: table and YAML, as texts, of the profile that the service has for
+            `key`; None for none.
         is_answered: By the agent: whether the service was asked for it.
-        waits_s: By the agent: for each pipeline, how long it may take beside a slower one, as for `Autopilot.wait_for`;
-            empty if all have to be as fast as agreed.
+        waits_s: By the agent: for each pipeline, how long it may take beside a slower one, as for
+            `Autopilot.wait_for`; empty if all have to be as fast as agreed.
     """
 
     def __init__(self) -> None:

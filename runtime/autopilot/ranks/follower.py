@@ -1,4 +1,6 @@
-"""What a rank runs while the autopilot plans: its newest program, or full clocks while its ledger is overdrawn."""
+"""What a rank runs while the autopilot plans: its newest program, or full clocks while its
+ledger is overdrawn.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, order_number, order_of
+from perseus_planner.runtime.autopilot.ranks.programs import (
+    AutopilotProgram,
+    order_number,
+    order_of,
+)
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.ledger import Ledger
@@ -39,12 +45,13 @@ class Ended:
 
 
 class RankLedger:
-    """The ledger of this rank: times are added as soon as they are known, in the order in which iterations ended.
+    """The ledger of this rank: times are added as soon as they are known, in the order in which
+    iterations ended.
 
-    The first rank of a pipeline begins an iteration first and ends it last, so its ledger is that of the pipeline.
-    Other ranks begin early and wait, and when programs change, their iterations seem longer or shorter for once than
-    those of the pipeline. So they overlook `PHASE` of an iteration until the autopilot's ledger, which comes with its
-    programs, says what is really owed.
+    The first rank of a pipeline begins an iteration first and ends it last, so its ledger is that
+    of the pipeline. Other ranks begin early and wait, and when programs change, their iterations
+    seem longer or shorter for once than those of the pipeline. So they overlook `PHASE` of an
+    iteration until the autopilot's ledger, which comes with its programs, says what is really owed.
 
     The training thread calls `renew` and `is_overdrawn`, any thread `add`.
 
@@ -68,10 +75,15 @@ class RankLedger:
     def is_overdrawn(self) -> bool:
         """Whether the next iteration has to run at full clocks."""
         ledger = self._ledger
-        return ledger is not None and ledger.owed_s > ledger.burst_s + self._overlooked * ledger.reference_s
+        return (
+            ledger is not None
+            and ledger.owed_s > ledger.burst_s + self._overlooked * ledger.reference_s
+        )
 
     def renew(self, ledger: Ledger | None) -> None:
-        """Take reference, limits, and what is owed at the autopilot; what this rank has run since is added."""
+        """Take reference, limits, and what is owed at the autopilot; what this rank has run
+        since is added.
+        """
         if ledger is not None and ledger is not self._terms:
             with self._lock:
                 self._terms = ledger
@@ -82,7 +94,9 @@ class RankLedger:
         with self._lock:
             if self._ledger is not None and iteration > self._last:
                 self._last = iteration
-                self._ledger = self._ledger.add(time_s, full_clocks=full_clocks, iteration=iteration)
+                self._ledger = self._ledger.add(
+                    time_s, full_clocks=full_clocks, iteration=iteration
+                )
 
 
 class ProgramFollower:
@@ -93,7 +107,8 @@ class ProgramFollower:
 
     Attributes:
         ledger: The rank's ledger.
-        orders: By number, the last orders of computations that the rank has run; replaced, never changed.
+        orders: By number, the last orders of computations that the rank has run; replaced, never
+            changed.
         ended: Iterations that have ended, for the `Observer`.
     """
 
@@ -120,7 +135,11 @@ class ProgramFollower:
         return program
 
     def on_end(
-        self, iteration: int, program: RankProgram | None, deviation: str | None, order: Order | None = None
+        self,
+        iteration: int,
+        program: RankProgram | None,
+        deviation: str | None,
+        order: Order | None = None,
     ) -> None:
         """See `ProgramSource.on_end`."""
         assert self._follower is not None  # set before training
@@ -138,6 +157,8 @@ class ProgramFollower:
         if order != self._noted:
             self._noted = order
             self._number = order_number(order)
-            kept = {number: found for number, found in self.orders.items() if number != self._number}
+            kept = {
+                number: found for number, found in self.orders.items() if number != self._number
+            }
             newest = list(kept.items())[1 - _KEPT_ORDERS :]
             self.orders = {**dict(newest), self._number: order_of(order)}

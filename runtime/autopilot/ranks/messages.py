@@ -1,7 +1,9 @@
-"""What ranks and the autopilot's process say to each other, and the connection between rank 0 and the process.
+"""What ranks and the autopilot's process say to each other, and the connection between rank 0 and
+the process.
 
-On a pair of sockets: a kind, a length and so many bytes. Neither end waits for the other: rank 0 keeps what the
-process has not read yet, and the process reads on a thread of its own while it plans.
+On a pair of sockets: a kind, a length and so many bytes. Neither end waits for the other: rank 0
+keeps what the process has not read yet, and the process reads on a thread of its own while it
+plans.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ LONGEST_BYTES = 64 << 20
 """Longest message, and most that is kept for a process that does not read."""
 
 JOB, OBSERVED, WAITS, END = b"J", b"O", b"T", b"E"
-"""To the process: the job as JSON; what ranks observed of one iteration; how long each pipeline may take, as JSON;
-write the state and end."""
+"""To the process: the job as JSON; what ranks observed of one iteration; how long each pipeline may
+take, as JSON; write the state and end."""
 PROGRAMS, LOG, WARNING, STATUS, LEARNT = b"P", b"L", b"W", b"S", b"R"
-"""From the process: programs to propose; a line to log, or to warn with; as JSON the status, and what was learnt."""
+"""From the process: programs to propose; a line to log, or to warn with; as JSON the status, and
+what was learnt.
+"""
 
 Message = tuple[bytes, bytes]
 
@@ -133,12 +137,14 @@ class Frame:
         iteration: Number of the iteration.
         decision: `Decision.version` of its program; 0 if it ran at full clocks.
         time_s: How long it took.
-        spans_s: Begin and end of each computation, one after the other; empty if nothing can be learnt of them.
-        changes: When clocks came into force, and which (MHz); the first is the one at its begin, with a time of 0. A
-            clock of 0 is not known.
+        spans_s: Begin and end of each computation, one after the other; empty if nothing can be
+            learnt of them.
+        changes: When clocks came into force, and which (MHz); the first is the one at its begin,
+            with a time of 0. A clock of 0 is not known.
         energy_j: Energy of the GPU; None if it is not known.
         throttled_s: Seconds in which the GPU was throttled.
-        call_s: How long the last calls took that set a clock, seconds, their median; 0 if that is not known.
+        call_s: How long the last calls took that set a clock, seconds, their median; 0 if that is
+            not known.
     """
 
     rank: int
@@ -169,8 +175,8 @@ class Frame:
         """
         if len(data) < _FRAME.size:
             raise ValueError("it is cut off")
-        rank, order, iteration, decision, time_s, energy_j, throttled_s, call_s, spans, changes = _FRAME.unpack_from(
-            data
+        rank, order, iteration, decision, time_s, energy_j, throttled_s, call_s, spans, changes = (
+            _FRAME.unpack_from(data)
         )
         middle = _FRAME.size + 8 * spans
         if len(data) != middle + _CHANGE.size * changes:
@@ -188,7 +194,9 @@ class Frame:
             call_s,
         )
 
-    def observation(self, pipeline: int, rank: int, gpus: int, energy_step_s: float) -> RankObservation:
+    def observation(
+        self, pipeline: int, rank: int, gpus: int, energy_step_s: float
+    ) -> RankObservation:
         """Return what the autopilot is told.
 
         Args:
@@ -217,7 +225,9 @@ class Frame:
         inside = [change for change in self.changes if begin_s < change[0] < end_s]
         if not before or not before[-1] or len(inside) > 1 or not all(clock for _, clock in inside):
             return ComputationObservation(begin_s, end_s, None)
-        return ComputationObservation(begin_s, end_s, before[-1], *(inside[0] if inside else (None, None)))
+        return ComputationObservation(
+            begin_s, end_s, before[-1], *(inside[0] if inside else (None, None))
+        )
 
 
 def iteration_of(data: bytes) -> tuple[int, int]:
@@ -235,11 +245,13 @@ class JobDescription:
         places: Rank in the whole job -> its pipeline, and its rank there; of ranks that observe.
         pipelines: Number of pipelines.
         gpus_per_stage: How many ranks have the same place.
-        told: Rank in the whole job -> what it runs and its GPU, as `Observer` writes it; of the first pipeline.
+        told: Rank in the whole job -> what it runs and its GPU, as `Observer` writes it; of the
+            first pipeline.
         sets_clocks: Whether clocks are set; otherwise only full clocks can be observed.
         state: File of what is learnt; None for none.
         gpus_per_node: How many GPUs share the lock of a driver.
-        known: Table and YAML, as texts, of a profile that another job has learnt; counts if there is no file.
+        known: Table and YAML, as texts, of a profile that another job has learnt; counts if there
+            is no file.
         is_shared: Whether a service wants to know what is learnt.
     """
 
@@ -262,15 +274,21 @@ class JobDescription:
     def loads(cls, data: bytes) -> JobDescription:
         """Return what `dumps` wrote."""
         values = json.loads(data)
-        places = {int(rank): (pipeline, place) for rank, (pipeline, place) in values["places"].items()}
+        places = {
+            int(rank): (pipeline, place) for rank, (pipeline, place) in values["places"].items()
+        }
         told = {int(rank): each for rank, each in values["told"].items()}
         return cls(**{**values, "places": places, "told": told})
 
 
 def observed_message(iteration: int, since: int, frames: Iterable[bytes]) -> bytes:
-    """Return the message with the packed frames of an iteration; a program proposed now begins with `since`."""
+    """Return the message with the packed frames of an iteration; a program proposed now begins
+    with `since`.
+    """
     packed = list(frames)
-    return _OBSERVED.pack(iteration, since, len(packed)) + b"".join(_SIZE.pack(len(each)) + each for each in packed)
+    return _OBSERVED.pack(iteration, since, len(packed)) + b"".join(
+        _SIZE.pack(len(each)) + each for each in packed
+    )
 
 
 def read_observed(data: bytes) -> tuple[int, list[Frame]]:

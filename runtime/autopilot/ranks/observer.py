@@ -1,4 +1,6 @@
-"""What a rank tells the autopilot of each iteration: made from its marks and from the messages of its controller."""
+"""What a rank tells the autopilot of each iteration: made from its marks and from the messages
+of its controller.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class ObservedGpu:
 
 
 class Observer:
-    """Writes what a rank observes into the job's store, for rank 0. All methods are called by the background thread.
+    """Writes what a rank observes into the job's store, for rank 0. All methods are called by the
+    background thread.
 
     Args:
         store: The job's store; through a connection of the background thread.
@@ -84,7 +87,9 @@ class Observer:
         self._model = model
         self._every, self._turn, self._is_written = every, turn, is_written
         self._samples = GpuSamples()
-        self._changes: deque[tuple[int, int]] = deque(maxlen=4096)  #: since when (ns), and which clock
+        self._changes: deque[tuple[int, int]] = deque(
+            maxlen=4096
+        )  #: since when (ns), and which clock
         self._calls_s: deque[float] = deque(maxlen=_CALLS)
         self._times: deque[IterationTimes] = deque(maxlen=64)
         self._last_ns: int | None = None  #: end of the last computation of the iteration before
@@ -102,19 +107,31 @@ class Observer:
                 self._samples.add(message)
         self._times.extend(times)
         while self._times and (ended := self._ended_of(self._times[0])) is not None:
-            if ended.program is not None and len(self._times) <= _PATIENCE and not self._is_sampled(self._times[0]):
+            if (
+                ended.program is not None
+                and len(self._times) <= _PATIENCE
+                and not self._is_sampled(self._times[0])
+            ):
                 return
             self._source.ended.popleft()
             self._finish(self._times.popleft(), ended)
 
     def _ended_of(self, times: IterationTimes) -> Ended | None:
-        """Return how an iteration ended, which the training thread says after its times are known."""
+        """Return how an iteration ended, which the training thread says after its times are
+        known.
+        """
         ended = self._source.ended
         while ended and ended[0].iteration < times.number:
             ended.popleft()
-        while ended and self._times and self._times[0].number < ended[0].iteration:  # its end was not kept
+        while (
+            ended and self._times and self._times[0].number < ended[0].iteration
+        ):  # its end was not kept
             self._times.popleft()
-        return ended[0] if ended and self._times and self._times[0].number == ended[0].iteration else None
+        return (
+            ended[0]
+            if ended and self._times and self._times[0].number == ended[0].iteration
+            else None
+        )
 
     def _is_sampled(self, times: IterationTimes) -> bool:
         return bool(times.spans_ns) and self._samples.first_after(times.spans_ns[-1][1]) is not None
@@ -141,11 +158,18 @@ class Observer:
         last_ns = times.spans_ns[-1][1]
         energy_j, throttled_s = None, 0.0
         if self._last_ns is not None and self._is_sampled(times):
-            # From the end of the last computation to the next one's: then the GPU is sampled, as its request changes.
+            # From the end of the last computation to the next one's: then the GPU is sampled, as
+            # its request changes.
             energy_j = self._samples.energy_j(self._last_ns, last_ns)
-            throttled_s = max(self._samples.throttled_s(self._last_ns, last_ns).values(), default=0.0)
+            throttled_s = max(
+                self._samples.throttled_s(self._last_ns, last_ns).values(), default=0.0
+            )
         before = [clock for at_ns, clock in self._changes if at_ns <= begin_ns]
-        inside = [((at_ns - begin_ns) / 1e9, clock) for at_ns, clock in self._changes if begin_ns < at_ns < last_ns]
+        inside = [
+            ((at_ns - begin_ns) / 1e9, clock)
+            for at_ns, clock in self._changes
+            if begin_ns < at_ns < last_ns
+        ]
         spans_s = tuple((at_ns - begin_ns) / 1e9 for span in times.spans_ns for at_ns in span)
         changes = ((0.0, before[-1] if before else 0), *inside)
         call_s = median(self._calls_s) if len(self._calls_s) == _CALLS else 0.0

@@ -1,4 +1,6 @@
-"""What the autopilot's process does: it learns from what ranks observe, and answers with programs for all ranks."""
+"""What the autopilot's process does: it learns from what ranks observe, and answers with
+programs for all ranks.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,17 @@ if TYPE_CHECKING:
 LOG_S = 60.0
 """Time between two lines of the log while the autopilot learns, in seconds."""
 CALL_S = 0.0045
-"""How long a call that sets a clock takes until that was measured, seconds: the median on an A800."""
+"""How long a call that sets a clock takes until that was measured, seconds: the median on an
+A800.
+"""
 TOLD_GROWTH = 1.25
-"""How many times as many rows are known before a service is told again, if not a minute has gone by."""
+"""How many times as many rows are known before a service is told again, if not a minute has gone
+by.
+"""
 COUNTER_STEP_S = 0.1
-"""How often the energy counters of NVIDIA's GPUs move, in seconds; those of simulated GPUs do so all the time."""
+"""How often the energy counters of NVIDIA's GPUs move, in seconds; those of simulated GPUs do so
+all the time.
+"""
 
 _OTHER_CALL = 0.25  #: relative difference from which calls take another time
 
@@ -71,7 +79,9 @@ class Planner:
         self._prior: Profile | None = None  #: what was known before
         self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
         self._sent: tuple[Any, ...] | None = None
-        self._logged_s = self._tried_s = -LOG_S  #: when a line was logged, and when clocks were last tried
+        self._logged_s = (
+            self._tried_s
+        ) = -LOG_S  #: when a line was logged, and when clocks were last tried
         self._is_silent = False
         self._schedule = ""  #: as a text grid
         self._saving: tuple[float, float] | None = None  #: of the last plan, and its standard error
@@ -95,13 +105,17 @@ class Planner:
                     self._first = frames[0].iteration
                 self._observe(frames)
             elif kind == WAITS and self._autopilot is not None:
-                self._autopilot.wait_for(json.loads(content) or [0.0] * self._autopilot.job.pipelines)
+                self._autopilot.wait_for(
+                    json.loads(content) or [0.0] * self._autopilot.job.pipelines
+                )
         if self._autopilot is not None and since is not None:
             replies += self._answers(self._autopilot.decide(max(0, since - (self._first or 0))))
         return replies
 
     def save(self) -> list[Message]:
-        """Write what was learnt; return it for the service, and a warning if it cannot be written."""
+        """Write what was learnt; return it for the service, and a warning if it cannot be
+        written.
+        """
         profile = self._learned()
         if profile is None:
             return []
@@ -113,7 +127,12 @@ class Planner:
         return replies
 
     def _learnt_message(self, profile: Profile | None) -> list[Message]:
-        if self._job is None or self._autopilot is None or profile is None or not self._job.is_shared:
+        if (
+            self._job is None
+            or self._autopilot is None
+            or profile is None
+            or not self._job.is_shared
+        ):
             return []
         dag = PipelineDag(profile, self._autopilot.job.iteration)
         rows, time_s = (
@@ -135,7 +154,10 @@ class Planner:
         """Begin with a job, or with another order of its computations."""
         of_place = {place: job.told[rank] for rank, place in job.places.items() if rank in job.told}
         try:
-            told = [of_place[0, rank] for rank in range(len({place for _, place in job.places.values()}))]
+            told = [
+                of_place[0, rank]
+                for rank in range(len({place for _, place in job.places.values()}))
+            ]
             ranks = tuple(order_of(each["order"]) for each in told)
             schedule = Schedule("as trained", ranks)
             check_pipeline(schedule)
@@ -158,7 +180,10 @@ class Planner:
         except (PlannerError, KeyError, ValueError) as error:
             self._autopilot = None
             text = f"the autopilot cannot plan what this job runs: {error}"
-            return [(WARNING, text.encode()), (STATUS, json.dumps(asdict(AutopilotStatus("stopped"))).encode())]
+            return [
+                (WARNING, text.encode()),
+                (STATUS, json.dumps(asdict(AutopilotStatus("stopped"))).encode()),
+            ]
         self._job, self._sent, self._first = job, None, None
         self._told_rows, self._saving = 0, None
         self._orders = tuple(map(order_number, ranks))
@@ -170,14 +195,18 @@ class Planner:
         assert self._job is not None
         assert self._autopilot is not None
         places = self._job.places
-        # The first rank of a pipeline begins first and ends last. The others begin early and wait, so that an iteration
-        # by another program seems longer or shorter there than it is.
-        times_s = {places[frame.rank][0]: frame.time_s for frame in frames if places[frame.rank][1] == 0}
+        # The first rank of a pipeline begins first and ends last. The others begin early and wait,
+        # so that an iteration by another program seems longer or shorter there than it is.
+        times_s = {
+            places[frame.rank][0]: frame.time_s for frame in frames if places[frame.rank][1] == 0
+        }
         seen = []
         for frame in frames:
             pipeline, rank = places[frame.rank]
             if frame.spans_s and frame.order == self._orders[rank] and pipeline in times_s:
-                observation = frame.observation(pipeline, rank, self._job.gpus_per_stage, self._step_s)
+                observation = frame.observation(
+                    pipeline, rank, self._job.gpus_per_stage, self._step_s
+                )
                 number = frame.iteration - (self._first or 0)
                 seen.append(observation._replace(iteration=number, time_s=times_s[pipeline]))
         if seen:
@@ -185,7 +214,9 @@ class Planner:
         self._use_latency([frame.call_s for frame in frames if frame.call_s])
 
     def _use_latency(self, calls_s: Sequence[float]) -> None:
-        """Plan with what setting a clock takes here, once it was measured, and again if it has changed."""
+        """Plan with what setting a clock takes here, once it was measured, and again if it has
+        changed.
+        """
         assert self._autopilot is not None
         change = self._autopilot.job.clock_change
         if calls_s and abs(median(calls_s) - change.call_s) > _OTHER_CALL * change.call_s:
@@ -211,7 +242,11 @@ class Planner:
             decision.unknown,
         )
         replies = [(STATUS, json.dumps(asdict(status)).encode()), *self._log(status)]
-        news = (decision.clocks, decision.phase, None if ledger is None else (ledger.reference_s, ledger.slowdown))
+        news = (
+            decision.clocks,
+            decision.phase,
+            None if ledger is None else (ledger.reference_s, ledger.slowdown),
+        )
         job = self._autopilot.job
         rows = len(set(job.iteration.keys)) * len(job.clocks_mhz) - decision.unknown
         if self._saving is not None and rows >= TOLD_GROWTH * self._told_rows:
@@ -223,7 +258,14 @@ class Planner:
             top_mhz = self._autopilot.job.clocks_mhz[0]
             busy_s = self._autopilot.busy_s()
             programs = Programs(
-                decision.version, self._orders, decision.clocks, top_mhz, time_s, ledger, status, busy_s
+                decision.version,
+                self._orders,
+                decision.clocks,
+                top_mhz,
+                time_s,
+                ledger,
+                status,
+                busy_s,
             )
             replies.append((PROGRAMS, programs.dumps()))
         return replies
@@ -240,7 +282,9 @@ class Planner:
 
 
 def _gpu_of(told: Sequence[Mapping[str, Any]]) -> tuple[str, str, tuple[int, ...]]:
-    """Return name and origin of the GPUs of a pipeline, and the clocks that all of them support, highest first."""
+    """Return name and origin of the GPUs of a pipeline, and the clocks that all of them support,
+    highest first.
+    """
     if any(each["gpu"] is None for each in told):
         raise UsageError("the clocks that a GPU supports are not known")
     name, origin, _ = told[0]["gpu"]
@@ -276,7 +320,8 @@ class State:
         Args:
             job: The job.
             learned: What this process has learnt before, by another order; None if nothing.
-            known: Table and YAML, as texts, of a profile that the service has; counts if there is no file.
+            known: Table and YAML, as texts, of a profile that the service has; counts if there is
+                no file.
         """
         if learned is not None and _difference(learned, job) is None:
             return learned, []
@@ -292,7 +337,9 @@ class State:
         if difference is not None:
             return None, [f"what was learnt before is not used: {place} {difference}"]
         rows = sum(map(len, found.measurements.values()))
-        return found, [f"the autopilot begins with {rows} rows that were learnt before, from {place}"]
+        return found, [
+            f"the autopilot begins with {rows} rows that were learnt before, from {place}"
+        ]
 
 
 def texts_of(profile: Profile) -> tuple[str, str]:

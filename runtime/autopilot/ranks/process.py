@@ -1,4 +1,6 @@
-"""The process of the autopilot: a child of rank 0 that ends with it, however it ends, and has a low priority."""
+"""The process of the autopilot: a child of rank 0 that ends with it, however it ends, and has a
+low priority.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ _END_POLL_S = 0.002  #: between two looks at a process that has closed it
 class AutopilotProcess:
     """A running process of the autopilot.
 
-    It is spawned, not started by `subprocess`, which waits for the end of a pipe: children that the training forks at
-    the same time would keep it open, and the thread would wait for them.
+    It is spawned, not started by `subprocess`, which waits for the end of a pipe: children that the
+    training forks at the same time would keep it open, and the thread would wait for them.
 
     Raises:
         OSError: If it cannot be started.
@@ -37,13 +39,21 @@ class AutopilotProcess:
             raise OSError("sys.executable does not name the Python to start it with")
         here, there = socket.socketpair()
         try:
-            arguments = [sys.executable, "-m", "perseus_planner.runtime.autopilot.ranks", "--owner", str(os.getpid())]
+            arguments = [
+                sys.executable,
+                "-m",
+                "perseus_planner.runtime.autopilot.ranks",
+                "--owner",
+                str(os.getpid()),
+            ]
             actions = [
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, there.fileno(), DESCRIPTOR),
             ]
             # In a session of its own: Ctrl-C interrupts training, which then ends it.
-            self.pid = os.posix_spawn(sys.executable, arguments, child_environment(), file_actions=actions, setsid=True)
+            self.pid = os.posix_spawn(
+                sys.executable, arguments, child_environment(), file_actions=actions, setsid=True
+            )
         except OSError:
             here.close()
             raise
@@ -74,7 +84,9 @@ class AutopilotProcess:
         """
         self._stream.flush()
         messages = self._stream.receive()
-        if not messages and self._process.has_ended():  # a child of the training may hold the connection open
+        if (
+            not messages and self._process.has_ended()
+        ):  # a child of the training may hold the connection open
             raise EOFError
         return messages
 

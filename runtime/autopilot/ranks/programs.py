@@ -22,7 +22,9 @@ Clocks = tuple[tuple[int, ...], ...]
 
 def order_number(order: Iterable[tuple[int, str, int]]) -> int:
     """Return a number that tells orders of computations apart."""
-    return zlib.crc32(" ".join(f"{stage}{kind}{microbatch}" for stage, kind, microbatch in order).encode())
+    return zlib.crc32(
+        " ".join(f"{stage}{kind}{microbatch}" for stage, kind, microbatch in order).encode()
+    )
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ class Programs:
         clocks: For each pipeline, the clocks of its ranks.
         top_mhz: The clock that counts as full.
         time_s: Expected time of an iteration, seconds.
-        ledger: The reference and the limits for the ledger of each rank; None before the reference is known.
+        ledger: The reference and the limits for the ledger of each rank; None before the reference
+            is known.
         status: What the autopilot knew.
-        busy_s: For each pipeline, the seconds that its ranks compute, as `Autopilot.busy_s`; empty if not known.
+        busy_s: For each pipeline, the seconds that its ranks compute, as `Autopilot.busy_s`; empty
+            if not known.
     """
 
     decision: int
@@ -67,9 +71,14 @@ class Programs:
 
     @staticmethod
     def program_of(
-        data: bytes, version: int, pipeline: int, rank: int, orders: Mapping[int, tuple[Computation, ...]]
+        data: bytes,
+        version: int,
+        pipeline: int,
+        rank: int,
+        orders: Mapping[int, tuple[Computation, ...]],
     ) -> AutopilotProgram:
-        """Return the program of one rank, from what `dumps` returned; nothing else in it is decoded.
+        """Return the program of one rank, from what `dumps` returned; nothing else in it is
+        decoded.
 
         Args:
             data: What was sent.
@@ -87,17 +96,24 @@ class Programs:
             runs = values["clocks"][values["pipelines"][pipeline]][rank]
             ledger = None if values["ledger"] is None else Ledger(**values["ledger"])
             status = AutopilotStatus(**values["status"])
-            top_mhz, decision, time_s = int(values["top_mhz"]), int(values["decision"]), float(values["time_s"])
+            top_mhz, decision, time_s = (
+                int(values["top_mhz"]),
+                int(values["decision"]),
+                float(values["time_s"]),
+            )
             clocks = tuple(clock for clock, count in runs for _ in range(count))
             busy_s = float(values["busy_s"][pipeline][rank]) if values["busy_s"] else None
         except (ValueError, TypeError, KeyError, IndexError, PlannerError) as error:
             raise PlanError(
-                f"the autopilot's program cannot be read: {error}; use the same version of the planner on all ranks"
+                f"the autopilot's program cannot be read: {error}; use the same version of the "
+                "planner on all ranks"
             ) from error
         order = orders.get(number)
         if order is None or len(order) != len(clocks):
             raise PlanError("the autopilot's program is for another order of computations")
-        return AutopilotProgram(version, decision, number, order, clocks, time_s, top_mhz, ledger, status, busy_s)
+        return AutopilotProgram(
+            version, decision, number, order, clocks, time_s, top_mhz, ledger, status, busy_s
+        )
 
 
 def _runs(clocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -118,7 +134,8 @@ class AutopilotProgram:
         top_mhz: The clock that counts as full, MHz.
         ledger: Reference and limits for the rank's ledger; None before the reference is known.
         status: What the autopilot knew.
-        busy_s: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
+        busy_s: Seconds that the rank computes, were its GPU as fast as at first; None if that is
+            not known.
     """
 
     version: int
@@ -137,7 +154,9 @@ class AutopilotProgram:
 
     @cached_property
     def changes(self) -> int:
-        """How often the clock changes in an iteration, including the change back to the first one."""
+        """How often the clock changes in an iteration, including the change back to the first
+        one.
+        """
         return changes_per_rank(self.clocks)
 
     @cached_property
@@ -149,8 +168,8 @@ class AutopilotProgram:
     def at_full_clocks(self) -> AutopilotProgram:
         """The same with the highest clock for each computation.
 
-        It is locked, not only left to the GPU: so an iteration at full clocks runs at a clock that is known, and its
-        times are those of a row of the profile.
+        It is locked, not only left to the GPU: so an iteration at full clocks runs at a clock that
+        is known, and its times are those of a row of the profile.
         """
         if self.decision == 0:
             return self
@@ -163,4 +182,6 @@ class AutopilotProgram:
 
 def order_of(noted: Iterable[Any]) -> tuple[Computation, ...]:
     """Return an order of computations that was noted or sent as (stage, kind, microbatch)."""
-    return tuple(Computation(int(stage), str(kind), int(microbatch)) for stage, kind, microbatch in noted)
+    return tuple(
+        Computation(int(stage), str(kind), int(microbatch)) for stage, kind, microbatch in noted
+    )

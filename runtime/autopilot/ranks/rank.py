@@ -46,7 +46,9 @@ class AutopilotOptions:
     def of(
         cls, settings: AutopilotSettings, state: str | os.PathLike[str] | None, folder: Path | None
     ) -> AutopilotOptions:
-        """Return the options; a relative path of the state is in the run folder, or where the rank was started."""
+        """Return the options; a relative path of the state is in the run folder, or where the
+        rank was started.
+        """
         if state is None:
             return cls(settings, None)
         return cls(settings, (Path.cwd() / (folder or "") / state))

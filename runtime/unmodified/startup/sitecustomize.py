@@ -1,4 +1,5 @@
-"""Python loads this when it starts under `planner run`, in place of another `sitecustomize`, which this loads in turn.
+"""Python loads this when it starts under `planner run`, in place of another `sitecustomize`, which
+this loads in turn.
 
 It runs in every Python process of a job, so it imports nothing and raises nothing of its own.
 """
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_ROOT = os.path.abspath(os.path.join(_FOLDER, *[os.pardir] * 4))  #: of the package that this file belongs to
+_ROOT = os.path.abspath(
+    os.path.join(_FOLDER, *[os.pardir] * 4)
+)  #: of the package that this file belongs to
 _ENGINES = (
     "deepspeed.runtime.pipe.engine",
     "megatron.core.pipeline_parallel.schedules",
@@ -26,15 +29,23 @@ _ENGINES = (
 
 
 class _EngineFinder:
-    """Finds the modules of training engines as other finders do, and has them wrapped when they have been loaded."""
+    """Finds the modules of training engines as other finders do, and has them wrapped when they
+    have been loaded.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name not in _ENGINES:
             return None
-        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
+        others = [
+            finder.find_spec
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")
+        ]
+        spec = next(
+            (found for find in others if (found := find(name, path, target)) is not None), None
+        )
         if spec is not None:
             _wrap_when_loaded(spec.loader)
         return spec
