@@ -1,5 +1,5 @@
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test lint compiled clean
+.PHONY: help demo docs test lint size compiled clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -38,6 +38,9 @@ lint: .venv/installed-test ## check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p perseus_planner
+
+size: ## print how large product and tests are, and which imports run in circles or up
+	@$(PYTHON) tests/support/house.py
 
 compiled: .venv/installed-test
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/planner warm-up

@@ -6,34 +6,14 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from house import FOLDERS, LEAVES, ROOMS, ROOT, circles, import_graph, imported, sources_of_product
 from strategies import smooth_profile
 
 from perseus_planner import schedules, solve
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("perseus_planner", "profiler", "runtime")
-ROOMS = [
-    *(
-        "profiles",
-        "schedules",
-        "plans",
-        "solver",
-        "jobs",
-        "gpu",
-        "training",
-        "estimate",
-        "cluster",
-        "runs",
-        "service",
-    ),
-    "inference",
-    "views",
-]
-"""The folders of the package, in the order of the data."""
 CORE = (
     "displayed",
     "documents",
@@ -45,24 +25,11 @@ CORE = (
     "strict_json",
 )
 """The modules at its root, which all folders may import."""
-LEAVES = ("cli", "profiler", "runtime")
-"""Folders that no other folder imports."""
 HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "scipy", "torch")
 
 
 def sources(*folders: str) -> list[Path]:
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
-
-
-def imported(node: ast.AST) -> Iterator[str]:
-    """Yield every module that an import in `node` may load: `from a import b` may load a and
-    a.b.
-    """
-    for child in ast.walk(node):
-        if isinstance(child, ast.Import):
-            yield from (name.name for name in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            yield from (f"{child.module}", *(f"{child.module}.{name.name}" for name in child.names))
 
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -105,6 +72,11 @@ def test_a_folder_imports_only_folders_above_it(room: str):
     reached = {name.split(".")[1] for name in names if name.startswith("perseus_planner.")}
     below = {*ROOMS[ROOMS.index(room) + 1 :], *LEAVES} if room in ROOMS else {*LEAVES}
     assert reached & (below - {room}) == set()
+
+
+def test_no_files_import_each_other_in_a_circle():
+    # Imports in functions and for type checkers are arrows, too.
+    assert circles(import_graph(sources_of_product())) == []
 
 
 @pytest.mark.parametrize("name", CORE)
