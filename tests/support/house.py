@@ -98,9 +98,7 @@ def total(sizes: Iterable[Size]) -> Size:
 def docstring_places(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, int]]:
     """Yield the line and column at which each docstring begins."""
     for node in nodes:
-        if not isinstance(
-            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        ):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         if ast.get_docstring(node, clean=False) is not None:
             yield node.body[0].lineno, node.body[0].col_offset
