@@ -20,7 +20,8 @@ if __name__ != "perseus_planner.runtime":
     )
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.session import Runtime, planner_runtime
+    from perseus_planner.runtime.runtime import Runtime
+    from perseus_planner.runtime.session import planner_runtime
 
 __all__ = ["Runtime", "planner_runtime"]
 

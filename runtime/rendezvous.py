@@ -19,7 +19,7 @@ from perseus_planner.errors import PlanError, RankError
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
-from perseus_planner.runtime.engines.engine import engine_of
+from perseus_planner.runtime.engines import engine_of
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob, exchange, node, wait_for_others
 from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare

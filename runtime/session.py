@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.errors import GpuError, UsageError, how_to_install
-from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
 from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, Programs
+from perseus_planner.runtime.autopilot.ranks.programs import Programs
 from perseus_planner.runtime.autopilot.ranks.rank import STATE_FILE, AutopilotOptions, AutopilotRank
 from perseus_planner.runtime.background import BackgroundThread, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
@@ -26,6 +25,7 @@ from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
 from perseus_planner.runtime.rendezvous import RuntimeSettings, check_gpu, join_job, program_of
+from perseus_planner.runtime.runtime import Runtime
 from perseus_planner.runtime.switching.follower import PlanFollower
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
@@ -33,15 +33,12 @@ from perseus_planner.runtime.telemetry.telemetry import Telemetry
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs import IterationRecord
     from perseus_planner.runs.recording import Attempt
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.agent import ServiceLink
     from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.hook import Program, RankProgram
     from perseus_planner.runtime.job import TrainingJob
-    from perseus_planner.runtime.switching.agreement import Proposal
 
 MAX_CHANGES_PER_S = 100.0
 """Default limit of the clock changes of one node: a call holds the driver's lock for about 6 ms
@@ -50,94 +47,6 @@ MAX_CHANGES_PER_S = 100.0
 
 END_S = 5.0
 """How long rank 0 waits at the end, at most, until all others have ended their part."""
-
-
-class Runtime:
-    """The runtime of this rank inside the block of `planner_runtime`."""
-
-    def __init__(
-        self,
-        pipeline: int,
-        follower: PlanFollower,
-        telemetry: Telemetry,
-        check: Callable[[Plans], None],
-        wake: Callable[[], None],
-        autopilot: AutopilotRank | None = None,
-    ) -> None:
-        self._pipeline, self._follower, self._telemetry = pipeline, follower, telemetry
-        self._check, self._wake, self._autopilot = check, wake, autopilot
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that this rank's pipeline runs by; None if there is none, or the autopilot
-        makes its programs.
-        """
-        program = self._follower.program
-        return None if program is None else program.plan
-
-    @property
-    def autopilot(self) -> AutopilotStatus | None:
-        """What the autopilot knows; on other ranks than 0, what it knew at their newest program.
-        None with a plan.
-        """
-        if self._autopilot is None:
-            return None
-        if self._autopilot.coordinator is not None:
-            return self._autopilot.coordinator.status
-        program = self._follower.program
-        return program.status if isinstance(program, AutopilotProgram) else AutopilotStatus()
-
-    @property
-    def pipeline(self) -> int:
-        """Number of this rank's data-parallel pipeline, from 0."""
-        return self._pipeline
-
-    @property
-    def problem(self) -> str | None:
-        """Why no clocks are set now although there is a plan; None if they are set."""
-        return self._follower.problem
-
-    @property
-    def iterations(self) -> tuple[IterationRecord, ...]:
-        """The last iterations of this rank, as measured."""
-        return self._telemetry.iterations
-
-    def iteration(self) -> AbstractContextManager[None]:
-        """Run one training iteration inside the block: for training without an engine, which needs
-        no call else.
-
-        Raises:
-            UsageError: If the runtime was given an engine, which shows its iterations by itself.
-        """
-        raise UsageError("the engine shows its iterations by itself; leave out runtime.iteration()")
-
-    def switch_to(self, plan: GivenPlan) -> Proposal:
-        """Move all ranks of all pipelines to another plan, at the same iteration; call it on any
-        one rank.
-
-        Returns at once. The plan takes effect at the begin of an iteration that is a few ahead, so
-        that all ranks have read it by then. A rank that reads it late takes it at its next
-        iteration; one that it does not fit runs without clocks, and warns. A newer plan that is
-        proposed before then replaces it.
-
-        Args:
-            plan: A plan or its file for all pipelines, or one for each pipeline by its number.
-
-        Raises:
-            PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a
-                pipeline.
-            UsageError: If the autopilot makes the programs of this training.
-        """
-        if self._autopilot is not None:
-            raise UsageError(
-                "the autopilot decides the clocks of this training; begin it with a plan to switch "
-                "plans"
-            )
-        plans = Plans.load(plan)
-        self._check(plans)
-        proposal = self._follower.agreement.propose(plans.dumps())
-        self._wake()
-        return proposal
 
 
 @contextmanager

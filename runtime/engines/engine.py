@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perseus_planner.errors import UsageError
-from perseus_planner.training.engine_kinds import SUPPORTED_ENGINES, engine_kind, megatron_chunks
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -68,35 +67,6 @@ class Engine(Protocol):
 
         On leaving, all that was wrapped is as it was before.
         """
-
-
-def engine_of(engine: Any) -> Engine:
-    """Return the adapter of a training engine.
-
-    Args:
-        engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
-            schedule of torch.distributed.pipelining.
-
-    Raises:
-        UsageError: If it is none of these, has an unsupported version, or has a runtime attached
-            already.
-    """
-    kind = engine_kind(engine)
-    if kind == "deepspeed":
-        from perseus_planner.runtime.engines.deepspeed import DeepSpeedPipeline
-
-        return DeepSpeedPipeline(engine)
-    if kind == "torch":
-        from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
-
-        return TorchPipeline(engine)
-    if kind == "megatron":
-        from perseus_planner.runtime.engines.megatron import MegatronModel
-
-        return MegatronModel(megatron_chunks(engine))
-    raise UsageError(
-        f"planner_runtime was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}"
-    )
 
 
 @contextmanager

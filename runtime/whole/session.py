@@ -26,7 +26,7 @@ from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.job import JobWarnings, this_job
-from perseus_planner.runtime.session import Runtime
+from perseus_planner.runtime.runtime import Runtime
 from perseus_planner.runtime.switching.shared_state import read
 from perseus_planner.runtime.whole.rank import RankPart, Terms
 from perseus_planner.runtime.whole.search import ValueSearch, Window

@@ -13,7 +13,8 @@ import pytest
 from launching import ranks
 
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.engines.engine import attached_once, engine_of, replaced
+from perseus_planner.runtime.engines import engine_of
+from perseus_planner.runtime.engines.engine import attached_once, replaced
 
 pytest.importorskip("torch")
 

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from perseus_planner.errors import UsageError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.runtime.engines.engine import Engine, engine_of
+from perseus_planner.runtime.engines import engine_of
+from perseus_planner.runtime.engines.engine import Engine
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import HostMarks, parse_clock_request
 from perseus_planner.schedules import Computation, Schedule, generate

@@ -1,0 +1,109 @@
+"""What training sees of the runtime, and asks of it, while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from perseus_planner.errors import UsageError
+from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
+from perseus_planner.runtime.switching.plans import GivenPlan, Plans
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs import IterationRecord
+    from perseus_planner.runtime.autopilot.ranks.rank import AutopilotRank
+    from perseus_planner.runtime.switching.agreement import Proposal
+    from perseus_planner.runtime.switching.follower import PlanFollower
+    from perseus_planner.runtime.telemetry.telemetry import Telemetry
+
+
+class Runtime:
+    """The runtime of this rank inside the block of `planner_runtime`."""
+
+    def __init__(
+        self,
+        pipeline: int,
+        follower: PlanFollower,
+        telemetry: Telemetry,
+        check: Callable[[Plans], None],
+        wake: Callable[[], None],
+        autopilot: AutopilotRank | None = None,
+    ) -> None:
+        self._pipeline, self._follower, self._telemetry = pipeline, follower, telemetry
+        self._check, self._wake, self._autopilot = check, wake, autopilot
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that this rank's pipeline runs by; None if there is none, or the autopilot
+        makes its programs.
+        """
+        program = self._follower.program
+        return None if program is None else program.plan
+
+    @property
+    def autopilot(self) -> AutopilotStatus | None:
+        """What the autopilot knows; on other ranks than 0, what it knew at their newest program.
+        None with a plan.
+        """
+        if self._autopilot is None:
+            return None
+        if self._autopilot.coordinator is not None:
+            return self._autopilot.coordinator.status
+        program = self._follower.program
+        return program.status if isinstance(program, AutopilotProgram) else AutopilotStatus()
+
+    @property
+    def pipeline(self) -> int:
+        """Number of this rank's data-parallel pipeline, from 0."""
+        return self._pipeline
+
+    @property
+    def problem(self) -> str | None:
+        """Why no clocks are set now although there is a plan; None if they are set."""
+        return self._follower.problem
+
+    @property
+    def iterations(self) -> tuple[IterationRecord, ...]:
+        """The last iterations of this rank, as measured."""
+        return self._telemetry.iterations
+
+    def iteration(self) -> AbstractContextManager[None]:
+        """Run one training iteration inside the block: for training without an engine, which needs
+        no call else.
+
+        Raises:
+            UsageError: If the runtime was given an engine, which shows its iterations by itself.
+        """
+        raise UsageError("the engine shows its iterations by itself; leave out runtime.iteration()")
+
+    def switch_to(self, plan: GivenPlan) -> Proposal:
+        """Move all ranks of all pipelines to another plan, at the same iteration; call it on any
+        one rank.
+
+        Returns at once. The plan takes effect at the begin of an iteration that is a few ahead, so
+        that all ranks have read it by then. A rank that reads it late takes it at its next
+        iteration; one that it does not fit runs without clocks, and warns. A newer plan that is
+        proposed before then replaces it.
+
+        Args:
+            plan: A plan or its file for all pipelines, or one for each pipeline by its number.
+
+        Raises:
+            PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a
+                pipeline.
+            UsageError: If the autopilot makes the programs of this training.
+        """
+        if self._autopilot is not None:
+            raise UsageError(
+                "the autopilot decides the clocks of this training; begin it with a plan to switch "
+                "plans"
+            )
+        plans = Plans.load(plan)
+        self._check(plans)
+        proposal = self._follower.agreement.propose(plans.dumps())
+        self._wake()
+        return proposal
