@@ -8,11 +8,12 @@ rows of like stages, tell about each other; `smoothing.py` has the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,10 +24,13 @@ from perseus_planner.profiles.smoothing import Curves, Points, Scales
 from perseus_planner.quantities import CLOCK, COUNT, INDEX
 
 if TYPE_CHECKING:
-    from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
 
 Key = tuple[int, str]
+Rows = Mapping[Key, tuple[Measurement, ...]]
+"""(stage, kind) -> measurements, highest clock first."""
+P = TypeVar("P")
+"""What holds the rows: a profile."""
 _UNIT = 0.7  #: the x of the model is ln(highest clock / clock) over this: about 0 to 1
 _TIME = Scales(bend=0.3, kink=0.03, step=0.003, level=0.03, slope=0.02, shape=0.3, noise=0.003)
 _ENERGY = Scales(bend=1.0, kink=0.05, step=0.005, level=0.03, slope=0.02, shape=0.3, noise=0.003)
@@ -53,12 +57,11 @@ class Draws(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate:
+class Estimate(Generic[P]):
     """What the rows of a profile tell about time and energy at every clock; made by
     `Profile.estimated`.
 
     Attributes:
-        profile: the rows.
         mean: the expected time and energy at every clock. A row that was measured keeps its
             evidence, though its time and energy are estimates now; an interpolated one has no
             evidence.
@@ -69,8 +72,7 @@ class Estimate:
             they were found.
     """
 
-    profile: Profile
-    mean: Profile
+    mean: P
     interpolated: Mapping[Key, tuple[int, ...]]
     has_errors: bool
     noise: Mapping[str, tuple[float, float]]
@@ -120,36 +122,41 @@ class _Kind(NamedTuple):
         )
 
 
-def estimate_profile(profile: Profile, clocks_mhz: Collection[int] | None = None) -> Estimate:
-    """Return what the rows of `profile` tell about every clock, as `Profile.estimated` describes
-    it.
+def estimate_rows(
+    rows: Rows,
+    control: str,
+    clocks_mhz: Collection[int] | None,
+    profile_of: Callable[[Rows], P],
+) -> Estimate[P]:
+    """Return what the rows of a profile tell about every clock, as `Profile.estimated` describes
+    it; `profile_of` makes a profile of other rows.
     """
-    clocks = _clocks(profile, clocks_mhz)
-    names = dict.fromkeys(kind for _, kind in profile.measurements)
-    kinds = tuple(_kind(profile, name, clocks) for name in names)
-    measurements = dict[Key, tuple[Measurement, ...]]()
+    clocks = _clocks(rows, control, clocks_mhz)
+    names = dict.fromkeys(kind for _, kind in rows)
+    kinds = tuple(_kind(rows, control, name, clocks) for name in names)
+    expected = dict[Key, tuple[Measurement, ...]]()
     for kind in kinds:
         times_s, energies_j = (
             kind.table(kind.reachable(kind.time.mean())),
             kind.table(kind.energy.mean()),
         )
         for key in kind.keys:
-            known = {row.clock_mhz: row.evidence for row in profile.measurements[key]}
-            rows = zip(clocks, times_s[key].tolist(), energies_j[key].tolist(), strict=True)
-            measurements[key] = tuple(
-                Measurement(mhz, time_s, energy_j, known.get(mhz)) for mhz, time_s, energy_j in rows
+            known = {row.clock_mhz: row.evidence for row in rows[key]}
+            values = zip(clocks, times_s[key].tolist(), energies_j[key].tolist(), strict=True)
+            expected[key] = tuple(
+                Measurement(mhz, time_s, energy_j, known.get(mhz))
+                for mhz, time_s, energy_j in values
             )
-    measured = {key: {row.clock_mhz for row in rows} for key, rows in profile.measurements.items()}
+    measured = {key: {row.clock_mhz for row in of_key} for key, of_key in rows.items()}
     return Estimate(
-        profile,
-        replace(profile, measurements=measurements),
+        profile_of(expected),
         MappingProxyType(
             {
                 key: tuple(mhz for mhz in clocks if mhz not in known)
                 for key, known in measured.items()
             }
         ),
-        any(row.evidence is not None for rows in profile.measurements.values() for row in rows),
+        any(row.evidence is not None for row in chain(*rows.values())),
         MappingProxyType(
             {
                 name: (k.time.scales.noise, k.energy.scales.noise)
@@ -160,32 +167,30 @@ def estimate_profile(profile: Profile, clocks_mhz: Collection[int] | None = None
     )
 
 
-def _clocks(profile: Profile, clocks_mhz: Collection[int] | None) -> tuple[int, ...]:
+def _clocks(rows: Rows, control: str, clocks_mhz: Collection[int] | None) -> tuple[int, ...]:
     """Return the measured clocks and those to estimate, highest first."""
-    measured = {row.clock_mhz for rows in profile.measurements.values() for row in rows}
+    measured = {row.clock_mhz for row in chain(*rows.values())}
     highest = max(measured)
     if clocks_mhz is None:
         step = math.gcd(*(highest - clock for clock in measured))
         evenly = range(min(measured), highest + 1, step) if step >= _LEAST_SPACING else ()
-        clocks_mhz = evenly if len(evenly) <= _MOST_CLOCKS and profile.control != "observed" else ()
+        clocks_mhz = evenly if len(evenly) <= _MOST_CLOCKS and control != "observed" else ()
     for clock in clocks_mhz:
         if CLOCK.check(clock, "clocks_mhz", ProfileError) > highest:
             raise ProfileError(
-                f"clocks_mhz: {clock} is above {highest} {unit_of(profile.control)}, the highest "
+                f"clocks_mhz: {clock} is above {highest} {unit_of(control)}, the highest "
                 "that was measured; measure it, or leave it out"
             )
     return tuple(sorted({*measured, *clocks_mhz}, reverse=True))
 
 
-def _kind(profile: Profile, name: str, clocks: tuple[int, ...]) -> _Kind:
-    keys = [key for key in profile.measurements if key[1] == name]
-    rows = [profile.measurements[key] for key in keys]
+def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kind:
+    keys = [key for key in table if key[1] == name]
+    rows = [table[key] for key in keys]
     for key, each in zip(keys, rows, strict=True):
         for row in each:
             if row.energy_j == 0.0:
-                place = (
-                    f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(profile.control)}"
-                )
+                place = f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(control)}"
                 raise ProfileError(
                     f"{place}: has an energy of 0 J, from which nothing can be estimated; measure "
                     "it"

@@ -131,7 +131,7 @@ class Profile(Displayable):
         )
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
 
-    def estimated(self, clocks_mhz: Collection[int] | None = None) -> Estimate:
+    def estimated(self, clocks_mhz: Collection[int] | None = None) -> Estimate[Profile]:
         """Return the expected time and energy at every clock that the GPU supports, with their
         joint uncertainty.
 
@@ -149,9 +149,14 @@ class Profile(Displayable):
             ProfileError: If one of `clocks_mhz` is above the highest measured one, or a row has an
                 energy of 0.
         """
-        from perseus_planner.profiles.estimation import estimate_profile
+        from perseus_planner.profiles.estimation import estimate_rows
 
-        return estimate_profile(self, clocks_mhz)
+        return estimate_rows(
+            self.measurements,
+            self.control,
+            clocks_mhz,
+            profile_of=lambda rows: replace(self, measurements=rows),
+        )
 
     @classmethod
     def load(

@@ -1,25 +1,31 @@
-"""The exact time-energy curve of a pipeline iteration: data alone, without plans."""
+"""The exact time-energy curve of a pipeline iteration, without plans."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.errors import InfeasibleDeadline, ProfileError
 from perseus_planner.plans.replay import end_times, time_and_energy
+from perseus_planner.prefixes import si
 from perseus_planner.quantities import TIME
 from perseus_planner.solver.network import Guides, Integers, ScaledNetwork, scaled_network
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import Self
 
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Schedule
     from perseus_planner.schedules.dag import PipelineDag
+
+
+_PARTS = 64  #: parts of the curve; there is a guide at each end of one
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,6 +51,60 @@ class TimeEnergyCurve:
     times: Integers = field(repr=False)
     powers: Integers = field(repr=False)
     guides: Guides = field(repr=False)
+
+    @classmethod
+    def of(cls, dag: PipelineDag, progress: Callable[[int, int], None] | None = None) -> Self:
+        """Compute the curve of any graph of computations, from its slow end to its fast one, by
+        minimum cuts.
+
+        Args:
+            dag: the computations.
+            progress: called with (parts done, all parts) from time to time.
+
+        Raises:
+            ProfileError: If the overhead leaves nothing of an iteration, or the measurements cannot
+                be scaled.
+        """
+        # Loaded here with Numba, which whoever looks at a frontier does not need.
+        from perseus_planner.solver.mincut import slowest_state, walk
+
+        scaled = scaled_network(dag)
+        fastest_s = max(end_times(dag, [dag.points[key][0].time_s for key in dag.iteration.keys]))
+        if fastest_s + dag.profile.overhead_s <= 0:
+            raise ProfileError(
+                f"overhead_s: {si(dag.profile.overhead_s, 's', 6)} leave nothing of an iteration "
+                f"that replays to {si(fastest_s, 's', 6)} at its fastest; calibrate with an "
+                "iteration of this schedule"
+            )
+        state = slowest_state(scaled.network)
+        slowest = int(state.event[scaled.network.sink])
+        targets = (
+            np.linspace(slowest, int(fastest_s / scaled.tick_s), _PARTS + 1)[:-1]
+            .astype(np.int64)
+            .tolist()
+        )
+        count, times, powers = len(dag.keys), [slowest], [0]
+        guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
+        for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], state)):
+            times[-1:], powers[-1:] = step.times, step.powers
+            end_s = np.asarray(
+                step.state.event[1 : 2 * count : 2] * scaled.tick_s, dtype=np.float32
+            )
+            price_w = np.asarray(step.state.flow[:count] * scaled.power_unit_w, dtype=np.float32)
+            guides.append((times[-1] * scaled.tick_s, end_s, price_w))
+            if progress is not None and part > 0:
+                progress(part, _PARTS)
+        as_array = np.array([times, powers], dtype=np.int64)
+        bends = (
+            np.diff(as_array[1], prepend=0) != 0
+        )  # the slope is the same where the walk only stopped
+        bends[[0, -1]] = True
+        return cls(
+            dag,
+            as_array[0, bends],
+            as_array[1, bends],
+            Guides(*map(np.array, zip(*guides, strict=True))),
+        )
 
     @property
     def profile(self) -> Profile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.displayed import Displayable
@@ -158,13 +158,12 @@ class Frontier(TimeEnergyCurve, Displayable):
         """
         power_w = POWER.check(power_w, "power_w")
         if on_time is None:
-            return fastest_within_power(
-                self, power_w, lambda plan: plan.power_w, max_changes, min_dwell_s
-            )
+            plan_until = partial(self.plan_until, max_changes=max_changes, min_dwell_s=min_dwell_s)
+            return fastest_within_power(self, power_w, plan_until, lambda plan: plan.power_w)
         probability = PROBABILITY.check(on_time, "on_time")
-        return self._on_time_planner.plan_within_power(
-            power_w, probability, (max_changes, min_dwell_s)
-        )
+        most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
+        budget = most, WAIT.check(min_dwell_s, "min_dwell_s")
+        return self._on_time_planner.plan_within_power(power_w, probability, budget)
 
     def plan_of(self, clocks: Mapping[str, int]) -> Plan:
         """Return the plan that runs every computation at its clock in `clocks`: "3F17" -> MHz.

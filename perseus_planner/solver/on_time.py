@@ -26,17 +26,15 @@ from perseus_planner.plans.drawn_replay import replay_draws
 from perseus_planner.plans.on_time import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.curve import TimeEnergyCurve
 from perseus_planner.solver.planner import Planner
 from perseus_planner.solver.power import fastest_within_power
-from perseus_planner.solver.solve import solve_dag
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.estimation import Draws, Estimate
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
-    from perseus_planner.solver.curve import TimeEnergyCurve
-    from perseus_planner.solver.frontier import Frontier
 
 _DRAWS = 500
 _MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  #: standard errors
@@ -74,7 +72,6 @@ class OnTimePlanner:
 
     def __init__(self, curve: TimeEnergyCurve) -> None:
         self.curve = curve
-        self._frontiers: dict[tuple[float, bool], Frontier] = {}
         self._planners: dict[tuple[float, bool], Planner] = {}
 
     def plan(self, deadline_s: float, probability: float, tolerance: float, budget: Budget) -> Plan:
@@ -86,7 +83,7 @@ class OnTimePlanner:
         """
         ratio = deadline_s / self.curve.baseline_time_s
         limit = ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
-        within_s = limit * self._frontier(0.0).baseline_time_s
+        within_s = limit * self._planner(0.0).curve.baseline_time_s
 
         def is_on_time(drawn: _Drawn) -> bool:
             return self._likely_ratio(drawn, probability) <= limit * (1 + _ROUNDING)
@@ -141,13 +138,18 @@ class OnTimePlanner:
             drawn = self._replayed(plan, 0.0)
             return float(np.quantile(drawn.energy_j / drawn.time_s, probability))
 
-        plan = fastest_within_power(self._frontier(0.0), power_w, likely_w, *budget)
+        planner = self._planner(0.0)
+
+        def plan_until(deadline_s: float) -> Plan:
+            return planner.plan(planner.curve.check_deadline(deadline_s), *budget)
+
+        plan = fastest_within_power(planner.curve, power_w, plan_until, likely_w)
         drawn = self._replayed(plan, 0.0)
         made = replace(self._certainty(drawn, probability, 0.0), limit_power_w=power_w)
         return replace(drawn.plan, deadline_s=plan.deadline_s, min_dwell_s=budget[1], on_time=made)
 
     @cached_property
-    def _estimate(self) -> Estimate:
+    def _estimate(self) -> Estimate[Profile]:
         return self.curve.profile.estimated()
 
     @cached_property
@@ -157,26 +159,20 @@ class OnTimePlanner:
     @cached_property
     def _baseline(self) -> _Drawn:
         """All clocks at their maximum."""
-        mean = self._frontier(0.0)
-        rows = zip(mean.dag.computations, mean.dag.baseline_measurements(), strict=True)
-        plan = mean.plan_of({str(computation): row.clock_mhz for computation, row in rows})
-        return self._replayed(plan, None)
+        mean = self._planner(0.0)
+        clocks = [row.clock_mhz for row in mean.dag.baseline_measurements()]
+        return self._replayed(mean.plan_of(clocks, None), None)
 
-    def _frontier(self, margin: float, *, free: bool = False) -> Frontier:
-        """Return the frontier of the expected times plus the margin; if `free`, clock changes
-        cost nothing.
+    def _planner(self, margin: float, *, free: bool = False) -> Planner:
+        """Return the planner along the curve of the expected times plus the margin; if `free`,
+        clock changes cost nothing.
         """
         key = margin, free and self.curve.profile.clock_change is not None
-        if key not in self._frontiers:
+        if key not in self._planners:
             profile = self._estimate.mean if margin == 0.0 else self._slower(margin)
             profile = replace(profile, clock_change=None) if free else profile
-            self._frontiers[key] = solve_dag(PipelineDag(profile, self.curve.dag.iteration))
-        return self._frontiers[key]
-
-    def _planner(self, margin: float, *, free: bool) -> Planner:
-        key = margin, free and self.curve.profile.clock_change is not None
-        if key not in self._planners:
-            self._planners[key] = Planner(self._frontier(margin, free=free))
+            dag = PipelineDag(profile, self.curve.dag.iteration)
+            self._planners[key] = Planner(TimeEnergyCurve.of(dag))
         return self._planners[key]
 
     def _slower(self, margin: float) -> Profile:
@@ -198,9 +194,9 @@ class OnTimePlanner:
 
         What clock changes cost is taken to be the same in all of them.
         """
-        mean = self._frontier(0.0, free=free)
-        plan = replace(mean.plan_of(plan.clocks), profile_digest=self.curve.profile.digest)
-        time_s, energy_j = replay_draws(mean.dag, list(plan.clocks.values()), self._draws)
+        mean, clocks = self._planner(0.0, free=free), list(plan.clocks.values())
+        plan = replace(mean.plan_of(clocks, None), profile_digest=self.curve.profile.digest)
+        time_s, energy_j = replay_draws(mean.dag, clocks, self._draws)
         if plan.clock_change is not None:
             points = [plan.measurement(computation) for computation in mean.dag.computations]
             free_s, free_j = time_and_energy(mean.dag, points)

@@ -11,66 +11,63 @@ from perseus_planner.errors import InfeasibleBudget, InfeasiblePower
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.solver.curve import TimeEnergyCurve
 
 
 def fastest_within_power(
-    frontier: Frontier,
+    curve: TimeEnergyCurve,
     power_w: float,
+    plan_until: Callable[[float], Plan],
     power_of: Callable[[Plan], float],
-    max_changes: int | None,
-    min_dwell_s: float,
 ) -> Plan:
     """Return the fastest plan found whose power, as `power_of` tells it in watts, is at most
     `power_w`.
 
+    Args:
+        curve: that of the plans.
+        power_w: watts.
+        plan_until: makes a plan for a deadline, seconds, within a switch budget.
+        power_of: tells the power of a plan, watts.
+
     Raises:
         InfeasiblePower: If no plan found draws that little; names the least power found.
     """
+
+    def plan_near(deadline_s: float) -> Plan:
+        try:
+            return plan_until(deadline_s)
+        except InfeasibleBudget as error:  # the fastest plan found that the budget allows
+            return plan_until(error.least_time_s)
+
     target_w = power_w
     while True:
-        deadline_s = _fastest_within(frontier, target_w)
+        deadline_s = _fastest_within(curve, target_w)
         if deadline_s is None:
-            frugal_s = float(
-                frontier.times_s[int(np.argmin(frontier.energies_j / frontier.times_s))]
-            )
-            frugal = _plan_near(frontier, frugal_s, max_changes, min_dwell_s)
+            frugal = plan_near(float(curve.times_s[np.argmin(curve.energies_j / curve.times_s)]))
             if power_of(frugal) <= power_w:
                 return frugal
             raise InfeasiblePower(power_w, power_of(frugal))
-        plan = _plan_near(frontier, deadline_s, max_changes, min_dwell_s)
+        plan = plan_near(deadline_s)
         excess_w = power_of(plan) - power_w
         if excess_w <= 0.0:
             return plan
         target_w -= max(excess_w, 1e-4 * power_w)  # lower the bound by the plan's excess
 
 
-def _plan_near(
-    frontier: Frontier, deadline_s: float, max_changes: int | None, min_dwell_s: float
-) -> Plan:
-    """Return `plan_until`, or the fastest plan found if the switch budget allows none that fast."""
-    try:
-        return frontier.plan_until(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
-    except InfeasibleBudget as error:
-        return frontier.plan_until(
-            error.least_time_s, max_changes=max_changes, min_dwell_s=min_dwell_s
-        )
-
-
-def _fastest_within(frontier: Frontier, power_w: float) -> float | None:
+def _fastest_within(curve: TimeEnergyCurve, power_w: float) -> float | None:
     """Return the least time whose bound, as an average power, is at most `power_w`, or None if
     there is none.
     """
-    average_w = frontier.energies_j / frontier.times_s
+    average_w = curve.energies_j / curve.times_s
     fitting = np.flatnonzero(average_w <= power_w)
     if len(fitting) == 0:
         return None
     point = int(fitting[-1])  # the fastest one; the line from it to the next crosses the budget
-    if point == len(frontier.times_s) - 1:
-        return frontier.min_time_s
+    if point == len(curve.times_s) - 1:
+        return curve.min_time_s
     (slow_s, fast_s), (slow_j, fast_j) = (
-        frontier.times_s[point : point + 2],
-        frontier.energies_j[point : point + 2],
+        curve.times_s[point : point + 2],
+        curve.energies_j[point : point + 2],
     )
     slope_w = (fast_j - slow_j) / (fast_s - slow_s)
     crossing_s = (slow_j - slope_w * slow_s) / (power_w - slope_w)

@@ -5,24 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from perseus_planner.errors import ProfileError, UsageError
-from perseus_planner.plans.replay import end_times
-from perseus_planner.prefixes import si
+from perseus_planner.errors import UsageError
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.mincut import slowest_state, walk
-from perseus_planner.solver.network import Guides, scaled_network
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Schedule
-
-_PARTS = 64  #: parts of the frontier; there is a guide at each end of one
 
 
 def solve(
@@ -84,38 +74,4 @@ def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None =
         ProfileError: If the overhead leaves nothing of an iteration, or the measurements cannot be
             scaled.
     """
-    scaled = scaled_network(dag)
-    fastest_s = max(end_times(dag, [dag.points[key][0].time_s for key in dag.iteration.keys]))
-    if fastest_s + dag.profile.overhead_s <= 0:
-        raise ProfileError(
-            f"overhead_s: {si(dag.profile.overhead_s, 's', 6)} leave nothing of an iteration that "
-            f"replays to {si(fastest_s, 's', 6)} at its fastest; calibrate with an iteration of "
-            "this schedule"
-        )
-    state = slowest_state(scaled.network)
-    slowest = int(state.event[scaled.network.sink])
-    targets = (
-        np.linspace(slowest, int(fastest_s / scaled.tick_s), _PARTS + 1)[:-1]
-        .astype(np.int64)
-        .tolist()
-    )
-    count, times, powers = len(dag.keys), [slowest], [0]
-    guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
-    for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], state)):
-        times[-1:], powers[-1:] = step.times, step.powers
-        end_s = np.asarray(step.state.event[1 : 2 * count : 2] * scaled.tick_s, dtype=np.float32)
-        price_w = np.asarray(step.state.flow[:count] * scaled.power_unit_w, dtype=np.float32)
-        guides.append((times[-1] * scaled.tick_s, end_s, price_w))
-        if progress is not None and part > 0:
-            progress(part, _PARTS)
-    as_array = np.array([times, powers], dtype=np.int64)
-    bends = (
-        np.diff(as_array[1], prepend=0) != 0
-    )  # the slope is the same where the walk only stopped
-    bends[[0, -1]] = True
-    return Frontier(
-        dag,
-        as_array[0, bends],
-        as_array[1, bends],
-        Guides(*map(np.array, zip(*guides, strict=True))),
-    )
+    return Frontier.of(dag, progress)

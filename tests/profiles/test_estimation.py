@@ -156,7 +156,7 @@ def test_rows_of_many_windows_count_for_more():
 
 
 def test_draws_of_one_seed_are_equal():
-    estimate: Estimate = noisy_rows(TRUTH, 0.01, 12, seed=1).estimated()
+    estimate: Estimate[Profile] = noisy_rows(TRUTH, 0.01, 12, seed=1).estimated()
     first, second, other = (estimate.draws(5, seed) for seed in (1, 1, 2))
     assert np.array_equal(first.time_s[3, "F"], second.time_s[3, "F"])
     assert not np.array_equal(first.time_s[3, "F"], other.time_s[3, "F"])
