@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from clock_setters import CLOCKS_MHZ, WAYS
 from data import Size
 from results import Check, Section, Table
@@ -34,6 +35,7 @@ _COLUMNS = {
     "median_ratio": ("median, controller = 1", ".2f"),
     "p99_ratio": ("p99, controller = 1", ".2f"),
     "at_wanted": ("time at the requested clock, %", ".1f"),
+    "core": ("the controller, % of a core", ".1f"),
 }
 
 RankResult = Mapping[str, Any]
@@ -44,9 +46,8 @@ set; `given_up`.
 
 def measure(size: Size) -> Section:
     """Time every way at every rate, with the same GPUs."""
-    results = {
-        (rate, way): _run(way, rate, size) for rate in size.setting_rates_per_s for way in WAYS
-    }
+    runs = {(rate, way): _run(way, rate, size) for rate in size.setting_rates_per_s for way in WAYS}
+    results = {key: ranks for key, (ranks, _) in runs.items()}
     count, busy_share = size.setting_ranks, _busy_share(size.setting_ranks)
     rows = []
     for (rate, way), ranks in results.items():
@@ -54,7 +55,9 @@ def measure(size: Size) -> Section:
         ratios = {
             f"{name}_ratio": row[f"{name}_ms"] / base[f"{name}_ms"] for name in ("median", "p99")
         }
-        rows.append({"rate": rate, "way": _NAMES[way], **row, **ratios})
+        controller_s = runs[rate, way][1]
+        core = None if controller_s is None else 100 * controller_s / size.setting_s
+        rows.append({"rate": rate, "way": _NAMES[way], **row, **ratios, "core": core})
     lasts = all(
         rank["given_up"] or _is_same(rank["set"][-1][0], len(rank["asked"]) - 1)
         for ranks in results.values()
@@ -134,12 +137,15 @@ def _is_same(one: int, other: int) -> bool:
     return (one - other) % len(CLOCKS_MHZ) == 0
 
 
-def _run(way: str, rate: int, size: Size) -> list[RankResult]:
-    """Run all ranks, and return their results."""
-    with (
-        tempfile.NamedTemporaryFile() as lock,
-        _served(way, lock.name, size.setting_ranks) as address,
-    ):
+def _run(way: str, rate: int, size: Size) -> tuple[list[RankResult], float | None]:
+    """Run all ranks; return their results, and the CPU seconds of the controller since all were
+    ready, if there is one.
+    """
+    with tempfile.NamedTemporaryFile() as lock, ExitStack() as stack:
+        server, address = None, ""
+        if way == "controller":
+            server = stack.enter_context(_start("serve", lock.name, {"ranks": size.setting_ranks}))
+            address = server.stdout.readline().strip()
         ranks = []
         for rank in range(size.setting_ranks):
             own = {
@@ -157,27 +163,24 @@ def _run(way: str, rate: int, size: Size) -> list[RankResult]:
         try:
             for process in ranks:
                 process.stdout.readline()  # it is ready
+            before_s = _cpu_s(server)
             start_ns = time.monotonic_ns() + 100_000_000
             for process in ranks:
                 print(start_ns, file=process.stdin, flush=True)
-            return [json.loads(process.communicate()[0]) for process in ranks]
+            found = [json.loads(process.communicate()[0]) for process in ranks]
+            return found, None if server is None else _cpu_s(server) - before_s
         finally:
             for process in ranks:
                 process.kill()
                 process.communicate()
 
 
-@contextmanager
-def _served(way: str, lock: str, ranks: int) -> Iterator[str]:
-    """Run a controller if the way needs one; yield its address."""
-    if way != "controller":
-        yield ""
-        return
-    with _start("serve", lock, {"ranks": ranks}) as process:
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.communicate()
+def _cpu_s(process: subprocess.Popen[str] | None) -> float:
+    """Return the CPU seconds of a process that runs, or has ended and is not waited for yet."""
+    if process is None:
+        return 0.0
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system
 
 
 def _start(way: str, lock: str, options: Mapping[str, object]) -> subprocess.Popen[str]:

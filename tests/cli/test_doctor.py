@@ -154,7 +154,7 @@ def test_latency_is_measured_and_all_is_reset(
     assert ClockChange(**change).gpus_per_node == 2, (
         "the stand-in's calls queue behind one lock, as the driver's do"
     )
-    assert 0.05 <= change["call_s"] < 0.5
+    assert change["call_s"] >= 0.05
     assert "they run one after another" in text
     assert {setting.high for setting in nvml.settings() if setting.function == SET} >= {1980, 210}
 

@@ -24,6 +24,7 @@ from gpu_owners import (
     own_guardians,
     owner,
 )
+from waiting import LONG_S
 
 from perseus_planner.errors import GpuError
 from perseus_planner.gpu import open_gpu
@@ -124,7 +125,7 @@ def test_ctrl_c_reaches_the_owner_and_not_the_guardian(nvml: StandIn, state: Pat
         guardian = psutil.Process(process.pid).children()[0]
         assert os.getsid(guardian.pid) == guardian.pid
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(10) == -signal.SIGINT
+        assert process.wait(LONG_S) == -signal.SIGINT
         assert process.stderr.read().splitlines()[-1] == "KeyboardInterrupt"
         await_end([guardian])
         assert is_reset(nvml)
@@ -146,7 +147,7 @@ def test_an_owner_whose_guardian_was_killed_resets_all_itself(nvml: StandIn, sta
     with owner(LOCKS_AND_WAITS) as process:
         psutil.Process(process.pid).children()[0].kill()
         process.stdin.close()
-        assert (process.wait(10), process.stderr.read()) == (0, "")
+        assert (process.wait(LONG_S), process.stderr.read()) == (0, "")
         assert is_reset(nvml)
         assert files(state) == []
 
@@ -227,7 +228,7 @@ def test_a_guardian_is_light_and_holds_nothing_of_its_owner(nvml: StandIn, state
         mapped = Path(f"/proc/{guardian.pid}/maps").read_text()
         assert not any(heavy in mapped for heavy in ("numpy", "torch", "numba"))
         process.stdin.close()
-        assert process.wait(10) == 0
+        assert process.wait(LONG_S) == 0
 
 
 def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(
@@ -238,7 +239,7 @@ def test_a_guardian_finds_what_its_owner_finds_in_whatever_folder_that_runs(
     code = f"import sys; sys.path.append({os.path.relpath(package, state.parent)!r})\n{LOCKS_AND_WAITS}"  # noqa: E501
     with owner(code, folder=state.parent) as process:
         process.stdin.close()
-        assert process.wait(10) == 0
+        assert process.wait(LONG_S) == 0
 
 
 def test_without_a_record_a_guardian_has_nothing_to_do(nvml: StandIn, state: Path):

@@ -19,6 +19,7 @@ from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, await_end, files, guardians, kill, own_guardians, owner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import LONG_S
 
 from perseus_planner.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import Gpu, open_gpu
@@ -224,7 +225,7 @@ def test_another_process_that_lives_is_named(gpus, nvml: StandIn, state: Path):
         assert stale_records() == ()
         assert recover() == ()
         process.stdin.close()
-        assert process.wait(10) == 0
+        assert process.wait(LONG_S) == 0
     with lease_gpus(gpus):
         pass
 
@@ -492,7 +493,7 @@ def test_a_child_that_leaves_the_block_after_a_fork_changes_nothing(nvml: StandI
         assert nvml.locked_mhz(0) == (1500, 1500)
         assert files(state) == [file_of(state).name]
         process.stdin.close()
-        assert process.wait(10) == 0
+        assert process.wait(LONG_S) == 0
     assert nvml.locked_mhz(0) is None
     assert files(state) == []
 

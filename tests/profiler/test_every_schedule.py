@@ -59,6 +59,7 @@ def test_torch(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.soak  # project/test_examples.py profiles, plans and trains once
 def test_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     results = results_of(
@@ -67,6 +68,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     check(results, ["1f1b"], tmp_path)
 
 
+@pytest.mark.soak  # project/test_examples.py profiles, plans and trains once
 def test_megatron(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     results = results_of(

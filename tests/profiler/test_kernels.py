@@ -49,7 +49,7 @@ def test_one_process_measures_layers_head_and_memory(folder: Path, recompute: st
     assert layer_times(shape, system).layer["B"].load(system).time_s(1410) == pytest.approx(
         times.layer_backward_s
     )
-    assert 0 < times.layer_forward_s < 10
+    assert times.layer_forward_s > 0
     found = done("explore small.yaml --gpus 2 --system system.yaml --batch 4")
     assert "ESTIMATED FROM MEASURED KERNELS" in found
 

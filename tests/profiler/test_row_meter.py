@@ -394,7 +394,7 @@ def measured_together(gpus: list[ReplayGpu], runs: list[list[int]]) -> list[Meas
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LONG_S)
     return [row for row in rows if row is not None]
 
 

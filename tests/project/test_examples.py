@@ -77,7 +77,7 @@ def assert_ran_as_planned(folder: Path) -> None:
     assert len(run.ranks) == len(plan.schedule.ranks) == 2
     time_s = run.time_s(run.newest_version)
     assert time_s is not None
-    assert plan.time_s < time_s < 2 * plan.time_s  # on the same clock
+    assert plan.time_s < time_s
     for rank, order in zip(run.ranks, plan.schedule.ranks, strict=True):
         assert len(rank.iterations) == 3
         for iteration in rank.iterations:

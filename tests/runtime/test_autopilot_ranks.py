@@ -23,9 +23,12 @@ pytest.importorskip("torch")
         ("torch", 2),
         pytest.param(
             *("deepspeed", 4),  # two data-parallel pipelines
-            marks=pytest.mark.skipif(
-                find_spec("deepspeed") is None, reason="deepspeed is not installed"
-            ),
+            marks=[
+                pytest.mark.soak,
+                pytest.mark.skipif(
+                    find_spec("deepspeed") is None, reason="deepspeed is not installed"
+                ),
+            ],
         ),
     ],
 )
@@ -64,6 +67,7 @@ def test_all_schedules_and_other_numbers_of_microbatches_are_learnt_by_watching(
             assert (found["after"], found["warnings"]) == (None, [])
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_what_megatron_runs_is_learnt_by_watching(tmp_path: Path):
     for result in results_of("megatron_programs:learned", 2, tmp_path):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
-from controller_ranks import LONG_S, attached, process_of, set_clock
+from controller_ranks import LONG_S
 
 from perseus_planner.processes import WatchedProcess
+from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.handshake import Handshakes
 from perseus_planner.runtime.controller.protocol import AttachRequest
@@ -21,17 +25,60 @@ from perseus_planner.runtime.marks import clock_request
 SIMULATED = "simulated:a100-sxm"
 
 
-def test_while_computations_take_20_ms_the_controller_needs_little_of_a_core():
-    with attached([SIMULATED]) as (connection,):
-        process = process_of(connection)
-        set_clock(connection, 1200)
-        before, begin_s = process.cpu_times(), time.monotonic()
-        for place in range(100):
+class Pauses:
+    """Stands for the modules `time` and `select` of a controller: time passes in its pauses
+    alone.
+    """
+
+    POLLIN = select.POLLIN
+
+    def __init__(self) -> None:
+        self.now_ns = time.monotonic_ns()
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_ns += round(1e9 * duration_s)
+
+    def poll(self) -> SimpleNamespace:
+        poller = select.poll()
+
+        def poll(timeout_ms: float) -> list[tuple[int, int]]:
+            ready = poller.poll(0)
+            self.now_ns += 0 if ready else round(1e6 * timeout_ms)
+            return ready
+
+        return SimpleNamespace(register=poller.register, poll=poll)
+
+
+@pytest.mark.parametrize(("computation_ms", "turns"), [(2, 20), (20, 20), (200, 200)])
+def test_the_controller_takes_at_most_20_turns_in_a_computation_or_one_a_millisecond(
+    computation_ms: int, turns: int, monkeypatch: pytest.MonkeyPatch
+):
+    pauses = Pauses()
+    for module in ("time", "select"):
+        monkeypatch.setattr(server, module, pauses)
+    handshakes = Handshakes()
+    controller = Controller(handshakes, 1, 1e4)
+    request = AttachRequest(0, SIMULATED, "clock", None, 0.0)
+    with closing(Connection(handshakes.address, request)) as connection:
+        while not controller._attached:
+            controller._turn()
+        connection.attach(0.0)
+        (rank,) = controller._attached
+        taken = []
+        for place in range(70):
+            asked_ns = pauses.now_ns
             connection.request[0] = clock_request(place % 8, 1200)
-            time.sleep(0.02)  # the computation
-        after, end_s = process.cpu_times(), time.monotonic()
-        spent_s = after.user + after.system - before.user - before.system
-        assert spent_s < 0.06 * (end_s - begin_s), spent_s
+            taken.append(0)
+            while pauses.now_ns < asked_ns + 1_000_000 * computation_ms:
+                controller._turn()
+                taken[-1] += 1
+            assert 0 <= rank.changed_ns - asked_ns <= 1_000_000
+    # Once it knows how long they take; a turn that sets or reads a GPU is followed by one at once.
+    assert max(taken[-4:]) <= turns + 3
+    controller.run()
 
 
 @pytest.fixture

@@ -271,7 +271,9 @@ def test_an_emulated_gpu_is_not_profiled_in_real_time(gpu: EmulatedGpu):
         pass
 
 
-@pytest.mark.parametrize("engine", ["torch", "interleaved", "deepspeed"])
+@pytest.mark.parametrize(
+    "engine", ["torch", "interleaved", pytest.param("deepspeed", marks=pytest.mark.soak)]
+)
 def test_an_engine_trains_as_without_and_draws_what_the_profile_says(engine: str, tmp_path: Path):
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")

@@ -12,7 +12,7 @@ from fake_nvml import StandIn
 from gpu_owners import files
 from launching import Results, results_of
 from planner_processes import planner_processes
-from waiting import LONG_S, eventually
+from waiting import eventually
 
 pytest.importorskip("torch")
 
@@ -88,7 +88,6 @@ def test_what_a_user_can_correct_is_refused_on_all_ranks_at_once(
     assert [each["error"] for each in result] == errors.split()
     for number, each in enumerate(result):
         assert text.format(number) in each["text"]
-        assert each["took_s"] < LONG_S
         assert each["locked_mhz"] is None
         if each["error"] == "RankError":
             assert each["text"] == f"rank {1 - number} does not begin: {result[1 - number]['text']}"
@@ -147,7 +146,6 @@ def test_a_rank_that_does_not_join_is_waited_for_once_and_training_begins(uncloc
     name = "a rank that does not come"
     here, _ = (rank[name] for rank in unclocked)
     assert (here["plan"], here["problem"], here["equal"]) == (True, None, True)
-    assert here["took_s"] < LONG_S
     assert warnings_of(unclocked, name) == [
         "rank 1 had not joined within 0.3 s; training begins without waiting longer"
     ]

@@ -42,6 +42,7 @@ def test_torch_runs_every_computation_at_its_clock_and_results_stay_the_same(
     check_followed(results_of("runtime_programs:torch_schedules", count, tmp_path, *names), *names)
 
 
+@pytest.mark.soak  # runtime/test_engines.py has its adapter
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed_runs_every_computation_at_its_clock_and_results_stay_the_same(tmp_path: Path):
     everyone = results_of(
@@ -50,6 +51,7 @@ def test_deepspeed_runs_every_computation_at_its_clock_and_results_stay_the_same
     check_followed(everyone, "1f1b")
 
 
+@pytest.mark.soak  # runtime/test_megatron.py has its adapter
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_megatron_runs_every_computation_at_its_clock_and_results_stay_the_same(tmp_path: Path):
     check_followed(results_of("megatron_programs:planned", 2, tmp_path), "interleaved-1f1b")

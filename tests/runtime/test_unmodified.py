@@ -129,7 +129,9 @@ def locked_mhz(rank: int) -> int | None:
             "torch", torchrun, ["--plan", "plan-2.yaml"], 2, id="torch, torchrun with a restart"
         ),
         pytest.param(
-            "deepspeed", deepspeed, [], 1, id="DeepSpeed and its launcher, without a plan"
+            *("deepspeed", deepspeed, [], 1),
+            id="DeepSpeed and its launcher, without a plan",
+            marks=pytest.mark.soak,
         ),
         pytest.param(
             "megatron",
@@ -137,6 +139,7 @@ def locked_mhz(rank: int) -> int | None:
             ["--plan", "plan-2.yaml"],
             1,
             id="Megatron's loop, ranks by themselves",
+            marks=pytest.mark.soak,
         ),
     ],
 )

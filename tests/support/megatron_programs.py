@@ -28,12 +28,23 @@ from perseus_planner.runtime.hook import Hook
 from perseus_planner.schedules import interleaved_1f1b
 
 
+def several(*programs: str) -> None:
+    """Run programs one after another, each with its arguments after spaces; print the name of
+    each that passes.
+    """
+    dist.init_process_group("gloo")
+    for program in programs:
+        name, *arguments = program.split()
+        globals()[name](*arguments)
+        print(name, flush=True)
+    dist.destroy_process_group()
+
+
 def orders(*shapes: str) -> None:
     """The hook's calls, what really runs, the announced order and our generator's row are equal.
 
     Each shape is "virtual,group,microbatches", the first two 0 where there are none.
     """
-    dist.init_process_group("gloo")
     for shape in shapes:
         virtual, group, microbatches = map(int, shape.split(","))
         with parallel(virtual or None):
@@ -49,13 +60,10 @@ def orders(*shapes: str) -> None:
             assert recorded.iterations == [
                 {"microbatches": microbatches, "ran": ran, "ended": True}
             ], shape
-    print("equal")
-    dist.destroy_process_group()
 
 
 def results() -> None:
     """Losses, weights and the calls of the user's timers are bit for bit those without a hook."""
-    dist.init_process_group("gloo")
     for virtual in (None, 2):
         with parallel(virtual):
             plain, hooked = _trained(virtual, None), _trained(virtual, RecordedHook())
@@ -63,8 +71,6 @@ def results() -> None:
             assert all(torch.equal(a, b) for a, b in zip(plain[0], hooked[0], strict=True))
             assert len(plain[1]) > 20
             assert plain[1] == hooked[1]
-    print("equal")
-    dist.destroy_process_group()
 
 
 def _trained(virtual: int | None, hook: Any) -> tuple[list[Any], list[Any]]:
@@ -77,7 +83,6 @@ def _trained(virtual: int | None, hook: Any) -> tuple[list[Any], list[Any]]:
 
 def evaluations() -> None:
     """An evaluation does not call the hook, with or without gradients."""
-    dist.init_process_group("gloo")
     for virtual in (None, 2):
         with parallel(virtual):
             training, recorded = Training(virtual), RecordedHook()
@@ -92,15 +97,12 @@ def evaluations() -> None:
                 each["ended"] and each["ran"] == recorded.iterations[0]["ran"]
                 for each in recorded.iterations
             )
-    print("silent")
-    dist.destroy_process_group()
 
 
 def changes() -> None:
     """With another number of microbatches the hook deviates from its plan for that iteration,
     once.
     """
-    dist.init_process_group("gloo")
     for virtual in (None, 2):
         with parallel(virtual):
             training = Training(virtual)
@@ -117,8 +119,6 @@ def changes() -> None:
             # Until the odd one, then none, and from the end of the next on again.
             in_order = [*range(1, count), 0]
             assert hooked.wants == [0, *in_order, -1, 0, *in_order], hooked.wants
-    print("left and back")
-    dist.destroy_process_group()
 
 
 class _Program:
@@ -132,7 +132,6 @@ class _Program:
 
 def unknown() -> None:
     """If no caller passes the number of microbatches, they are reported as they come."""
-    dist.init_process_group("gloo")
     with parallel():
         training, recorded = Training(), RecordedHook()
         with training.engine.attached(recorded):
@@ -145,13 +144,10 @@ def unknown() -> None:
         rank = dist.get_rank()
         ran = [(rank, "F", 0), (rank, "F", 1), (rank, "B", 0)]
         assert recorded.iterations == [{"microbatches": None, "ran": ran, "ended": True}]
-    print("seen")
-    dist.destroy_process_group()
 
 
 def timers() -> None:
     """The user's calls of timers of any kind reach the original timers."""
-    dist.init_process_group("gloo")
     with parallel():
         training, given = Training(), UserTimers()
         config = training.config
@@ -183,8 +179,6 @@ def timers() -> None:
                 not config.timers._timers
             )  # no level is raised: each of the schedules' timers is a dummy
         assert isinstance(config.timers, Timers)
-    print("passed on")
-    dist.destroy_process_group()
 
 
 def restores() -> None:
@@ -192,7 +186,6 @@ def restores() -> None:
     no hook.
     """
     already = "a runtime is attached to this Megatron-core model already; leave its block first"
-    dist.init_process_group("gloo")
     with parallel(2):
         training, recorded = Training(2, apart=True), RecordedHook()
         assert training.configs[0] is not training.configs[1]
@@ -217,15 +210,12 @@ def restores() -> None:
         with training.engine.attached(again):
             training.step(4)
         assert [each["ended"] for each in again.iterations] == [True]
-    print("restored")
-    dist.destroy_process_group()
 
 
 def dies() -> None:
     """After an iteration that fails, the next one begins anew, as when Megatron-LM runs an
     iteration twice.
     """
-    dist.init_process_group("gloo")
     with parallel():
         training, seat = Training(), MegatronModel([]).pipeline_rank
         schedule = interleaved_1f1b(seat.ranks, 1, 2)
@@ -237,8 +227,6 @@ def dies() -> None:
             handle.remove()
             training.step(2)
         assert hooked.ends == ["0 computations, and the plan has 4", None], hooked.ends
-    print("anew")
-    dist.destroy_process_group()
 
 
 def _fail(*_: Any) -> None:
@@ -259,7 +247,6 @@ def refusals() -> None:
         "as one, in which no "
     )
     overlap += "clock can change; train without it, or without a plan"
-    dist.init_process_group("gloo")
     with pytest.raises(
         UsageError, match=r"^Megatron's parallel state is not initialized; call initialize_model"
     ):
@@ -286,8 +273,6 @@ def refusals() -> None:
             match=r"^the chunks of the Megatron-core model have no parameters; give the chunks",
         ):
             _ = MegatronModel([nn.Identity()]).device
-    print("refused")
-    dist.destroy_process_group()
 
 
 def _attach(engine: MegatronModel) -> None:
@@ -299,7 +284,6 @@ def megatron_lm() -> None:
     """Megatron-LM's loops set and drop `config.timers`; the hook still sees every training
     iteration.
     """
-    dist.init_process_group("gloo")
     with parallel():
         variables = _global_variables()
         given = variables._GLOBAL_TIMERS
@@ -317,8 +301,7 @@ def megatron_lm() -> None:
         variables._GLOBAL_TIMERS = None  # Megatron-LM's own initialization wants to find that
         with training.engine.attached(recorded):
             assert variables._GLOBAL_TIMERS is None
-    print("seen")
-    dist.destroy_process_group()
+    del sys.modules[variables.__name__]
 
 
 def _global_variables() -> Any:
@@ -347,7 +330,6 @@ def _train(training: Training, variables: Any) -> None:
 
 def seats() -> None:
     """Check the known order of two pipelines of two stages, data-parallel or tensor-parallel."""
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     for tensor in (1, 2):
         with parallel(tensor=tensor, pipeline=2):
@@ -372,8 +354,6 @@ def seats() -> None:
             ):
                 assert engine.order() == order
         assert len(engine.order_for(3)) == 6
-    print("seated")
-    dist.destroy_process_group()
 
 
 def planned(state: str) -> None:

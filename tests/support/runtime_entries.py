@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,19 +59,17 @@ def beside_another_job(state: str, gpu: str) -> None:
 
 
 def _entered(engine: Any, plan: Any, gpu: str = GPU) -> dict[str, Any]:
-    """Return the error with which a rank was refused, and how long that took."""
-    begin_s, error = time.monotonic(), None
+    """Return the error with which a rank was refused."""
+    error = None
     try:
         with planner_runtime(engine, plan=plan, gpu=gpu):
             pass
     except PlannerError as refusal:
         error = refusal
-    took_s = time.monotonic() - begin_s
     locked_mhz = Watch(gpu).gpu.locked_mhz if gpu.startswith("emulated") else None
     return {
         "error": type(error).__name__,
         "text": str(error),
-        "took_s": took_s,
         "locked_mhz": locked_mhz,
     }
 
@@ -103,19 +100,17 @@ def _trained(
     watch = Watch(gpu) if watched else None
     if watch is not None:
         watch.planned = lambda: None
-    pipeline, begin_s = Torch("1f1b", 4, watch), time.monotonic()
+    pipeline = Torch("1f1b", 4, watch)
     entered = (
         planner_runtime(pipeline.engine, plan=plan, gpu=gpu, max_changes_per_s=FAST)
         if joins
         else nullcontext()
     )
     with entered as runtime:
-        took_s = time.monotonic() - begin_s
         found = [*pipeline.step(), *pipeline.step(), *pipeline.state()]
     return {
         "equal": len(expected) == len(found) and all(map(torch.equal, expected, found)),
         "plan": runtime is not None and runtime.plan is not None,
         "problem": runtime and runtime.problem,
         "warnings": log.taken(),
-        "took_s": took_s,
     }
