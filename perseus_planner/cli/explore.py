@@ -66,11 +66,6 @@ if TYPE_CHECKING:
     multiple=True,
     help="none, selective or full; can be given more than once.",
 )
-@click.option(
-    "--split-head",
-    is_flag=True,
-    help="Also try heads that all stages share, which few trainers can run.",
-)
 @click.option("--deadline", type=console.TIME, help="Least energy with iterations of that time.")
 @click.option(
     "--power-budget",
@@ -203,7 +198,6 @@ def _choices(gpus: int, options: dict[str, Any]) -> Choices:
         options["batch"],
         _known("--recompute", options["recomputations"], RECOMPUTATIONS),
         _known("--schedule", options["schedules"], SCHEDULES),
-        options["split_head"],
     )
 
 

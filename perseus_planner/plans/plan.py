@@ -47,12 +47,11 @@ _KEYS = (
     "overhead_s",
     *_NUMBERS,
     "clock_change",
-    "min_dwell_s",
     "changes",
     "measurements",
     "ranks",
 )
-_OPTIONAL_KEYS = (*ITERATION_KEYS, "point_bound_j", "on_time")
+_OPTIONAL_KEYS = (*ITERATION_KEYS, "point_bound_j", "on_time", "min_dwell_s")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -84,7 +83,6 @@ class Plan(Displayable):
             above.
         clock_change: the cost of a clock change, which `time_s` and `energy_j` include; None for
             nothing.
-        min_dwell_s: the requested least time for which a clock is held, seconds.
         control: what the profile set: "clock"; "power-limit", and the clocks here are limits in
             watts; or "observed": nothing was set and nothing will be.
         point_bound_j: a closer bound, for plans of measured clocks alone, joules; no plan of
@@ -112,7 +110,6 @@ class Plan(Displayable):
     gpus_per_stage: int = 1
     overhead_s: float = 0.0
     clock_change: ClockChange | None = None
-    min_dwell_s: float = 0.0
     control: str = "clock"
     point_bound_j: float | None = None
     on_time: OnTime | None = None
@@ -260,7 +257,6 @@ class Plan(Displayable):
             "overhead_s": self.overhead_s,
             **{name: getattr(self, name) for name in _NUMBERS},
             "clock_change": None if self.clock_change is None else asdict(self.clock_change),
-            "min_dwell_s": self.min_dwell_s,
             **({} if self.point_bound_j is None else {"point_bound_j": self.point_bound_j}),
             **({} if self.on_time is None else {"on_time": asdict(self.on_time)}),
             "changes": list(self.changes),
@@ -283,6 +279,11 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _from_content(values: Mapping[str, Any], name: str) -> Plan:
     power_w = values["blocking_power_w"]
+    if values.get("min_dwell_s"):  # 0 or more until 0.2
+        raise PlanError(
+            f"{name}: min_dwell_s: plans keep no least time at a clock any more; plan again with "
+            "--max-changes"
+        )
     try:
         ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
         measurements = {
@@ -308,7 +309,6 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             clock_change=None
             if values["clock_change"] is None
             else ClockChange(**values["clock_change"]),
-            min_dwell_s=float(values["min_dwell_s"]),
             point_bound_j=float(values["point_bound_j"]) if "point_bound_j" in values else None,
             on_time=OnTime.from_dict(values["on_time"]) if "on_time" in values else None,
             **{name: float(values[name]) for name in _NUMBERS},

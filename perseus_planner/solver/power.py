@@ -19,7 +19,6 @@ def fastest_within_power(
     power_w: float,
     power_of: Callable[[Plan], float],
     max_changes: int | None,
-    min_dwell_s: float,
 ) -> Plan:
     """Return the fastest plan found whose power, as `power_of` tells it in watts, is at most
     `power_w`.
@@ -34,27 +33,23 @@ def fastest_within_power(
             frugal_s = float(
                 frontier.times_s[int(np.argmin(frontier.energies_j / frontier.times_s))]
             )
-            frugal = _plan_near(frontier, frugal_s, max_changes, min_dwell_s)
+            frugal = _plan_near(frontier, frugal_s, max_changes)
             if power_of(frugal) <= power_w:
                 return frugal
             raise InfeasiblePower(power_w, power_of(frugal))
-        plan = _plan_near(frontier, deadline_s, max_changes, min_dwell_s)
+        plan = _plan_near(frontier, deadline_s, max_changes)
         excess_w = power_of(plan) - power_w
         if excess_w <= 0.0:
             return plan
         target_w -= max(excess_w, 1e-4 * power_w)  # lower the bound by the plan's excess
 
 
-def _plan_near(
-    frontier: Frontier, deadline_s: float, max_changes: int | None, min_dwell_s: float
-) -> Plan:
+def _plan_near(frontier: Frontier, deadline_s: float, max_changes: int | None) -> Plan:
     """Return `plan_until`, or the fastest plan found if the switch budget allows none that fast."""
     try:
-        return frontier.plan_until(deadline_s, max_changes=max_changes, min_dwell_s=min_dwell_s)
+        return frontier.plan_until(deadline_s, max_changes=max_changes)
     except InfeasibleBudget as error:
-        return frontier.plan_until(
-            error.least_time_s, max_changes=max_changes, min_dwell_s=min_dwell_s
-        )
+        return frontier.plan_until(error.least_time_s, max_changes=max_changes)
 
 
 def _fastest_within(frontier: Frontier, power_w: float) -> float | None:

@@ -41,8 +41,8 @@ GARBAGE = (
     b"[" * 60000,
     b'{"message":"DetachRequest"}\n',
     b'{"message":"AttachRequest","rank":0}\n',
-    b'{"message":"AttachRequest","rank":true,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',
-    b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',
+    b'{"message":"AttachRequest","rank":true,"gpu":"nvml:1","control":"clock","launcher":null}\n',
+    b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null}\n',
     b"\xff\xfe\n",
     b'{"message":"DetachReply","problem":null}\n',
 )
@@ -76,7 +76,9 @@ def test_garbage_from_a_stranger_changes_nothing_for_others(
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_memory_that_could_shrink_is_refused(simulated_rank: Connection, is_sealed: bool):
-    attach_request = b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n'  # noqa: E501
+    attach_request = (
+        b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null}\n'
+    )
     descriptor = (
         os.memfd_create("small", os.MFD_ALLOW_SEALING)
         if is_sealed
