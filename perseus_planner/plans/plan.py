@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.displayed import Displayable
 from perseus_planner.documents import check_digest, read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import sha256, write_file
+from perseus_planner.frames import WHOLE, make_frame
 from perseus_planner.plans.on_time import OnTime
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, replay
 from perseus_planner.prefixes import si
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
+from perseus_planner.profiles.csv_file import setting_of
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration_text import (
@@ -31,6 +33,8 @@ from perseus_planner.schedules.iteration_text import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from perseus_planner.schedules.iteration import Iteration
 
 _FORMAT = "perseus-planner/plan"
@@ -56,7 +60,7 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Displayable):
+class Plan:
     """One clock per computation, and the replayed time and energy of an iteration with these
     clocks.
 
@@ -194,6 +198,46 @@ class Plan(Displayable):
             raise PlanError(
                 f"{computation}: has no clock, or no measurement of it, in this plan"
             ) from None
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas frame with a row for each computation, rank by rank in program order,
+        then for each operation of fixed time.
+
+        Its columns are computation, rank, stage, kind, microbatch, clock_mhz (or power_limit_w or
+        observed_clock_mhz), start_s, end_s, power_w and energy_j. The numbers are replayed, and
+        waiting is not included.
+
+        Raises:
+            UsageError: If pandas is not installed.
+        """
+        iteration, setting = self.iteration, setting_of(self.control)
+        rows: list[dict[str, Any]] = []
+        for place, (name, span) in enumerate(replay(self).spans.items()):
+            one = iteration.computations[place] if place < len(iteration.computations) else None
+            rows.append(
+                {
+                    "computation": name,
+                    "rank": iteration.rank_of[place],
+                    "stage": None if one is None else one.stage,
+                    "kind": None if one is None else iteration.keys[place][1],
+                    "microbatch": None if one is None else one.microbatch,
+                    setting: self.clocks.get(name),
+                    "start_s": span.start_s,
+                    "end_s": span.end_s,
+                    "power_w": span.power_w,
+                    "energy_j": span.power_w * (span.end_s - span.start_s),
+                }
+            )
+        return make_frame(
+            rows,
+            dict.fromkeys(("stage", "microbatch", setting), WHOLE),
+            origin=origin_text(self.origin),
+            time_s=self.time_s,
+            energy_j=self.energy_j,
+            baseline=ALL_MAXIMUM,
+            baseline_time_s=self.baseline_time_s,
+            baseline_energy_j=self.baseline_energy_j,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as YAML; equal plans give equal bytes.

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.displayed import Displayable
 from perseus_planner.errors import PlanError
+from perseus_planner.frames import make_frame
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.prefixes import si
 from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.solver.curve import TimeEnergyCurve
@@ -22,13 +23,15 @@ from perseus_planner.solver.frontier_file import checking_frontier, read_frontie
 from perseus_planner.solver.power import fastest_within_power
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from perseus_planner.plans.plan import Plan
     from perseus_planner.solver.on_time import OnTimePlanner
     from perseus_planner.solver.planner import Planner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Frontier(TimeEnergyCurve, Displayable):
+class Frontier(TimeEnergyCurve):
     """The exact time-energy curve of an iteration, and the plans along it."""
 
     def __repr__(self) -> str:
@@ -184,6 +187,31 @@ class Frontier(TimeEnergyCurve, Displayable):
             UsageError: If `deadline_s` is not a time.
         """
         return self._planner.point_bound_j(self.check_deadline(deadline_s))
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas frame with a row for each of `times_s`, fastest first.
+
+        Its columns are time_s, time_ratio, bound_j, saved_j, and power_w of the bound. Ratio and
+        saving are against the baseline that `attrs` names.
+
+        Raises:
+            UsageError: If pandas is not installed.
+        """
+        times_s, bounds_j = self.times_s[::-1], self.energies_j[::-1]
+        columns = {
+            "time_s": times_s,
+            "time_ratio": times_s / self.baseline_time_s,
+            "bound_j": bounds_j,
+            "saved_j": self.baseline_energy_j - bounds_j,
+            "power_w": bounds_j / times_s,
+        }
+        return make_frame(
+            columns,
+            origin=origin_text(self.profile.origin),
+            baseline=ALL_MAXIMUM,
+            baseline_time_s=self.baseline_time_s,
+            baseline_energy_j=self.baseline_energy_j,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file that `load` reads; equal frontiers give equal bytes.

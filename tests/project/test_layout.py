@@ -35,10 +35,10 @@ ROOMS = [
 ]
 """The folders of the package, in the order of the data."""
 CORE = (
-    "displayed",
     "documents",
     "errors",
     "files",
+    "frames",
     "prefixes",
     "processes",
     "quantities",
