@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     "--attention", metavar="KIND", help="plain, flash or flash-causal.  [default: the model's]"
 )
 @click.option(
-    "--overlap-traffic", is_flag=True, help="Tensor groups send while their products run."
-)
-@click.option(
     "--schedule",
     "schedules",
     multiple=True,
@@ -137,8 +134,6 @@ def explore(
         for key in ("sequence", "precision", "attention")
         if options[key] is not None
     }
-    if options["overlap_traffic"]:
-        changes["overlap_traffic"] = True
     shape = replace(named_transformer(model), **changes)
     system, objective = (
         _system(gpu, system_file).limited(options["power_limit"]),

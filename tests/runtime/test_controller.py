@@ -202,7 +202,7 @@ def test_ranks_that_share_a_gpu_are_refused_in_terms_of_ranks(nvml: StandIn, sta
     with ExitStack() as stack:
         gpus = ("nvml:0", "nvml:1", "nvml:0")
         ranks = [
-            stack.enter_context(Connection(address, AttachRequest(rank, gpu, "clock", None, 0.0)))
+            stack.enter_context(Connection(address, AttachRequest(rank, gpu, "clock", None)))
             for rank, gpu in enumerate(gpus)
         ]
         for rank in (0, 2):
@@ -242,8 +242,8 @@ def test_one_rank_whose_gpu_cannot_be_opened_does_not_keep_the_others_from_their
 ):
     address = start_controller(2, 100.0, LONG_S)
     with (
-        Connection(address, AttachRequest(0, "nvml:9", "clock", None, 0.0)) as first,
-        Connection(address, AttachRequest(1, "nvml:1", "clock", None, 0.0)) as second,
+        Connection(address, AttachRequest(0, "nvml:9", "clock", None)) as first,
+        Connection(address, AttachRequest(1, "nvml:1", "clock", None)) as second,
     ):
         second.attach(LONG_S)
         with pytest.raises(GpuError, match="nvml:9"):

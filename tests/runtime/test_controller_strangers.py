@@ -105,9 +105,7 @@ def test_strangers_that_send_nothing_and_leave_are_forgotten(simulated_rank: Con
 
 
 def test_a_rank_too_many_is_refused(simulated_rank: Connection):
-    connection = Connection(
-        _address(simulated_rank), AttachRequest(9, SIMULATED, "clock", None, 0.0)
-    )
+    connection = Connection(_address(simulated_rank), AttachRequest(9, SIMULATED, "clock", None))
     with (
         connection,
         pytest.raises(
@@ -159,18 +157,18 @@ def test_a_stranger_of_another_user_is_rejected_unheard(monkeypatch: pytest.Monk
         assert handshakes.serve(set(handshakes.descriptors()), 0) == []
         assert stranger.recv(100) == b""
         with pytest.raises(ControllerLost, match="belongs to user"):
-            Connection(handshakes.address, AttachRequest(0, SIMULATED, "clock", None, 0.0))
+            Connection(handshakes.address, AttachRequest(0, SIMULATED, "clock", None))
     handshakes.close()
 
 
 def test_a_rank_learns_that_there_is_no_controller():
     with pytest.raises(ControllerLost, match="cannot be reached at perseus-planner-none"):
-        Connection("perseus-planner-none", AttachRequest(0, SIMULATED, "clock", None, 0.0))
+        Connection("perseus-planner-none", AttachRequest(0, SIMULATED, "clock", None))
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for():
     address = start_controller(2, 100.0, LONG_S)
-    connection = Connection(address, AttachRequest(0, SIMULATED, "clock", None, 0.0))
+    connection = Connection(address, AttachRequest(0, SIMULATED, "clock", None))
     with connection, pytest.raises(GpuError, match=r"did not answer within 0\.1 s"):
         connection.attach(0.1)
 

@@ -33,7 +33,7 @@ from controller_ranks import set_clock
 
 print("here", flush=True)
 address, rank, gpu, clock_mhz, children = sys.argv[1:]
-connection = Connection(address, AttachRequest(int(rank), gpu, "clock", None, 0.0))
+connection = Connection(address, AttachRequest(int(rank), gpu, "clock", None))
 connection.attach(30.0)
 set_clock(connection, int(clock_mhz))
 child = os.fork() if int(children) else 1
