@@ -228,7 +228,7 @@ def test_plans_for_a_probability_keep_deadline_straggler_and_power_in_spite_of_n
 
 def test_a_job_without_a_plan_that_is_surely_fast_enough_runs_at_maximum(one: Run):
     fast = PlanRequest(
-        one.service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.0, 0.95
+        one.service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.95
     )
     plan = Plan.loads(nearest_plan_text(fast, frontier_file()))
     assert plan.time_s <= 1.001 * BASELINE_S
