@@ -243,7 +243,7 @@ def best_saving(truth: Profile, iteration: Iteration) -> float:
     plans = []
     for levels in ([4, 8], [3, 8], [2, 8]):
         found = clocks_by_budget(
-            frontier.dag, point_problem(frontier.dag), deadline_s, unlimited, levels, 0.0
+            frontier.dag, point_problem(frontier.dag), deadline_s, unlimited, levels
         )
         plans += [found[_CHANGES]] if _CHANGES in found else []
     costly = solve(replace(truth, clock_change=_CHANGE), iteration.schedule)

@@ -90,7 +90,7 @@ def serve(options: argparse.Namespace) -> None:
 @contextmanager
 def by_controller(options: argparse.Namespace, log: Log) -> Iterator[Callable[[int], None]]:
     """Request by writing to shared memory."""
-    attach_request = AttachRequest(options.rank, options.gpu, "clock", None, 0.0)
+    attach_request = AttachRequest(options.rank, options.gpu, "clock", None)
     with Connection(options.address, attach_request) as connection:
         connection.attach(60.0)
 

@@ -35,9 +35,7 @@ def measure(size: Size) -> Section:
     for model, gpu, gpus, batch, word in _JOBS if size == Size() else _JOBS[:2]:
         begin_s = time.process_time()
         objective = Objective(least_energy=word == "least energy")
-        found = explore(
-            PRESETS[model], SYSTEMS[gpu], Choices(gpus, batch, split_head=True), objective
-        )
+        found = explore(PRESETS[model], SYSTEMS[gpu], Choices(gpus, batch), objective)
         rows.append(
             {
                 "what": f"{model}, {gpus} x {gpu}, batch {batch}",

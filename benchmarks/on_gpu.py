@@ -222,7 +222,7 @@ def _latency(gpt: Training) -> Section:
     timed: list[IterationTimes] = []
     changes: list[ControlChange] = []
     with Connection(
-        start_controller(1, 1e4, _ATTACH_S), AttachRequest(0, gpt.gpu, "clock", None, 0.0)
+        start_controller(1, 1e4, _ATTACH_S), AttachRequest(0, gpt.gpu, "clock", None)
     ) as connection:
         connection.attach(_ATTACH_S)
         with CudaMarks(connection.memory, gpt.device) as marks:

@@ -9,7 +9,7 @@
     ├── RunError                 a folder that a training run did not write, or not completely
     ├── InfeasibleError          a request that no choice of clocks can meet
     │   ├── InfeasibleDeadline   .deadline_s, .least_time_s
-    │   │   └── InfeasibleBudget .max_changes, .min_dwell_s
+    │   │   └── InfeasibleBudget .max_changes
     │   ├── InfeasiblePower      .power_w, .least_power_w
     │   └── InfeasibleGpus       .gpus, .least_gpus
     ├── GpuError                 a GPU, real or simulated, that cannot carry out a request
@@ -137,23 +137,11 @@ class InfeasibleBudget(InfeasibleDeadline):
         deadline_s: the requested iteration time, seconds.
         least_time_s: the least iteration time of the plans found within the budget, seconds;
             infinite if there are none.
-        max_changes: how often each GPU may change its clock in an iteration; None for any number of
-            times.
-        min_dwell_s: the least time for which a clock must be held, seconds.
+        max_changes: how often each GPU may change its clock in an iteration.
     """
 
-    def __init__(
-        self,
-        deadline_s: float,
-        max_changes: int | None,
-        min_dwell_s: float,
-        least_time_s: float | None,
-    ) -> None:
-        budget = "any number of clock changes"
-        if max_changes is not None:
-            budget = f"at most {max_changes} clock change{'s' if max_changes != 1 else ''} per GPU"
-        if min_dwell_s > 0.0:
-            budget += f", each clock held for {_si(min_dwell_s, 's')}"
+    def __init__(self, deadline_s: float, max_changes: int, least_time_s: float | None) -> None:
+        budget = f"at most {max_changes} clock change{'s' if max_changes != 1 else ''} per GPU"
         wanted = f"no plan found finishes an iteration within {_si(deadline_s, 's')} with {budget}"
         if least_time_s is None:
             found = (
@@ -168,7 +156,6 @@ class InfeasibleBudget(InfeasibleDeadline):
         self.deadline_s = deadline_s
         self.least_time_s = math.inf if least_time_s is None else least_time_s
         self.max_changes = max_changes
-        self.min_dwell_s = min_dwell_s
 
 
 class InfeasiblePower(InfeasibleError):

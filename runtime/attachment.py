@@ -128,16 +128,13 @@ class Attachment:
     problem: str | None
 
 
-def attach(
-    controller: NodeController, gpu: str, control: Control, min_dwell_s: float, stack: ExitStack
-) -> Attachment:
+def attach(controller: NodeController, gpu: str, control: Control, stack: ExitStack) -> Attachment:
     """Attach this rank to the controller, before training.
 
     Args:
         controller: The controller of this node.
         gpu: GPU of this rank, as for `open_gpu`.
         control: What is set on it.
-        min_dwell_s: Shortest time between two changes, in seconds.
         stack: Closes the connection.
 
     Raises:
@@ -145,9 +142,7 @@ def attach(
     """
     try:
         address = controller.first_address()  # first, because other ranks wait for it
-        request = AttachRequest(
-            controller.rank, _portable_text(gpu), control, launcher(), min_dwell_s
-        )
+        request = AttachRequest(controller.rank, _portable_text(gpu), control, launcher())
         connection = stack.enter_context(Connection(address, request))
         return Attachment(controller, connection, connection.attach(ATTACH_S), None)
     except GpuInUse:

@@ -159,7 +159,6 @@ class BackgroundWork:
         self._on_straggling, self._on_counts, self._autopilot = on_straggling, on_counts, autopilot
         self._counts: Sequence[Counts] = ()  #: reported last
         self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
-        self._min_dwell_s: float | None = None
         self._progress, self._progressed_s = hook.progress, time.monotonic()
 
     def descriptors(self) -> list[int]:
@@ -217,7 +216,7 @@ class BackgroundWork:
             messages = self._reattachment.look()
             if messages is None:
                 return []
-            self._is_lost, self._min_dwell_s, self._hang_detector = False, None, _HangDetector()
+            self._is_lost, self._hang_detector = False, _HangDetector()
             self._resume()
             return messages
         try:
@@ -231,7 +230,6 @@ class BackgroundWork:
                 )
                 connection.kill()
                 raise ControllerLost("it is killed")
-            self._update_dwell(connection)
         except GpuError as error:
             self._fail("controller", str(error))
             self._is_lost = True
@@ -264,12 +262,6 @@ class BackgroundWork:
                 f"deadline and for more energy; {remedy}, or allow more changes per second"
             )
             self._warnings.warn(key, text)
-
-    def _update_dwell(self, connection: Connection) -> None:
-        program = self._follower.program
-        if program is not None and program.min_dwell_s != self._min_dwell_s:
-            self._min_dwell_s = program.min_dwell_s
-            connection.set_dwell(self._min_dwell_s)
 
     def _reset_if_quiet(self) -> None:
         """Reset the GPU while no iteration makes progress, in an evaluation or a hang, so that no

@@ -68,10 +68,6 @@ class RankProgram(Protocol):
     def control(self) -> str:
         """What the values set, as `Plan.control`."""
 
-    @property
-    def min_dwell_s(self) -> float:
-        """Shortest time for which a value is held, seconds."""
-
     def with_changes(self, most: int) -> RankProgram:
         """Return the program with at most so many changes in an iteration, at the same clocks or
         higher ones.
@@ -142,11 +138,6 @@ class Program:
     def control(self) -> str:
         """The plan's control."""
         return self.plan.control
-
-    @property
-    def min_dwell_s(self) -> float:
-        """The plan's dwell time, seconds."""
-        return self.plan.min_dwell_s
 
     def with_changes(self, most: int) -> Program:
         """Return the program with at most so many changes in an iteration."""

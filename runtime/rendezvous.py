@@ -173,8 +173,7 @@ def join_job(
         ]
         controller = attachment.NodeController(job, neighbours, settings.max_changes_per_s)
         control = "clock" if program is None else cast("Control", program.control)
-        min_dwell_s = 0.0 if program is None else program.min_dwell_s
-        attached = attachment.attach(controller, text, control, min_dwell_s, stack)
+        attached = attachment.attach(controller, text, control, stack)
         if program is not None and attached.gpu is not None:
             check_gpu(program, attached.gpu, control)
         written = NodePlans.create() if job.rank == neighbours[0] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -189,6 +190,28 @@ def test_a_plan_file_with_a_malformed_iteration_is_refused(
         Plan.load("changed.yaml")
     assert str(caught.value).startswith("changed.yaml: is not a plan: ")
     assert str(caught.value).endswith("; make it again with `planner plan`")
+
+
+def test_a_plan_file_of_0_2_is_read_if_it_asks_for_no_least_time_at_a_clock(
+    plan: Plan, folder: Path
+):
+    plan.save("new.yaml")
+    content = yaml.safe_load((folder / "new.yaml").read_text())
+    head = {name: content.pop(name) for name in ("format", "version")}
+    del content["digest"]
+    for name, min_dwell_s in (("old.yaml", 0.0), ("held.yaml", 0.05)):
+        content["min_dwell_s"] = min_dwell_s
+        document = {**head, "digest": _digest(content), **content}
+        (folder / name).write_text(yaml.safe_dump(document, sort_keys=False))
+    assert Plan.load("old.yaml") == plan
+    sent = json.loads(plan.dumps())
+    assert Plan.loads(json.dumps({**sent, "min_dwell_s": 0.0})) == plan
+    with pytest.raises(PlanError) as caught:
+        Plan.load("held.yaml")
+    assert str(caught.value) == (
+        "held.yaml: min_dwell_s: plans keep no least time at a clock any more; plan again with "
+        "--max-changes"
+    )
 
 
 @pytest.mark.parametrize("deadline_s", [1, np.float64(0.9), np.float32(0.9)])

@@ -70,13 +70,6 @@ _COUNTS = console.Listed("COUNT", "n")
     help="With --kernels: network of a node, each way.",
 )
 @click.option(
-    "--repetitions",
-    type=click.IntRange(1),
-    default=10,
-    show_default=True,
-    help="With --kernels: of a timing.",
-)
-@click.option(
     "--output",
     "-o",
     type=console.OutputFile(".yaml", ".yml"),
@@ -144,7 +137,6 @@ def _calibrate_kernels(
     tensor_parallel: tuple[int, ...] | None,
     recompute: str,
     node_bandwidth: float | None,
-    repetitions: int,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -191,7 +183,7 @@ def _calibrate_kernels(
             for degree in sorted(degrees)
             for size in sorted(set(microbatch))
         ]
-        system = measure_kernels(KernelPlan(shapes, repetitions), system)
+        system = measure_kernels(KernelPlan(shapes), system)
         if rank:
             return
     names = (*measured_names(ranks), *(() if node_bandwidth is None else ("node_bytes_per_s",)))

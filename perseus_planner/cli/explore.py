@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     "--attention", metavar="KIND", help="plain, flash or flash-causal.  [default: the model's]"
 )
 @click.option(
-    "--overlap-traffic", is_flag=True, help="Tensor groups send while their products run."
-)
-@click.option(
     "--schedule",
     "schedules",
     multiple=True,
@@ -65,11 +62,6 @@ if TYPE_CHECKING:
     "recomputations",
     multiple=True,
     help="none, selective or full; can be given more than once.",
-)
-@click.option(
-    "--split-head",
-    is_flag=True,
-    help="Also try heads that all stages share, which few trainers can run.",
 )
 @click.option("--deadline", type=console.TIME, help="Least energy with iterations of that time.")
 @click.option(
@@ -142,8 +134,6 @@ def explore(
         for key in ("sequence", "precision", "attention")
         if options[key] is not None
     }
-    if options["overlap_traffic"]:
-        changes["overlap_traffic"] = True
     shape = replace(named_transformer(model), **changes)
     system, objective = (
         _system(gpu, system_file).limited(options["power_limit"]),
@@ -203,7 +193,6 @@ def _choices(gpus: int, options: dict[str, Any]) -> Choices:
         options["batch"],
         _known("--recompute", options["recomputations"], RECOMPUTATIONS),
         _known("--schedule", options["schedules"], SCHEDULES),
-        options["split_head"],
     )
 
 

@@ -185,12 +185,6 @@ def plan(
     "Share of requests whose output is predicted one class too long or too short.",
     console.Quantity("TOLERANCE", "percent"),
 )
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the choice of these."
-)
-@_quantity("--instances-every", "30min", "Time between changes of the number of GPUs in use.")
-@_quantity("--sharding-every", "5min", "Time between changes of tensor degrees.")
-@_quantity("--clocks-every", "5s", "Time between changes of clocks.")
 @_quantity("--burst", "60s", "Over how long the load of an instance may be averaged.", console.LAG)
 @click.option(
     "--policy",
@@ -232,12 +226,8 @@ def simulate(
     settings = Settings(
         gpus=options["gpus"],
         costs=costs,
-        instances_s=options["instances_every"],
-        sharding_s=options["sharding_every"],
-        clocks_s=options["clocks_every"],
         prediction=options["prediction"],
         mispredicted=options["mispredicted"],
-        seed=options["seed"],
         burst_s=options["burst"],
     )
     requests, replays, left_out = read_trace(trace), [], list[str]()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from perseus_planner.solver.replicas import Replicas
 
 _TARGETS = ("deadline", "slowdown", "straggler_time", "least_energy", "power_budget")
-_LIMITS = ("max_changes", "min_dwell_s", "on_time", "tolerance")
+_LIMITS = ("max_changes", "on_time", "tolerance")
 
 
 @click.command(
@@ -58,12 +58,6 @@ _LIMITS = ("max_changes", "min_dwell_s", "on_time", "tolerance")
     type=click.IntRange(min=0),
     metavar="N",
     help="The most clock changes of a GPU per iteration; 0 keeps one clock.",
-)
-@click.option(
-    "--min-dwell",
-    "min_dwell_s",
-    type=console.LAG,
-    help="The least time that a GPU keeps each clock, e.g. 50ms.",
 )
 @click.option(
     "--on-time",

@@ -88,7 +88,6 @@ _NEED_A_STAGE = ("blocking_power", "resume")
     is_flag=True,
     help="Also measure the gradients of inputs and of weights separately.",
 )
-@click.option("--window", type=console.TIME, help="Shortest measuring window.  [default: 5s]")
 @click.option(
     "--blocking-power",
     type=console.BLOCKING_POWER,
@@ -198,14 +197,12 @@ def _measure(request: _Request, flags: Mapping[str, Any], progress: Any) -> Prof
                 f"{name} chooses what is measured, and {fixed} measures each row once; leave out "
                 "one of them"
             )
-    window = {"window_s": flags["window"]} if flags["window"] else {}
     settings = SweepSettings(
         control,
         full=flags["full"],
         allow_hot=flags["allow_hot"],
         minutes=flags["minutes"],
         saving_within=flags["saving_within"],
-        **window,
     )
     if request.stage is None:
         return _measure_small_gpt(request, flags, settings, progress)

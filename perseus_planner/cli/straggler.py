@@ -47,18 +47,9 @@ _CAUSES = ("compute", "communication", "data", "unknown")
     help="Time over normal time, 1 or more; 1 means that it has recovered.",
 )
 @click.option(
-    "--iteration-time", type=console.TIME, help="Or the expected iteration time of its pipeline."
-)
-@click.option(
     "--score", type=float, metavar="SHARE", help="Or its performance over normal performance."
 )
 @click.option("--in", "in_s", type=console.LAG, help="It begins after this time.  [default: now]")
-@click.option(
-    "--at-iteration",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Or it begins with this iteration of the job.",
-)
 @click.option(
     "--ttl", "ttl_s", type=console.LAG, help="How long it lasts.  [default: until it is cleared]"
 )
@@ -144,10 +135,8 @@ def _request(given: dict[str, Any]) -> Any:
             **{name: given[name] for name in ("pipeline", "stage", "rank", "gpu", "node")}
         ),
         slowdown=given["slowdown"],
-        iteration_s=given["iteration_time"],
         score=given["score"],
         in_s=given["in_s"],
-        at_iteration=given["at_iteration"],
         ttl_s=given["ttl_s"],
         cause=given["cause"],
         key=given["key"],

@@ -41,14 +41,12 @@ class Choices:
         batch: Sequences of an iteration.
         recomputations: Kinds of recomputation.
         schedules: Names of schedules.
-        split_head: Whether stages may also share the head, which few trainers can run.
     """
 
     gpus: int
     batch: int
     recomputations: tuple[str, ...] = RECOMPUTATIONS
     schedules: tuple[str, ...] = SCHEDULES
-    split_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,13 +178,7 @@ def _pipelines(
                     if each * ranks <= min(shape.layers, _MAX_STAGES)
                 ]
         for schedule, virtual in kinds:
-            splits = [
-                (split, False)
-                for split in split_choices(shape, ranks * virtual, times, system.top_mhz)
-            ]
-            if choices.split_head and schedule == "1f1b" and ranks > 1:
-                splits.append((split_layers(shape.layers, ranks), True))
-            for split, split_head in splits:
+            for split in split_choices(shape, ranks * virtual, times, system.top_mhz):
                 yield Configuration(
                     shape,
                     split,
@@ -196,7 +188,6 @@ def _pipelines(
                     virtual,
                     distributed_optimizer=data > 1,
                     overlap_reduction=data > 1,
-                    split_head=split_head,
                 )
 
 

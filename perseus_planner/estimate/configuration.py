@@ -46,12 +46,9 @@ class Configuration:
         distributed_optimizer: Whether the data-parallel GPUs share gradients' sums and the
             optimizer's state.
         overlap_reduction: Whether gradients are summed during the backward of the last microbatch.
-        split_head: Whether all stages of 1F1B share embedding and head by words (Yeung et al.,
-            "Balancing pipeline parallelism with vocabulary parallelism", 2024).
 
     Raises:
-        UsageError: If the stages do not add up to the layers of the model, or cannot share the
-            head.
+        UsageError: If the stages do not add up to the layers of the model.
     """
 
     shape: Transformer
@@ -62,7 +59,6 @@ class Configuration:
     virtual_stages: int = 1
     distributed_optimizer: bool = False
     overlap_reduction: bool = False
-    split_head: bool = False
 
     def __post_init__(self) -> None:
         check_split(self.shape, self.split)
@@ -71,8 +67,6 @@ class Configuration:
                 f"virtual_stages: {self.virtual_stages} does not divide the {len(self.split)} "
                 "stages; choose a divisor"
             )
-        if self.split_head and (self.schedule != "1f1b" or self.ranks == 1):
-            raise UsageError("split_head: needs 1f1b on 2 ranks or more; leave it out")
 
     @property
     def ranks(self) -> int:
@@ -110,9 +104,6 @@ class Configuration:
         for stage, rank in enumerate(stage_ranks(self.schedule, self.ranks, self.virtual_stages)):
             held = self.split[stage] * layer + (words + positions if stage == 0 else 0)
             held += words if stage == stages - 1 and (stages > 1 or not shape.tied) else 0
-            if self.split_head:
-                held = self.split[stage] * layer + words * (1 if shape.tied else 2) / self.ranks
-                held += positions if stage == 0 else 0
             found[rank] += held / shape.tensor_degree
         return tuple(found)
 
@@ -127,17 +118,14 @@ class Configuration:
         even = f"({','.join(runs)})" if len(runs) > 1 else ""
         return (
             f"t{shape.tensor_degree}-p{self.ranks}{virtual}{even}-d{self.data_degree}-mb{shape.microbatch}-"
-            f"{self.schedule}-{shape.recomputation}{'-split-head' if self.split_head else ''}"
+            f"{self.schedule}-{shape.recomputation}"
         )
 
     def stage_phases(
         self, system: System, times: LayerTimes | None = None
     ) -> list[dict[str, Phases]]:
         """Return the phases of each kind of each stage, on one GPU."""
-        parts = times or layer_times(self.shape, system)
-        if self.split_head:
-            parts = parts.split_head(self.ranks, self.transfer_s(system))
-        return parts.stages(self.split, split_head=self.split_head)
+        return (times or layer_times(self.shape, system)).stages(self.split)
 
     def transfer_s(self, system: System) -> float:
         """Return the seconds of an activation from one rank to the next; between nodes the

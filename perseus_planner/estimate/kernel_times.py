@@ -83,32 +83,11 @@ class LayerTimes:
     embedding: Mapping[str, Phases]
     head: Mapping[str, Phases]
 
-    def split_head(self, ranks: int, sent_s: float) -> LayerTimes:
-        """Return the times where `ranks` GPUs share the columns of the head.
-
-        Each gets the head's input, and adds up the softmax's sums and the gradient of that input
-        with the others, in `sent_s` seconds each (Yeung et al., "Balancing pipeline parallelism
-        with vocabulary parallelism", 2024). Its passes run in the gaps of the neighbours' in time,
-        so they count where they are.
-        """
-        sent = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
-        head = {
-            kind: each * (1 / ranks) + Phases(exchange_s=sent[kind] * sent_s)
-            for kind, each in self.head.items()
-        }
-        return replace(self, head=head)
-
-    def stages(self, split: Sequence[int], *, split_head: bool = False) -> list[dict[str, Phases]]:
-        """Return the phases of stages with so many layers, with the head on the last one or on
-        all.
-        """
+    def stages(self, split: Sequence[int]) -> list[dict[str, Phases]]:
+        """Return the phases of stages with so many layers."""
         found = [{kind: layer * layers for kind, layer in self.layer.items()} for layers in split]
-        for stages, more in (
-            (found[:1], self.embedding),
-            (found if split_head else found[-1:], self.head),
-        ):
-            for stage in stages:
-                stage.update({kind: phases + more[kind] for kind, phases in stage.items()})
+        for stage, more in ((found[0], self.embedding), (found[-1], self.head)):
+            stage.update({kind: phases + more[kind] for kind, phases in stage.items()})
         return found
 
 

@@ -83,11 +83,8 @@ def memory(job: Configuration, system: System) -> Memory:
     logits = 6 * shape.tokens * shape.vocabulary_per_gpu  # in bf16 and float32
     ranks = stage_ranks(job.schedule, job.ranks, job.virtual_stages)
     for stage, rank in enumerate(ranks):
-        # Where all share the head, one more microbatch is under way (Yeung et al., 2024).
-        flying = min(counts[stage] + job.split_head, job.microbatches)
-        activations[rank] += flying * job.split[stage] * kept
-        activations[rank] += logits / job.ranks if job.split_head else 0.0
-    activations[ranks[-1]] += 0.0 if job.split_head else logits
+        activations[rank] += counts[stage] * job.split[stage] * kept
+    activations[ranks[-1]] += logits
     state = _WEIGHT + _GRADIENT + _STATE / pieces
     most = max(range(job.ranks), key=lambda rank: state * held[rank] + activations[rank])
     return Memory(

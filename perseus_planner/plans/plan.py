@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.displayed import Displayable
 from perseus_planner.documents import check_digest, read_document
 from perseus_planner.errors import PlanError, PlannerError
 from perseus_planner.files import sha256, write_file
+from perseus_planner.frames import WHOLE, make_frame
 from perseus_planner.plans.on_time import OnTime
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, replay
 from perseus_planner.prefixes import si
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
+from perseus_planner.profiles.csv_file import setting_of
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration_text import (
@@ -31,6 +33,8 @@ from perseus_planner.schedules.iteration_text import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from perseus_planner.schedules.iteration import Iteration
 
 _FORMAT = "perseus-planner/plan"
@@ -47,17 +51,16 @@ _KEYS = (
     "overhead_s",
     *_NUMBERS,
     "clock_change",
-    "min_dwell_s",
     "changes",
     "measurements",
     "ranks",
 )
-_OPTIONAL_KEYS = (*ITERATION_KEYS, "point_bound_j", "on_time")
+_OPTIONAL_KEYS = (*ITERATION_KEYS, "point_bound_j", "on_time", "min_dwell_s")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Displayable):
+class Plan:
     """One clock per computation, and the replayed time and energy of an iteration with these
     clocks.
 
@@ -84,7 +87,6 @@ class Plan(Displayable):
             above.
         clock_change: the cost of a clock change, which `time_s` and `energy_j` include; None for
             nothing.
-        min_dwell_s: the requested least time for which a clock is held, seconds.
         control: what the profile set: "clock"; "power-limit", and the clocks here are limits in
             watts; or "observed": nothing was set and nothing will be.
         point_bound_j: a closer bound, for plans of measured clocks alone, joules; no plan of
@@ -112,7 +114,6 @@ class Plan(Displayable):
     gpus_per_stage: int = 1
     overhead_s: float = 0.0
     clock_change: ClockChange | None = None
-    min_dwell_s: float = 0.0
     control: str = "clock"
     point_bound_j: float | None = None
     on_time: OnTime | None = None
@@ -198,6 +199,46 @@ class Plan(Displayable):
                 f"{computation}: has no clock, or no measurement of it, in this plan"
             ) from None
 
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas frame with a row for each computation, rank by rank in program order,
+        then for each operation of fixed time.
+
+        Its columns are computation, rank, stage, kind, microbatch, clock_mhz (or power_limit_w or
+        observed_clock_mhz), start_s, end_s, power_w and energy_j. The numbers are replayed, and
+        waiting is not included.
+
+        Raises:
+            UsageError: If pandas is not installed.
+        """
+        iteration, setting = self.iteration, setting_of(self.control)
+        rows: list[dict[str, Any]] = []
+        for place, (name, span) in enumerate(replay(self).spans.items()):
+            one = iteration.computations[place] if place < len(iteration.computations) else None
+            rows.append(
+                {
+                    "computation": name,
+                    "rank": iteration.rank_of[place],
+                    "stage": None if one is None else one.stage,
+                    "kind": None if one is None else iteration.keys[place][1],
+                    "microbatch": None if one is None else one.microbatch,
+                    setting: self.clocks.get(name),
+                    "start_s": span.start_s,
+                    "end_s": span.end_s,
+                    "power_w": span.power_w,
+                    "energy_j": span.power_w * (span.end_s - span.start_s),
+                }
+            )
+        return make_frame(
+            rows,
+            dict.fromkeys(("stage", "microbatch", setting), WHOLE),
+            origin=origin_text(self.origin),
+            time_s=self.time_s,
+            energy_j=self.energy_j,
+            baseline=ALL_MAXIMUM,
+            baseline_time_s=self.baseline_time_s,
+            baseline_energy_j=self.baseline_energy_j,
+        )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as YAML; equal plans give equal bytes.
 
@@ -260,7 +301,6 @@ class Plan(Displayable):
             "overhead_s": self.overhead_s,
             **{name: getattr(self, name) for name in _NUMBERS},
             "clock_change": None if self.clock_change is None else asdict(self.clock_change),
-            "min_dwell_s": self.min_dwell_s,
             **({} if self.point_bound_j is None else {"point_bound_j": self.point_bound_j}),
             **({} if self.on_time is None else {"on_time": asdict(self.on_time)}),
             "changes": list(self.changes),
@@ -283,6 +323,11 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _from_content(values: Mapping[str, Any], name: str) -> Plan:
     power_w = values["blocking_power_w"]
+    if values.get("min_dwell_s"):  # 0 or more until 0.2
+        raise PlanError(
+            f"{name}: min_dwell_s: plans keep no least time at a clock any more; plan again with "
+            "--max-changes"
+        )
     try:
         ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
         measurements = {
@@ -308,7 +353,6 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             clock_change=None
             if values["clock_change"] is None
             else ClockChange(**values["clock_change"]),
-            min_dwell_s=float(values["min_dwell_s"]),
             point_bound_j=float(values["point_bound_j"]) if "point_bound_j" in values else None,
             on_time=OnTime.from_dict(values["on_time"]) if "on_time" in values else None,
             **{name: float(values[name]) for name in _NUMBERS},

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.schedules.iteration import Iteration
 
+ALL_MAXIMUM = "all clocks at maximum"
+"""The name of the baseline of every saving."""
+
 Nodes: TypeAlias = "tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]"
 """When each node of an iteration starts and ends, how long it takes, seconds, and its energy,
 joules.
@@ -61,6 +64,11 @@ class Timeline:
     spans: Mapping[str, Span]
     time_s: float
     energy_j: float
+
+
+def origin_text(origin: str) -> str:
+    """Say where a replayed number comes from, as the start of a sentence."""
+    return f"Replayed from a {origin} profile"
 
 
 def replay(plan: Plan) -> Timeline:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.displayed import Displayable
 from perseus_planner.documents import Document, read_document
 from perseus_planner.errors import ProfileError, shown
 from perseus_planner.files import sha256, write_file
+from perseus_planner.frames import WHOLE, make_frame
 from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
 from perseus_planner.profiles.csv_file import (
     CONTROLS,
@@ -33,22 +33,26 @@ from perseus_planner.profiles.csv_file import (
     csv_bytes,
     parse_kind,
     read_table,
+    setting_of,
     word_of,
 )
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.quantities import COUNT, OFFSET, POWER, STAGE
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from perseus_planner.profiles.estimation import Estimate
 
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
 _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the iteration
+_MEASURED = ("achieved_mhz", "time_stderr_s", "energy_stderr_j", "windows", "temperature_c")
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Profile(Displayable):
+class Profile:
     """The measurements of every computation of a pipeline; immutable, and checked when it is made.
 
     Attributes:
@@ -157,6 +161,32 @@ class Profile(Displayable):
             clocks_mhz,
             profile_of=lambda rows: replace(self, measurements=rows),
         )
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas frame with a row for each measurement, computation by computation,
+        highest clock first.
+
+        Its columns are stage, instruction, clock_mhz (or power_limit_w or observed_clock_mhz),
+        time_s, energy_j, and then the fields of `Evidence`.
+
+        Raises:
+            UsageError: If pandas is not installed.
+        """
+        rows = [
+            {
+                "stage": stage,
+                "instruction": word_of(kind),
+                setting_of(self.control): row.clock_mhz,
+                "time_s": row.time_s,
+                "energy_j": row.energy_j,
+                **{name: getattr(row.evidence, name, None) for name in _MEASURED},
+                "throttle": None if row.evidence is None else " ".join(row.evidence.throttle),
+            }
+            for (stage, kind), measured in self.measurements.items()
+            for row in measured
+        ]
+        types = {**dict.fromkeys(_MEASURED, float), "windows": WHOLE}
+        return make_frame(rows, types, origin=self.origin, gpu=self.gpu)
 
     @classmethod
     def load(

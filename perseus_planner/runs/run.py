@@ -6,16 +6,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.displayed import Displayable
 from perseus_planner.errors import RunError
 from perseus_planner.files import reading
+from perseus_planner.frames import WHOLE, make_frame
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status
@@ -31,6 +31,8 @@ from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, ends_whole
 from perseus_planner.runs.totals import Total, of_all_ranks
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
 _PLAN = re.compile(r"plan-([0-9]{1,9})(?:-pipeline-([0-9]{1,9}))?\.yaml")
@@ -39,6 +41,8 @@ _REMEDY = (
     "iteration"
 )
 _NOT_YET = "no iteration has ended yet; try again when one has"
+
+_FIRST = ("iteration", "version", "pipeline", "pipeline_rank", "begin_s", "end_s", "busy_s")
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Run(Displayable):
+class Run:
     """What all ranks of a job recorded: its newest attempt that has iterations, and the totals of
     all attempts.
 
@@ -188,6 +192,37 @@ class Run(Displayable):
         """
         counted = [rank.counted(version) for rank in self.ranks]
         return max((fmean(row.time_s for row in rows) for rows in counted if rows), default=None)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas frame with a row for each iteration of each rank, with the fields of
+        `IterationRecord`.
+
+        Raises:
+            UsageError: If pandas is not installed.
+        """
+        from perseus_planner.gpu.protocol import THROTTLE_REASONS
+        from perseus_planner.runs.records import IterationRecord
+
+        names = [each.name for each in fields(IterationRecord)]
+        others = [name for name in names if name not in (*_FIRST, "throttled_s")]
+        rows = [
+            {
+                "rank": rank.rank,
+                **{name: getattr(row, name) for name in (*_FIRST, *others)},
+                **{
+                    f"throttled_s_{reason}": row.throttled_s.get(reason)
+                    for reason in THROTTLE_REASONS
+                },
+            }
+            for rank in self.ranks
+            for row in rank.iterations
+        ]
+        frame = make_frame(rows, {"version": WHOLE})
+        texts = ("deviation", "origin")
+        unknown = [
+            name for name in frame.columns if frame[name].dtype == object and name not in texts
+        ]
+        return frame.astype(dict.fromkeys(unknown, float))
 
     def _check(self) -> None:
         """Refuse a folder that lacks files of some ranks."""

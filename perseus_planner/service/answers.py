@@ -28,7 +28,6 @@ class JobSummary:
     ranks: Annotated[int, Field(description="Number of ranks whose location is known.")]
     deadline_s: float | None
     max_changes: int | None
-    min_dwell_s: float
     power_w: float | None
     since_s: Annotated[
         float, Field(description="When the job was registered, seconds since the epoch.")
@@ -50,7 +49,7 @@ class JobSummary:
     @classmethod
     def of(cls, job: RegisteredJob) -> JobSummary:
         """Summarize `job`."""
-        limits = (job.deadline_s, job.max_changes, job.min_dwell_s, job.power_w)
+        limits = (job.deadline_s, job.max_changes, job.power_w)
         known = (job.name, job.pipelines, job.frontier, len(job.places))
         next_step = job.power_schedule[0] if job.power_schedule else None
         return cls(*known, *limits, job.since_s, job.on_time, job.gpu_power_limit_w, next_step)

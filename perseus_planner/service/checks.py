@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import InfeasibleDeadline, UsageError, shown
-from perseus_planner.quantities import CHANGES, COUNT, PROBABILITY, TIME, WAIT
+from perseus_planner.quantities import CHANGES, COUNT, PROBABILITY, TIME
 from perseus_planner.service.model import Conflict, RegisteredJob, Report
 from perseus_planner.service.reports import check_scope
 
@@ -29,7 +29,6 @@ def check_job(job: RegisteredJob) -> None:
     COUNT.check(job.pipelines, "pipelines")
     if job.max_changes is not None:
         CHANGES.check(job.max_changes, "max_changes")
-    WAIT.check(job.min_dwell_s, "min_dwell_s")
     check_positive("deadline_s", job.deadline_s)
     check_positive("power_w", job.power_w)
     if job.on_time is not None:

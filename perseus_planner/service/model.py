@@ -123,7 +123,7 @@ class RegisteredJob:
         places: Locations of the ranks; may be empty if reports only name pipelines.
         deadline_s: Iteration time to aim for without stragglers; None for that of all clocks at
             maximum.
-        max_changes, min_dwell_s: Switch budget of the plans, as for `Frontier.plan_for`.
+        max_changes: Switch budget of the plans, as for `Frontier.plan_for`.
         power_w: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
         on_time: The probability of the plans being on time, and within the power, as for
             `Frontier.plan_until`.
@@ -139,7 +139,6 @@ class RegisteredJob:
     places: tuple[Place, ...] = ()
     deadline_s: float | None = None
     max_changes: int | None = None
-    min_dwell_s: float = 0.0
     power_w: float | None = None
     since_s: float = 0.0
     on_time: float | None = None

@@ -113,9 +113,6 @@ class Registration:
             description="Clock changes that each GPU may make in an iteration; null for any number."
         ),
     ] = None
-    min_dwell_s: Annotated[
-        Seconds | None, Field(description="Least time at one clock, seconds; null for 0.")
-    ] = None
     power_w: Annotated[
         Watts | None,
         Field(
@@ -171,7 +168,6 @@ class Registration:
             places=self.places,
             deadline_s=self.deadline_s,
             max_changes=self.max_changes,
-            min_dwell_s=self.min_dwell_s or 0.0,
             power_w=self.power_w,
             on_time=self.on_time,
         )

@@ -44,7 +44,6 @@ from perseus_planner.solver.segments import (
     max_changes_of,
     replay,
     segment_problem,
-    shortest_dwell_s,
 )
 
 if TYPE_CHECKING:
@@ -103,8 +102,7 @@ def clocks_within_budget(
     points: PointProblem,
     deadline_s: float,
     unlimited_mhz: Sequence[int],
-    max_changes: int | None,
-    min_dwell_s: float,
+    max_changes: int,
 ) -> list[int]:
     """Return the clock of each computation of `dag.computations`, MHz, in the best plan found
     within a switch budget.
@@ -116,17 +114,14 @@ def clocks_within_budget(
         unlimited_mhz: the clock of each computation in a plan that meets the deadline without a
             budget.
         max_changes: the budget of `within_budget`.
-        min_dwell_s: the dwell time of `within_budget`.
 
     Raises:
         InfeasibleBudget: If no plan found within the budget meets the deadline; names the least
             time found.
     """
     problem, clocks, unlimited = _lay_out(dag, points, unlimited_mhz)
-    return [
-        clocks[i]
-        for i in within_budget(problem, deadline_s, max_changes, min_dwell_s, unlimited).tolist()
-    ]
+    chosen = within_budget(problem, deadline_s, max_changes, unlimited)
+    return [clocks[i] for i in chosen.tolist()]
 
 
 def clocks_by_budget(
@@ -135,7 +130,6 @@ def clocks_by_budget(
     deadline_s: float,
     unlimited_mhz: Sequence[int],
     levels: Sequence[int],
-    min_dwell_s: float,
 ) -> dict[int, list[int]]:
     """Return `clocks_within_budget` for several numbers of changes, each searched from the one
     before.
@@ -147,13 +141,12 @@ def clocks_by_budget(
         unlimited_mhz: the clock of each computation in a plan that meets the deadline without a
             budget.
         levels: numbers of changes, rising.
-        min_dwell_s: the least time for which a clock must be held, seconds.
 
     Returns:
         Number of changes -> clocks, MHz. Numbers within which no plan was found are left out.
     """
     problem, clocks, unlimited = _lay_out(dag, points, unlimited_mhz)
-    search = _search(problem, deadline_s, levels[-1], min_dwell_s, unlimited)
+    search = _search(problem, deadline_s, levels[-1], unlimited)
     found = zip(levels, _candidates_by_level(problem, search, levels), strict=True)
     chosen = {level: each.clock for level, each in found if each is not None and each.late_s == 0.0}
     return {level: [clocks[i] for i in clock.tolist()] for level, clock in chosen.items()}
@@ -162,8 +155,7 @@ def clocks_by_budget(
 def within_budget(
     problem: SegmentProblem,
     deadline_s: float,
-    budget: int | None,
-    dwell_s: float,
+    budget: int,
     unlimited: Integers,
 ) -> Integers:
     """Return the best clocks found within a switch budget.
@@ -172,11 +164,9 @@ def within_budget(
         problem: the problem.
         deadline_s: seconds.
         budget: how often each rank may change its clock in an iteration, including the change back
-            to its first clock; None for any number.
-        dwell_s: the least time for which a clock must be held, seconds; a single one is held for
-            ever.
+            to its first clock.
         unlimited: (m,) the clock of each computation in a plan that meets the deadline without
-            these limits.
+            a budget.
 
     Returns:
         (m,) the clock of each computation. With equal other arguments, a larger budget never gives
@@ -184,15 +174,15 @@ def within_budget(
         or one clock per rank if that costs less.
 
     Raises:
-        InfeasibleBudget: If no plan found within the limits meets the deadline; names the least
+        InfeasibleBudget: If no plan found within the budget meets the deadline; names the least
             time found.
     """
-    search = _search(problem, deadline_s, budget, dwell_s, unlimited)
+    search = _search(problem, deadline_s, budget, unlimited)
     if search.unlimited_fits:
         return search.unlimited
     *_, best = _candidates_by_level(problem, search, _levels(search.goal.budget))
     if best is None or best.late_s > 0.0:
-        raise InfeasibleBudget(deadline_s, budget, dwell_s, None if best is None else best.time_s)
+        raise InfeasibleBudget(deadline_s, budget, None if best is None else best.time_s)
     return best.clock
 
 
@@ -217,19 +207,17 @@ class _Search(NamedTuple):
 def _search(
     problem: SegmentProblem,
     deadline_s: float,
-    budget: int | None,
-    dwell_s: float,
+    budget: int,
     unlimited: Integers,
 ) -> _Search:
-    most = len(unlimited) if budget is None else min(budget, len(unlimited))
+    most = min(budget, len(unlimited))
     paces, unlimited_j = _constant_paces(problem, deadline_s), load_state(problem, unlimited)[1]
     steady = min(paces, key=_order, default=None)
-    holds = _holds_clocks(problem, unlimited, dwell_s)
     # If few clocks fit a deadline, one clock per rank may be better than the rounded plan.
-    if holds and steady is not None and steady.late_s == 0.0 and steady.cost_j < unlimited_j:
+    if steady is not None and steady.late_s == 0.0 and steady.cost_j < unlimited_j:
         unlimited, unlimited_j = steady.clock, steady.cost_j
-    goal = Goal(deadline_s, most, dwell_s, 0.0, unlimited_j if holds else -math.inf)
-    return _Search(goal, unlimited, holds and max_changes_of(problem, unlimited) <= most, paces)
+    goal = Goal(deadline_s, most, 0.0, unlimited_j)
+    return _Search(goal, unlimited, max_changes_of(problem, unlimited) <= most, paces)
 
 
 def _candidates_by_level(
@@ -279,11 +267,7 @@ def _search_levels(
         if best is None or best.late_s > 0.0:
             clock = fastest_segments(problem, min(max(level, 1), _MOST_FAST_SEGMENTS))
             starts.append(_candidate(problem, clock, goal.deadline_s))
-        starts = [
-            start
-            for start in starts
-            if start.cost_j < math.inf and _holds_clocks(problem, start.clock, goal.dwell_s)
-        ]
+        starts = [start for start in starts if start.cost_j < math.inf]
         if not starts:
             yield best
             continue
@@ -320,14 +304,6 @@ def _candidate(problem: SegmentProblem, clock: Integers, deadline_s: float) -> _
     state, cost_j = load_state(problem, clock)
     time_s = replay(problem, state)
     return _Candidate(max(0.0, time_s - deadline_s), cost_j, time_s, clock)
-
-
-def _holds_clocks(problem: SegmentProblem, clock: Integers, dwell_s: float) -> bool:
-    """Return whether each clock is held for at least `dwell_s` seconds."""
-    state, _ = load_state(problem, clock)
-    return bool(
-        dwell_s <= 0.0 or shortest_dwell_s(problem, state, replay(problem, state)) >= dwell_s
-    )
 
 
 def _constant_paces(problem: SegmentProblem, deadline_s: float) -> list[_Candidate]:

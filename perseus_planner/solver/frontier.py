@@ -12,23 +12,26 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.displayed import Displayable
 from perseus_planner.errors import PlanError
+from perseus_planner.frames import make_frame
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.prefixes import si
-from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME, WAIT
+from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.solver.curve import TimeEnergyCurve
 from perseus_planner.solver.frontier_check import check_frontier
 from perseus_planner.solver.frontier_file import checking_frontier, read_frontier, write_frontier
 from perseus_planner.solver.power import fastest_within_power
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from perseus_planner.plans.plan import Plan
     from perseus_planner.solver.on_time import OnTimePlanner
     from perseus_planner.solver.planner import Planner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Frontier(TimeEnergyCurve, Displayable):
+class Frontier(TimeEnergyCurve):
     """The exact time-energy curve of an iteration, and the plans along it."""
 
     def __repr__(self) -> str:
@@ -61,7 +64,6 @@ class Frontier(TimeEnergyCurve, Displayable):
         deadline_s: float,
         *,
         max_changes: int | None = None,
-        min_dwell_s: float = 0.0,
         on_time: float | None = None,
         tolerance: float = 0.001,
     ) -> Plan:
@@ -74,7 +76,6 @@ class Frontier(TimeEnergyCurve, Displayable):
             deadline_s: seconds.
             max_changes: how often each GPU may change its clock in an iteration, including the
                 change back for the next one; 0 for one clock per GPU, None for any number.
-            min_dwell_s: the least time for which a GPU must hold a clock, seconds.
             on_time: the probability, up to 0.99, of meeting the deadline in spite of what is
                 uncertain about the profile. The deadline is then taken relative to
                 `baseline_time_s`, and may be met by clocks that were not measured: the plan is made
@@ -90,17 +91,14 @@ class Frontier(TimeEnergyCurve, Displayable):
             UsageError: If an argument is out of range.
         """
         most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
-        deadline_s, dwell_s = (
-            self.check_deadline(deadline_s),
-            WAIT.check(min_dwell_s, "min_dwell_s"),
-        )
+        deadline_s = self.check_deadline(deadline_s)
         if on_time is None:
-            return self._planner.plan(deadline_s, most, dwell_s)
+            return self._planner.plan(deadline_s, most)
         probability, tolerance = (
             PROBABILITY.check(on_time, "on_time"),
             SHARE.check(tolerance, "tolerance"),
         )
-        return self._on_time_planner.plan(deadline_s, probability, tolerance, (most, dwell_s))
+        return self._on_time_planner.plan(deadline_s, probability, tolerance, most)
 
     def plan_for_least_energy(self, **limits: Any) -> Plan:
         """Return the plan with the least energy per iteration, for a pipeline that does not wait
@@ -139,7 +137,6 @@ class Frontier(TimeEnergyCurve, Displayable):
         power_w: float,
         *,
         max_changes: int | None = None,
-        min_dwell_s: float = 0.0,
         on_time: float | None = None,
     ) -> Plan:
         """Return the fastest plan found whose average power over all GPUs of the pipeline is at
@@ -148,7 +145,6 @@ class Frontier(TimeEnergyCurve, Displayable):
         Args:
             power_w: watts.
             max_changes: as in `plan_until`.
-            min_dwell_s: as in `plan_until`.
             on_time: the probability, up to 0.99, of drawing no more in spite of what is uncertain
                 about the profile.
 
@@ -158,12 +154,10 @@ class Frontier(TimeEnergyCurve, Displayable):
         """
         power_w = POWER.check(power_w, "power_w")
         if on_time is None:
-            plan_until = partial(self.plan_until, max_changes=max_changes, min_dwell_s=min_dwell_s)
+            plan_until = partial(self.plan_until, max_changes=max_changes)
             return fastest_within_power(self, power_w, plan_until, lambda plan: plan.power_w)
         probability = PROBABILITY.check(on_time, "on_time")
-        most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
-        budget = most, WAIT.check(min_dwell_s, "min_dwell_s")
-        return self._on_time_planner.plan_within_power(power_w, probability, budget)
+        return self._on_time_planner.plan_within_power(power_w, probability, max_changes)
 
     def plan_of(self, clocks: Mapping[str, int]) -> Plan:
         """Return the plan that runs every computation at its clock in `clocks`: "3F17" -> MHz.
@@ -194,6 +188,31 @@ class Frontier(TimeEnergyCurve, Displayable):
             UsageError: If `deadline_s` is not a time.
         """
         return self._planner.point_bound_j(self.check_deadline(deadline_s))
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas frame with a row for each of `times_s`, fastest first.
+
+        Its columns are time_s, time_ratio, bound_j, saved_j, and power_w of the bound. Ratio and
+        saving are against the baseline that `attrs` names.
+
+        Raises:
+            UsageError: If pandas is not installed.
+        """
+        times_s, bounds_j = self.times_s[::-1], self.energies_j[::-1]
+        columns = {
+            "time_s": times_s,
+            "time_ratio": times_s / self.baseline_time_s,
+            "bound_j": bounds_j,
+            "saved_j": self.baseline_energy_j - bounds_j,
+            "power_w": bounds_j / times_s,
+        }
+        return make_frame(
+            columns,
+            origin=origin_text(self.profile.origin),
+            baseline=ALL_MAXIMUM,
+            baseline_time_s=self.baseline_time_s,
+            baseline_energy_j=self.baseline_energy_j,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file that `load` reads; equal frontiers give equal bytes.

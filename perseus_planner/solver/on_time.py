@@ -49,12 +49,6 @@ _WIDER_TIME = 1.25
 _LEAST_DOUBT = 7e-4  #: of a ratio or a share
 _ROUNDING = 1e-9
 
-Budget = tuple[int | None, float]
-"""The most clock changes of a rank, None for any number; and the least seconds for which a clock
-is held.
-"""
-_UNLIMITED: Budget = (None, 0.0)
-
 
 class _Drawn(NamedTuple):
     """A plan, replayed under the draws."""
@@ -74,7 +68,9 @@ class OnTimePlanner:
         self.curve = curve
         self._planners: dict[tuple[float, bool], Planner] = {}
 
-    def plan(self, deadline_s: float, probability: float, tolerance: float, budget: Budget) -> Plan:
+    def plan(
+        self, deadline_s: float, probability: float, tolerance: float, max_changes: int | None
+    ) -> Plan:
         """Return the plan of least effective energy that was found to be on time; see
         `Frontier.plan_for`.
 
@@ -93,7 +89,7 @@ class OnTimePlanner:
             try:
                 planner.curve.check_deadline(within_s)
                 plan = (
-                    planner.plan(within_s, *budget)
+                    planner.plan(within_s, max_changes)
                     if polished
                     else planner.quick_plan(within_s, polished=False)
                 )
@@ -101,7 +97,7 @@ class OnTimePlanner:
                 return None
             return self._replayed(plan, margin, free=free)
 
-        is_free = budget == _UNLIMITED and self.curve.profile.clock_change is None
+        is_free = max_changes is None and self.curve.profile.clock_change is None
         free = found = _search(lambda margin: make(margin, free=True, polished=False), is_on_time)
         margins = [each.margin or 0.0 for each in free if is_on_time(each)]
         if margins or not is_free:
@@ -122,11 +118,12 @@ class OnTimePlanner:
         return replace(
             best.plan,
             deadline_s=max(within_s, best.plan.time_s),
-            min_dwell_s=budget[1],
             on_time=made,
         )
 
-    def plan_within_power(self, power_w: float, probability: float, budget: Budget) -> Plan:
+    def plan_within_power(
+        self, power_w: float, probability: float, max_changes: int | None
+    ) -> Plan:
         """Return the fastest plan found that draws at most `power_w` watts; see
         `Frontier.plan_within_power`.
 
@@ -141,12 +138,12 @@ class OnTimePlanner:
         planner = self._planner(0.0)
 
         def plan_until(deadline_s: float) -> Plan:
-            return planner.plan(planner.curve.check_deadline(deadline_s), *budget)
+            return planner.plan(planner.curve.check_deadline(deadline_s), max_changes)
 
         plan = fastest_within_power(planner.curve, power_w, plan_until, likely_w)
         drawn = self._replayed(plan, 0.0)
         made = replace(self._certainty(drawn, probability, 0.0), limit_power_w=power_w)
-        return replace(drawn.plan, deadline_s=plan.deadline_s, min_dwell_s=budget[1], on_time=made)
+        return replace(drawn.plan, deadline_s=plan.deadline_s, on_time=made)
 
     @cached_property
     def _estimate(self) -> Estimate[Profile]:

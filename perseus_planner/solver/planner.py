@@ -55,42 +55,39 @@ class Planner:
 
     def __init__(self, curve: TimeEnergyCurve) -> None:
         self.curve, self.dag, self.profile = curve, curve.dag, curve.dag.profile
-        self._plans: dict[tuple[float, int | None, float], Plan] = {}
+        self._plans: dict[tuple[float, int | None], Plan] = {}
         self._rounded: dict[float, Integers] = {}
         self._unlimited: dict[float, list[int]] = {}
 
-    def plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+    def plan(self, deadline_s: float, max_changes: int | None) -> Plan:
         """Return the plan of the least effective energy that was found.
 
         Args:
             deadline_s: seconds, including the overhead; at least `curve.min_time_s`.
             max_changes: most clock changes per rank and iteration; None for any number.
-            min_dwell_s: the least time for which a clock is held, seconds.
 
         Raises:
             InfeasibleBudget: If no plan found within the switch budget meets the deadline.
             InfeasibleDeadline: If none does because of the cost of clock changes.
         """
-        key = deadline_s, max_changes, min_dwell_s
+        key = deadline_s, max_changes
         if key not in self._plans:
             make = self._plan if self.profile.clock_change is None else self._plan_with_costs
             plan = make(*key)
             bound_j = self.point_bound_j(max(plan.time_s, self.curve.min_time_s))
-            self._plans[key] = replace(plan, min_dwell_s=min_dwell_s, point_bound_j=bound_j)
+            self._plans[key] = replace(plan, point_bound_j=bound_j)
         return self._plans[key]
 
-    def _plan(self, deadline_s: float, max_changes: int | None, min_dwell_s: float) -> Plan:
+    def _plan(self, deadline_s: float, max_changes: int | None) -> Plan:
         """Return the plan if clock changes cost nothing."""
         clocks = self._unlimited_clocks(deadline_s)
-        if max_changes is not None or min_dwell_s > 0.0:
+        if max_changes is not None:
             within_s = self._replayed_s(deadline_s)
             try:
-                clocks = clocks_within_budget(
-                    self.dag, self._points, within_s, clocks, max_changes, min_dwell_s
-                )
+                clocks = clocks_within_budget(self.dag, self._points, within_s, clocks, max_changes)
             except InfeasibleBudget as error:
                 least_s = error.least_time_s + self.profile.overhead_s
-                raise _infeasible(deadline_s, max_changes, min_dwell_s, least_s) from None
+                raise _infeasible(deadline_s, max_changes, least_s) from None
         plan = self.plan_of(clocks, deadline_s)
         if plan.time_s > deadline_s:
             raise AssertionError(
@@ -98,14 +95,12 @@ class Planner:
             )
         return plan
 
-    def _plan_with_costs(
-        self, deadline_s: float, max_changes: int | None, min_dwell_s: float
-    ) -> Plan:
+    def _plan_with_costs(self, deadline_s: float, max_changes: int | None) -> Plan:
         levels: list[int | None] = [
             level for level in _LEVELS if max_changes is None or level < max_changes
         ]
         levels.append(max_changes)
-        plans = self._candidates(deadline_s, deadline_s, levels, min_dwell_s)
+        plans = self._candidates(deadline_s, deadline_s, levels)
         best = self._best(plans.values(), deadline_s)
         aims = {level: [deadline_s] for level, _ in plans}
         while True:
@@ -124,21 +119,19 @@ class Planner:
             aims[level].append(aims[level][-1] - (late[level].time_s - deadline_s))
             plans = {key: plan for key, plan in plans.items() if key[0] != level}
             if aims[level][-1] >= self.curve.min_time_s:
-                plans |= self._candidates(aims[level][-1], deadline_s, [level], min_dwell_s)
+                plans |= self._candidates(aims[level][-1], deadline_s, [level])
                 best = self._best([*plans.values(), *([best] if best else [])], deadline_s)
-        return best or self._fastest_with_costs(deadline_s, levels, min_dwell_s)
+        return best or self._fastest_with_costs(deadline_s, levels)
 
-    def _fastest_with_costs(
-        self, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float
-    ) -> Plan:
-        plans = self._candidates(self.curve.min_time_s, deadline_s, levels, min_dwell_s).values()
+    def _fastest_with_costs(self, deadline_s: float, levels: Sequence[int | None]) -> Plan:
+        plans = self._candidates(self.curve.min_time_s, deadline_s, levels).values()
         best = self._best(plans, deadline_s)
         if best is not None:
             return best
         least_s = min((plan.time_s for plan in plans), default=math.inf)
-        if levels[-1] is None and min_dwell_s == 0.0:
+        if levels[-1] is None:
             raise InfeasibleDeadline(deadline_s, least_s)
-        raise _infeasible(deadline_s, levels[-1], min_dwell_s, least_s)
+        raise _infeasible(deadline_s, levels[-1], least_s)
 
     def _best(self, plans: Iterable[Plan], deadline_s: float) -> Plan | None:
         fitting = [plan for plan in plans if plan.time_s <= deadline_s]
@@ -148,7 +141,7 @@ class Planner:
         return best is None or self._effective_j(plan) < self._effective_j(best)
 
     def _candidates(
-        self, aim_s: float, deadline_s: float, levels: Sequence[int | None], min_dwell_s: float
+        self, aim_s: float, deadline_s: float, levels: Sequence[int | None]
     ) -> dict[tuple[int | None, bool], Plan]:
         """Return plans that would meet `aim_s` if clock changes cost nothing, replayed with their
         cost.
@@ -157,7 +150,6 @@ class Planner:
             aim_s: seconds.
             deadline_s: the deadline that the plans state, seconds.
             levels: the most changes of each plan; None for any number.
-            min_dwell_s: the least time for which a clock is held, seconds.
 
         Returns:
             (level, whether faster clocks are requested early) -> plan, for the levels at which one
@@ -166,20 +158,18 @@ class Planner:
         unlimited, within_s = self._unlimited_clocks(aim_s), self._replayed_s(aim_s)
         counts = [len(unlimited) if level is None else level for level in levels]
         found: dict[int | None, list[int]] = {}
-        if min_dwell_s == 0.0 and levels[-1] is None:
+        if levels[-1] is None:
             found[None] = unlimited
             counts.pop()
         if counts:
-            budgets = clocks_by_budget(
-                self.dag, self._points, within_s, unlimited, counts, min_dwell_s
-            )
+            budgets = clocks_by_budget(self.dag, self._points, within_s, unlimited, counts)
             found |= {
                 level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets
             }
         plans = {
             (level, False): self.plan_of(clocks, deadline_s) for level, clocks in found.items()
         }
-        if min_dwell_s == 0.0 and self.profile.clock_change is not None:
+        if self.profile.clock_change is not None:
             early = {
                 level: self._faster_early(clocks, self.profile.clock_change)
                 for level, clocks in found.items()
@@ -416,9 +406,5 @@ class Planner:
         }
 
 
-def _infeasible(
-    deadline_s: float, max_changes: int | None, min_dwell_s: float, least_s: float
-) -> InfeasibleBudget:
-    return InfeasibleBudget(
-        deadline_s, max_changes, min_dwell_s, least_s if least_s < math.inf else None
-    )
+def _infeasible(deadline_s: float, max_changes: int, least_s: float) -> InfeasibleBudget:
+    return InfeasibleBudget(deadline_s, max_changes, least_s if least_s < math.inf else None)

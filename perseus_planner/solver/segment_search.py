@@ -19,7 +19,6 @@ from perseus_planner.solver.segments import (
     replay,
     restore,
     set_clock,
-    shortest_dwell_s,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ class Goal(NamedTuple):
 
     deadline_s: float
     budget: int  #: most changes of each rank
-    dwell_s: float  #: the least time for which a clock is held
     price_w: float  #: price of a second beyond the deadline when a search begins
     floor_j: float  #: plans that cost less count only if no other meets the deadline
 
@@ -86,7 +84,7 @@ def anneal(
     those of `start`.
 
     The search accepts plans beyond the deadline at a price, but they count only until one within it
-    is found. `start` and the result are within budget and dwell time. If the result costs less than
+    is found. `start` and the result are within budget. If the result costs less than
     `start`, the difference is larger than rounding errors of sums.
 
     Args:
@@ -140,9 +138,6 @@ def _anneal(
             trial_s = replay(problem, trial)
             trial_j = cost_j + added_j + price_w * max(0.0, trial_s - goal.deadline_s)
             good = trial_j <= most_j
-            good = good and (
-                goal.dwell_s <= 0.0 or shortest_dwell_s(problem, trial, trial_s) >= goal.dwell_s
-            )
             stale = len(now.end_s) if good else touched
         else:
             good = False
@@ -165,8 +160,8 @@ def try_all_clocks(problem: SegmentProblem, goal: Goal) -> tuple[Integers, float
     """Return the best clocks, their makespan (seconds) and effective energy (joules), by trying
     every combination.
 
-    If none meets the deadline, the energy is infinite, and the clocks are the fastest within budget
-    and dwell time.
+    If none meets the deadline, the energy is infinite, and the clocks are the fastest within
+    budget.
     """
     start = np.isfinite(problem.time_s).argmax(axis=1)[problem.member]
     best = start.copy()
@@ -190,9 +185,7 @@ def _try_all(
             for i in range(len(start)):
                 cost_j += problem.cost_j[problem.member[i], state.clock[i]]
             in_time = time_s <= goal.deadline_s
-            if (cost_j < best_j if in_time else best_j == np.inf and time_s < best_s) and (
-                goal.dwell_s <= 0.0 or shortest_dwell_s(problem, state, time_s) >= goal.dwell_s
-            ):
+            if cost_j < best_j if in_time else best_j == np.inf and time_s < best_s:
                 best_s, best_j = time_s, cost_j if in_time else np.inf
                 for i in range(len(best)):
                     best[i] = start[i]

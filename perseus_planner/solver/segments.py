@@ -44,7 +44,6 @@ class SegmentProblem(NamedTuple):
     )
     usable_count: Integers  #: (ranks,) how many clocks that are
     place: Integers  #: (ranks, clocks) the index of each clock in `usable`
-    overhead_s: float  #: seconds from the end of the last node to the next iteration
     #: (m,) when each computation runs, as a part of the iteration; never falls along a program
     wave: Floats
 
@@ -92,7 +91,7 @@ def segment_problem(
     ends = np.cumsum([0, *map(len, dag.schedule.ranks)]).tolist()
     programs = [[node_of[place] for place in range(first, stop)] for first, stop in pairwise(ends)]
     unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
-    return _problem(points, programs, time_s, cost_j, unlimited, dag.profile.overhead_s), clocks
+    return _problem(points, programs, time_s, cost_j, unlimited), clocks
 
 
 def _problem(
@@ -101,7 +100,6 @@ def _problem(
     time_s: Floats,
     cost_j: Floats,
     unlimited: Integers,
-    overhead_s: float,
 ) -> SegmentProblem:
     """Make the problem from the nodes of each rank, tables by class and clock, and a clock of
     each computation.
@@ -135,7 +133,6 @@ def _problem(
         usable=usable,
         usable_count=counts,
         place=place,
-        overhead_s=overhead_s,
         wave=np.zeros(len(node)),
     )
     return problem._replace(wave=_waves(problem, unlimited))
@@ -245,29 +242,3 @@ def max_changes(rank_start: Integers, clock: Integers, first_rank: int, last_ran
 def max_changes_of(problem: SegmentProblem, clock: Integers) -> int:
     """Return the most changes of any rank."""
     return max_changes(problem.rank_start, clock, 0, len(problem.usable_count) - 1)
-
-
-@kernel
-def shortest_dwell_s(problem: SegmentProblem, state: SegmentState, makespan_s: float) -> float:
-    """Return the shortest time for which a clock is held, seconds; infinite if no rank changes its
-    clock.
-
-    A clock is held from the start of its segment's first computation to the start of the next
-    segment's, which may be in the next iteration.
-    """
-    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
-    least_s = np.inf
-    for rank in range(len(problem.usable_count)):
-        first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
-        first_s, last_s = np.inf, -np.inf
-        for i in range(first, stop):
-            if state.clock[i] != state.clock[i - 1 if i > first else stop - 1]:
-                now_s = start_s(before_start, before, lag_s, state.end_s, problem.node[i])
-                if first_s == np.inf:
-                    first_s = now_s
-                else:
-                    least_s = min(least_s, now_s - last_s)
-                last_s = now_s
-        if first_s < np.inf:
-            least_s = min(least_s, makespan_s + problem.overhead_s - last_s + first_s)
-    return least_s

@@ -8,15 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.prefixes import si
 from perseus_planner.views.columns import Sheet, column, numbers, quantities
-from perseus_planner.views.context import (
-    ALL_MAXIMUM,
-    context_of_profile,
-    origin_text,
-    pipeline_text,
-    share,
-)
+from perseus_planner.views.context import context_of_profile, pipeline_text, share
 
 if TYPE_CHECKING:
     from perseus_planner.cluster.replay import Cluster, Outcome

@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element, SubElement
 from perseus_planner.prefixes import si_unit
 
 _DIGITS = 6  #: shown of the largest number in a column
-_MOST_ROWS = 24  #: of a table in a notebook
+_MOST_ROWS = 24  #: of a table on a page
 
 
 class Sheet(NamedTuple):
@@ -35,9 +35,9 @@ class Sheet(NamedTuple):
         return "\n\n".join(part for part in (head, table(self.columns), self.notes) if part) + "\n"
 
     def html(self) -> Element:
-        """Return the sheet as an HTML element with at most `_MOST_ROWS` rows."""
+        """Return the sheet without its title as an HTML element with at most `_MOST_ROWS` rows."""
         whole = Element("div")
-        _paragraph(whole, self.source, self.title)
+        _paragraph(whole, self.source)
         (heading, *rows) = zip(*self.columns, strict=True)
         grid = SubElement(whole, "table")
         names = SubElement(SubElement(grid, "thead"), "tr")
@@ -49,17 +49,14 @@ class Sheet(NamedTuple):
             for cell in cells:
                 SubElement(row, "td").text = cell.strip()
         cut = f"Shown are {_MOST_ROWS} of {len(rows)} rows." if len(rows) > _MOST_ROWS else ""
-        for note in filter(None, (cut, self.notes)):
-            _paragraph(whole, note)
+        _paragraph(whole, cut)
+        _paragraph(whole, self.notes)
         return whole
 
 
-def _paragraph(whole: Element, text: str, title: str = "") -> None:
-    paragraph = SubElement(whole, "p")
-    if title:
-        SubElement(paragraph, "strong").text = title
-        SubElement(paragraph, "br")
-    SubElement(paragraph, "small").text = text
+def _paragraph(whole: Element, text: str) -> None:
+    if text:
+        SubElement(SubElement(whole, "p"), "small").text = text
 
 
 def number(value: float) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules.iteration import Iteration
-
-ALL_MAXIMUM = "all clocks at maximum"
-"""The name of the baseline of every saving."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +136,6 @@ def _context(
 def share(part: float, whole: float) -> float:
     """Return `part` over `whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0
-
-
-def origin_text(origin: str) -> str:
-    """Say where a replayed number comes from, as the start of a sentence."""
-    return f"Replayed from a {origin} profile"
 
 
 def origin_label(origin: str) -> str:

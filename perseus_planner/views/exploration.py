@@ -52,12 +52,6 @@ def exploration_text(view: dict[str, Any]) -> str:
         "",
         _table(view["frontier"], numbered=False),
     ]
-    if any(row["split_head"] for row in (*view["first"], *view["frontier"])):
-        lines += [
-            "",
-            "split-head: all stages share embedding and head (vocabulary parallelism, Yeung et "
-            "al., 2024). Few trainers can run it.",
-        ]
     if view["gap"] > 0:
         lines += [
             "",
@@ -180,7 +174,6 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
         "microbatches": job.microbatches,
         "schedule": job.schedule,
         "recomputation": shape.recomputation,
-        "split_head": job.split_head,
         "layers": job.split,
         "memory_gb": row.candidate.memory.total / 1e9,
         "time_s": row.time_s,

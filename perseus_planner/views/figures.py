@@ -262,23 +262,18 @@ def _add_legend(figure: Figure, lanes: Iterable[Lane]) -> None:
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize="small")
 
 
-def draw_curves(profile: Profile, most: int | None = None) -> Figure:
+def draw_curves(profile: Profile) -> Figure:
     """Draw energy over time of each computation, in axes for each stage: measured points, their
     errors and the hull.
-
-    Args:
-        profile: the profile.
-        most: the most stages to draw; None: all.
     """
     from matplotlib.figure import Figure
 
-    stages = min(profile.stages, most or profile.stages)
+    stages = profile.stages
     rows, columns = ceil(stages / _COLUMNS), min(stages, _COLUMNS)
     figure = Figure(figsize=(1.0 + 3.4 * columns, 0.8 + 2.8 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for curve in curves_of(profile):
-        if curve.stage < stages:
-            _draw_curve(grid[curve.stage], curve)
+        _draw_curve(grid[curve.stage], curve)
     for stage, axes in enumerate(grid):
         axes.set_visible(stage < stages)
         axes.set_title(f"stage {stage}", fontsize="small")

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.prefixes import si
 from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import (
-    ALL_MAXIMUM,
     Comparison,
     Context,
     compare,
     context_of_profile,
     origin_label,
-    origin_text,
     pipeline_text,
     source_text,
 )
@@ -102,7 +101,7 @@ def summarize_frontier(frontier: Frontier) -> FrontierSummary:
     )
 
 
-def frontier_sheet(summary: FrontierSummary) -> Sheet:
+def _sheet(summary: FrontierSummary) -> Sheet:
     """Return a table of the points from the fastest to that of least energy, against all clocks
     at maximum.
     """
@@ -120,7 +119,7 @@ def frontier_sheet(summary: FrontierSummary) -> Sheet:
 
 def frontier_text(summary: FrontierSummary) -> str:
     """Return the text that `planner solve` and `planner show` print."""
-    text = frontier_sheet(summary).text()
+    text = _sheet(summary).text()
     if not summary.beside_stragglers:
         return text
     beside = table(_point_columns("straggler {}", summary.beside_stragglers))

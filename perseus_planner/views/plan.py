@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.plans.on_time import INTERVAL, OnTime
-from perseus_planner.plans.replay import Timeline, replay
+from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, replay
 from perseus_planner.prefixes import si
 from perseus_planner.profiles.csv_file import WORDS, unit_of
 from perseus_planner.schedules import Computation
 from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import (
-    ALL_MAXIMUM,
     Comparison,
     Context,
     compare,
@@ -210,8 +209,10 @@ def _beside_straggler(plan: Plan, straggler_time_s: float) -> Comparison:
     )
 
 
-def plan_sheet(summary: PlanSummary) -> Sheet:
-    """Return a table that compares the plan with all clocks at maximum."""
+def plan_text(summary: PlanSummary) -> str:
+    """Return what `planner plan` prints: a table that compares the plan with all clocks at
+    maximum.
+    """
     rows = [
         *quantities(["{} per iteration"], "s", [summary.time_s, summary.baseline_time_s]),
         *quantities(["{} per iteration"], "J", [summary.energy_j, summary.baseline_energy_j]),
@@ -244,7 +245,7 @@ def plan_sheet(summary: PlanSummary) -> Sheet:
         source_text(summary.context),
         columns,
         "\n".join(notes),
-    )
+    ).text()
 
 
 def _bound_note(summary: PlanSummary) -> str:
@@ -292,11 +293,6 @@ def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
             "The profile has no standard errors: its noise is taken from how its rows scatter."
         )
     return notes
-
-
-def plan_text(summary: PlanSummary) -> str:
-    """Return the text that `planner plan` prints."""
-    return plan_sheet(summary).text()
 
 
 def plans_text(summary: PlansSummary) -> str:

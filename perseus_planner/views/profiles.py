@@ -88,8 +88,10 @@ def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRan
     )
 
 
-def profile_sheet(summary: ProfileSummary) -> Sheet:
-    """Return a table with a row for each computation, from its highest clock to its lowest."""
+def profile_text(summary: ProfileSummary) -> str:
+    """Return what `planner profile` and `planner show` print: a table with a row for each
+    computation, from its highest clock to its lowest.
+    """
     context, rows = summary.context, summary.computations
     ends = [(row.highest, row.lowest) for row in rows]
     columns = [
@@ -115,12 +117,9 @@ def profile_sheet(summary: ProfileSummary) -> Sheet:
     title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({made}); "
     warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
     source = "\n".join(f"{name[0].upper()}{name[1:]}: {text}" for name, text in warnings)
-    return Sheet(f"{title}blocking power {power_text(context.blocking_power_w)}", source, columns)
-
-
-def profile_text(summary: ProfileSummary) -> str:
-    """Return the text that `planner profile` and `planner show` print."""
-    return profile_sheet(summary).text()
+    return Sheet(
+        f"{title}blocking power {power_text(context.blocking_power_w)}", source, columns
+    ).text()
 
 
 def _error_columns(rows: Sequence[ClockRange]) -> list[list[str]]:

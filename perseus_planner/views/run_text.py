@@ -8,13 +8,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.prefixes import si
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE
 from perseus_planner.runs.totals import Total
 from perseus_planner.views.columns import Sheet, column, quantities, table
-from perseus_planner.views.context import ALL_MAXIMUM, pipeline_text
+from perseus_planner.views.context import pipeline_text
 
 if TYPE_CHECKING:
     from perseus_planner.views.run import Deviation, RankOfRun, RunSummary
@@ -24,7 +25,7 @@ _MOST_RANKS = 8  #: listed for one reason
 _MOST_ATTEMPTS = 10  #: in a table; older ones are added up
 
 
-def run_sheet(summary: RunSummary) -> Sheet:
+def _sheet(summary: RunSummary) -> Sheet:
     """Return a table of the recorded iterations beside what was planned, a row for each plan."""
     pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
     overhead_s = summary.context.overhead_s
@@ -49,7 +50,7 @@ def run_text(summary: RunSummary) -> str:
     counted = max((rank.iterations for rank in summary.ranks), default=0)
     parts = [
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
-        f"{run_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
+        f"{_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
         table(list(_load_columns(summary))),
         f"Clock changes, in all {counted} iterations that count:",
         table(list(_clock_columns(summary))),

@@ -7,9 +7,10 @@ from datetime import datetime
 from math import isinf
 from typing import TYPE_CHECKING
 
+from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.prefixes import si
 from perseus_planner.views.columns import column, table
-from perseus_planner.views.context import ALL_MAXIMUM, share
+from perseus_planner.views.context import share
 
 if TYPE_CHECKING:
     from perseus_planner.service.answers import (

@@ -79,8 +79,8 @@ class ServiceSettings:
         Args:
             locations: The locations of its ranks.
             pipelines: Number of data-parallel pipelines.
-            plan: The plan it starts with, which gives deadline, dwell time and the probability of
-                being on time.
+            plan: The plan it starts with, which gives deadline and the probability of being
+                on time.
 
         Raises:
             FrontierError: If the file can no longer be read.
@@ -101,7 +101,6 @@ class ServiceSettings:
             places=_places(locations, frontier.dag.schedule),
             deadline_s=deadline_s,
             max_changes=self.max_changes,
-            min_dwell_s=None if plan is None else plan.min_dwell_s,
             on_time=None if sure is None else sure.probability,
         )
 

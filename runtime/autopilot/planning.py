@@ -177,7 +177,7 @@ class Searcher:
             return None
         if self._max_changes is not None:
             levels = sorted({self._max_changes * (2 + attempt % 3) // 8, self._max_changes})
-            found = clocks_by_budget(dag, point_problem(dag), within_s, clocks, levels, 0.0)
+            found = clocks_by_budget(dag, point_problem(dag), within_s, clocks, levels)
             if self._max_changes not in found:
                 return None
             clocks = found[self._max_changes]

@@ -1,8 +1,7 @@
 """A rank's side of the clock controller: start it, attach to it, write clock requests, read its
 messages.
 
-    with Connection(address, AttachRequest(rank, gpu, "clock", os.getppid(), plan.min_dwell_s)) as
-    connection:
+    with Connection(address, AttachRequest(rank, gpu, "clock", os.getppid())) as connection:
         reply = connection.attach(timeout_s=60.0)
         connection.request[0] = clock_request(position, clock_mhz)
         for message in connection.messages():
@@ -39,7 +38,6 @@ from perseus_planner.runtime.controller.protocol import (
     Credentials,
     DetachReply,
     DetachRequest,
-    DwellRequest,
     FromRank,
     SharedRequest,
     ToRank,
@@ -236,15 +234,6 @@ class Connection:
             raise GpuError(
                 f"the clock controller, process {self._controller.pid}, cannot be killed: end it"
             ) from None
-
-    def set_dwell(self, min_dwell_s: float) -> None:
-        """Have the controller keep each value of this rank for at least `min_dwell_s` seconds from
-        now on.
-
-        Raises:
-            ControllerLost: If the controller has ended or reads no messages.
-        """
-        self._send(DwellRequest(min_dwell_s))
 
     def detach(self, timeout_s: float) -> str | None:
         """Have this rank's GPU reset, and close; return the problem if that fails.

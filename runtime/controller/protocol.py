@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import mmap
 import os
 import secrets
@@ -47,7 +46,6 @@ class AttachRequest:
             started it.
         control: What the rank's values set.
         launcher: Process whose end ends the job; None or 0 if no launcher is visible.
-        min_dwell_s: Shortest time between two changes, in seconds.
 
     Raises:
         UsageError: If a value is out of range.
@@ -57,7 +55,6 @@ class AttachRequest:
     gpu: str
     control: Control
     launcher: int | None
-    min_dwell_s: float
 
     def __post_init__(self) -> None:
         if self.rank < 0 or (self.launcher or 0) < 0:
@@ -68,22 +65,6 @@ class AttachRequest:
             raise UsageError(
                 f"{self.control!r} is not a control; choose one of: {', '.join(get_args(Control))}"
             )
-        _check_dwell(self.min_dwell_s)
-
-
-@dataclass(frozen=True)
-class DwellRequest:
-    """Asks the controller to keep each value of this rank for at least `min_dwell_s` seconds from
-    now on.
-
-    Raises:
-        UsageError: If `min_dwell_s` is negative or not finite.
-    """
-
-    min_dwell_s: float
-
-    def __post_init__(self) -> None:
-        _check_dwell(self.min_dwell_s)
 
 
 @dataclass(frozen=True)
@@ -198,7 +179,7 @@ class DetachReply:
     problem: str | None
 
 
-FromRank: TypeAlias = AttachRequest | DwellRequest | DetachRequest
+FromRank: TypeAlias = AttachRequest | DetachRequest
 ToRank: TypeAlias = (
     AttachReply
     | AttachRefusal
@@ -243,11 +224,6 @@ def decode(line: bytes) -> Message:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a number in JSON")
-
-
-def _check_dwell(min_dwell_s: float) -> None:
-    if not (math.isfinite(min_dwell_s) and min_dwell_s >= 0.0):
-        raise UsageError(f"a dwell of {min_dwell_s} s: give finite seconds of 0 or more")
 
 
 class SharedRequest:

@@ -71,7 +71,6 @@ class Rank:
         shared: Memory in which the rank writes its clock request.
         process: The rank's process.
         launcher: The process that started the rank; None if no launcher is visible.
-        min_dwell_s: Shortest time between two changes of its GPU, in seconds.
         gpu: Its GPU once it is open.
         is_set: Whether its GPU follows its requests; False for GPUs that are only read and after a
             failure.
@@ -86,7 +85,6 @@ class Rank:
         self.channel, self.attach_request, self.shared = channel, attach_request, shared
         self.process = WatchedProcess(pid)
         self.launcher = WatchedProcess(attach_request.launcher) if attach_request.launcher else None
-        self.min_dwell_s = attach_request.min_dwell_s
         self.gpu: Gpu | None = None
         self.is_set = attach_request.control != "observed"
         self.backoff = Backoff()

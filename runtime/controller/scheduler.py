@@ -4,13 +4,11 @@ The rules:
 
 - The latest request wins. A request that is replaced before it could be served is never served.
 - A GPU is not set to a value that it already has.
-- At least the dwell time passes between the starts of two changes of a GPU; a reset does not wait
-  for it.
 - All changes of a node together keep to a rate: any span of time has as many as fit into it at that
   rate, plus one for each GPU. So all GPUs can change at once, as those of a pipeline do when an
   iteration begins.
 - The GPU that has waited longest is next, and a newer request keeps the place in the queue of the
-  one it replaces. So while a GPU waits that may be set, no other GPU is set twice.
+  one it replaces. So while a GPU waits, no other GPU is set twice.
 
 A program is too fast for its node if more than half of the last `JUDGED` changes of a GPU were
 overtaken by the next.
@@ -55,9 +53,7 @@ class PendingChange:
 
 @dataclass
 class _GpuQueue:
-    dwell_ns: int
     value: int = RESET  #: what the GPU is set to
-    begun_ns: int | None = None  #: when the last change began
     pending: PendingChange | None = None
     turn: int = 0  #: lower for a GPU that has waited longer
     overtaken: int = 0
@@ -86,9 +82,9 @@ class ChangeScheduler(Generic[Key]):
         self._gpus: dict[Key, _GpuQueue] = {}
         self._turns = count(1)
 
-    def add(self, gpu: Key, min_dwell_s: float) -> None:
+    def add(self, gpu: Key) -> None:
         """Add a GPU, which is reset now."""
-        self._gpus[gpu] = _GpuQueue(_nanoseconds(min_dwell_s))
+        self._gpus[gpu] = _GpuQueue()
 
     def remove(self, gpu: Key) -> None:
         """Forget a GPU."""
@@ -105,10 +101,6 @@ class ChangeScheduler(Generic[Key]):
     def judge_anew(self, gpu: Key) -> None:
         """Judge a GPU by later changes only."""
         self._gpus[gpu].outcomes.clear()
-
-    def set_dwell(self, gpu: Key, min_dwell_s: float) -> None:
-        """Change the dwell time of a GPU."""
-        self._gpus[gpu].dwell_ns = _nanoseconds(min_dwell_s)
 
     def request(self, gpu: Key, value: int, position: int | None, now_ns: int) -> None:
         """Request a value for a GPU; has no effect if that is pending or set already."""
@@ -128,16 +120,16 @@ class ChangeScheduler(Generic[Key]):
         """
         if not self._is_within_rate(now_ns):
             return None
-        free = [
-            (queue.turn, gpu) for gpu, queue in self._gpus.items() if _may_change(queue, now_ns)
+        waiting = [
+            (queue.turn, gpu) for gpu, queue in self._gpus.items() if queue.pending is not None
         ]
-        if not free:
+        if not waiting:
             return None
-        _, gpu = min(free, key=lambda item: item[0])
+        _, gpu = min(waiting, key=lambda item: item[0])
         queue = self._gpus[gpu]
         pending, queue.pending = queue.pending, None
-        assert pending is not None  # as `_may_change` has checked
-        queue.value, queue.begun_ns = pending.value, now_ns
+        assert pending is not None  # as it is waiting
+        queue.value = pending.value
         queue.outcomes.append(False)
         spent_ns = now_ns if self._spent_until_ns is None else max(now_ns, self._spent_until_ns)
         self._spent_until_ns = spent_ns + self._period_ns
@@ -162,14 +154,3 @@ class ChangeScheduler(Generic[Key]):
     def _is_within_rate(self, now_ns: int) -> bool:
         burst_ns = (len(self._gpus) - 1) * self._period_ns
         return self._spent_until_ns is None or self._spent_until_ns - now_ns <= burst_ns
-
-
-def _may_change(queue: _GpuQueue, now_ns: int) -> bool:
-    if queue.pending is None:
-        return False
-    is_dwelling = queue.begun_ns is not None and now_ns < queue.begun_ns + queue.dwell_ns
-    return queue.pending.value == RESET or not is_dwelling
-
-
-def _nanoseconds(duration_s: float) -> int:
-    return round(duration_s * 1e9)

@@ -26,7 +26,6 @@ from perseus_planner.errors import GpuError
 from perseus_planner.runtime.controller.protocol import (
     DetachReply,
     DetachRequest,
-    DwellRequest,
     Overload,
 )
 from perseus_planner.runtime.controller.rank import LeaseGroup, shared_gpu_errors
@@ -191,10 +190,6 @@ class Controller:
             os.close(descriptor)
         if isinstance(message, DetachRequest):
             self._detach(rank, is_requested=True)
-        elif isinstance(message, DwellRequest):
-            rank.min_dwell_s = message.min_dwell_s
-            if rank in self._attached:
-                self._scheduler.set_dwell(rank, message.min_dwell_s)
         else:
             self._reject(rank, f"a rank does not send {type(message).__name__} at this point")
 
@@ -234,7 +229,7 @@ class Controller:
 
     def _attach(self, rank: Rank, group: LeaseGroup) -> None:
         self._attached[rank] = group
-        self._scheduler.add(rank, rank.min_dwell_s)
+        self._scheduler.add(rank)
         try:
             rank.attach()
         except GpuError as error:

@@ -67,17 +67,6 @@ def test_the_job_of_a_row_takes_its_time(folder: Path):
     assert Path("f.png").stat().st_size > 0
 
 
-def test_heads_that_stages_share_are_tried_when_asked_for_and_marked(folder: Path):
-    Path("small.yaml").write_text(
-        Path("small.yaml").read_text().replace("50257", "512000").replace("16", "1")
-    )
-    options = "explore small.yaml --gpus 2 --gpu v100 --batch 8 --schedule 1f1b --recompute full"
-    text = done(f"{options} --split-head")
-    assert "-split-head " in text
-    assert "Few trainers can run it." in text
-    assert "split-head" not in done(options)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -149,11 +149,6 @@ def test_help_describes_every_option(command: click.Command):
             "--plot a.txt: figures are written as .png, .svg, .pdf; end the name with one of them",
         ),
         ("--mispredicted 101%", "mispredicted: 1.01 is not a share of requests; give 0 to 1"),
-        (
-            "--instances-every 1min",
-            "periods: instances change no more often than sharding, that no more than clocks, and "
-            "those no more than every 0.1 s",
-        ),
     ],
 )
 def test_a_wrong_replay_is_refused_in_one_line(folder: Path, options: str, message: str):

@@ -109,8 +109,7 @@ def test_a_frontier_alone_keeps_the_name_of_its_plan(frontiers: tuple[Frontier, 
     ("options", "budget"),
     [
         ("--max-changes 0", {"max_changes": 0}),
-        ("--min-dwell 50ms", {"min_dwell_s": 0.05}),
-        ("--max-changes 4 --min-dwell 0", {"max_changes": 4, "min_dwell_s": 0.0}),
+        ("--max-changes 4", {"max_changes": 4}),
         ("", {}),
     ],
 )
@@ -143,10 +142,6 @@ REFUSED = {
     f"{BOTH} --power-budget 1kW": (
         "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
         "instead"
-    ),
-    f"{BOTH} --slowdown 1 --min-dwell=-1": (
-        "--min-dwell: '-1' is not a duration: write seconds of 0 or more, or "
-        "a number with us, ms, s, m, h or d, such as 1.5ms or 30m"
     ),
     f"{BOTH} --slowdown 1 --output fast.npz/plan.yaml": (
         "--output fast.npz/plan.yaml: there is no folder fast.npz; make it, or name another"

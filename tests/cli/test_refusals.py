@@ -59,10 +59,6 @@ REFUSED = {
         "--minutes: '0' is not a time limit: write minutes above 0, or a number with s, m, h or d, "
         "such as 30m"
     ),
-    f"{PROFILE} --window 0": (
-        "--window: '0' is not a duration: write seconds above 0, or a number with us, ms, s, m, h "
-        "or d, such as 2.95s"
-    ),
     "profile --gpu simulated:a100-sxm -o new.yaml": "the number of pipeline stages is missing; "
     "give --stages S",
     "profile --gpu simulated:a100-sxm --stages 2": "the file to write is missing; give --output "

@@ -165,22 +165,6 @@ def test_the_fast_replay_is_that_of_the_graph(
     assert job.replay_s(A100, times) == pytest.approx(exact_s, rel=2e-3)
 
 
-def test_ranks_that_share_the_head_take_equally_long_and_do_the_same_arithmetic():
-    job = Configuration(replace(PRESETS["llama3-8b"], layers=8), (2,) * 4, 1, 16)
-    alone, shared = (one.stage_phases(A100) for one in (job, replace(job, split_head=True)))
-    for kind in "FB":
-        cycles = [stage[kind].megacycles for stage in shared]
-        assert max(cycles) == pytest.approx(min(cycles))
-        assert sum(cycles) == pytest.approx(sum(stage[kind].megacycles for stage in alone))
-        assert shared[1][kind].exchange_s == (1 if kind == "F" else 2) * job.transfer_s(A100)
-    assert replace(job, split_head=True).time_s(A100) < 0.8 * job.time_s(A100)
-    assert replace(job, split_head=True).name == "t1-p4-d1-mb1-1f1b-none-split-head"
-    with pytest.raises(
-        UsageError, match=r"^split_head: needs 1f1b on 2 ranks or more; leave it out$"
-    ):
-        replace(job, schedule="zb-h1", split_head=True)
-
-
 def test_virtual_stages_must_divide_the_stages():
     with pytest.raises(UsageError) as refusal:
         Configuration(SMALL, split_layers(24, 6), 1, 8, "interleaved-1f1b", 4)

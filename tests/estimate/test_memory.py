@@ -48,22 +48,6 @@ def test_a_rank_keeps_what_its_schedule_has_in_flight(schedule: str, virtual: in
     assert found.activations == pytest.approx(kept * 6 * kept_layer_bytes(shape) + logits)
 
 
-def test_ranks_that_share_the_head_have_equal_parts_of_it_and_keep_one_more_microbatch():
-    shape = replace(PRESETS["llama3-8b"], layers=8)
-    alone = Configuration(shape, (2,) * 4, 1, 16)
-    shared = replace(alone, split_head=True)
-    words = shape.vocabulary * shape.hidden
-    assert sum(shared.rank_parameters) == pytest.approx(sum(alone.rank_parameters))
-    assert shared.rank_parameters == pytest.approx([alone.rank_parameters[1] + 2 * words / 4] * 4)
-    logits = 6 * shape.tokens * shape.vocabulary / 4
-    assert memory(shared, A100).activations == pytest.approx(
-        (4 + 1) * 2 * kept_layer_bytes(shape) + logits
-    )
-    assert sum(replace(shared, shape=replace(shape, tied=True)).rank_parameters) == pytest.approx(
-        sum(shared.rank_parameters) - words
-    )
-
-
 def test_a_distributed_optimizer_shares_its_state():
     job = Configuration(PRESETS["gpt3-1.3b"], (24,), 8, 1)
     alone, shared = memory(job, A100), memory(replace(job, distributed_optimizer=True), A100)

@@ -24,7 +24,7 @@ gated: true
 vocabulary: 128
 sequence: 32
 """
-MEASURE = "calibrate --kernels small.yaml --gpu a100-sxm --repetitions 2 -o system.yaml"
+MEASURE = "calibrate --kernels small.yaml --gpu a100-sxm -o system.yaml"
 
 
 @pytest.fixture

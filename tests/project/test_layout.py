@@ -15,10 +15,10 @@ from strategies import smooth_profile
 from perseus_planner import schedules, solve
 
 CORE = (
-    "displayed",
     "documents",
     "errors",
     "files",
+    "frames",
     "prefixes",
     "processes",
     "quantities",

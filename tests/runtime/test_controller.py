@@ -98,20 +98,6 @@ def test_a_value_that_is_set_already_is_not_set_again(nvml: StandIn, state: Path
         assert clocks_set(nvml, 0)[before:] == [1200, 900]
 
 
-def test_a_change_waits_for_the_dwell_and_the_latest_value_is_set_then(nvml: StandIn, state: Path):
-    with attached(["nvml:0"], min_dwell_s=0.3) as (connection,):
-        begin_ns = time.monotonic_ns()
-        set_clock(connection, 1200)
-        assert set_clock(connection, 1500, place=1).begun_ns - begin_ns >= 300_000_000
-        connection.set_dwell(3600.0)
-        for place, clock in ((2, 1005), (3, 1980), (4, 900)):
-            connection.request[0] = clock_request(place, clock)
-            let_look(connection)
-        connection.set_dwell(0.0)
-        assert awaited(connection, ControlChange).value == 900
-        assert not {1005, 1980} & set(clocks_set(nvml, 0))
-
-
 def test_the_rate_is_of_all_gpus_together(nvml: StandIn, state: Path):
     with attached(["nvml:0", "nvml:1"], max_changes_per_s=10.0) as (first, second):
         begin_ns = time.monotonic_ns()
@@ -216,7 +202,7 @@ def test_ranks_that_share_a_gpu_are_refused_in_terms_of_ranks(nvml: StandIn, sta
     with ExitStack() as stack:
         gpus = ("nvml:0", "nvml:1", "nvml:0")
         ranks = [
-            stack.enter_context(Connection(address, AttachRequest(rank, gpu, "clock", None, 0.0)))
+            stack.enter_context(Connection(address, AttachRequest(rank, gpu, "clock", None)))
             for rank, gpu in enumerate(gpus)
         ]
         for rank in (0, 2):
@@ -256,8 +242,8 @@ def test_one_rank_whose_gpu_cannot_be_opened_does_not_keep_the_others_from_their
 ):
     address = start_controller(2, 100.0, LONG_S)
     with (
-        Connection(address, AttachRequest(0, "nvml:9", "clock", None, 0.0)) as first,
-        Connection(address, AttachRequest(1, "nvml:1", "clock", None, 0.0)) as second,
+        Connection(address, AttachRequest(0, "nvml:9", "clock", None)) as first,
+        Connection(address, AttachRequest(1, "nvml:1", "clock", None)) as second,
     ):
         second.attach(LONG_S)
         with pytest.raises(GpuError, match="nvml:9"):

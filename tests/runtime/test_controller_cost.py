@@ -110,9 +110,7 @@ def test_ranks_are_served_over_descriptors_of_any_number(
     handshakes = Handshakes()
     thread = threading.Thread(target=Controller(handshakes, 1, 1e4).run)
     thread.start()
-    with Connection(
-        handshakes.address, AttachRequest(0, SIMULATED, "clock", None, 0.0)
-    ) as connection:
+    with Connection(handshakes.address, AttachRequest(0, SIMULATED, "clock", None)) as connection:
         connection.attach(LONG_S)
         assert connection.fileno() > 1024
         connection.request[0] = clock_request(0, 1200)

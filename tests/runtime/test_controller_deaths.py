@@ -47,7 +47,7 @@ def test_a_killed_ranks_gpu_is_reset_in_time_and_no_other(nvml: StandIn, state: 
     address = start_controller(2, 100.0, LONG_S)
     with (
         owner(RANK_OF_ITS_OWN, [address, "0", "nvml:0", "1200", "0"]) as rank,
-        Connection(address, AttachRequest(1, "nvml:1", "clock", None, 0.0)) as second,
+        Connection(address, AttachRequest(1, "nvml:1", "clock", None)) as second,
     ):
         second.attach(LONG_S)
         rank.stdout.readline()
@@ -213,10 +213,10 @@ def test_a_late_rank_is_attached_separately_and_missing_ranks_are_not_waited_for
     handshakes = Handshakes()
     thread = threading.Thread(target=controller.Controller(handshakes, 3, 100.0).run)
     thread.start()
-    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)) as first:
+    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None)) as first:
         first.attach(LONG_S)
         set_clock(first, 1200)
-        with Connection(handshakes.address, AttachRequest(1, "nvml:1", "clock", None, 0.0)) as late:
+        with Connection(handshakes.address, AttachRequest(1, "nvml:1", "clock", None)) as late:
             late.attach(LONG_S)
             set_clock(late, 900)
             assert locked(nvml) == [1200, 900]
@@ -261,9 +261,7 @@ def test_a_controller_that_fails_resets_and_informs_all(
 
     thread = threading.Thread(target=run)
     thread.start()
-    with Connection(
-        handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)
-    ) as connection:
+    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None)) as connection:
         connection.attach(LONG_S)
         set_clock(connection, 1200)
         monkeypatch.setattr(serving, "_write_sign_of_life", lambda: 1 / 0)

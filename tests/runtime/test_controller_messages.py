@@ -5,7 +5,6 @@ message.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, fields
 from typing import get_args
 
@@ -18,8 +17,8 @@ from perseus_planner.runtime.controller.protocol import (
     MAX_LINE_BYTES,
     AttachRequest,
     Control,
-    DwellRequest,
     FromRank,
+    GpuSample,
     Message,
     ToRank,
     decode,
@@ -37,6 +36,7 @@ VALUES = {
     "Control": st.sampled_from(get_args(Control)),
     "dict[str, float]": st.dictionaries(st.text(max_size=9), NUMBERS, max_size=5),
 }
+SAMPLE = encode(GpuSample(1, 2, 1.5, None, None, None, {}))
 KINDS = (*get_args(FromRank), *get_args(ToRank))
 MESSAGES = st.one_of(
     st.builds(kind, **{field.name: VALUES[field.type] for field in fields(kind)}) for kind in KINDS
@@ -76,12 +76,11 @@ def test_garbage_is_refused(garbage: bytes):
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"message":"DwellRequest","min_dwell_s":NaN}',
-        b'{"message":"DwellRequest","min_dwell_s":1e999}',
-        b'{"message":"DwellRequest","min_dwell_s":-1}',
-        b'{"message":"DwellRequest","min_dwell_s":"1"}',
-        b'{"message":[],"min_dwell_s":1}',
-        b'{"message":"DwellRequest","min_dwell_s":' + b"9" * 5000 + b"}",
+        SAMPLE.replace(b"1.5", b"NaN"),
+        SAMPLE.replace(b"1.5", b"1e999"),
+        SAMPLE.replace(b"1.5", b'"1"'),
+        SAMPLE.replace(b"1.5", b"9" * 5000),
+        SAMPLE.replace(b'"GpuSample"', b"[]"),
         b'{"a":' * 20000,
     ],
 )
@@ -99,7 +98,6 @@ def test_numbers_and_depths_that_python_would_take_are_refused(line: bytes):
             {"control": "voltage"},
             "'voltage' is not a control; choose one of: clock, power-limit, observed",
         ),
-        ({"min_dwell_s": math.nan}, "a dwell of nan s: give finite seconds of 0 or more"),
     ],
 )
 def test_an_attach_request_refuses_wrong_values(changed: dict[str, object], said: str):
@@ -108,14 +106,8 @@ def test_an_attach_request_refuses_wrong_values(changed: dict[str, object], said
         "gpu": "nvml:0",
         "control": "clock",
         "launcher": None,
-        "min_dwell_s": 0.0,
         **changed,
     }
     with pytest.raises(UsageError) as caught:
         AttachRequest(**values)
     assert str(caught.value) == said
-
-
-def test_a_dwell_must_not_be_negative():
-    with pytest.raises(UsageError):
-        DwellRequest(-0.1)

@@ -37,9 +37,7 @@ def served(max_changes_per_s: float = 1e4) -> Iterator[Connection]:
     handshakes = Handshakes()
     thread = threading.Thread(target=Controller(handshakes, 1, max_changes_per_s).run)
     thread.start()
-    with Connection(
-        handshakes.address, AttachRequest(0, "nvml:0", "clock", None, 0.0)
-    ) as connection:
+    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None)) as connection:
         connection.attach(LONG_S)
         yield connection
     thread.join(LONG_S)

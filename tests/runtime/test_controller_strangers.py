@@ -41,8 +41,8 @@ GARBAGE = (
     b"[" * 60000,
     b'{"message":"DetachRequest"}\n',
     b'{"message":"AttachRequest","rank":0}\n',
-    b'{"message":"AttachRequest","rank":true,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',
-    b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n',
+    b'{"message":"AttachRequest","rank":true,"gpu":"nvml:1","control":"clock","launcher":null}\n',
+    b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null}\n',
     b"\xff\xfe\n",
     b'{"message":"DetachReply","problem":null}\n',
 )
@@ -76,7 +76,9 @@ def test_garbage_from_a_stranger_changes_nothing_for_others(
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_memory_that_could_shrink_is_refused(simulated_rank: Connection, is_sealed: bool):
-    attach_request = b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null,"min_dwell_s":0}\n'  # noqa: E501
+    attach_request = (
+        b'{"message":"AttachRequest","rank":5,"gpu":"nvml:1","control":"clock","launcher":null}\n'
+    )
     descriptor = (
         os.memfd_create("small", os.MFD_ALLOW_SEALING)
         if is_sealed
@@ -103,9 +105,7 @@ def test_strangers_that_send_nothing_and_leave_are_forgotten(simulated_rank: Con
 
 
 def test_a_rank_too_many_is_refused(simulated_rank: Connection):
-    connection = Connection(
-        _address(simulated_rank), AttachRequest(9, SIMULATED, "clock", None, 0.0)
-    )
+    connection = Connection(_address(simulated_rank), AttachRequest(9, SIMULATED, "clock", None))
     with (
         connection,
         pytest.raises(
@@ -157,18 +157,18 @@ def test_a_stranger_of_another_user_is_rejected_unheard(monkeypatch: pytest.Monk
         assert handshakes.serve(set(handshakes.descriptors()), 0) == []
         assert stranger.recv(100) == b""
         with pytest.raises(ControllerLost, match="belongs to user"):
-            Connection(handshakes.address, AttachRequest(0, SIMULATED, "clock", None, 0.0))
+            Connection(handshakes.address, AttachRequest(0, SIMULATED, "clock", None))
     handshakes.close()
 
 
 def test_a_rank_learns_that_there_is_no_controller():
     with pytest.raises(ControllerLost, match="cannot be reached at perseus-planner-none"):
-        Connection("perseus-planner-none", AttachRequest(0, SIMULATED, "clock", None, 0.0))
+        Connection("perseus-planner-none", AttachRequest(0, SIMULATED, "clock", None))
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for():
     address = start_controller(2, 100.0, LONG_S)
-    connection = Connection(address, AttachRequest(0, SIMULATED, "clock", None, 0.0))
+    connection = Connection(address, AttachRequest(0, SIMULATED, "clock", None))
     with connection, pytest.raises(GpuError, match=r"did not answer within 0\.1 s"):
         connection.attach(0.1)
 

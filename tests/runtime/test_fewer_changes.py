@@ -54,7 +54,7 @@ class Node:
         )  # the rank sees how long ago the controller's last sign of life was
         handshakes = Handshakes()
         self.controller = Controller(handshakes, 1, PER_S)
-        request = AttachRequest(0, "simulated:a100-sxm", "clock", None, 0.0)
+        request = AttachRequest(0, "simulated:a100-sxm", "clock", None)
         self.connection = Connection(handshakes.address, request)
         while not self.controller._attached:
             self.controller._turn()

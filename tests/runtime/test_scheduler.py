@@ -29,7 +29,6 @@ class Model:
     """A model of the rules, computed from the whole history."""
 
     period_ns: int
-    dwells_ns: dict[str, int]
     asked: dict[str, list[tuple[int, int, int]]] = field(
         default_factory=lambda: {gpu: [] for gpu in GPUS}
     )
@@ -55,13 +54,6 @@ class Model:
             since = None if value == self.value(gpu) else turn if since is None else since
         return since
 
-    def may_change(self, gpu: str, now_ns: int) -> bool:
-        last_ns = next((when_ns for when_ns, which, _ in reversed(self.sets) if which == gpu), None)
-        is_held = last_ns is not None and now_ns - last_ns < self.dwells_ns[gpu]
-        return self.waits_since(gpu) is not None and (
-            self.asked[gpu][-1][1] == RESET or not is_held
-        )
-
     def is_within_rate(self, now_ns: int) -> bool:
         """Whether one more change keeps every span of time within the rate plus one for each
         GPU.
@@ -72,10 +64,10 @@ class Model:
         )
 
     def grant(self, now_ns: int) -> tuple[str, int] | None:
-        free = [gpu for gpu in GPUS if self.may_change(gpu, now_ns)]
-        if not free or not self.is_within_rate(now_ns):
+        waiting = [gpu for gpu in GPUS if self.waits_since(gpu) is not None]
+        if not waiting or not self.is_within_rate(now_ns):
             return None
-        gpu = min(free, key=self.waits_since)
+        gpu = min(waiting, key=self.waits_since)
         value = self.asked[gpu][-1][1]
         self.sets.append((now_ns, gpu, value))
         self.asked[gpu] = []
@@ -86,40 +78,31 @@ EVENTS = st.lists(
     st.tuples(
         st.sampled_from([0, 1, MS, 7 * MS, 60 * MS]) | st.integers(0, 300 * MS),
         st.sampled_from(GPUS),
-        st.sampled_from([RESET, 1200, 1410, 900]) | st.none(),
-        st.sampled_from([0, 10, 100, 400]),
+        st.sampled_from([RESET, 1200, 1410, 900]),
     ),
     max_size=60,
 )
-"""(nanoseconds since the event before, GPU, value that it asks for, or else milliseconds of its
-new dwell).
-"""
+"""(nanoseconds since the event before, GPU, value that it asks for)."""
 
 
-@given(
-    EVENTS, st.sampled_from([1.0, 9.7, 100.0, 5000.0, math.inf]), st.sampled_from([0.0, 0.02, 0.25])
-)
-def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s: float):
+@given(EVENTS, st.sampled_from([1.0, 9.7, 100.0, 5000.0, math.inf]))
+def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float):
     scheduler: ChangeScheduler[str] = ChangeScheduler(rate_per_s)
-    model = Model(math.ceil(1e9 / rate_per_s), dict.fromkeys(GPUS, round(dwell_s * 1e9)))
+    model = Model(math.ceil(1e9 / rate_per_s))
     for gpu in GPUS:
-        scheduler.add(gpu, dwell_s)
+        scheduler.add(gpu)
     now_ns = 0
     wanted: dict[str, int] = {}
     needed: Counter[str] = Counter()
     overtakers: dict[str, Counter[str]] = {}
-    for passed_ns, gpu, value, dwell_ms in events:
+    for passed_ns, gpu, value in events:
         now_ns += passed_ns
-        if value is None:
-            scheduler.set_dwell(gpu, dwell_ms / 1e3)
-            model.dwells_ns[gpu] = dwell_ms * MS
-        else:
-            needed[gpu] += value not in (model.value(gpu), wanted.get(gpu))
-            wanted[gpu] = value
-            scheduler.request(gpu, value, None, now_ns)
-            model.ask(gpu, value, now_ns)
+        needed[gpu] += value not in (model.value(gpu), wanted.get(gpu))
+        wanted[gpu] = value
+        scheduler.request(gpu, value, None, now_ns)
+        model.ask(gpu, value, now_ns)
         for _ in range(2):
-            _check_fairness(model, overtakers, now_ns)
+            _check_fairness(model, overtakers)
             before = {each: model.value(each) for each in GPUS}
             granted, expected = scheduler.take(now_ns), model.grant(now_ns)
             assert (None if granted is None else (granted[0], granted[1].value)) == expected
@@ -135,10 +118,10 @@ def test_whatever_is_asked_for_the_rules_hold(events, rate_per_s: float, dwell_s
     _check_final(scheduler, model, wanted, now_ns)
 
 
-def _check_fairness(model: Model, overtakers: dict[str, Counter[str]], now_ns: int) -> None:
-    """Check that no GPU is set twice while another one waits that may be set."""
+def _check_fairness(model: Model, overtakers: dict[str, Counter[str]]) -> None:
+    """Check that no GPU is set twice while another one waits."""
     for gpu in GPUS:
-        if model.may_change(gpu, now_ns):
+        if model.waits_since(gpu) is not None:
             counter = overtakers.setdefault(gpu, Counter())
             assert all(times <= 1 for other, times in counter.items() if other != gpu)
         else:
@@ -165,37 +148,24 @@ def granted(scheduler: ChangeScheduler[str], now_ns: int) -> list[tuple[str, int
     return found
 
 
-def scheduler_of(
-    gpus: Sequence[str], rate_per_s: float = math.inf, dwell_s: float = 0.0
-) -> ChangeScheduler[str]:
+def scheduler_of(gpus: Sequence[str], rate_per_s: float = math.inf) -> ChangeScheduler[str]:
     scheduler: ChangeScheduler[str] = ChangeScheduler(rate_per_s)
     for gpu in gpus:
-        scheduler.add(gpu, dwell_s)
+        scheduler.add(gpu)
     return scheduler
 
 
 def test_the_latest_value_wins_with_its_position_and_time():
-    scheduler = scheduler_of("a", dwell_s=1.0)
+    scheduler = scheduler_of("a", rate_per_s=1.0)
     scheduler.request("a", 1200, 0, 0)
     assert granted(scheduler, 0) == [("a", 1200)]
     scheduler.request("a", 900, 1, 10)
     scheduler.request("a", 1410, 2, 20)
     scheduler.request("a", 1410, 3, 30)
     assert scheduler.take(999_999_999) is None
-    gpu, wanted = scheduler.take(1_000_000_000) or pytest.fail("the dwell has passed")
+    gpu, wanted = scheduler.take(1_000_000_000) or pytest.fail("a second has passed")
     assert (gpu, wanted.value, wanted.position, wanted.seen_ns) == ("a", 1410, 2, 20)
     assert scheduler.overtaken("a") == 1
-
-
-def test_a_reset_does_not_wait_for_the_dwell_and_begins_one():
-    scheduler = scheduler_of("a", dwell_s=1.0)
-    scheduler.request("a", 1200, 0, 0)
-    granted(scheduler, 0)
-    scheduler.request("a", RESET, None, 5)
-    assert granted(scheduler, 5) == [("a", RESET)]
-    scheduler.request("a", 1200, 0, 6)
-    assert granted(scheduler, 1_000_000_004) == []
-    assert granted(scheduler, 1_000_000_005) == [("a", 1200)]
 
 
 def test_resets_wait_in_line_and_count_for_the_rate():
@@ -267,7 +237,7 @@ def test_an_invalid_rate_is_refused(rate_per_s: float):
 def requests_seen(*written: int) -> list[ClockRequest | None]:
     """Return what `poll_request` returns for each value written."""
     shared = SimpleNamespace(request=[NO_REQUEST])
-    rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None, 0.0), shared, os.getpid())
+    rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None), shared, os.getpid())
     seen = []
     for each in written:
         shared.request[0] = each
@@ -326,7 +296,7 @@ def test_no_rank_passes_more_positions_between_two_looks_than_the_limit():
 )
 def test_changes_of_an_iteration_include_the_change_back(clocks: tuple[int, ...], changes: int):
     shared = SimpleNamespace(request=[NO_REQUEST])
-    rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None, 0.0), shared, os.getpid())
+    rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None), shared, os.getpid())
     assert rank.changes_per_iteration == 0
     for position, clock in [*enumerate(clocks)][::-1]:
         shared.request[0] = clock_request(position, clock)

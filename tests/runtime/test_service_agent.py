@@ -190,7 +190,6 @@ def test_the_job_is_registered_followed_and_ended(
         ],
         "deadline_s": first.deadline_s,
         "max_changes": 8,
-        "min_dwell_s": 0.0,
     }
     assert [each.path for each in http.asked if each.method == "DELETE"] == ["/v1/jobs/gpt3"]
 

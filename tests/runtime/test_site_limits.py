@@ -34,7 +34,7 @@ def sampled(gpu: Gpu, control: Control = "clock") -> GpuSample:
     channel: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     rank = Rank(
         channel,
-        AttachRequest(0, gpu.text, control, None, 0.0),
+        AttachRequest(0, gpu.text, control, None),
         SharedRequest(memory()),
         os.getpid(),
     )

@@ -60,7 +60,6 @@ def test_a_job_is_registered_once_and_known_until_it_ends():
         "places": places,
         "deadline_s": 2,
         "max_changes": 8,
-        "min_dwell_s": 0.05,
         "power_w": 5e3,
     }
 
@@ -101,7 +100,6 @@ def test_a_registration_reaches_the_service_as_it_was_sent():
         "places": places,
         "deadline_s": 2,
         "max_changes": 8,
-        "min_dwell_s": 0.05,
         "power_w": 5e3,
     }
     with asking(service) as ask:
@@ -109,7 +107,7 @@ def test_a_registration_reaches_the_service_as_it_was_sent():
     job = service.kept["gpt3"]
     assert job.places == (Place(4, 1, (0, 2), "n1", "GPU-1"), Place(0, 0, ()))
     assert (job.frontier, job.deadline_s, job.max_changes) == (sha256(FRONTIER), 2.0, 8)
-    assert (job.min_dwell_s, job.power_w, job.since_s) == (0.05, 5e3, NOW_S)
+    assert (job.power_w, job.since_s) == (5e3, NOW_S)
 
 
 @pytest.mark.parametrize("path", ["", "/gpt3", "/gpt3/frontier", "/gpt3/pipelines"])

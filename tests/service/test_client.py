@@ -289,14 +289,14 @@ def sent(service: StandIn, command: str) -> Any:
             {"slowdown": 1.2, "in_s": 10.0, "ttl_s": 1800.0, "cause": "unknown"},
         ),
         (
-            "--stage 2 --pipeline 3 --iteration-time 950ms --cause data",
+            "--stage 2 --pipeline 3 --slowdown 1.5 --cause data",
             {"kind": "stage", "value": "2", "pipeline": 3},
-            {"iteration_s": 0.95, "cause": "data"},
+            {"slowdown": 1.5, "cause": "data"},
         ),
         (
-            "--rank 17 --score 0.8 --at-iteration 500 --key k",
+            "--rank 17 --score 0.8 --key k",
             {"kind": "rank", "value": "17"},
-            {"score": 0.8, "at_iteration": 500, "key": "k", "cause": "unknown"},
+            {"score": 0.8, "key": "k", "cause": "unknown"},
         ),
         (
             "--node node07 --slowdown 1",

@@ -149,7 +149,6 @@ BASELINE_S = baseline_s()
         ),
         (replace(job(), places=job().places[:1] * 2), UsageError, "a rank is listed twice"),
         (job(max_changes=-1), UsageError, "max_changes: -1"),
-        (job(min_dwell_s=math.nan), UsageError, "min_dwell_s: nan"),
         (job(deadline_s=math.inf), UsageError, "deadline_s: inf"),
         (job(power_w=0.0), UsageError, "power_w: 0.0"),
         (job(on_time=1.0), UsageError, "on_time: 1.0 is not a probability"),
@@ -159,7 +158,7 @@ BASELINE_S = baseline_s()
             "no plan finishes an iteration within",
         ),
         (
-            job(max_changes=0, min_dwell_s=1e9, deadline_s=0.9999 * BASELINE_S),
+            job(max_changes=0, deadline_s=0.9999 * BASELINE_S),
             InfeasibleDeadline,
             "no plan",
         ),
@@ -229,7 +228,7 @@ def test_plans_for_a_probability_keep_deadline_straggler_and_power_in_spite_of_n
 
 def test_a_job_without_a_plan_that_is_surely_fast_enough_runs_at_maximum(one: Run):
     fast = PlanRequest(
-        one.service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.0, 0.95
+        one.service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.95
     )
     plan = Plan.loads(nearest_plan_text(fast, frontier_file()))
     assert plan.time_s <= 1.001 * BASELINE_S

@@ -5,6 +5,7 @@ certificates beyond.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -12,7 +13,6 @@ from random import Random
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from noisy_rows import unlike_stages
 from oracles import effective_j, end_times_s, every_choice, nodes
 from strategies import (
@@ -41,29 +41,6 @@ from perseus_planner.solver.solve import solve, solve_dag
 EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
 
 
-def changes_and_dwell(
-    problem: PipelineDag, clocks: list[int], times_s: list[float]
-) -> tuple[int, float]:
-    """The most clock changes of a rank, and the shortest time that a clock is held, seconds."""
-    end_s = end_times_s(problem, times_s)
-    start_s = [end - time for end, time in zip(end_s, times_s, strict=False)]
-    period_s = max(end_s) + problem.profile.overhead_s
-    place, most, held_s = 0, 0, [math.inf]
-    for rank in problem.schedule.ranks:
-        mine = range(place, place + len(rank))
-        begins = [
-            start_s[i]
-            for i, j in zip(mine, [mine[-1], *mine], strict=False)
-            if clocks[i] != clocks[j]
-        ]
-        if begins:
-            held_s += [
-                b - a for a, b in zip(begins, [*begins[1:], begins[0] + period_s], strict=True)
-            ]
-        place, most = place + len(rank), max(most, len(begins))
-    return most, min(held_s)
-
-
 def spent_j(plan: Plan, problem: PipelineDag) -> float:
     """Effective energy of a plan, joules."""
     points = [plan.measurement(computation) for computation in problem.computations]
@@ -76,16 +53,23 @@ def spent_j(plan: Plan, problem: PipelineDag) -> float:
     )
 
 
-def check(
-    plan: Plan, problem: PipelineDag, deadline: float, most: int | None, dwell_s: float = 0.0
-) -> None:
-    """The plan keeps to deadline, budget and dwell; all found without the planner's own replay."""
+def changes_of(problem: PipelineDag, clocks: Sequence[int]) -> int:
+    """The most clock changes of a rank."""
+    place, most = 0, 0
+    for rank in problem.schedule.ranks:
+        mine = clocks[place : place + len(rank)]
+        most = max(most, sum(one != other for one, other in pairwise([mine[-1], *mine])))
+        place += len(rank)
+    return most
+
+
+def check(plan: Plan, problem: PipelineDag, deadline: float, most: int | None) -> None:
+    """The plan keeps to deadline and budget; all found without the planner's own replay."""
     clocks = [plan.clocks[str(computation)] for computation in problem.computations]
     times_s = [plan.measurement(computation).time_s for computation in problem.computations]
-    changes, held_s = changes_and_dwell(problem, clocks, times_s)
+    changes = changes_of(problem, clocks)
     assert max(plan.changes) == changes
     assert most is None or changes <= most
-    assert dwell_s == 0 or held_s >= dwell_s * (1 - 1e-9)
     assert (
         plan.time_s == max(end_times_s(problem, times_s)) + problem.profile.overhead_s <= deadline
     )
@@ -102,31 +86,28 @@ class Tried:
         self.problem, self.frontier = problem, solve_dag(problem)
         points = [problem.profile.measurements[key] for key in problem.iteration.keys]
         choice, self.times_s, self.costs_j = every_choice(problem)
-        told = [
-            changes_and_dwell(
-                problem,
-                [points[i][j].clock_mhz for i, j in enumerate(row)],
-                [points[i][j].time_s for i, j in enumerate(row)],
-            )
-            for row in choice.T.tolist()
-        ]
-        self.changes, self.held_s = np.array(told).T
+        self.changes = np.array(
+            [
+                changes_of(problem, [points[i][j].clock_mhz for i, j in enumerate(row)])
+                for row in choice.T.tolist()
+            ]
+        )
 
-    def wasted_j(self, deadline: float, most: int, dwell_s: float) -> float:
+    def wasted_j(self, deadline: float, most: int) -> float:
         """By how much the plan misses the best choice; fails where it is none, or refused though
         there is one.
         """
-        fits = (self.changes <= most) & ((self.held_s >= dwell_s * (1 + 1e-9)) | (dwell_s == 0))
+        fits = self.changes <= most
         in_time = fits & (self.times_s <= deadline)
         if not in_time.any():
             with pytest.raises(InfeasibleBudget) as caught:
-                self.frontier.plan_until(deadline, max_changes=most, min_dwell_s=dwell_s)
+                self.frontier.plan_until(deadline, max_changes=most)
             assert caught.value.least_time_s >= (
                 self.times_s[fits].min() if fits.any() else math.inf
             )
             return 0.0
-        plan = self.frontier.plan_until(deadline, max_changes=most, min_dwell_s=dwell_s)
-        check(plan, self.problem, deadline, most, dwell_s)
+        plan = self.frontier.plan_until(deadline, max_changes=most)
+        check(plan, self.problem, deadline, most)
         missed_j = spent_j(plan, self.problem) - self.costs_j[in_time].min()
         assert missed_j >= -1e-12 * scale_j(self.problem)
         return max(0.0, missed_j - 1e-12 * scale_j(self.problem))
@@ -154,13 +135,11 @@ def tried_at_random(seed: int, count: int) -> list[float]:
     rng, wasted_j = Random(seed), []
     for problem in small_problems(seed, count):
         tried = Tried(problem)
-        for deadline in (
+        deadlines = (
             rng.uniform(tried.times_s.min(), tried.times_s.max()),
             float(rng.choice(tried.times_s)),
-        ):
-            held_s = [0.0, *tried.held_s[np.isfinite(tried.held_s)].tolist()]
-            dwell_s = max(0.0, rng.choice([0.0, 0.9999 * rng.choice(held_s)]))
-            wasted_j.append(tried.wasted_j(deadline, rng.randint(0, 4), dwell_s))
+        )
+        wasted_j += [tried.wasted_j(deadline, rng.randint(0, 4)) for deadline in deadlines]
     return wasted_j
 
 
@@ -210,18 +189,18 @@ def test_two_changes_are_never_below_fast_ends_with_one_clock_between(seed: int)
 BUDGETS = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13, None)
 
 
-def rising(frontier: Frontier, deadline: float, dwell_s: float) -> list[float]:
+def rising(frontier: Frontier, deadline: float) -> list[float]:
     """Effective energy of the plan of each budget, infinite where there is none; all are
     checked.
     """
     spent = []
     for most in BUDGETS:
         try:
-            plan = frontier.plan_until(deadline, max_changes=most, min_dwell_s=dwell_s)
+            plan = frontier.plan_until(deadline, max_changes=most)
         except InfeasibleBudget:
             spent.append(math.inf)
             continue
-        check(plan, frontier.dag, deadline, most, dwell_s)
+        check(plan, frontier.dag, deadline, most)
         spent.append(spent_j(plan, frontier.dag))
     return spent
 
@@ -231,31 +210,24 @@ def never_worse(spent: list[float], problem: PipelineDag) -> bool:
     return all(more <= less + margin_j for less, more in pairwise(spent))
 
 
-DWELLS = st.just(0.0) | st.floats(0.0, 0.5)
-
-
 @settings(fixed, max_examples=25)
-@given(dags(most=14), shares(), DWELLS)
-def test_a_larger_budget_is_never_worse_for_any_graph(
-    problem: PipelineDag, share: float, dwell: float
-):
+@given(dags(most=14), shares())
+def test_a_larger_budget_is_never_worse_for_any_graph(problem: PipelineDag, share: float):
     frontier = solve_dag(problem)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_EFFORT", EFFORT)
         deadline = deadline_s(frontier, share)
-        assert never_worse(rising(frontier, deadline, dwell * deadline), problem)
+        assert never_worse(rising(frontier, deadline), problem)
 
 
 @settings(fixed, max_examples=25)
-@given(pipelines(max_microbatches=8), shares(), DWELLS)
-def test_a_larger_budget_is_never_worse_for_pipelines(
-    case: tuple[Profile, Schedule], share: float, dwell: float
-):
+@given(pipelines(max_microbatches=8), shares())
+def test_a_larger_budget_is_never_worse_for_pipelines(case: tuple[Profile, Schedule], share: float):
     frontier = solve(*case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_EFFORT", EFFORT)
         deadline = deadline_s(frontier, share)
-        assert never_worse(rising(frontier, deadline, dwell * deadline), frontier.dag)
+        assert never_worse(rising(frontier, deadline), frontier.dag)
 
 
 @pytest.mark.parametrize(
@@ -273,10 +245,9 @@ def test_budgets_hold_where_a_rank_has_several_stages_and_kinds(
 ):
     monkeypatch.setattr(budget, "_EFFORT", EFFORT)
     frontier = solve(with_halves(smooth_profile(schedule.stages, step_mhz=60)), schedule)
-    for dwell_s in (0.0, 0.02 * frontier.baseline_time_s):
-        spent = rising(frontier, 1.05 * frontier.baseline_time_s, dwell_s)
-        assert never_worse(spent, frontier.dag)
-        assert spent[BUDGETS.index(8)] < spent[0] < math.inf
+    spent = rising(frontier, 1.05 * frontier.baseline_time_s)
+    assert never_worse(spent, frontier.dag)
+    assert spent[BUDGETS.index(8)] < spent[0] < math.inf
 
 
 def with_halves(profile: Profile) -> Profile:
@@ -324,11 +295,8 @@ def test_equal_input_gives_equal_plans():
     one, other = (solve(smooth_profile(3), one_f_one_b(3, 8)) for _ in range(2))
     deadline = 1.04 * one.baseline_time_s
     other.plan_until(deadline, max_changes=2)  # what was asked before makes no difference
-    for most, dwell_s in ((0, 0.0), (4, 0.0), (6, 0.5)):
-        plans = [
-            each.plan_until(deadline, max_changes=most, min_dwell_s=dwell_s)
-            for each in (one, other)
-        ]
+    for most in (0, 4, 6):
+        plans = [each.plan_until(deadline, max_changes=most) for each in (one, other)]
         assert plans[0] == plans[1]
 
 
@@ -369,13 +337,12 @@ def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(
     for few in (2**15, 0):
         monkeypatch.setattr(budget, "_FEW", few)
         with pytest.raises(InfeasibleDeadline) as caught:
-            frontier.plan_until(6.1, max_changes=1, min_dwell_s=0.25)
+            frontier.plan_until(6.1, max_changes=1)
         assert str(caught.value) == (
             "no plan found finishes an iteration within 6.1 s with at most 1 clock change per "
-            "GPU, each clock held for 0.25 s: the fastest found takes 6.4 s; ask for that, or "
-            "allow more changes"
+            "GPU: the fastest found takes 6.4 s; ask for that, or allow more changes"
         )
-        assert frontier.plan_until(6.4, max_changes=1, min_dwell_s=0.25).time_s == 6.4
+        assert frontier.plan_until(6.4, max_changes=1).time_s == 6.4
         assert frontier.plan_until(6.1, max_changes=4).time_s == 6.0
 
 
@@ -389,10 +356,6 @@ def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(
         (
             {"max_changes": 1.5},
             "max_changes: 1.5 is not a number of clock changes: give a whole number of 0 or more",
-        ),
-        (
-            {"min_dwell_s": -1.0},
-            "min_dwell_s: -1.0 is not a wait: give finite seconds of 0 or more, such as 0.002",
         ),
     ],
 )

@@ -33,7 +33,7 @@ from controller_ranks import set_clock
 
 print("here", flush=True)
 address, rank, gpu, clock_mhz, children = sys.argv[1:]
-connection = Connection(address, AttachRequest(int(rank), gpu, "clock", None, 0.0))
+connection = Connection(address, AttachRequest(int(rank), gpu, "clock", None))
 connection.attach(30.0)
 set_clock(connection, int(clock_mhz))
 child = os.fork() if int(children) else 1
@@ -58,17 +58,13 @@ def attached(
     *,
     control: Control = "clock",
     launcher: int | None = None,
-    min_dwell_s: float = 0.0,
     max_changes_per_s: float = 1e4,
     ranks: int | None = None,
 ) -> Iterator[list[Connection]]:
     """Start a controller, and attach a rank of this process for each of `gpus`."""
     address = start_controller(ranks or len(gpus), max_changes_per_s, LONG_S)
     with ExitStack() as stack:
-        requests = [
-            AttachRequest(rank, gpu, control, launcher, min_dwell_s)
-            for rank, gpu in enumerate(gpus)
-        ]
+        requests = [AttachRequest(rank, gpu, control, launcher) for rank, gpu in enumerate(gpus)]
         connections = [
             stack.enter_context(Connection(address, attach_request)) for attach_request in requests
         ]

@@ -37,7 +37,6 @@ STATUS = {
         "ranks": 4,
         "deadline_s": None,
         "max_changes": None,
-        "min_dwell_s": 0.0,
         "power_w": 5000.0,
         "since_s": 1.0,
         "on_time": None,

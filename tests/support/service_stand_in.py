@@ -140,7 +140,7 @@ class StandIn:
         if deadline_s is not None and deadline_s < LEAST_S:
             raise InfeasibleDeadline(deadline_s, LEAST_S)
         if deadline_s == LEAST_S:
-            raise InfeasibleBudget(deadline_s, 0, 0.0, None)
+            raise InfeasibleBudget(deadline_s, 0, None)
         self.kept[job] = replace(self.kept[job], deadline_s=deadline_s)
         return self._changed(job, None)
 

@@ -246,7 +246,6 @@ def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[P
             slow,
             power_w,
             job.max_changes,
-            job.min_dwell_s,
             job.on_time,
             gpu_w,
         )

@@ -70,7 +70,7 @@ class PlanRequest(NamedTuple):
         slow: Stages that are slower than profiled.
         power_w: Upper bound on the average power of the pipeline, watts, which goes before
             `time_s`; None for no bound.
-        max_changes, min_dwell_s: Switch budget, as for `Frontier.plan_for`.
+        max_changes: Switch budget, as for `Frontier.plan_for`.
         on_time: The probability of keeping the deadline or the power, likewise.
         gpu_power_limit_w: Power limit of each GPU, watts; None for that under which it was
             profiled.
@@ -81,7 +81,6 @@ class PlanRequest(NamedTuple):
     slow: Slow
     power_w: float | None
     max_changes: int | None
-    min_dwell_s: float
     on_time: float | None = None
     gpu_power_limit_w: float | None = None
 
@@ -144,9 +143,7 @@ def plan_text(request: PlanRequest, content: bytes) -> str:
         InfeasibleBudget: If none was found within the switch budget.
     """
     frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
-    limits: dict[str, Any] = {
-        name: getattr(request, name) for name in ("max_changes", "min_dwell_s", "on_time")
-    }
+    limits: dict[str, Any] = {name: getattr(request, name) for name in ("max_changes", "on_time")}
     plan = frontier.plan_until(request.time_s, **limits)
     power_w = plan.power_w if plan.on_time is None else plan.on_time.power_w.high
     if request.power_w is not None and power_w > request.power_w:

@@ -78,10 +78,7 @@ def pools_page(report: PoolsReport) -> str:
     _scrolling(first, "Energy of each way to choose pools").append(bars)
     SubElement(first, "p", {"class": "small soft"}).text = _assumed(report)
     for sheet in plan_sheets(report.plan)[::-1]:
-        content = sheet._replace(title="").html()
-        if not sheet.source:
-            content.remove(content[0])
-        _scrolling(_panel(main, sheet.title), sheet.title).append(content)
+        _scrolling(_panel(main, sheet.title), sheet.title).append(sheet.html())
     text = tostring(html, encoding="unicode", method="html")
     styled = "".join(
         f"<style>{style}</style>" for style in styles

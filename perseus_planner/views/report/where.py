@@ -11,9 +11,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from perseus_planner.cluster import baselines
-from perseus_planner.plans.replay import end_times, replay
+from perseus_planner.plans.replay import ALL_MAXIMUM, end_times, replay
 from perseus_planner.prefixes import si
-from perseus_planner.views.context import ALL_MAXIMUM, origin_label, share
+from perseus_planner.views.context import origin_label, share
 from perseus_planner.views.report.savings import pipelines_of_run
 from perseus_planner.views.run import summarize_run
 

@@ -150,7 +150,6 @@ class AutopilotProgram:
     busy_s: float | None = None
     plan: None = None
     control: str = "clock"
-    min_dwell_s: float = 0.0
 
     @cached_property
     def changes(self) -> int:
