@@ -166,12 +166,12 @@ class Posting:
 
 
 class Leader:
-    """Waits for plans of one pipeline, again and again."""
+    """Waits for plans of a job, again and again."""
 
-    def __init__(self, job: str, pipeline: int, version: int, connection: Connection) -> None:
+    def __init__(self, job: str, version: int, connection: Connection) -> None:
         self.seen: list[tuple[int, float]] = []  # version, when it came
         self.strange: list[int] = []  # other statuses than those for plans and for none
-        self._path = f"/v1/jobs/{job}/pipelines/{pipeline}/plan?after="
+        self._path = f"/v1/jobs/{job}/plans?after="
         self._version = version
         self._connection = connection
 
@@ -245,7 +245,7 @@ async def look(wanted: dict[str, Any]) -> None:
 
 
 async def lead(wanted: dict[str, Any]) -> None:
-    """Be the `leaders` (job, pipeline, version known) until stdin ends."""
+    """Be the `leaders` (job, version known) until stdin ends."""
     known = wanted["leaders"]
     opened = await connections(wanted["port"], len(known))
     leaders = [Leader(*each, connection) for each, connection in zip(known, opened, strict=True)]

@@ -96,7 +96,7 @@ class Found:
         mixed: the service under the whole load.
         echoed: the echo, by as many reports a second.
         peak: the service and the echo, by reports as fast as they are answered.
-        leaders: (job, pipeline, version known) of each.
+        leaders: (job, version known) of each.
         seen: what they saw, as `service_clients.lead` says it.
         memory: when -> resident memory of the service and of its processes, MiB.
     """
@@ -105,7 +105,7 @@ class Found:
     mixed: Mixed
     echoed: Spell
     peak: tuple[Spell, Spell]
-    leaders: Sequence[tuple[str, int, int]]
+    leaders: Sequence[tuple[str, int]]
     seen: Mapping[str, Any]
     memory: Mapping[str, tuple[float, float]]
 
@@ -224,7 +224,7 @@ def _by_reports(found: Found) -> list[Change]:
     """The versions that reports at the steady rate made, each with the first report that was
     answered with it.
     """
-    newest = {job: version for job, _, version in found.leaders}
+    newest = dict(found.leaders)
     made: dict[tuple[str, int], Change] = {}
     for row in found.mixed.reported.rows:
         answer = json.loads(row.body)
@@ -255,7 +255,7 @@ def _served_ms(changes: Sequence[Change], found: Found) -> list[float | None]:
     such plans; or never.
     """
     of_job: dict[str, list[list[tuple[int, float]]]] = {}
-    for (job, *_), seen in zip(found.leaders, found.seen["seen"], strict=True):
+    for (job, _), seen in zip(found.leaders, found.seen["seen"], strict=True):
         of_job.setdefault(job, []).append(seen)
     return [
         _served_after_ms(change, seen) for change in changes for seen in of_job.get(change.job, [])

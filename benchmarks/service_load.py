@@ -216,15 +216,10 @@ def _all_planned(client: Client) -> None:
     _until(lambda: all(each.version == each.promised for each in client.jobs()))
 
 
-def _leaders(client: Client, size: Size) -> list[tuple[str, int, int]]:
-    """(job, pipeline, version that it has): of every job the first pipelines."""
+def _leaders(client: Client, size: Size) -> list[tuple[str, int]]:
+    """(job, version that it has): of every job as many as it has pipelines."""
     known = [(each.job.name, each.version) for each in client.jobs()]
-    every = [
-        (job, pipeline, version)
-        for pipeline in range(size.load_pipelines)
-        for job, version in known
-    ]
-    return every[: size.load_leaders]
+    return (known * size.load_pipelines)[: size.load_leaders]
 
 
 def _lost(database: Path, answers: Sequence[Row]) -> int:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.runs.recording import Attempt
     from perseus_planner.runs.straggler import StragglerDetection
-    from perseus_planner.runtime.agent.agent import ServiceLink
+    from perseus_planner.runtime.agent.link import ServiceLink
     from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.hook import Program, RankProgram
     from perseus_planner.runtime.job import TrainingJob
@@ -102,14 +102,10 @@ def planner_runtime(
             "unix:/run/planner.sock". Its plans are followed, and slow ranks are reported to it; the
             autopilot makes its own plans, as long as the service lets pipelines wait for a slower
             one. Only rank 0 connects to it, with the token in the environment variable
-            PLANNER_TOKEN. Training goes on while the service is away. With "embedded", rank 0
-            starts a service for this job alone, as a process that ends with it, and logs where it
-            listens: on a free port of loopback, or as in "embedded:8400" or
-            "embedded:0.0.0.0:8400", which needs PLANNER_SERVICE_TOKENS.
+            PLANNER_TOKEN. Training goes on while the service is away.
         job: Name of this training in the service.
         frontier: The file that `planner solve` wrote, from which the service plans. Without a plan
-            it plans from what the autopilot has learnt, which it keeps for the next job with the
-            same model, GPUs and parallelism.
+            it plans from what the autopilot has learnt.
         max_changes: Switch budget, as for `planner plan`: how often a GPU may change its clock in
             an iteration, by the autopilot or by the service's plans. None for 8 with the autopilot,
             and for any number with the service.
@@ -282,7 +278,7 @@ def _without_engine(
 def _service_link(served: tuple[Any, ...], job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
     """Return the link to the service; `served` are the values of `ServiceSettings`."""
     try:  # loaded here with pydantic, because most jobs have no service
-        from perseus_planner.runtime.agent.agent import ServiceLink
+        from perseus_planner.runtime.agent.link import ServiceLink
         from perseus_planner.runtime.agent.settings import ServiceSettings
     except ModuleNotFoundError as error:
         raise UsageError(

@@ -39,7 +39,6 @@ FIRST = (
     "runtime/test_unmodified",
     "cli/test_cli",
     "runtime/test_restarts",
-    "runtime/test_service_embedded",
     "cli/test_rehearsal",
     "runtime/test_faults",
     "runtime/test_autopilot",

@@ -68,9 +68,7 @@ from perseus_planner.errors import UsageError
     help="Record the run there, for `planner show` and `planner calibrate`.",
 )
 @click.option("--job", metavar="NAME", help="Name of this training in a service.")
-@click.option(
-    "--service", metavar="URL", help="Follow this service, or one of the job's own: embedded."
-)
+@click.option("--service", metavar="URL", help="Follow this service.")
 @click.option(
     "--frontier", type=console.PATH, help="With a plan: frontier from which the service plans."
 )

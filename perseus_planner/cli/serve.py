@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import threading
 import time
 from pathlib import Path
 
@@ -17,8 +15,6 @@ import click
 from perseus_planner.cli import console
 from perseus_planner.errors import UsageError, how_to_install
 from perseus_planner.files import read_text
-
-_LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process has ended
 
 
 @click.command(
@@ -79,12 +75,6 @@ _LOOK_S = 0.5  #: between two looks if the kernel cannot notify that a process h
     help="What is logged to stderr, a line each: with info what happens to jobs, with debug also "
     "each request.",
 )
-@click.option(
-    "--owner",
-    type=click.IntRange(1),
-    metavar="PID",
-    help="End when that process has ended, however it ends.",
-)
 def serve(
     host: str | None,
     port: int | None,
@@ -95,7 +85,6 @@ def serve(
     tls_cert: Path | None,
     tls_key: Path | None,
     log_level: str,
-    owner: int | None,
 ) -> None:
     """Serve plans to training jobs, and take reports of stragglers.
 
@@ -113,8 +102,6 @@ def serve(
         from perseus_planner.service.store.storage import Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
-    if owner is not None:
-        threading.Thread(target=_end_with, args=[owner], daemon=True).start()
     _log_to_stderr(log_level)
     if database is not None and database.startswith("@"):
         database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
@@ -166,19 +153,6 @@ def _default_database() -> str:
             "--database"
         ) from error
     return str(folder / "service.sqlite")
-
-
-def _end_with(owner: int) -> None:
-    """Send SIGTERM to this process when the process `owner` has ended."""
-    from perseus_planner.processes import WatchedProcess, is_readable
-
-    watched = WatchedProcess(owner)
-    while not watched.has_ended():
-        if watched.descriptor is None:
-            time.sleep(_LOOK_S)
-        else:
-            is_readable(watched.descriptor, _LOOK_S)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listening(url: str, tokens: int, database: str) -> str:

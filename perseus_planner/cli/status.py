@@ -13,8 +13,7 @@ from perseus_planner.cli import asking, console
 from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import JobTotals
-    from perseus_planner.service.history import Event
+    from perseus_planner.service.answers import Event, JobTotals
 
 _EVENTS = 10  #: that are shown, the latest
 _LOOK_S = 1.0  #: between two looks of --watch

@@ -354,12 +354,34 @@ class AlertAnswers:
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
-    """The plan of one pipeline."""
+class Event:
+    """Something that happened to a job."""
 
-    version: int
-    pipeline: int
-    plan: Annotated[str, Field(description="A plan file, as `planner plan` writes it.")]
+    at_s: Annotated[float, Field(description="Seconds since the epoch.")]
+    text: Annotated[str, Field(description="What happened, in words.")]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The figures of a job at one time."""
+
+    at_s: Annotated[float, Field(description="Seconds since the epoch.")]
+    iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
+    power_w: Annotated[
+        float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")
+    ]
+    saved_j: Annotated[
+        float | None,
+        Field(description="Saved since the job was registered, joules; null if unknown."),
+    ]
+
+
+@dataclass(frozen=True)
+class History:
+    """The history of a running job, oldest first."""
+
+    points: tuple[Point, ...]
+    events: tuple[Event, ...]
 
 
 @dataclass(frozen=True)

@@ -1,71 +1,21 @@
-"""What has happened to a job: an event in words for each change that matters, and how its
-figures went.
-"""
+"""What has happened to a job: an event in words for each change that matters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from perseus_planner.prefixes import si
+from perseus_planner.service.answers import Event
 
 if TYPE_CHECKING:
     from perseus_planner.service.model import Report
     from perseus_planner.service.state import JobState
-    from perseus_planner.service.telemetry import Tally
 
 EVENTS = 100
 """How many events of a job are kept, the latest."""
-POINTS = 120
-"""How many points of a job's figures are kept: when there are more, every second one goes, so that
-all of the job is covered and the spacing doubles."""
 _NAMED = 3  #: pipelines that an event names; more are counted
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened to a job."""
-
-    at_s: Annotated[float, Field(description="Seconds since the epoch.")]
-    text: Annotated[str, Field(description="What happened, in words.")]
-
-
-@dataclass(frozen=True)
-class Point:
-    """The figures of a job at one time."""
-
-    at_s: Annotated[float, Field(description="Seconds since the epoch.")]
-    iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
-    power_w: Annotated[
-        float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")
-    ]
-    saved_j: Annotated[
-        float | None,
-        Field(description="Saved since the job was registered, joules; null if unknown."),
-    ]
-
-
-@dataclass(frozen=True)
-class History:
-    """The history of a running job, oldest first."""
-
-    points: tuple[Point, ...]
-    events: tuple[Event, ...]
-
-
-def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
-    """Add the figures of `tally`. The last point moves along until it is far enough from the one
-    before.
-    """
-    saved_j = None if tally.energy_is is None else tally.saved_j
-    now = Point(tally.observed_s, tally.iteration_s, tally.power_w, saved_j)
-    if len(points) > 1 and points[-1].at_s - points[-2].at_s < (now.at_s - points[0].at_s) / POINTS:
-        return (*points[:-1], now)
-    more = (*points, now)
-    return more if len(more) <= POINTS else (*more[:-1:2], now)
 
 
 def with_events(before: JobState | None, after: JobState, now_s: float) -> JobState:

@@ -33,10 +33,6 @@ class UnknownJob(PlannerError):
     """The job, or the part of it that was asked for, does not exist."""
 
 
-class UnknownProfile(UnknownJob):
-    """No profile was learnt yet for that key."""
-
-
 class UnknownReport(UnknownJob):
     """The job has no report with that key."""
 

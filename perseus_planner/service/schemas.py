@@ -174,18 +174,6 @@ class Registration:
 
 
 @dataclass(frozen=True)
-class ProfileTexts:
-    """A profile, as the texts of its two files."""
-
-    __pydantic_config__ = STRICT
-
-    profile_csv: Annotated[str, Field(description="The text of profile.csv.")] = field(repr=False)
-    profile_yaml: Annotated[
-        str, Field(description="The text of the profile.yaml that names it.")
-    ] = field(repr=False)
-
-
-@dataclass(frozen=True)
 class ReportRequest:
     """A report that part of a job is slow, or has recovered. Give exactly one of slowdown,
     iteration_s and score.

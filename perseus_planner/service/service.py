@@ -16,6 +16,7 @@ from perseus_planner.service import transitions
 from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
 from perseus_planner.service.answers import (
     Answer,
+    History,
     JobStatus,
     JobSummary,
     JobTotals,
@@ -25,7 +26,6 @@ from perseus_planner.service.answers import (
 )
 from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
 from perseus_planner.service.clock import SteadyClock
-from perseus_planner.service.history import History
 from perseus_planner.service.model import (
     Conflict,
     PlanSet,
@@ -33,7 +33,6 @@ from perseus_planner.service.model import (
     RegisteredJob,
     Report,
     Taken,
-    UnknownProfile,
     UnknownReport,
 )
 from perseus_planner.service.planning.cache import Planning, Processes
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from perseus_planner.service.planning.curves import Curve
-    from perseus_planner.service.schemas import Counters, ProfileTexts
+    from perseus_planner.service.schemas import Counters
     from perseus_planner.service.state import JobState
     from perseus_planner.service.store.storage import Storage
 
@@ -403,28 +402,6 @@ class Service:
             return transitions.answer_to(before, after, report)
 
         return self._writer.do(command)
-
-    # What jobs have learnt
-
-    def learnt_profile(self, key: str) -> ProfileTexts:
-        """Return the profile that was learnt last by a job with this key.
-
-        Raises:
-            UnknownProfile: If there is none.
-        """
-        found = self._storage.learnt_profile(key)
-        if found is None:
-            raise UnknownProfile(
-                f"no profile was learnt for {shown(key)} yet; a job in autopilot sends it"
-            )
-        return found
-
-    def keep_profile(self, key: str, profile: ProfileTexts) -> None:
-        """Keep the profile that a job has learnt, for the next one with this key; the last
-        `PROFILES_KEPT` are kept.
-        """
-        now_s = self._now_s()
-        self._writer.do(lambda draft: draft.learnt.update({key: (profile, now_s)}))
 
     # What a job reports about itself
 

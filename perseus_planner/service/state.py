@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.service.model import REMEMBERED
 
 if TYPE_CHECKING:
-    from perseus_planner.service.history import Event
+    from perseus_planner.service.answers import Event
     from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
     from perseus_planner.service.planning.curves import Curve
 

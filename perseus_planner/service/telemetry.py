@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.service.answers import JobTelemetry, JobTotals, PlanTotal
-from perseus_planner.service.history import Point, with_point
+from perseus_planner.service.answers import JobTelemetry, JobTotals, PlanTotal, Point
 from perseus_planner.service.model import Conflict, Origin
 from perseus_planner.service.schemas import Counters
 
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
 _RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
 VERSIONS_APART = 16
 """How many versions of a job's plans have totals of their own; those of older ones are added up."""
+POINTS = 120
+"""How many points of a job's figures are kept: when there are more, every second one goes, so that
+all of the job is covered and the spacing doubles."""
 _GROWING = ("time_s", "metered_iterations", "metered_s", "energy_j", "late_changes")
 
 
@@ -44,7 +46,7 @@ class Tally(JobTelemetry):
         latest: The last message of the run that counts now.
         earlier: Names of the runs before it, the latest last.
         plans: The same by version of the plans, the version taken last at the end.
-        points: How its figures went, oldest first; see `history`.
+        points: How its figures went, oldest first; see `with_point`.
     """
 
     latest: Counters
@@ -118,6 +120,18 @@ def add_counters(
         plans=_by_version((*(before.plans if before else ()), ran)),
     )
     return replace(tally, points=with_point(before.points if before else (), tally))
+
+
+def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
+    """Add the figures of `tally`. The last point moves along until it is far enough from the one
+    before.
+    """
+    saved_j = None if tally.energy_is is None else tally.saved_j
+    now = Point(tally.observed_s, tally.iteration_s, tally.power_w, saved_j)
+    if len(points) > 1 and points[-1].at_s - points[-2].at_s < (now.at_s - points[0].at_s) / POINTS:
+        return (*points[:-1], now)
+    more = (*points, now)
+    return more if len(more) <= POINTS else (*more[:-1:2], now)
 
 
 def totals_of(job: RegisteredJob, tally: Tally | None, ended_s: float | None = None) -> JobTotals:

@@ -157,7 +157,8 @@ class Frontier(TimeEnergyCurve):
             plan_until = partial(self.plan_until, max_changes=max_changes)
             return fastest_within_power(self, power_w, plan_until, lambda plan: plan.power_w)
         probability = PROBABILITY.check(on_time, "on_time")
-        return self._on_time_planner.plan_within_power(power_w, probability, max_changes)
+        most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
+        return self._on_time_planner.plan_within_power(power_w, probability, most)
 
     def plan_of(self, clocks: Mapping[str, int]) -> Plan:
         """Return the plan that runs every computation at its clock in `clocks`: "3F17" -> MHz.

@@ -15,12 +15,12 @@ from perseus_planner.views.context import share
 if TYPE_CHECKING:
     from perseus_planner.service.answers import (
         Answer,
+        Event,
         JobStatus,
         JobSummary,
         JobTelemetry,
         JobTotals,
     )
-    from perseus_planner.service.history import Event
     from perseus_planner.service.model import Report
 
 

@@ -9,30 +9,24 @@ no longer knows the job is sent everything again.
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError, ServiceAway, ServiceRefusal
-from perseus_planner.runtime.agent.embedded import EmbeddedService, Embedding
 from perseus_planner.runtime.agent.outbox import Detections, JobCounts
-from perseus_planner.runtime.agent.store import Detection, RankLocation, StoreMessages
+from perseus_planner.runtime.agent.store import RankLocation, StoreMessages
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.service.client.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings
-    from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
-    from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.plans import GivenPlan
-    from perseus_planner.runtime.telemetry.counters import Counts
     from perseus_planner.service.model import PlanSet
     from perseus_planner.service.schemas import Registration
 
@@ -47,93 +41,6 @@ _LOCATIONS_S = 30.0  #: how long rank 0 waits for the locations of all ranks
 _AGAIN_S = 60.0  #: after which plans that were not taken are proposed again
 _COUNTS_S = 5.0  #: between two telemetry messages
 _END_S = 2.0  #: for telling the service that the job has ended
-
-
-class ServiceLink:
-    """What every rank does for the service: it passes its location, detections and counts to rank
-    0.
-
-    Args:
-        settings: The service, of which rank 0's settings count.
-        job: All ranks.
-        warnings: The warnings of this rank.
-    """
-
-    def __init__(self, settings: ServiceSettings, job: TrainingJob, warnings: JobWarnings) -> None:
-        self.settings = settings
-        self._job, self._warnings = job, warnings
-        self._messages = StoreMessages(job.own_store)
-        self._agent: Agent | None = None
-
-    def begin(
-        self,
-        context: RankContext,
-        plan: Plan | None,
-        switch_to: Callable[[GivenPlan], Proposal],
-        exchange: ServiceExchange | None = None,
-    ) -> None:
-        """Start the agent on rank 0, and pass on the location of this rank.
-
-        Args:
-            context: What this rank knows of itself.
-            plan: The plan that its pipeline starts with.
-            switch_to: That of its `Runtime`.
-            exchange: Of an autopilot; None with a plan.
-        """
-        gpu = "" if context.attachment.gpu is None else context.attachment.gpu.uuid
-        location = RankLocation(
-            self._job.rank,
-            context.pipeline,
-            context.engine.pipeline_rank.rank,
-            socket.gethostname(),
-            gpu,
-        )
-        with suppress(RuntimeError):  # the job's store is gone, which training itself will report
-            self._messages.write_location(location)
-        if self._job.rank == 0:
-            if exchange is None:
-                self._agent = Agent(
-                    self.settings, self._job, context.pipelines, plan, switch_to, self._warnings
-                )
-            else:
-                from perseus_planner.runtime.agent.learnt import LearningAgent
-
-                self._agent = LearningAgent(
-                    self.settings, self._job, context.pipelines, exchange, self._warnings
-                )
-            self._agent.start()
-
-    def on_straggling(
-        self, then: Callable[[StragglerDetection], None] | None
-    ) -> Callable[[StragglerDetection], None]:
-        """Return a callback for detections of this rank that informs the service and then calls
-        `then`.
-
-        It takes two operations of the job's store.
-        """
-
-        def detected(straggling: StragglerDetection) -> None:
-            with suppress(RuntimeError):  # the store is gone
-                self._messages.write_detection(Detection(self._job.rank, straggling))
-            if then is not None:
-                then(straggling)
-
-        return detected
-
-    def counted(self, counts: Sequence[Counts]) -> None:
-        """Pass on the counts of this rank; one operation of the job's store."""
-        with suppress(RuntimeError):  # the store is gone
-            self._messages.write_counts(self._job.rank, counts)
-
-    def stop(self) -> None:
-        """Take no more plans, as training is ending; returns at once."""
-        if self._agent is not None:
-            self._agent.stop()
-
-    def close(self) -> None:
-        """Tell the service that training has ended."""
-        if self._agent is not None:
-            self._agent.close()
 
 
 class Pauses:
@@ -181,9 +88,6 @@ class Agent:
     ) -> None:
         self._settings, self._job, self._pipelines, self._plan = settings, job, pipelines, plan
         self._name = settings.name or ""
-        embedding = Embedding.parse(settings.address)
-        self._embedded = None if embedding is None else EmbeddedService(embedding, self._name)
-        self._address = settings.address
         self._switch_to, self._warnings = switch_to, warnings
         self._messages, self._detections = StoreMessages(job.own_store), Detections()
         self._stopped = threading.Event()
@@ -233,19 +137,9 @@ class Agent:
                     self._counts.update()
                     self._send_counts(service)
                 service.end(self._name)
-        if self._embedded is not None:
-            self._embedded.close()
 
     def _client(self, timeout_s: float = TIMEOUT_S) -> Client:
-        token = None if self._embedded is None else self._embedded.token
-        return Client(self._address, token, timeout_s=timeout_s)
-
-    def _start_embedded(self) -> None:
-        """Start the embedded service, if there is to be one and it does not run."""
-        if self._embedded is not None:
-            self._address = self._embedded.running()
-            text = f"the service of job {self._name} listens at {self._address}"
-            self._warnings.warn("embedded", text, by="rank 0")
+        return Client(self._settings.address, timeout_s=timeout_s)
 
     # Plans from the service
 
@@ -264,7 +158,6 @@ class Agent:
         with ExitStack() as stack:
             while not self._stopped.is_set():
                 try:
-                    self._start_embedded()
                     service = service or stack.enter_context(self._client())
                     has_waited = self._ask(service)
                 except PlannerError as error:
@@ -317,15 +210,7 @@ class Agent:
         with self._registering:
             if self._stopped.is_set():
                 return False
-            try:
-                registered = service.register(registration)
-            except ServiceRefusal as error:
-                if self._embedded is None or error.status != HTTPStatus.CONFLICT:
-                    raise
-                service.end(
-                    self._name
-                )  # the job was killed and has restarted with other GPUs or another frontier
-                registered = service.register(registration)
+            registered = service.register(registration)
             if registered.is_new:
                 self._is_new.set()
             self._is_known.set()
@@ -449,4 +334,6 @@ class Agent:
         with self._lock:
             self._away.discard(thread)
             if not self._away and not self._stopped.is_set():
-                self._warnings.end("service away", f"the service at {self._address} answers again")
+                self._warnings.end(
+                    "service away", f"the service at {self._settings.address} answers again"
+                )

@@ -1,4 +1,4 @@
-"""Rank 0's agent while the autopilot plans: what is learnt goes to the service, and its
+"""Rank 0's agent while the autopilot plans: the service plans from what is learnt, and its
 stragglers come back.
 """
 
@@ -7,12 +7,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import PlannerError, ServiceRefusal
 from perseus_planner.runtime.agent.agent import Agent
-from perseus_planner.service.schemas import ProfileTexts
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.agent.settings import ServiceSettings
@@ -28,7 +26,6 @@ GROWTH = 1.5
 """How many times as many rows must be known before the service plans on them."""
 
 _POLL_S = 2.0  #: that a long poll waits at the service: a straggler may change while no plan does
-_END_S = 2.0  #: for keeping what was learnt, at the end
 _LONGER = 1e-6  #: by how much a pipeline must be allowed to take longer
 
 
@@ -58,30 +55,15 @@ class LearningAgent(Agent):
         super().__init__(settings, job, pipelines, None, _never, warnings)
         self._exchange = exchange
         self._places: Sequence[RankLocation] = ()
-        self._kept: Learnt | None = None  #: that the service keeps
         self._asked: Learnt | None = None  #: with which the job is being registered
         self._registered: Learnt | None = None  #: that the service plans on
         self._growing = threading.Thread()  #: registers the job again, while this one is followed
-
-    def close(self) -> None:
-        """See `Agent.close`; what was learnt last is kept, too."""
-        self.stop()
-        try:
-            with self._client(_END_S) as service:
-                self._keep(service)
-        except PlannerError:  # away, which the user knows
-            pass
-        super().close()
 
     def _prepare(self) -> None:
         self._places = self._locations()
 
     def _ask(self, service: Client) -> bool:
         exchange = self._exchange
-        if exchange.key is not None and not exchange.is_answered:
-            exchange.known = _known(service, exchange.key)
-            exchange.is_answered = True
-        self._keep(service)
         learnt = exchange.learnt
         if learnt is None:
             return True
@@ -120,12 +102,6 @@ class LearningAgent(Agent):
         except PlannerError as error:
             self._failed(error, "growth")
 
-    def _keep(self, service: Client) -> None:
-        learnt, key = self._exchange.learnt, self._exchange.key
-        if learnt is not None and learnt is not self._kept and key is not None:
-            service.keep_profile(key, ProfileTexts(learnt.profile_csv, learnt.profile_yaml))
-            self._kept = learnt
-
     def _waits_s(self, pipelines: Sequence[PipelineStatus]) -> tuple[float, ...]:
         """Return how long pipelines may take that wait; one that is slow itself is to be as fast
         as agreed.
@@ -144,16 +120,6 @@ class LearningAgent(Agent):
         if counters is not None:
             service.telemetry(self._name, replace(counters, autopilot=self._exchange.status))
         return counters is not None
-
-
-def _known(service: Client, key: str) -> tuple[str, str] | None:
-    try:
-        found = service.learnt_profile(key)
-    except ServiceRefusal as error:
-        if error.status == HTTPStatus.NOT_FOUND:
-            return None
-        raise
-    return found.profile_csv, found.profile_yaml
 
 
 def _never(_: GivenPlan) -> Proposal:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perseus_planner.errors import UsageError
-from perseus_planner.runtime.agent.embedded import Embedding
 from perseus_planner.schedules.grid import parse_grid
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Place
@@ -28,8 +27,7 @@ class ServiceSettings:
     """The service of a training job, as the caller of `planner_runtime` gave it.
 
     Attributes:
-        address: Of the service, as for `Client`, or where an embedded service is to listen, as for
-            `Embedding`.
+        address: Of the service, as for `Client`.
         name: Name of the job. Like `frontier`, it is not None after `check`.
         frontier: The frontier file.
         max_changes: Switch budget of the plans, as for `Frontier.plan_for`.
@@ -66,8 +64,7 @@ class ServiceSettings:
             raise UsageError(
                 f"service={self.address!r} needs {missing}; give it to planner_runtime"
             )
-        if Embedding.parse(self.address) is None:
-            Client(self.address).close()
+        Client(self.address).close()
         if self.frontier is not None:
             Frontier.load(self.frontier)
 

@@ -200,7 +200,7 @@ def test_the_exit_code_is_that_of_the_command():
             "--service http://localhost:8400: needs --job; give it, or leave out the service",
         ),
         (
-            "--service embedded --job a --frontier frontier.npz true",
+            "--service http://localhost:8400 --job a --frontier frontier.npz true",
             "--frontier: is for --plan; without a plan the frontier is learnt, so leave it out",
         ),
         (
@@ -213,8 +213,8 @@ def test_the_exit_code_is_that_of_the_command():
             "--max-slowdown: 'x' is not a share: give a number of 0 or more, such as 0.001",
         ),
         (
-            "--plan plan.yaml --service embedded --job a true",
-            "--service embedded: needs --frontier; give it, or leave out the service",
+            "--plan plan.yaml --service http://localhost:8400 --job a true",
+            "--service http://localhost:8400: needs --frontier; give it, or leave out the service",
         ),
     ],
 )

@@ -190,20 +190,13 @@ def test_in_a_large_job_only_those_whose_turn_it_is_are_read(monkeypatch: pytest
     assert job.store.read == [50] * 8
 
 
-def test_what_the_service_knows_is_awaited_for_a_while_and_what_it_says_is_passed_on(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_what_the_service_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
     exchange = ServiceExchange()
     job = Job(1, monkeypatch, exchange)
     job.look()
     job.observe(0, 0)
     job.begun = 1
-    assert [kind for kind, _ in job.look()] == [OBSERVED]
-    key = exchange.key
-    assert key is not None
-    exchange.known, exchange.is_answered = ("table", "yaml"), True
-    ((kind, told),) = job.look()
-    assert (kind, JobDescription.loads(told).known) == (JOB, ["table", "yaml"])
+    assert [kind for kind, _ in job.look()] == [JOB, OBSERVED]
     exchange.waits_s = (1.25,)
     assert [job.look(), job.look()] == [[(WAITS, b"[1.25]")], []]
     learnt = {"profile_csv": "c", "profile_yaml": "y", "schedule": "s", "rows": 4, "time_s": 1.0}
@@ -220,14 +213,6 @@ def test_what_the_service_knows_is_awaited_for_a_while_and_what_it_says_is_passe
     job.observe(0, 1)
     job.begun = 2
     assert [kind for kind, _ in job.look()] == [JOB, OBSERVED, WAITS]
-    away = Job(1, monkeypatch, ServiceExchange())
-    away.look()
-    away.observe(0, 0, OTHER)
-    away.begun = 1
-    kinds = [kind for _ in range(8) for kind, _ in away.look()]
-    assert kinds == [OBSERVED, JOB]  # the service did not answer within KNOWN_S
-    assert away.exchange is not None
-    assert away.exchange.key == key  # it runs another number of microbatches, which does not matter
 
 
 def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_pause(

@@ -267,15 +267,12 @@ def test_a_deadline_that_no_plan_keeps_is_refused_with_the_least_that_one_does(a
     assert set(not_known.json()["error"]) == {"code", "message"}
 
 
-def test_plans_come_for_one_pipeline_or_for_all_with_equal_ones_once():
+def test_plans_come_with_equal_ones_once():
     async def conversation(client: httpx.AsyncClient) -> None:
         await client.post("/v1/jobs", json=JOB)
-        one = await client.get("/v1/jobs/gpt3/pipelines/2/plan")
-        assert one.json() == {"version": 1, "pipeline": 2, "plan": "plan 1 “of the others”\n"}
         everyone = await client.get("/v1/jobs/gpt3/plans", params={"after": 0, "wait_s": 0})
         plans = ["plan 1 of the straggler\n", "plan 1 “of the others”\n"]
         assert everyone.json() == {"version": 1, "plans": plans, "of_pipeline": [0, 1, 1]}
-        assert refusal(await client.get("/v1/jobs/gpt3/pipelines/3/plan"))[:2] == (404, "not_found")
         nothing = await client.get("/v1/jobs/gpt3/plans?after=1&wait_s=0.01")
         assert (nothing.status_code, nothing.content) == (204, b"")
 
@@ -311,10 +308,10 @@ async def waiting(client: httpx.AsyncClient, count: int) -> None:
 def test_a_thousand_polls_take_no_thread_and_all_hear_of_a_version():
     async def conversation(client: httpx.AsyncClient) -> None:
         await client.post("/v1/jobs", json=JOB)
-        path = "/v1/jobs/gpt3/pipelines/{}/plan?after=1&wait_s=60"
+        path = "/v1/jobs/gpt3/plans?after=1&wait_s=60"
         await waiting(client, 0)
         threads = threading.active_count()
-        polls = [asyncio.create_task(client.get(path.format(number % 3))) for number in range(1000)]
+        polls = [asyncio.create_task(client.get(path)) for _ in range(1000)]
         await waiting(client, 1000)
         assert threading.active_count() <= threads + 1  # that of the metrics
         await client.post("/v1/jobs/gpt3/reports", json=SLOW)
@@ -502,7 +499,7 @@ def test_a_job_that_is_none_is_refused(changes, complaint, ask):
 
 
 @pytest.mark.parametrize("name", ["..%2f..%2fetc", "a%00b", "%ff", "%20", "x" * 200, "a%0a"])
-@pytest.mark.parametrize("rest", ["", "/reports", "/plans", "/pipelines/0/plan", "/events"])
+@pytest.mark.parametrize("rest", ["", "/reports", "/plans"])
 def test_a_name_in_an_address_is_never_a_path(name, rest, ask):
     assert refusal(ask("GET", f"/v1/jobs/{name}{rest}"))[0] in (404, 422)
 
@@ -536,7 +533,6 @@ def test_a_poll_that_is_none_is_refused(query, place, ask):
         ("POST", "/v1/power", 405),
         ("BREW", "/v1/jobs", 405),
         ("GET", "/v1/jobs/other/plans", 404),
-        ("GET", "/v1/jobs/other/events", 404),
     ],
 )
 def test_what_is_not_there_is_refused_in_the_same_shape(method, path, status, ask):

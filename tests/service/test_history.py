@@ -16,12 +16,12 @@ pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
 parser = pytest.importorskip("prometheus_client.parser")
 
-from perseus_planner.service.history import EVENTS, POINTS, with_events, with_point  # noqa: E402
+from perseus_planner.service.history import EVENTS, with_events  # noqa: E402
 from perseus_planner.service.http.metrics import Metrics  # noqa: E402
 from perseus_planner.service.schemas import Counters  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
 from perseus_planner.service.store.storage import Storage  # noqa: E402
-from perseus_planner.service.telemetry import Tally, add_counters  # noqa: E402
+from perseus_planner.service.telemetry import POINTS, Tally, add_counters, with_point  # noqa: E402
 
 
 def texts(service: Service) -> list[str]:

@@ -180,8 +180,9 @@ class Watcher(Talker):
         if self.rng.random() < 0.5:
             after = max(0, after - 1)
         with self.told.rising(self.told.published, job) as seen:
-            path = f"/v1/jobs/{job}/pipelines/{self.rng.randrange(PIPELINES)}/plan"
-            answer = self.insist("GET", path, params={"after": after, "wait_s": 0.5})
+            answer = self.insist(
+                "GET", f"/v1/jobs/{job}/plans", params={"after": after, "wait_s": 0.5}
+            )
             if answer is not None and answer.status_code == 200:
                 seen(answer.json()["version"])
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import json
 import os
 import re
@@ -283,7 +282,7 @@ def test_a_unix_socket_is_its_owner_s_alone_without_a_change_of_the_umask_of_oth
         os.umask(before)
 
 
-def test_no_answer_waits_for_full_collections_of_garbage_nor_long_for_a_thread_that_computes(
+def test_no_answer_waits_long_for_a_thread_that_computes(
     monkeypatch: pytest.MonkeyPatch,
 ):
     seen: dict[str, Any] = {}
@@ -292,24 +291,15 @@ def test_no_answer_waits_for_full_collections_of_garbage_nor_long_for_a_thread_t
         live = SimpleNamespace(fenced=None)
 
         def run(self, sockets: list[socket.socket]) -> None:
-            seen.update(
-                threshold=gc.get_threshold(),
-                frozen=gc.get_freeze_count(),
-                switch_s=sys.getswitchinterval(),
-            )
+            seen.update(switch_s=sys.getswitchinterval())
 
-    threshold, switch_s = gc.get_threshold(), sys.getswitchinterval()
+    switch_s = sys.getswitchinterval()
     monkeypatch.setattr(server, "_server", lambda *_: Running())
     try:
         with listening(Address(port=0)) as listener:
             server.serve(StandIn(), listener)
     finally:
-        gc.unfreeze()
-        gc.set_threshold(*threshold)
         sys.setswitchinterval(switch_s)
-    assert seen["threshold"][:2] == threshold[:2]  # young garbage is collected as ever
-    assert seen["threshold"][2] >= 1000
-    assert seen["frozen"] > 10_000
     assert seen["switch_s"] <= 0.001
 
 
@@ -516,44 +506,8 @@ def test_who_waits_is_answered_when_the_service_ends():
         httpx.Client(base_url=url, timeout=LONG_S) as client,
     ):
         polls = [pool.submit(httpx.get, f"{url}{path}", timeout=LONG_S) for _ in range(3)]
-        stream = pool.submit(httpx.get, f"{url}/v1/jobs/gpt3/events", timeout=LONG_S)
-        until(client, 4)
+        until(client, 3)
     assert [poll.result().status_code for poll in polls] == [204] * 3
-    assert stream.result().text == 'id: 1\nevent: version\ndata: {"version":1}\n\n'
-
-
-def test_a_stream_of_events_has_every_version_keeps_alive_and_ends_with_the_job():
-    service = StandIn()
-    service.register(RegisteredJob("gpt3", 2, ""), b"PK")
-    with (
-        serving(service, Address(port=0), limits=Limits(keep_alive_s=0.05)) as url,
-        httpx.stream("GET", f"{url}/v1/jobs/gpt3/events", timeout=LONG_S) as answer,
-    ):
-        assert answer.headers["Content-Type"].startswith("text/event-stream")
-        lines = answer.iter_lines()
-        assert [next(lines) for _ in range(4)] == [
-            "id: 1",
-            "event: version",
-            'data: {"version":1}',
-            "",
-        ]
-        assert [next(lines) for _ in range(4)] == [": nothing new", "", ": nothing new", ""]
-        service.set_deadline("gpt3", 2.0)
-        assert next(line for line in lines if line.startswith("data:")) == 'data: {"version":2}'
-        service.end("gpt3")
-        assert set(lines) <= {": nothing new", ""}
-
-
-def test_whoever_goes_away_from_a_stream_waits_no_longer():
-    service = StandIn()
-    service.register(RegisteredJob("gpt3", 2, ""), b"PK")
-    with (
-        serving(service, Address(port=0)) as url,
-        httpx.Client(base_url=url, timeout=LONG_S) as client,
-    ):
-        with httpx.stream("GET", f"{url}/v1/jobs/gpt3/events", timeout=LONG_S):
-            until(client, 1)
-        until(client, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,6 +237,16 @@ def test_a_database_file_is_its_owners_alone_also_if_it_was_not(place: Path, loc
 def test_a_url_does_as_well_as_a_path(place: Path):
     with Storage(f"sqlite:///{place}") as storage:
         storage.commit(added(state()))
+    with Storage(place) as storage:
+        assert list(storage.load().jobs) == ["gpt"]
+
+
+def test_a_database_of_an_earlier_planner_that_kept_profiles_opens(place: Path):
+    with Storage(place) as storage:
+        storage.commit(added(state()))
+    with closing(sqlite3.connect(place)) as connection, connection:
+        connection.execute("CREATE TABLE learnt (key TEXT PRIMARY KEY, profile TEXT, at_s FLOAT)")
+        connection.execute("INSERT INTO learnt VALUES ('a', '{}', 1.0)")
     with Storage(place) as storage:
         assert list(storage.load().jobs) == ["gpt"]
 

@@ -60,7 +60,6 @@ STATUS = {
     "expected": {"power_w": 900.0, "baseline_power_w": 1000.0, "origin": "simulated"},
     "telemetry": None,
 }
-EVENTS = ': nothing new\n\nevent: version\ndata: {"version": 7}\n\ndata:{"version":8}\n'
 KEPT = Report("k1", "ops", Scope("stage", "2", 3), 1.2, None, 10.0, 20.0, None, math.inf, "compute")
 ANSWER = Answer(
     "gpt3", KEPT, 7, True, "next iteration", 812.5, "pipeline 3 takes 1.2 times as long"
@@ -95,8 +94,6 @@ def api(method: str, path: str, body: Any) -> tuple[int, Any]:
         ("POST", "/v1/jobs/gpt3/reports"): (202, EFFECT),
         ("GET", "/v1/jobs/gpt3/reports"): (200, {"reports": [REPORT]}),
         ("GET", "/v1/jobs/gpt3/plans"): (204, None),
-        ("GET", "/v1/jobs/gpt3/pipelines/1/plan"): (204, None),
-        ("GET", "/v1/jobs/gpt3/events"): (200, EVENTS),
         ("POST", "/v1/jobs/gpt3/taken"): (204, None),
         ("PUT", "/v1/jobs/gpt3/deadline"): (200, {**EFFECT, "report": None}),
         ("PUT", "/v1/jobs/gpt3/power"): (200, {"answers": [{**EFFECT, "report": None}]}),

@@ -27,7 +27,9 @@ from perseus_planner.files import sha256
 from perseus_planner.service.alertmanager import AlertEffects
 from perseus_planner.service.answers import (
     Answer,
+    Event,
     Expected,
+    History,
     JobStatus,
     JobSummary,
     JobTotals,
@@ -35,7 +37,6 @@ from perseus_planner.service.answers import (
     PowerBudget,
     Registered,
 )
-from perseus_planner.service.history import Event, History
 from perseus_planner.service.http.app import create_app
 from perseus_planner.service.http.auth import Access, Limits
 from perseus_planner.service.model import (
@@ -51,7 +52,7 @@ from perseus_planner.service.model import (
 )
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.planning.worker import Unsolved, solve_profile
-from perseus_planner.service.schemas import Counters, ProfileTexts
+from perseus_planner.service.schemas import Counters
 from perseus_planner.service.telemetry import Tally, add_counters
 
 httpx = pytest.importorskip("httpx")
@@ -103,12 +104,6 @@ class StandIn:
         return Registered(
             JobSummary.of(self.kept[job.name]), self.versions[job.name], known is None
         )
-
-    def keep_profile(self, key: str, profile: ProfileTexts) -> None:
-        pass
-
-    def learnt_profile(self, key: str) -> ProfileTexts:
-        return ProfileTexts("", "")
 
     def report(self, job: str, report: Report) -> Answer:
         self._check(job)

@@ -7,21 +7,19 @@ with Client("http://127.0.0.1:8400") as service:
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from perseus_planner.errors import UsageError
-from perseus_planner.plans.plan import Plan
 from perseus_planner.service.answers import (
     Answer,
     Answers,
+    History,
     Jobs,
     JobStatus,
-    PipelinePlan,
     Pipelines,
     PowerBudget,
     Registered,
@@ -29,13 +27,11 @@ from perseus_planner.service.answers import (
     Totals,
 )
 from perseus_planner.service.client.transport import Transport
-from perseus_planner.service.history import History
 from perseus_planner.service.model import PlanSet, PowerStep, Report
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import (
     DeadlineRequest,
     PowerRequest,
-    ProfileTexts,
     TakenRequest,
     from_json,
     to_json,
@@ -154,23 +150,12 @@ class Client:
         """Withdraw the report with that key."""
         return self._ask(Answer, "DELETE", _path(job, "reports", key))
 
-    def plan(
-        self, job: str, pipeline: int, *, after: int = 0, wait_s: float = 0.0
-    ) -> tuple[int, Plan] | None:
-        """Return the version and the plan of one pipeline as soon as the version is above `after`.
+    def plans(self, job: str, *, after: int = 0, wait_s: float = 0.0) -> PlanSet | None:
+        """Return the plans of all pipelines as soon as their version is above `after`.
 
         Returns:
-            None if there is none within `wait_s` seconds.
+            None if it is not within `wait_s` seconds.
         """
-
-        def parsed(text: bytes) -> tuple[int, Plan]:
-            found = from_json(PipelinePlan, text)
-            return found.version, Plan.loads(found.plan)
-
-        return self._poll(parsed, _path(job, "pipelines", str(pipeline), "plan"), after, wait_s)
-
-    def plans(self, job: str, *, after: int = 0, wait_s: float = 0.0) -> PlanSet | None:
-        """Return the plans of all pipelines, as `plan` does for one."""
 
         def parsed(text: bytes) -> PlanSet:
             found = from_json(PlanSet, text)
@@ -178,14 +163,6 @@ class Client:
             return found
 
         return self._poll(parsed, _path(job, "plans"), after, wait_s)
-
-    def events(self, job: str) -> Iterator[int]:
-        """Yield each version of the job's plans as it comes, until the service ends the stream."""
-        for line in self._transport.lines(_path(job, "events")):
-            if line.startswith("data:"):
-                yield self._transport.read_text(
-                    lambda text: int(json.loads(text)["version"]), line[len("data:") :]
-                )
 
     def taken(self, job: str, version: int, iteration: int) -> None:
         """Report that the job runs that version since that iteration."""
@@ -231,16 +208,6 @@ class Client:
     def power(self) -> PowerBudget:
         """Return the power budget of all jobs together, and what replaces it later."""
         return self._ask(PowerBudget, "GET", "/v1/power")
-
-    def learnt_profile(self, key: str) -> ProfileTexts:
-        """Return the profile that a job with this key has learnt. Refused (404) if there is
-        none.
-        """
-        return self._ask(ProfileTexts, "GET", f"/v1/profiles/{quote(key, safe='')}")
-
-    def keep_profile(self, key: str, profile: ProfileTexts) -> None:
-        """Keep a profile that a job has learnt, for the next job with this key."""
-        self._transport.send("PUT", f"/v1/profiles/{quote(key, safe='')}", body=to_json(profile))
 
     def metrics(self) -> str:
         """Return the metrics in the text format of Prometheus."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -69,33 +69,14 @@ class Transport:
             self._refuse(path, response)
         return response
 
-    def lines(self, path: str) -> Iterator[str]:
-        """Yield the lines of an answer as they come, however long that takes."""
-        import httpx
-
-        try:
-            with self._http.stream(
-                "GET", path, timeout=httpx.Timeout(self.timeout_s, read=None)
-            ) as response:
-                if not response.is_success:
-                    response.read()
-                    self._refuse(path, response)
-                yield from response.iter_lines()
-        except httpx.RequestError as error:
-            raise self._away(path, error) from error
-
     def read(self, parse: Callable[[bytes], Value], response: httpx.Response) -> Value:
         """Return what `parse` makes of a JSON answer."""
         try:
             _ = response.json() if response.content else None
         except (ValueError, RecursionError):  # also if it is not UTF-8
             self._refuse_answer(response.text)
-        return self.read_text(parse, response.content)
-
-    def read_text(self, parse: Callable[[Any], Value], text: str | bytes) -> Value:
-        """Return what `parse` makes of JSON from the service."""
         try:
-            return parse(text)
+            return parse(response.content)
         except (LookupError, TypeError, ValueError, AttributeError, PlanError, UsageError) as error:
             raise ServiceAway(
                 f"the service at {self.address} answered what this planner does not understand "

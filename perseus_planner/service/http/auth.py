@@ -40,7 +40,6 @@ _ELSEWHERE = (
 )  # browsers send these for pages of other sites, or of another port
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
-_PROFILES = "/v1/profiles/"
 _HEADERS = (
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -97,11 +96,10 @@ class Limits:
 
     Attributes:
         body_bytes: The largest body of a request.
-        registration_bytes: The largest body of a registration, which carries a frontier, and of a
+        registration_bytes: The largest body of a registration, which carries a frontier or a
             profile.
         alerts_bytes: The largest group of alerts, which have some 1.5 kB each.
-        waiting: How many long polls and event streams may be open, over all clients.
-        keep_alive_s: The longest silence of an event stream, seconds.
+        waiting: How many long polls may be open, over all clients.
         solve_s: The longest time to solve a profile that a job is registered with, seconds.
         body_s: The longest silence while a body is being sent, seconds.
     """
@@ -110,7 +108,6 @@ class Limits:
     registration_bytes: int = 64 * 2**20
     alerts_bytes: int = 8 * 2**20
     waiting: int = 10_000
-    keep_alive_s: float = 15.0
     solve_s: float = 600.0
     body_s: float = 20.0
 
@@ -219,7 +216,7 @@ class Guard:
         return most
 
     def _most_bytes(self, role: Role | None, route: tuple[str, str]) -> int:
-        if (route == _REGISTER or route[1].startswith(_PROFILES)) and role == "operate":
+        if route == _REGISTER and role == "operate":
             return self._limits.registration_bytes
         if route == _ALERT and role in ("report", "operate"):
             return self._limits.alerts_bytes

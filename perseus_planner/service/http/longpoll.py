@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
-from perseus_planner.service.model import Fenced, UnknownJob
+from perseus_planner.service.model import Fenced
 
 if TYPE_CHECKING:
     from perseus_planner.service.answers import Answer, Registered
@@ -40,7 +40,7 @@ class AsyncService:
 
     Attributes:
         service: The service itself.
-        waiting: Number of long polls and event streams that are open.
+        waiting: Number of long polls that are open.
         fenced: The error if another service has opened the database; this one has to end.
     """
 
@@ -153,24 +153,6 @@ class AsyncService:
                     return None
                 await asyncio.wait({change}, timeout=left_s)
 
-    async def events(self, job: str) -> AsyncIterator[str]:
-        """Yield the version of `job`, now and whenever there is a new one, as server-sent events.
-
-        The stream ends with the job. It also ends if too many requests wait; clients then connect
-        again.
-        """
-        after = 0
-        with suppress(UnknownJob, HTTPException):
-            while True:
-                plans = await self.newer(job, after, self._limits.keep_alive_s)
-                if plans is not None:
-                    after = plans.version
-                    yield f'id: {after}\nevent: version\ndata: {{"version":{after}}}\n\n'
-                elif self._ended:
-                    return
-                else:
-                    yield ": nothing new\n\n"
-
     def changed(self, job: str) -> None:
         """Wake all requests that wait for `job`, as it has a new version or has ended."""
         change = self._changes.pop(job, None)
@@ -178,7 +160,7 @@ class AsyncService:
             change.set_result(None)
 
     def end_waiting(self) -> None:
-        """End every long poll and event stream now, and those that come at once."""
+        """End every long poll now, and those that come at once."""
         self._ended = True
         for job in list(self._changes):
             self.changed(job)

@@ -9,13 +9,11 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from perseus_planner import __version__
 from perseus_planner.service import alertmanager, answers, schemas
-from perseus_planner.service.answers import Answer, JobStatus, Registered
-from perseus_planner.service.history import History
+from perseus_planner.service.answers import Answer, History, JobStatus, Registered
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import CONTENT_TYPE
 from perseus_planner.service.http.pages import Page
@@ -37,13 +35,6 @@ async def _live(request: Request) -> AsyncService:
 
 Live = Annotated[AsyncService, Depends(_live)]
 JobName = Annotated[str, Path(pattern=schemas.NAME, description="Name of the job.")]
-ProfileKey = Annotated[
-    str,
-    Path(
-        pattern=schemas.KEY,
-        description="Digest of the model's shapes, the GPU and the parallelism.",
-    ),
-]
 After = Annotated[
     int,
     Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none."),
@@ -194,56 +185,11 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
     return _json(answers.AlertAnswers(effects.answers, ignored))
 
 
-@_get(
-    "/v1/jobs/{job}/pipelines/{pipeline}/plan",
-    "read",
-    answers.PipelinePlan,
-    404,
-    also=_NOTHING_NEWER,
-)
-async def plan(
-    job: JobName,
-    live: Live,
-    pipeline: Annotated[int, Path(ge=0, lt=2**31, description="Number of the pipeline, from 0.")],
-    after: After = 0,
-    wait_s: Wait = 0.0,
-) -> Response:
-    """Return the plan of one pipeline, as soon as its version is above `after`."""
-    newer = await live.newer(job, after, wait_s)
-    if newer is None:
-        return Response(status_code=204)
-    count = len(newer.of_pipeline)
-    if pipeline >= count:
-        raise HTTPException(
-            404, f"the job has no pipeline {pipeline}: they are numbered from 0 to {count - 1}"
-        )
-    return _json(answers.PipelinePlan(newer.version, pipeline, newer.text(pipeline)))
-
-
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
 async def plans(job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
     """Return the plans of all pipelines of a job, as soon as their version is above `after`."""
     newer = await live.newer(job, after, wait_s)
     return Response(status_code=204) if newer is None else _json(newer)
-
-
-@_get(
-    "/v1/jobs/{job}/events",
-    "read",
-    None,
-    404,
-    also={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
-    response_class=StreamingResponse,
-)
-async def events(job: JobName, live: Live) -> StreamingResponse:
-    """Stream the version of a job's plans, now and whenever there is another, as events `version`:
-    `{"version": n}`.
-
-    The stream ends with the job. A comment is sent when there has been nothing new for some
-    seconds.
-    """
-    await live.newer(job, 0, 0.0)  # so that an unknown job is refused before the stream begins
-    return StreamingResponse(live.events(job), media_type="text/event-stream")
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
@@ -280,23 +226,6 @@ async def pipelines(request: Request, job: JobName, live: Live) -> Response:
     planned for.
     """
     return await live.call(lambda: _page(answers.Pipelines(*live.service.pipelines(job)), request))
-
-
-@_get("/v1/profiles/{key}", "read", schemas.ProfileTexts, 404)
-async def learnt_profile(key: ProfileKey, live: Live) -> Response:
-    """Return the profile that a job with this key has learnt, so that the next one starts from
-    it.
-    """
-    return _json(await live.call(live.service.learnt_profile, key))
-
-
-@_put("/v1/profiles/{key}", "operate", None, **_NO_CONTENT)
-async def keep_profile(key: ProfileKey, sent: schemas.ProfileTexts, live: Live) -> Response:
-    """Keep a profile that a job has learnt, for the next job with this key: the same model, GPU
-    and parallelism.
-    """
-    await live.call(live.service.keep_profile, key, sent)
-    return Response(status_code=204)
 
 
 @_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)

@@ -5,7 +5,6 @@ SIGINT.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 _GRACE_S = 5  # how long requests may still take when the server ends
 _BACKLOG = 2048
-_COLLECTIONS = (
-    5000  # young ones before a full one: that stops all for 100 ms where jobs have 100,000 ranks
-)
 # a thread that computes for long gives way this often; a report waits for that a few times
 _SWITCH_S = 0.0005
 HEAD_S = 10.0  # within which the head of a request must have come
@@ -121,15 +117,13 @@ def serve(
 ) -> None:
     """Serve until SIGTERM, or until SIGINT, which raises KeyboardInterrupt; on the main thread.
 
-    Long polls are answered and event streams ended before it returns. `ready` is called when the
+    Long polls are answered before it returns. `ready` is called when the
     server accepts requests.
 
     Raises:
         Fenced: If another service has opened the database.
     """
     sys.setswitchinterval(_SWITCH_S)
-    gc.freeze()  # all that is imported
-    gc.set_threshold(*gc.get_threshold()[:2], _COLLECTIONS)
     with _ended_by_sigterm():
         server = _server(service, listener, limits, ready)
         server.run(sockets=[listener.socket])

@@ -35,7 +35,7 @@ from perseus_planner.files import sha256
 from perseus_planner.service.answers import JobTotals
 from perseus_planner.service.model import Decision, Fenced, PlanSet, PowerStep, StorageError
 from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.schemas import PowerRequest, ProfileTexts, from_json, to_json
+from perseus_planner.service.schemas import PowerRequest, from_json, to_json
 from perseus_planner.service.store.tables import (
     LAYOUT,
     TABLES,
@@ -44,7 +44,6 @@ from perseus_planner.service.store.tables import (
     frontiers,
     job_row,
     jobs,
-    learnt,
     meta,
     plans,
     state_of,
@@ -66,9 +65,6 @@ computed again.
 """
 ENDED_SHOWN = 1000
 """How many of the jobs that have ended are listed; the totals of all are kept."""
-
-PROFILES_KEPT = 1000
-"""How many of the profiles that jobs have learnt are kept."""
 
 _WAIT_S = 10  # for another process that has locked the file
 _COMMITS_BETWEEN_SWEEPS = 256
@@ -96,7 +92,6 @@ class Change:
         power_schedule: A tuple with what replaces it later; empty if that has not changed.
         telemetry: Name -> telemetry, for running jobs.
         ended: What jobs that have ended ran, used and saved.
-        learnt: Key -> profile that a job has learnt, and when.
     """
 
     jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
@@ -105,7 +100,6 @@ class Change:
     power_schedule: tuple[tuple[PowerStep, ...], ...] = ()
     telemetry: Mapping[str, Tally] = field(default_factory=dict)
     ended: Sequence[JobTotals] = ()
-    learnt: Mapping[str, tuple[ProfileTexts, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -216,16 +210,6 @@ class Storage:
             ).all()
         return tuple(from_json(JobTotals, text) for text in texts)
 
-    def learnt_profile(self, key: str) -> ProfileTexts | None:
-        """Return the profile that was learnt last for a key; None if there is none.
-
-        Raises:
-            StorageError: If it cannot be read.
-        """
-        with self._transaction() as connection:
-            text = connection.scalar(select(learnt.c.profile).where(learnt.c.key == key))
-        return None if text is None else from_json(ProfileTexts, text)
-
     def frontier(self, digest: str) -> bytes:
         """Return the file of a frontier that a job has.
 
@@ -255,13 +239,6 @@ class Storage:
                 connection.execute(
                     insert(ended), [{"totals": to_json(each).decode()} for each in change.ended]
                 )
-            for key, (profile, at_s) in change.learnt.items():
-                connection.execute(delete(learnt).where(learnt.c.key == key))
-                row = {"key": key, "profile": to_json(profile).decode(), "at_s": at_s}
-                connection.execute(insert(learnt).values(row))
-            if change.learnt:
-                kept = select(learnt.c.key).order_by(learnt.c.at_s.desc()).limit(PROFILES_KEPT)
-                connection.execute(delete(learnt).where(learnt.c.key.not_in(kept)))
             for power_w in change.power_w:
                 _set_meta(connection, _POWER, None if power_w is None else repr(power_w))
             for steps in change.power_schedule:

@@ -7,7 +7,8 @@
 | versions, version_plans, plans | the latest versions of each job's plans; every plan once |
 | ended | what each job that has ended ran, used and saved, as JSON; rows are never deleted |
 | frontiers | every frontier once, with its curve |
-| learnt | the profiles that jobs have learnt, the last one for each key |
+
+A database of 0.2 also has a table `learnt`, which nothing reads.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import Column, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
-from perseus_planner.service.history import Event
+from perseus_planner.service.answers import Event
 from perseus_planner.service.model import Decision, PlanSet, PowerStep, RegisteredJob, Report, Taken
 from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.schemas import from_json, to_json
@@ -66,13 +67,6 @@ version_plans = Table(
 )
 ended = Table(
     "ended", TABLES, Column("id", Integer, primary_key=True), Column("totals", Text, nullable=False)
-)
-learnt = Table(
-    "learnt",
-    TABLES,
-    Column("key", String(256), primary_key=True),
-    Column("profile", Text, nullable=False),
-    Column("at_s", Float, nullable=False, index=True),
 )
 plans = Table(
     "plans",

@@ -23,7 +23,6 @@ from perseus_planner.service.store.storage import Change, Storage, Stored
 if TYPE_CHECKING:
     from perseus_planner.service.answers import JobTotals
     from perseus_planner.service.planning.curves import Curve
-    from perseus_planner.service.schemas import ProfileTexts
     from perseus_planner.service.telemetry import Tally
 
 Result = TypeVar("Result")
@@ -50,7 +49,6 @@ class Draft:
         self.power_w, self.power_schedule = power_w, power_schedule
         self.telemetry: dict[str, Tally] = {}
         self.ended: list[JobTotals] = []
-        self.learnt: dict[str, tuple[ProfileTexts, float]] = {}
         self._before = jobs
         self._changed: dict[str, JobState | None] = {}
 
@@ -99,11 +97,7 @@ class Draft:
         """Return an independent copy."""
         copy = Draft(self._before, self.power_w, self.power_schedule)
         copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
-        copy.telemetry, copy.ended, copy.learnt = (
-            dict(self.telemetry),
-            list(self.ended),
-            dict(self.learnt),
-        )
+        copy.telemetry, copy.ended = dict(self.telemetry), list(self.ended)
         return copy
 
     def change(self, power_w: float | None, power_schedule: tuple[PowerStep, ...]) -> Change:
@@ -114,9 +108,7 @@ class Draft:
         changed = {name: pair for name, pair in jobs.items() if pair[0] != pair[1]}
         budget = () if power_w == self.power_w else (self.power_w,)
         later = () if power_schedule == self.power_schedule else (self.power_schedule,)
-        return Change(
-            changed, self.frontiers, budget, later, self.telemetry, self.ended, self.learnt
-        )
+        return Change(changed, self.frontiers, budget, later, self.telemetry, self.ended)
 
 
 class Writer:

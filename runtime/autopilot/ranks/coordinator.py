@@ -12,10 +12,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.files import sha256
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
 from perseus_planner.runtime.autopilot.ranks.messages import (
@@ -54,8 +53,6 @@ READERS = 64
 
 DIFFERING = 5
 """After so many iterations in which pipelines run different orders, the user is warned."""
-KNOWN_S = 5.0
-"""How long the job trains at full clocks until the service has said what it knows, at most."""
 
 _LOOK_S = 0.02  #: between two looks at the keys
 
@@ -98,21 +95,6 @@ class Places:
         """Return the ranks that observe an iteration."""
         turn = iteration % self.every
         return [rank for rank, (pipeline, _) in self.of.items() if pipeline % self.every == turn]
-
-
-def profile_key(job: JobDescription) -> str:
-    """Return the key of what a job learns: equal for equal shapes of the model, GPUs and
-    parallelism.
-    """
-    ranks = [
-        [
-            told.get("model"),
-            told["gpu"] and told["gpu"][0],
-            sorted({(stage, kind) for stage, kind, _ in told["order"]}),
-        ]
-        for _, told in sorted((job.places[rank][1], told) for rank, told in job.told.items())
-    ]
-    return sha256(json.dumps([job.gpus_per_stage, ranks]).encode())
 
 
 class Coordinator:
@@ -163,10 +145,6 @@ class Coordinator:
             now_s,
         )
         self._exchange, self._gpus_per_node = exchange, gpus_per_node
-        self._description: JobDescription | None = (
-            None  #: that the process is told when the service has answered
-        )
-        self._described_s = 0.0
         self._waits_s: tuple[float, ...] = ()  #: that the process knows
         self._differ_since: int | None = (
             None  #: iteration since which pipelines run different orders
@@ -196,11 +174,7 @@ class Coordinator:
         try:
             if self._process is None and self._backoff.is_due(self._now_s()):
                 self._process = AutopilotProcess()
-                self._orders, self._description, self._waits_s = (
-                    {},
-                    None,
-                    (),
-                )  # so that it is told the job
+                self._orders, self._waits_s = {}, ()  # so that it is told the job
             if self._process is not None:
                 self._take_replies(self._process.messages())
                 if self._now_s() - self._looked_s >= _LOOK_S:
@@ -280,10 +254,8 @@ class Coordinator:
             return
         if self._differ():
             return
-        self._description, self._described_s = self._describe(), self._now_s()
-        if self._exchange is not None:
-            self._exchange.key = profile_key(self._description)
-        self._pass_on(process)
+        process.send(JOB, self._describe().dumps())
+        self._waits_s = ()
 
     def _differ(self) -> bool:
         """Return whether pipelines run different orders."""
@@ -329,17 +301,9 @@ class Coordinator:
         )
 
     def _pass_on(self, process: AutopilotProcess) -> None:
-        """Tell the process the job and what comes from the service: not before it was asked what
-        it knows.
-        """
-        exchange, now_s = self._exchange, self._now_s()
-        if self._description is not None:
-            if exchange is None or exchange.is_answered or now_s - self._described_s > KNOWN_S:
-                known = None if exchange is None else exchange.known
-                process.send(JOB, replace(self._description, known=known).dumps())
-                self._description, self._waits_s = None, ()
-        elif exchange is not None and exchange.waits_s != self._waits_s:
-            self._waits_s = exchange.waits_s
+        """Tell the process what comes from the service."""
+        if self._exchange is not None and self._exchange.waits_s != self._waits_s:
+            self._waits_s = self._exchange.waits_s
             process.send(WAITS, json.dumps(self._waits_s).encode())
 
     def _take_replies(self, messages: Iterable[Message]) -> None:

@@ -32,20 +32,13 @@ class ServiceExchange:
     """Each attribute is set by one side as a whole, and read by the other.
 
     Attributes:
-        key: By the autopilot: what profiles are kept by; None until it is known.
         learnt: By the autopilot: what it has learnt; None for nothing yet.
         status: By the autopilot: what it knew last.
-        known: By the agent: table and YAML, as texts, of the profile that the service has for
-            `key`; None for none.
-        is_answered: By the agent: whether the service was asked for it.
         waits_s: By the agent: for each pipeline, how long it may take beside a slower one, as for
             `Autopilot.wait_for`; empty if all have to be as fast as agreed.
     """
 
     def __init__(self) -> None:
-        self.key: str | None = None
         self.learnt: Learnt | None = None
         self.status = AutopilotStatus()
-        self.known: tuple[str, str] | None = None
-        self.is_answered = False
         self.waits_s: tuple[float, ...] = ()

@@ -250,8 +250,6 @@ class JobDescription:
         sets_clocks: Whether clocks are set; otherwise only full clocks can be observed.
         state: File of what is learnt; None for none.
         gpus_per_node: How many GPUs share the lock of a driver.
-        known: Table and YAML, as texts, of a profile that another job has learnt; counts if there
-            is no file.
         is_shared: Whether a service wants to know what is learnt.
     """
 
@@ -263,7 +261,6 @@ class JobDescription:
     sets_clocks: bool
     state: str | None
     gpus_per_node: int = 8
-    known: tuple[str, str] | None = None
     is_shared: bool = False
 
     def dumps(self) -> bytes:

@@ -113,18 +113,15 @@ class Planner:
         return replies
 
     def save(self) -> list[Message]:
-        """Write what was learnt; return it for the service, and a warning if it cannot be
-        written.
-        """
+        """Write what was learnt; return a warning if it cannot be written."""
         profile = self._learned()
         if profile is None:
             return []
-        replies = self._learnt_message(profile)
         try:
             self._state.save(profile)
         except PlannerError as error:
-            replies.append((WARNING, f"what was learnt cannot be saved: {error}".encode()))
-        return replies
+            return [(WARNING, f"what was learnt cannot be saved: {error}".encode())]
+        return []
 
     def _learnt_message(self, profile: Profile | None) -> list[Message]:
         if (
@@ -173,7 +170,7 @@ class Planner:
             )
             learned = self._learned()
             self._state = State(None if job.state is None else Path(job.state))
-            prior, notes = self._state.prior_of(described, learned, job.known)
+            prior, notes = self._state.prior_of(described, learned)
             self._schedule = grid_text(schedule)
             self._prior = prior
             self._autopilot = Autopilot(described, AutopilotSettings(**job.settings), prior)
@@ -313,32 +310,29 @@ class State:
             profile.save(self._path)
 
     def prior_of(
-        self, job: AutopilotJob, learned: Profile | None, known: tuple[str, str] | None = None
+        self, job: AutopilotJob, learned: Profile | None
     ) -> tuple[Profile | None, list[str]]:
         """Return what is known of this job's stages and GPUs, and what there is to say of it.
 
         Args:
             job: The job.
             learned: What this process has learnt before, by another order; None if nothing.
-            known: Table and YAML, as texts, of a profile that the service has; counts if there is
-                no file.
         """
         if learned is not None and _difference(learned, job) is None:
             return learned, []
-        path = self._path if self._path is not None and self._path.exists() else None
-        if path is None and known is None:
+        path = self._path
+        if path is None or not path.exists():
             return None, []
-        place = path or "the service"
         try:
-            found = Profile.load(path) if path is not None else profile_of(*(known or ()))
+            found = Profile.load(path)
         except PlannerError as error:
             return None, [f"what was learnt before is not used: {error}"]
         difference = _difference(found, job)
         if difference is not None:
-            return None, [f"what was learnt before is not used: {place} {difference}"]
+            return None, [f"what was learnt before is not used: {path} {difference}"]
         rows = sum(map(len, found.measurements.values()))
         return found, [
-            f"the autopilot begins with {rows} rows that were learnt before, from {place}"
+            f"the autopilot begins with {rows} rows that were learnt before, from {path}"
         ]
 
 
@@ -348,19 +342,6 @@ def texts_of(profile: Profile) -> tuple[str, str]:
         path = Path(folder, "profile.yaml")
         profile.save(path)
         return path.with_suffix(".csv").read_text(), path.read_text()
-
-
-def profile_of(profile_csv: str, profile_yaml: str) -> Profile:
-    """Return the profile of these texts, as `texts_of` returned them.
-
-    Raises:
-        ProfileError: If they are not a profile.
-    """
-    with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
-        path = Path(folder, "profile.yaml")
-        path.write_text(profile_yaml)
-        path.with_suffix(".csv").write_text(profile_csv)
-        return Profile.load(path)
 
 
 def _difference(found: Profile, job: AutopilotJob) -> str | None:

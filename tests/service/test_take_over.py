@@ -1,10 +1,7 @@
-"""What jobs in autopilot leave at the service: profiles for the next job, and a frontier that
-grows while they run.
-"""
+"""A job that goes on with another frontier: its reports and totals stay."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,9 @@ from services import PIPELINES, Clock, at_once, baseline_s, frontier_file, job, 
 from perseus_planner.errors import ServiceRefusal
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.http.server import Address, serving
-from perseus_planner.service.model import Conflict, UnknownProfile
-from perseus_planner.service.schemas import Counters, ProfileTexts, Registration
+from perseus_planner.service.model import Conflict
+from perseus_planner.service.schemas import Counters, Registration
 from perseus_planner.service.service import Service
-from perseus_planner.service.store import storage as storage_module
 from perseus_planner.service.store.storage import Storage
 
 pytest.importorskip("httpx")
@@ -54,30 +50,6 @@ def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tm
         assert service.plans("gpt", 0) == texts
         with pytest.raises(Exception, match="has no frontier"):
             storage.frontier(before.job.frontier)
-
-
-def test_a_profile_is_kept_for_the_next_job_with_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(storage_module, "PROFILES_KEPT", 2)
-    clock, large = Clock(), ProfileTexts("stage\n" * 100_000, "gpu: a GPU\n")
-    with (
-        Storage(tmp_path / "service.sqlite") as storage,
-        Service(storage, now_s=clock, run=at_once) as service,
-        serving(service, Address(port=0)) as url,
-        Client(url) as client,
-    ):
-        with pytest.raises(ServiceRefusal, match="no profile was learnt for 'a' yet") as refused:
-            client.learnt_profile("a")
-        assert refused.value.status == 404
-        for key in ("a", "b", "a", "c"):
-            clock.now_s += 1.0
-            client.keep_profile(key, replace(large, profile_yaml=f"gpu: {key} at {clock.now_s}\n"))
-        assert client.learnt_profile("a") == replace(
-            large, profile_yaml=f"gpu: a at {clock.now_s - 1.0}\n"
-        )
-        with pytest.raises(UnknownProfile):
-            service.learnt_profile("b")
 
 
 def test_a_registration_over_http_takes_over(tmp_path: Path):
