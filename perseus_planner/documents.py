@@ -33,23 +33,14 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Document:
-    """A mapping in a YAML file: the top-level one, or one inside it.
+    """A mapping in a YAML file: the top-level one, or one inside it."""
 
-    Attributes:
-        path: the file.
-        values: key -> value.
-        lines: key -> line number, from 1.
-        error: the type of error that the methods raise.
-        within: the key under which the mapping stands; empty for the top-level one.
-        line: the line on which the mapping begins, from 1.
-    """
-
-    path: Path
-    values: Mapping[str, Any]
-    lines: Mapping[str, int]
-    error: type[PlannerError]
-    within: str = ""
-    line: int = 1
+    path: Path  #: the file
+    values: Mapping[str, Any]  #: key -> value
+    lines: Mapping[str, int]  #: key -> line number, from 1
+    error: type[PlannerError]  #: the type of error that the methods raise
+    within: str = ""  #: the key under which the mapping stands; empty for the top-level one
+    line: int = 1  #: the line on which the mapping begins, from 1
     _nodes: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def where(self, key: str) -> str:

@@ -100,18 +100,12 @@ def child_environment() -> dict[str, str]:
 class ProcessDescription:
     """A process as messages name it. Nothing is decided by it: containers number processes
     separately.
-
-    Attributes:
-        pid: Process number.
-        host: Host name, which containers have of their own.
-        user: Name of the user.
-        command: Command line, printable, shortened if it is long.
     """
 
-    pid: int
-    host: str
-    user: str
-    command: str
+    pid: int  #: Process number
+    host: str  #: Host name, which containers have of their own
+    user: str  #: Name of the user
+    command: str  #: Command line, printable, shortened if it is long
 
     def __str__(self) -> str:
         """Describe the process in a message."""

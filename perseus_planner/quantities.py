@@ -22,17 +22,13 @@ class Rule(NamedTuple):
     """What a number must be.
 
     Attributes:
-        number_type: int or float.
-        zero: whether 0 is allowed.
-        wanted: what the number must be, in words; completes the sentence "5 is not ...".
-        negative: whether numbers below 0 are allowed.
         least, most: the smallest and the largest number that are allowed.
     """
 
-    number_type: Callable[[Any], float]
-    zero: bool
-    wanted: str
-    negative: bool = False
+    number_type: Callable[[Any], float]  #: int or float
+    zero: bool  #: whether 0 is allowed
+    wanted: str  #: what the number must be, in words; completes the sentence "5 is not ..."
+    negative: bool = False  #: whether numbers below 0 are allowed
     most: float = math.inf
     least: float = -math.inf
 

@@ -45,15 +45,10 @@ _WANTED = "a torch module, a sample input of one microbatch, and the loss of the
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """A user's function that builds stages.
+    """A user's function that builds stages."""
 
-    Attributes:
-        text: Its name, "package.module:function".
-        function: The function.
-    """
-
-    text: str
-    function: Callable[..., Any]
+    text: str  #: Its name, "package.module:function"
+    function: Callable[..., Any]  #: The function
 
     @classmethod
     def load(cls, text: str, folder: Path | None = None) -> StageBuilder:

@@ -31,16 +31,13 @@ _TINY, _SINGULAR = 1e-300, 1e-6
 
 
 class Doubt(NamedTuple):
-    """How far the saving is known.
+    """How far the saving is known."""
 
-    Attributes:
-        share: Half of the 90 % interval of the share of energy that plans save, the mean over the
-            prices of time. It is cautious: a wrong time counts at its price, and rows of different
-            settings do not average out.
-        setting: The setting to measure next, perhaps again; None if no other measurement helps.
-    """
-
+    #: Half of the 90 % interval of the share of energy that plans save, the mean over the prices of
+    #: time. It is cautious: a wrong time counts at its price, and rows of different settings do not
+    #: average out.
     share: float
+    #: The setting to measure next, perhaps again; None if no other measurement helps.
     setting: int | None
 
 

@@ -30,20 +30,14 @@ _COPIED = 1 << 28  # bytes of the copy
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        shapes: The model with each tensor degree, which divides the ranks, microbatch and
-            recomputation.
-        repetitions: How often each is timed, after as many runs to warm up, but at most three.
-        exchange_bytes: Sizes of the two all-reduces.
-        copied_bytes: Size of the copy.
-    """
-
+    #: The model with each tensor degree, which divides the ranks, microbatch and recomputation.
     shapes: Sequence[Transformer]
+    #: How often each is timed, after as many runs to warm up, but at most three.
     repetitions: int = 10
-    exchange_bytes: tuple[int, int] = _EXCHANGES
-    copied_bytes: int = _COPIED
+    exchange_bytes: tuple[int, int] = _EXCHANGES  #: Sizes of the two all-reduces
+    copied_bytes: int = _COPIED  #: Size of the copy
 
 
 def measure_kernels(plan: KernelPlan, system: System) -> System:

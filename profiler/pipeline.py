@@ -31,15 +31,10 @@ _logger = logging.getLogger("perseus_planner.profiler")
 
 @dataclass
 class Profiling:
-    """The profiling in progress inside the block of `profile_pipeline`.
+    """The profiling in progress inside the block of `profile_pipeline`."""
 
-    Attributes:
-        profile: After the block, on rank 0, the profile; None on other ranks.
-        problem: After the block, why there is no profile, if the stages cannot be measured; None if
-            they can.
-    """
-
-    profile: Profile | None = None
+    profile: Profile | None = None  #: After the block, on rank 0, the profile; None on other ranks
+    #: After the block, why there is no profile, if the stages cannot be measured; None if they can.
     problem: str | None = None
     _loss: MegatronLoss = field(default_factory=MegatronLoss, repr=False)
 

@@ -60,75 +60,45 @@ _SLOW = 1.10  # times the median of all ranks
 
 @dataclass(frozen=True)
 class LoadRun:
-    """The load at one setting.
+    """The load at one setting."""
 
-    Attributes:
-        precision: "fp32", or "bf16" for float32 under autocast in bfloat16.
-        locked_mhz: The SM clock that was locked, MHz; None if none was.
-        achieved_mhz: The SM clock that was achieved, MHz.
-        time_s: Time of one matrix product, seconds.
-        power_w: Mean power, watts.
-        throttle: Throttle reasons.
-    """
-
-    precision: str
-    locked_mhz: int | None
-    achieved_mhz: float
-    time_s: float
-    power_w: float
-    throttle: tuple[str, ...]
+    precision: str  #: "fp32", or "bf16" for float32 under autocast in bfloat16
+    locked_mhz: int | None  #: The SM clock that was locked, MHz; None if none was
+    achieved_mhz: float  #: The SM clock that was achieved, MHz
+    time_s: float  #: Time of one matrix product, seconds
+    power_w: float  #: Mean power, watts
+    throttle: tuple[str, ...]  #: Throttle reasons
 
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """What one rank found.
+    """What one rank found."""
 
-    Attributes:
-        rank: The rank.
-        node: The name of its node.
-        gpu: Text that opens its GPU; empty if it could not be opened.
-        name: The name of the GPU; empty if it could not be opened.
-        locks: Whether its clock can be locked; None if that was not tried, or failed for another
-            reason.
-        size: The number of rows of the matrices of the load.
-        counter_step_s: Time between two moves of the energy counter, seconds; None if it cannot be
-            used.
-        runs: The load at each setting.
-        free_bytes: Free memory of the GPU before the load; None on the CPU.
-        total_bytes: The memory of the GPU; None on the CPU.
-        received: The messages of the neighbours.
-        problems: What keeps this rank from being profiled, and what to do.
-        remarks: What else to know, and what to do.
-    """
-
-    rank: int
-    node: str
-    gpu: str = ""
-    name: str = ""
+    rank: int  #: The rank
+    node: str  #: The name of its node
+    gpu: str = ""  #: Text that opens its GPU; empty if it could not be opened
+    name: str = ""  #: The name of the GPU; empty if it could not be opened
+    #: Whether its clock can be locked; None if that was not tried, or failed for another reason.
     locks: bool | None = None
-    size: int = 0
+    size: int = 0  #: The number of rows of the matrices of the load
+    #: Time between two moves of the energy counter, seconds; None if it cannot be used.
     counter_step_s: float | None = None
-    runs: tuple[LoadRun, ...] = ()
-    free_bytes: int | None = None
-    total_bytes: int | None = None
-    received: tuple[Message, ...] = ()
-    problems: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
+    runs: tuple[LoadRun, ...] = ()  #: The load at each setting
+    free_bytes: int | None = None  #: Free memory of the GPU before the load; None on the CPU
+    total_bytes: int | None = None  #: The memory of the GPU; None on the CPU
+    received: tuple[Message, ...] = ()  #: The messages of the neighbours
+    problems: tuple[str, ...] = ()  #: What keeps this rank from being profiled, and what to do
+    remarks: tuple[str, ...] = ()  #: What else to know, and what to do
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What all ranks found.
+    """What all ranks found."""
 
-    Attributes:
-        ranks: Each rank's.
-        has_passed: Whether no rank has a problem.
-        is_stuck: Whether this process waits for a message that does not come, and cannot leave its
-            process group.
-    """
-
-    ranks: tuple[RankRehearsal, ...]
-    has_passed: bool
+    ranks: tuple[RankRehearsal, ...]  #: Each rank's
+    has_passed: bool  #: Whether no rank has a problem
+    #: Whether this process waits for a message that does not come, and cannot leave its process
+    #: group.
     is_stuck: bool
 
 

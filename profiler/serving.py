@@ -57,25 +57,18 @@ class Shape(NamedTuple):
 class ServingSettings:
     """How requests are measured.
 
-    Attributes:
-        shapes: Classes of requests.
-        batches: How many requests are sent at once.
-        control: What is set: "clock", "power-limit", or "observed" to set nothing.
-        settings: Clocks in MHz or power limits in watts, highest first; empty for six, down to 40 %
-            of the highest.
-        window_s: The minimum length of a window, seconds.
-        windows: Number of windows of each measurement.
-
     Raises:
         UsageError: If a value is out of range.
     """
 
-    shapes: tuple[Shape, ...]
-    batches: tuple[int, ...] = (1,)
-    control: str = "clock"
+    shapes: tuple[Shape, ...]  #: Classes of requests
+    batches: tuple[int, ...] = (1,)  #: How many requests are sent at once
+    control: str = "clock"  #: What is set: "clock", "power-limit", or "observed" to set nothing
+    #: Clocks in MHz or power limits in watts, highest first; empty for six, down to 40 % of the
+    #: highest.
     settings: tuple[int, ...] = ()
-    window_s: float = 10.0
-    windows: int = 3
+    window_s: float = 10.0  #: The minimum length of a window, seconds
+    windows: int = 3  #: Number of windows of each measurement
 
     def __post_init__(self) -> None:
         check_fields(self, {"window_s": TIME, "windows": COUNT})
@@ -91,35 +84,24 @@ class ServingSettings:
 
 @dataclass(frozen=True)
 class ServedRow:
-    """What requests of one class cost at one setting; seconds and joules, all GPUs together.
+    """What requests of one class cost at one setting; seconds and joules, all GPUs together."""
 
-    Attributes:
-        shape: The class of requests.
-        batch: How many were sent at once.
-        tensor_degree: Number of GPUs.
-        setting: Clock in MHz or power limit in watts; the achieved clock if nothing is set.
-        time_s: Time of a round.
-        energy_j: Energy of one request.
-        error_j: Its error at most: what the energy counters did not show at the edges of windows.
-        prefill_j: Energy of one request up to its first token.
-        ttft_p50_s, ttft_p95_s: Time to the first token.
-        tbt_p50_s, tbt_p95_s: Time between tokens; None if there is one token.
-        idle_w: Power of the GPUs without requests.
-    """
-
-    shape: Shape
-    batch: int
-    tensor_degree: int
-    setting: int
-    time_s: float
-    energy_j: float
+    shape: Shape  #: The class of requests
+    batch: int  #: How many were sent at once
+    tensor_degree: int  #: Number of GPUs
+    setting: int  #: Clock in MHz or power limit in watts; the achieved clock if nothing is set
+    time_s: float  #: Time of a round
+    energy_j: float  #: Energy of one request
+    #: Its error at most: what the energy counters did not show at the edges of windows.
     error_j: float
-    prefill_j: float
+    prefill_j: float  #: Energy of one request up to its first token
+    #: Time to the first token.
     ttft_p50_s: float
     ttft_p95_s: float
+    #: Time between tokens; None if there is one token.
     tbt_p50_s: float | None
     tbt_p95_s: float | None
-    idle_w: float
+    idle_w: float  #: Power of the GPUs without requests
 
     @property
     def tokens_per_s(self) -> float:

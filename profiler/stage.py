@@ -31,59 +31,44 @@ call has them equal.
 
 @dataclass(frozen=True)
 class TimedRun:
-    """How one kind of computation is run to be measured.
+    """How one kind of computation is run to be measured."""
 
-    Attributes:
-        run: Runs the computation.
-        includes: A kind of the same stage that each repetition of `run` also runs once. Its time
-            and energy are subtracted: "F" where a backward cannot run without its forward. None if
-            `run` runs nothing else.
-    """
-
-    run: Run
+    run: Run  #: Runs the computation
+    #: A kind of the same stage that each repetition of `run` also runs once. Its time and energy
+    #: are subtracted: "F" where a backward cannot run without its forward. None if `run` runs
+    #: nothing else.
     includes: str | None = None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage on one GPU, ready to be measured.
+    """A pipeline stage on one GPU, ready to be measured."""
 
-    Attributes:
-        runs: How to run each kind, named as in `Profile.measurements`. A kind comes after the one
-            that it includes.
-        synchronize: Returns when the GPU has finished everything that was launched.
-        block: Blocks the GPU on its neighbour; None if the stage has no neighbour.
-    """
-
+    #: How to run each kind, named as in `Profile.measurements`. A kind comes after the one that it
+    #: includes.
     runs: Mapping[str, TimedRun]
+    #: Returns when the GPU has finished everything that was launched.
     synchronize: Callable[[], None]
+    #: Blocks the GPU on its neighbour; None if the stage has no neighbour.
     block: Block | None = None
 
 
 @dataclass(frozen=True)
 class StageRows:
-    """The measurements of one stage. It can be pickled, so ranks can send it to each other.
+    """The measurements of one stage. It can be pickled, so ranks can send it to each other."""
 
-    Attributes:
-        stage: The number of the stage.
-        measurements: Kind -> rows, highest setting first. Times are the longest of the stage's
-            GPUs, energies sums.
-        blocking_power_w: Power of the stage's GPUs while they wait for a neighbour, watts in all;
-            None if the stage has no neighbour.
-        gpus: How many GPUs share the stage.
-        gpu: The name of these GPUs.
-        origin: "measured" or "simulated".
-        control: What was set for each row.
-        conditions: How the rows were measured, as in `Profile.conditions`.
-    """
-
-    stage: int
+    stage: int  #: The number of the stage
+    #: Kind -> rows, highest setting first. Times are the longest of the stage's GPUs, energies
+    #: sums.
     measurements: Mapping[str, tuple[Measurement, ...]]
+    #: Power of the stage's GPUs while they wait for a neighbour, watts in all; None if the stage
+    #: has no neighbour.
     blocking_power_w: float | None
-    gpus: int
-    gpu: str
-    origin: str
-    control: str
+    gpus: int  #: How many GPUs share the stage
+    gpu: str  #: The name of these GPUs
+    origin: str  #: "measured" or "simulated"
+    control: str  #: What was set for each row
+    #: How the rows were measured, as in `Profile.conditions`.
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 

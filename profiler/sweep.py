@@ -33,32 +33,26 @@ _LEAST_SETTINGS = 2  # with one, no plan could save anything
 class SweepSettings:
     """How a stage is measured.
 
-    Attributes:
-        control: What is set for each row: "clock", "power-limit", or "observed" to set nothing and
-            measure one row of each kind.
-        full: Whether to measure at every setting, instead of at as few as a plan needs.
-        minutes: How long each GPU measures at most, minutes, all of its stages together; None for
-            no limit. The row in progress is finished, and two settings are always measured.
-        saving_within: How far the share of energy that plans save is to be known, such as 0.003:
-            settings are measured, and measured again, until half of its 90 % interval is no more.
-            With neither this nor `minutes`, at most 12 settings are measured, each once.
-        window_s: The minimum length of a measuring window, seconds.
-        cool_down_s: The longest wait for the GPU to cool down before each setting, seconds.
-        seed: Draws when, after an update of the energy counter, each window begins.
-        allow_hot: Whether to keep rows for which the GPU was too hot, also when they were measured
-            again.
-
     Raises:
         UsageError: If a value is out of range.
     """
 
+    #: What is set for each row: "clock", "power-limit", or "observed" to set nothing and measure
+    #: one row of each kind.
     control: str = "clock"
-    full: bool = False
-    window_s: float = 5.0
+    full: bool = False  #: Whether to measure at every setting, instead of at as few as a plan needs
+    window_s: float = 5.0  #: The minimum length of a measuring window, seconds
+    #: The longest wait for the GPU to cool down before each setting, seconds.
     cool_down_s: float = 5.0
-    seed: int = 0
+    seed: int = 0  #: Draws when, after an update of the energy counter, each window begins
+    #: Whether to keep rows for which the GPU was too hot, also when they were measured again.
     allow_hot: bool = False
+    #: How long each GPU measures at most, minutes, all of its stages together; None for no limit.
+    #: The row in progress is finished, and two settings are always measured.
     minutes: float | None = None
+    #: How far the share of energy that plans save is to be known, such as 0.003: settings are
+    #: measured, and measured again, until half of its 90 % interval is no more. With neither this
+    #: nor `minutes`, at most 12 settings are measured, each once.
     saving_within: float | None = None
 
     def __post_init__(self) -> None:
@@ -148,18 +142,12 @@ def measure_stage(
 
 @dataclass(frozen=True)
 class _SweepResult:
-    """What a sweep measured.
+    """What a sweep measured."""
 
-    Attributes:
-        rows: All rows.
-        blocking_w: Setting -> power of the blocked GPUs, watts; empty if the stage has no
-            neighbour.
-        doubt: As in `Choice`.
-    """
-
-    rows: RowTable
+    rows: RowTable  #: All rows
+    #: Setting -> power of the blocked GPUs, watts; empty if the stage has no neighbour.
     blocking_w: Mapping[int, float]
-    doubt: float | None
+    doubt: float | None  #: As in `Choice`
 
 
 @dataclass

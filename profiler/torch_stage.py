@@ -38,17 +38,12 @@ _NOTHING_S = 10e-6
 
 @dataclass(frozen=True)
 class _Step:
-    """How to run one kind once.
+    """How to run one kind once."""
 
-    Attributes:
-        run: Runs it once.
-        prepare: Runs before the first of several runs; not part of the kind.
-        includes: As in `TimedRun`.
-    """
-
-    run: Callable[[], object]
+    run: Callable[[], object]  #: Runs it once
+    #: Runs before the first of several runs; not part of the kind.
     prepare: Callable[[], object] = lambda: None
-    includes: str | None = None
+    includes: str | None = None  #: As in `TimedRun`
 
 
 @contextmanager

@@ -56,24 +56,15 @@ _MAX_JUMP_C = 8.0  # a window in which the temperature changes by more is not co
 
 @dataclass(frozen=True)
 class Window:
-    """One measuring window: the mean of its repetitions, and samples of the GPU while they ran.
+    """One measuring window: the mean of its repetitions, and samples of the GPU while they ran."""
 
-    Attributes:
-        time_s: Time of one repetition, seconds.
-        energy_j: Energy of one repetition, joules.
-        achieved_mhz: Mean SM clock.
-        temperature_c: Highest temperature.
-        jump_c: Difference of the highest and the lowest temperature.
-        throttle: Throttle reasons that were sampled or counted.
-        has_idled: Whether the GPU idled in between, as it was faster than when it warmed up.
-    """
-
-    time_s: float
-    energy_j: float
-    achieved_mhz: float
-    temperature_c: float
-    jump_c: float
-    throttle: frozenset[str]
+    time_s: float  #: Time of one repetition, seconds
+    energy_j: float  #: Energy of one repetition, joules
+    achieved_mhz: float  #: Mean SM clock
+    temperature_c: float  #: Highest temperature
+    jump_c: float  #: Difference of the highest and the lowest temperature
+    throttle: frozenset[str]  #: Throttle reasons that were sampled or counted
+    #: Whether the GPU idled in between, as it was faster than when it warmed up.
     has_idled: bool = False
 
     @property

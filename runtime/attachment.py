@@ -113,19 +113,12 @@ class NodeController:
 
 @dataclass(frozen=True)
 class Attachment:
-    """A rank's part in the clock controller of its node.
+    """A rank's part in the clock controller of its node."""
 
-    Attributes:
-        controller: The controller.
-        connection: Connection to it; None if there is none.
-        gpu: The controller's description of the rank's GPU.
-        problem: Why no clock can be set; None if clocks can be set.
-    """
-
-    controller: NodeController
-    connection: Connection | None
-    gpu: AttachReply | None
-    problem: str | None
+    controller: NodeController  #: The controller
+    connection: Connection | None  #: Connection to it; None if there is none
+    gpu: AttachReply | None  #: The controller's description of the rank's GPU
+    problem: str | None  #: Why no clock can be set; None if clocks can be set
 
 
 def attach(controller: NodeController, gpu: str, control: Control, stack: ExitStack) -> Attachment:

@@ -78,20 +78,15 @@ class RankProgram(Protocol):
 class Program:
     """The part of a plan that one rank runs in an iteration; see `RankProgram`.
 
-    Attributes:
-        version: Number of the plan in this job: 1 for the first, 2 for the next, and so on.
-        plan: The plan.
-        rank: Rank of the plan's schedule.
-        max_changes: How many clock changes an iteration may have, for a node that cannot make those
-            of the plan. None for the plan's clocks.
-
     Raises:
         PlanError: If the schedule has no such rank.
     """
 
-    version: int
-    plan: Plan
-    rank: int
+    version: int  #: Number of the plan in this job: 1 for the first, 2 for the next, and so on
+    plan: Plan  #: The plan
+    rank: int  #: Rank of the plan's schedule
+    #: How many clock changes an iteration may have, for a node that cannot make those of the plan.
+    #: None for the plan's clocks.
     max_changes: int | None = None
 
     def __post_init__(self) -> None:

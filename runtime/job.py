@@ -29,20 +29,15 @@ _DONE_PAUSE_S = 0.01
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What all ranks share.
+    """What all ranks share."""
 
-    Attributes:
-        store: The torch.distributed store of the job, under a prefix that no other runtime uses.
-        rank: Rank of this process, from 0.
-        ranks: Number of ranks.
-        own_store: The same store, for background threads: through a connection of its own, because
-            a connection serves one operation at a time, and training may wait on its own for a key.
-            In a torch whose stores cannot be cloned, it is `store`.
-    """
-
+    #: The torch.distributed store of the job, under a prefix that no other runtime uses.
     store: Store
-    rank: int
-    ranks: int
+    rank: int  #: Rank of this process, from 0
+    ranks: int  #: Number of ranks
+    #: The same store, for background threads: through a connection of its own, because a connection
+    #: serves one operation at a time, and training may wait on its own for a key. In a torch whose
+    #: stores cannot be cloned, it is `store`.
     own_store: Store = field(init=False)
 
     def __post_init__(self) -> None:

@@ -36,19 +36,13 @@ def parse_clock_request(request: int) -> tuple[int | None, int]:
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """When one iteration ran on this rank, in nanoseconds of the monotonic clock.
+    """When one iteration ran on this rank, in nanoseconds of the monotonic clock."""
 
-    Attributes:
-        number: Number of the iteration.
-        begin_ns: When it began.
-        spans_ns: (begin, end) of each computation, in the order in which they ran.
-        end_ns: When it ended.
-    """
-
-    number: int
-    begin_ns: int
+    number: int  #: Number of the iteration
+    begin_ns: int  #: When it began
+    #: (begin, end) of each computation, in the order in which they ran.
     spans_ns: tuple[tuple[int, int], ...]
-    end_ns: int
+    end_ns: int  #: When it ended
 
 
 class Marks(Protocol):

@@ -41,54 +41,35 @@ REFUSAL_S = 10.0
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """What the caller of `planner_runtime` chose.
+    """What the caller of `planner_runtime` chose."""
 
-    Attributes:
-        plan: The plan or its file, or None for the autopilot; that of rank 0 counts.
-        gpu: The GPU, as for `gpu_text`.
-        dry_run: See `planner_runtime`.
-        max_changes_per_s: See `planner_runtime`.
-        record: The run folder; None to record nothing.
-        served: The job as a service should know it; None without a service. That of rank 0 counts.
-    """
-
+    #: The plan or its file, or None for the autopilot; that of rank 0 counts.
     plan: GivenPlan | None
-    gpu: str
-    dry_run: bool
-    max_changes_per_s: float
-    record: Path | None = None
+    gpu: str  #: The GPU, as for `gpu_text`
+    dry_run: bool  #: See `planner_runtime`
+    max_changes_per_s: float  #: See `planner_runtime`
+    record: Path | None = None  #: The run folder; None to record nothing
+    #: The job as a service should know it; None without a service. That of rank 0 counts.
     served: ServiceSettings | None = None
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank knows when it begins to train.
+    """What a rank knows when it begins to train."""
 
-    Attributes:
-        engine: The adapter of its engine.
-        pipeline: Number of its data-parallel pipeline, from 0.
-        pipelines: Number of pipelines.
-        program: What it runs by; None if there is no plan.
-        control: What is set on its GPU, whichever plan comes later.
-        attachment: Its part in the clock controller of its node.
-        attempt: The attempt of the job, for the run folder; None if rank 0 is missing.
-        share: Its part in the looks of its node for new plans.
-        places: For each rank of the job, its pipeline and its rank there; None for absent ranks.
-        has_autopilot: Whether the autopilot makes the programs.
-        neighbours: Number of ranks on its node, itself included.
-    """
-
-    engine: Engine
-    pipeline: int
-    pipelines: int
-    program: Program | None
-    control: Control
-    attachment: attachment.Attachment
+    engine: Engine  #: The adapter of its engine
+    pipeline: int  #: Number of its data-parallel pipeline, from 0
+    pipelines: int  #: Number of pipelines
+    program: Program | None  #: What it runs by; None if there is no plan
+    control: Control  #: What is set on its GPU, whichever plan comes later
+    attachment: attachment.Attachment  #: Its part in the clock controller of its node
+    #: The attempt of the job, for the run folder; None if rank 0 is missing.
     attempt: Attempt | None
-    share: NodeShare
+    share: NodeShare  #: Its part in the looks of its node for new plans
+    #: For each rank of the job, its pipeline and its rank there; None for absent ranks.
     places: Sequence[tuple[int, int] | None]
-    has_autopilot: bool
-    neighbours: int
+    has_autopilot: bool  #: Whether the autopilot makes the programs
+    neighbours: int  #: Number of ranks on its node, itself included
 
 
 @dataclass(frozen=True)
@@ -113,10 +94,10 @@ class _Step:
 
     Attributes:
         value: What this rank sends to the others.
-        responses: What each rank has sent; None for a rank that was too late.
     """
 
     value = b""
+    #: What each rank has sent; None for a rank that was too late.
     responses: Sequence[bytes | None] = ()
 
 

@@ -44,15 +44,10 @@ class Refusal(click.ClickException):
 
 
 class Commands(click.Group):
-    """Commands in sections; turns exceptions into exit codes.
+    """Commands in sections; turns exceptions into exit codes."""
 
-    Attributes:
-        sections: Heading -> the names of the commands under it, in order.
-        for_a_file: The command that runs if a job file is named instead of a command.
-    """
-
-    sections: dict[str, list[str]]
-    for_a_file: click.Command
+    sections: dict[str, list[str]]  #: Heading -> the names of the commands under it, in order
+    for_a_file: click.Command  #: The command that runs if a job file is named instead of a command
 
     def add_section(self, heading: str, *commands: click.Command) -> None:
         """Add commands under a heading of the help."""

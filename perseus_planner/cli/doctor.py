@@ -36,19 +36,12 @@ class GpuDiagnosis:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On how many GPUs what works; planning always does.
+    """On how many GPUs what works; planning always does."""
 
-    Attributes:
-        gpus: Number of GPUs, with those that cannot be read.
-        observe: On how many energy can be measured, as `--observe` and the dashboard need.
-        set_clocks: On how many clocks can be set; None if that was not tried.
-        profile: On how many both; the former alone if setting was not tried.
-    """
-
-    gpus: int
-    observe: int
-    set_clocks: int | None
-    profile: int
+    gpus: int  #: Number of GPUs, with those that cannot be read
+    observe: int  #: On how many energy can be measured, as `--observe` and the dashboard need
+    set_clocks: int | None  #: On how many clocks can be set; None if that was not tried
+    profile: int  #: On how many both; the former alone if setting was not tried
 
 
 @click.command(

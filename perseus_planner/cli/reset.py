@@ -13,19 +13,12 @@ from perseus_planner.errors import GpuError, UsageError
 
 @dataclass(frozen=True)
 class GpuReset:
-    """The result for one GPU.
+    """The result for one GPU."""
 
-    Attributes:
-        gpu: Text that opens the GPU.
-        name: Name of the GPU; None if it cannot be opened.
-        left_by: Dead process that left the GPU set; None if there is no record of one.
-        problem: Why the GPU is not reset, and what to do; None if it is reset.
-    """
-
-    gpu: str
-    name: str | None
-    left_by: str | None
-    problem: str | None
+    gpu: str  #: Text that opens the GPU
+    name: str | None  #: Name of the GPU; None if it cannot be opened
+    left_by: str | None  #: Dead process that left the GPU set; None if there is no record of one
+    problem: str | None  #: Why the GPU is not reset, and what to do; None if it is reset
 
 
 @click.command(

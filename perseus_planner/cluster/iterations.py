@@ -26,17 +26,11 @@ Table = Mapping[int, Measurement]
 
 
 class ReplayedIteration(NamedTuple):
-    """One replayed iteration of one pipeline.
+    """One replayed iteration of one pipeline."""
 
-    Attributes:
-        time_s: iteration time with the calibrated overhead, seconds.
-        busy_s: (ranks,) time for which the GPUs of each rank work, seconds.
-        busy_j: (ranks,) energy of that work over all GPUs of the rank, joules.
-    """
-
-    time_s: float
-    busy_s: NDArray[np.float64]
-    busy_j: NDArray[np.float64]
+    time_s: float  #: iteration time with the calibrated overhead, seconds
+    busy_s: NDArray[np.float64]  #: (ranks,) time for which the GPUs of each rank work, seconds
+    busy_j: NDArray[np.float64]  #: (ranks,) energy of that work over all GPUs of the rank, joules
 
 
 class IterationReplays:

@@ -39,24 +39,17 @@ Floats = NDArray[np.float64]
 class Cluster:
     """A training job on a cluster, with its stragglers.
 
-    Attributes:
-        frontier: the frontier of each pipeline; all pipelines are alike.
-        pipelines: number of data-parallel pipelines.
-        iterations: number of iterations that the job runs.
-        stragglers: in any order. The slowdowns of stragglers that hit the same stage at once are
-            multiplied.
-        delay_s: how late a policy learns of a change, seconds, 0 or more.
-
     Raises:
         UsageError: If a number is out of range, or a straggler names a pipeline or stage that does
             not exist.
     """
 
-    frontier: Frontier
-    pipelines: int
-    iterations: int
+    frontier: Frontier  #: the frontier of each pipeline; all pipelines are alike
+    pipelines: int  #: number of data-parallel pipelines
+    iterations: int  #: number of iterations that the job runs
+    #: in any order. The slowdowns of stragglers that hit the same stage at once are multiplied.
     stragglers: Sequence[Straggler] = ()
-    delay_s: float = 1.0
+    delay_s: float = 1.0  #: how late a policy learns of a change, seconds, 0 or more
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stragglers", tuple(self.stragglers))
@@ -81,24 +74,16 @@ class Cluster:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The result of a job under one policy. All GPUs of a rank do the same.
+    """The result of a job under one policy. All GPUs of a rank do the same."""
 
-    Attributes:
-        policy: name of the policy.
-        iterations: number of iterations.
-        time_s: time of all iterations, seconds.
-        busy_s: (pipelines, ranks) time for which each GPU of a rank works, seconds. It is idle for
-            the rest.
-        energy_per_gpu_j: (pipelines, ranks) energy of each GPU of a rank, waiting included, joules.
-        gpus_per_stage: number of GPUs of a rank.
-    """
-
-    policy: str
-    iterations: int
-    time_s: float
+    policy: str  #: name of the policy
+    iterations: int  #: number of iterations
+    time_s: float  #: time of all iterations, seconds
+    #: (pipelines, ranks) time for which each GPU of a rank works, seconds. It is idle for the rest.
     busy_s: Floats
+    #: (pipelines, ranks) energy of each GPU of a rank, waiting included, joules.
     energy_per_gpu_j: Floats
-    gpus_per_stage: int
+    gpus_per_stage: int  #: number of GPUs of a rank
 
     @property
     def idle_s(self) -> Floats:

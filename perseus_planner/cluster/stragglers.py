@@ -40,23 +40,16 @@ _STAGE = STAGE._replace(
 class Straggler:
     """A pipeline, or one stage of it, that is slow for a while.
 
-    Attributes:
-        start_s: when it begins, seconds after the start of the first iteration, 0 or more.
-        end_s: when it ends, seconds, above `start_s`; infinite if it lasts.
-        slowdown: factor of all times, 1 or more. Power does not change, so energies grow as times
-            do.
-        pipeline: number of the pipeline.
-        stage: number of the slow stage, or None if the whole pipeline is slow.
-
     Raises:
         UsageError: If a value is out of range.
     """
 
-    start_s: float
-    end_s: float
+    start_s: float  #: when it begins, seconds after the start of the first iteration, 0 or more
+    end_s: float  #: when it ends, seconds, above `start_s`; infinite if it lasts
+    #: factor of all times, 1 or more. Power does not change, so energies grow as times do.
     slowdown: float
-    pipeline: int
-    stage: int | None = None
+    pipeline: int  #: number of the pipeline
+    stage: int | None = None  #: number of the slow stage, or None if the whole pipeline is slow
 
     def __post_init__(self) -> None:
         rules = {"start_s": _START, "slowdown": _SLOWDOWN, "pipeline": _PIPELINE}
@@ -86,15 +79,10 @@ class Straggler:
 
 
 class Condition(NamedTuple):
-    """How slow a pipeline is at some moment.
+    """How slow a pipeline is at some moment."""
 
-    Attributes:
-        slowdown: factor of all its times.
-        stages: (stage, further factor of the times of its computations), in the order of the
-            stages.
-    """
-
-    slowdown: float = 1.0
+    slowdown: float = 1.0  #: factor of all its times
+    #: (stage, further factor of the times of its computations), in the order of the stages.
     stages: tuple[tuple[int, float], ...] = ()
 
 

@@ -44,22 +44,16 @@ GPU, by kind.
 class StageCalibration:
     """A measured stage, with what the model predicts for it.
 
-    Attributes:
-        loads: Predicted time and power of each kind on one GPU.
-        measurements: Measurements of each kind on one GPU, at one clock or more. B may be given as
-            I and W.
-        sequence: Tokens of a sequence.
-        source: What was measured, for messages, such as "stage 3 of profile.yaml".
-        blocking_power_w: Power of one GPU while it waits, watts; None if it was not measured.
-
     Raises:
         UsageError: If the forward or the backward is missing, or an energy is 0.
     """
 
-    loads: Mapping[str, Load]
+    loads: Mapping[str, Load]  #: Predicted time and power of each kind on one GPU
+    #: Measurements of each kind on one GPU, at one clock or more. B may be given as I and W.
     measurements: Mapping[str, tuple[Measurement, ...]]
-    sequence: int
-    source: str
+    sequence: int  #: Tokens of a sequence
+    source: str  #: What was measured, for messages, such as "stage 3 of profile.yaml"
+    #: Power of one GPU while it waits, watts; None if it was not measured.
     blocking_power_w: float | None = None
 
     def __post_init__(self) -> None:

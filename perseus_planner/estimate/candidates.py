@@ -34,19 +34,13 @@ class Choices:
 
     Tensor groups divide norms too, the optimizer is distributed, and gradients are summed during
     the backward.
-
-    Attributes:
-        gpus: GPUs of the job. Configurations that leave some of them unused count too: see
-            `_parts`.
-        batch: Sequences of an iteration.
-        recomputations: Kinds of recomputation.
-        schedules: Names of schedules.
     """
 
+    #: GPUs of the job. Configurations that leave some of them unused count too: see `_parts`.
     gpus: int
-    batch: int
-    recomputations: tuple[str, ...] = RECOMPUTATIONS
-    schedules: tuple[str, ...] = SCHEDULES
+    batch: int  #: Sequences of an iteration
+    recomputations: tuple[str, ...] = RECOMPUTATIONS  #: Kinds of recomputation
+    schedules: tuple[str, ...] = SCHEDULES  #: Names of schedules
 
 
 @dataclass(frozen=True)

@@ -36,28 +36,19 @@ _SETTLED = (
 class Configuration:
     """A model on GPUs.
 
-    Attributes:
-        shape: The model, its microbatch, tensor degree and recomputation.
-        split: Layers of each stage, in the order of the model.
-        data_degree: Data-parallel pipelines.
-        microbatches: Microbatches of a pipeline in an iteration.
-        schedule: Name of the schedule.
-        virtual_stages: Stages that each rank holds.
-        distributed_optimizer: Whether the data-parallel GPUs share gradients' sums and the
-            optimizer's state.
-        overlap_reduction: Whether gradients are summed during the backward of the last microbatch.
-
     Raises:
         UsageError: If the stages do not add up to the layers of the model.
     """
 
-    shape: Transformer
-    split: tuple[int, ...]
-    data_degree: int
-    microbatches: int
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
+    shape: Transformer  #: The model, its microbatch, tensor degree and recomputation
+    split: tuple[int, ...]  #: Layers of each stage, in the order of the model
+    data_degree: int  #: Data-parallel pipelines
+    microbatches: int  #: Microbatches of a pipeline in an iteration
+    schedule: str = "1f1b"  #: Name of the schedule
+    virtual_stages: int = 1  #: Stages that each rank holds
+    #: Whether the data-parallel GPUs share gradients' sums and the optimizer's state.
     distributed_optimizer: bool = False
+    #: Whether gradients are summed during the backward of the last microbatch.
     overlap_reduction: bool = False
 
     def __post_init__(self) -> None:

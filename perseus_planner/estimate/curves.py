@@ -46,14 +46,10 @@ _SOLVED_WHOLE = 1500  # computations of an iteration that is not extrapolated
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Time and energy of iterations of a whole job.
+    """Time and energy of iterations of a whole job."""
 
-    Attributes:
-        times_s: (points,) seconds, rising.
-        energies_j: (points,) least joules over all GPUs at that time, waiting included.
-    """
-
-    times_s: NDArray[np.float64]
+    times_s: NDArray[np.float64]  #: (points,) seconds, rising
+    #: (points,) least joules over all GPUs at that time, waiting included.
     energies_j: NDArray[np.float64]
 
 
@@ -96,13 +92,10 @@ def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Mea
 class Hull:
     """Least effective energy over time of one or more computations: the vertices of its lower
     convex hull.
-
-    Attributes:
-        times_s: Seconds, rising.
-        effective_j: Energy less what waiting for that long would take, joules, falling.
     """
 
-    times_s: NDArray[np.float64]
+    times_s: NDArray[np.float64]  #: Seconds, rising
+    #: Energy less what waiting for that long would take, joules, falling.
     effective_j: NDArray[np.float64]
 
     def __add__(self, other: Hull) -> Hull:

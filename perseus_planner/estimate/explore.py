@@ -38,17 +38,11 @@ _MOST_COMPUTATIONS = 80_000  # of all iterations whose exact curves are computed
 
 @dataclass(frozen=True)
 class Objective:
-    """What the best configuration is: the fastest, unless one of the others is given.
+    """What the best configuration is: the fastest, unless one of the others is given."""
 
-    Attributes:
-        deadline_s: Least energy with iterations of at most that time.
-        power_w: The fastest whose mean power over all GPUs is at most that.
-        least_energy: Least energy, whatever it takes.
-    """
-
-    deadline_s: float | None = None
-    power_w: float | None = None
-    least_energy: bool = False
+    deadline_s: float | None = None  #: Least energy with iterations of at most that time
+    power_w: float | None = None  #: The fastest whose mean power over all GPUs is at most that
+    least_energy: bool = False  #: Least energy, whatever it takes
 
     def point(self, curve: Curve) -> tuple[float, float] | None:
         """Return the time and energy of the best point of a curve, or None if it has none."""
@@ -86,19 +80,12 @@ class Objective:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A configuration at one point of its exact time-energy curve.
+    """A configuration at one point of its exact time-energy curve."""
 
-    Attributes:
-        candidate: The configuration.
-        curve: All of its curve.
-        time_s: Seconds of an iteration.
-        energy_j: Joules of an iteration over all GPUs.
-    """
-
-    candidate: Candidate
-    curve: Curve
-    time_s: float
-    energy_j: float
+    candidate: Candidate  #: The configuration
+    curve: Curve  #: All of its curve
+    time_s: float  #: Seconds of an iteration
+    energy_j: float  #: Joules of an iteration over all GPUs
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,27 +105,19 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Exploration:
-    """All configurations, compared.
+    """All configurations, compared."""
 
-    Attributes:
-        system: The GPUs.
-        maker: What made the curves, and makes profiles.
-        configurations: Number of configurations that fit in memory.
-        solved: Number of exact curves.
-        gap: Share by which the bound of a configuration without an exact curve is below the first
-            of `first`, if it is; 0 if it is certain that this is the best by the estimate.
-        first: The best configuration by the objective, and the best of other tensor degrees; at
-            most `FIRST`.
-        frontier: The frontier of all configurations, fastest first.
-    """
-
-    system: System
-    maker: CurveMaker
-    configurations: int
-    solved: int
+    system: System  #: The GPUs
+    maker: CurveMaker  #: What made the curves, and makes profiles
+    configurations: int  #: Number of configurations that fit in memory
+    solved: int  #: Number of exact curves
+    #: Share by which the bound of a configuration without an exact curve is below the first of
+    #: `first`, if it is; 0 if it is certain that this is the best by the estimate.
     gap: float
+    #: The best configuration by the objective, and the best of other tensor degrees; at most
+    #: `FIRST`.
     first: tuple[Row, ...]
-    frontier: tuple[Row, ...]
+    frontier: tuple[Row, ...]  #: The frontier of all configurations, fastest first
 
 
 def explore(

@@ -14,42 +14,26 @@ _J_PER_KWH = 3.6e6
 
 @dataclass(frozen=True)
 class Prices:
-    """What energy costs.
+    """What energy costs."""
 
-    Attributes:
-        pue: Energy of the data center for each joule of its computers (power usage effectiveness).
-        per_kwh: Price of a kWh at the meter, in any currency.
-        g_per_kwh: CO2e of a kWh at the meter, grams.
-    """
-
+    #: Energy of the data center for each joule of its computers (power usage effectiveness).
     pue: float = 1.2
-    per_kwh: float = 0.10
-    g_per_kwh: float = 400.0
+    per_kwh: float = 0.10  #: Price of a kWh at the meter, in any currency
+    g_per_kwh: float = 400.0  #: CO2e of a kWh at the meter, grams
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A whole training run.
+    """A whole training run."""
 
-    Attributes:
-        tokens: Tokens to train on.
-        hours: Time.
-        gpu_kwh: Energy of the GPUs.
-        meter_kwh: Energy at the meter: with the rest of the nodes and the data center's share.
-        cost: Price of that energy.
-        co2e_kg: Emissions of that energy, kilograms.
-        node_overhead_w: What was assumed for each node beside its GPUs, watts.
-        pue: What was assumed for the data center.
-    """
-
-    tokens: float
-    hours: float
-    gpu_kwh: float
-    meter_kwh: float
-    cost: float
-    co2e_kg: float
-    node_overhead_w: float
-    pue: float
+    tokens: float  #: Tokens to train on
+    hours: float  #: Time
+    gpu_kwh: float  #: Energy of the GPUs
+    meter_kwh: float  #: Energy at the meter: with the rest of the nodes and the data center's share
+    cost: float  #: Price of that energy
+    co2e_kg: float  #: Emissions of that energy, kilograms
+    node_overhead_w: float  #: What was assumed for each node beside its GPUs, watts
+    pue: float  #: What was assumed for the data center
 
 
 def node_overhead_w(gpus: int, system: System) -> float:

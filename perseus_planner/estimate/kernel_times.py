@@ -34,19 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phases:
-    """What the time of a computation consists of.
+    """What the time of a computation consists of."""
 
-    Attributes:
-        megacycles: Cycles of arithmetic, in millions.
-        memory_s: Seconds that wait for memory.
-        exchange_s: Seconds of traffic in the tensor group.
-        idle_s: Seconds in which the GPU waits for its host.
-    """
-
-    megacycles: float = 0.0
-    memory_s: float = 0.0
-    exchange_s: float = 0.0
-    idle_s: float = 0.0
+    megacycles: float = 0.0  #: Cycles of arithmetic, in millions
+    memory_s: float = 0.0  #: Seconds that wait for memory
+    exchange_s: float = 0.0  #: Seconds of traffic in the tensor group
+    idle_s: float = 0.0  #: Seconds in which the GPU waits for its host
 
     def __add__(self, other: Phases) -> Phases:
         """Return both, one after the other."""

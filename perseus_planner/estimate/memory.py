@@ -31,25 +31,16 @@ _RESERVE_SHARE = 0.02  # fragmentation; assumed
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each GPU of the rank that needs most.
+    """Bytes on each GPU of the rank that needs most."""
 
-    Attributes:
-        rank: Number of the rank.
-        parameters: Weights in bf16.
-        gradients: Their sums in float32.
-        optimizer: Weights in float32 and the moments of Adam.
-        activations: Activations of all microbatches in flight, and of the layer that is recomputed.
-        reserve: What the driver and libraries take.
-        available: Device memory.
-    """
-
-    rank: int
-    parameters: float
-    gradients: float
-    optimizer: float
+    rank: int  #: Number of the rank
+    parameters: float  #: Weights in bf16
+    gradients: float  #: Their sums in float32
+    optimizer: float  #: Weights in float32 and the moments of Adam
+    #: Activations of all microbatches in flight, and of the layer that is recomputed.
     activations: float
-    reserve: float
-    available: float
+    reserve: float  #: What the driver and libraries take
+    available: float  #: Device memory
 
     @property
     def total(self) -> float:

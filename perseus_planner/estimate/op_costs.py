@@ -53,21 +53,16 @@ KINDS = ("F", "B", "I", "W")
 class TransformerPipeline:
     """A transformer on the stages of a pipeline.
 
-    Attributes:
-        name: Name for tables.
-        transformer: The model.
-        split: Layers of each stage, as from `split_layers`.
-        link_bytes_per_s: Bandwidth of a GPU to its tensor group, if it is not that of the system;
-            infinite if traffic takes no time.
-
     Raises:
         UsageError: If the stages do not add up to the layers of the transformer, or the bandwidth
             is not above 0.
     """
 
-    name: str
-    transformer: Transformer
-    split: tuple[int, ...]
+    name: str  #: Name for tables
+    transformer: Transformer  #: The model
+    split: tuple[int, ...]  #: Layers of each stage, as from `split_layers`
+    #: Bandwidth of a GPU to its tensor group, if it is not that of the system; infinite if traffic
+    #: takes no time.
     link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:

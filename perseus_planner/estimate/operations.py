@@ -25,24 +25,15 @@ ACCUMULATED = 10.0
 
 
 class Product(NamedTuple):
-    """Matrix products of one size.
+    """Matrix products of one size."""
 
-    Attributes:
-        m: Rows of the result.
-        n: Columns of the result.
-        k: Length of the sums.
-        number: Number of such products that run as one.
-        weights: Whether one factor is a weight, or the result its gradient; such products may run
-            in FP8.
-        fused: Whether neither factors nor result are in memory, as in flash attention.
-    """
-
-    m: float
-    n: float
-    k: float
-    number: float = 1
+    m: float  #: Rows of the result
+    n: float  #: Columns of the result
+    k: float  #: Length of the sums
+    number: float = 1  #: Number of such products that run as one
+    #: Whether one factor is a weight, or the result its gradient; such products may run in FP8.
     weights: bool = True
-    fused: bool = False
+    fused: bool = False  #: Whether neither factors nor result are in memory, as in flash attention
 
     @property
     def flops(self) -> float:
@@ -58,13 +49,9 @@ class Product(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Bytes that elementwise operations read and write, which no arithmetic hides.
+    """Bytes that elementwise operations read and write, which no arithmetic hides."""
 
-    Attributes:
-        bytes: Bytes.
-    """
-
-    bytes: float
+    bytes: float  #: Bytes
 
 
 class Accumulation(NamedTuple):
@@ -74,15 +61,11 @@ class Accumulation(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Collectives in the tensor group.
+    """Collectives in the tensor group."""
 
-    Attributes:
-        bytes: Size of the tensor that is summed or gathered.
-        sums: Number of all-reduces, or of pairs of reduce-scatter and all-gather; a half is one of
-            the two.
-    """
-
-    bytes: float
+    bytes: float  #: Size of the tensor that is summed or gathered
+    #: Number of all-reduces, or of pairs of reduce-scatter and all-gather; a half is one of the
+    #: two.
     sums: float
 
 

@@ -43,55 +43,34 @@ class KernelTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class System:
-    """GPUs, their links, and the speed of kernels.
+    """GPUs, their links, and the speed of kernels."""
 
-    Attributes:
-        gpu: Model of each GPU: clocks, memory bandwidth, power.
-        memory_bytes: Device memory of each GPU.
-        product_flops_per_cycle: bf16 FLOPs of long matrix products, over all SMs.
-        fp8_speedup: How many times as fast products in FP8 are.
-        fused_share: Speed of flash attention, as a share of that of products.
-        unaligned_share: Speed of products with a size that is no multiple of 8, as a share of that
-            of others.
-        memory_share: Share of the memory's bandwidth that kernels reach.
-        passes: How often elementwise kernels of layers and head pass over their tensors, as a
-            multiple of the fewest.
-        launch_s: Fixed time of a kernel.
-        host_forward_s: Time in which the host launches the forward of a layer.
-        host_backward_s: Time in which the host launches the backward of a layer.
-        exchange_s: Fixed time of a collective in a node.
-        link_bytes_per_s: Bandwidth of a GPU to the others of its node, each way.
-        transfer_bytes_per_s: Bandwidth of a transfer from one stage to the next in a node.
-        gpus_per_node: GPUs of a node.
-        node_bytes_per_s: Bandwidth of a node's network, each way.
-        network_s: Fixed time of a message between nodes.
-        reduction_bytes: Bytes of a parameter that data-parallel GPUs send, between nodes times (d -
-            1) / d; 8 for sums in float32.
-        optimizer_bytes: Bytes that the optimizer's step reads and writes for a parameter.
-        node_overhead_w: Power of a node beside its GPUs, watts.
-        kernels: Measured times, which replace those of the model.
-    """
-
-    gpu: GpuModel
-    memory_bytes: float
-    product_flops_per_cycle: float
-    fp8_speedup: float
-    fused_share: float
+    gpu: GpuModel  #: Model of each GPU: clocks, memory bandwidth, power
+    memory_bytes: float  #: Device memory of each GPU
+    product_flops_per_cycle: float  #: bf16 FLOPs of long matrix products, over all SMs
+    fp8_speedup: float  #: How many times as fast products in FP8 are
+    fused_share: float  #: Speed of flash attention, as a share of that of products
+    #: Speed of products with a size that is no multiple of 8, as a share of that of others.
     unaligned_share: float
-    memory_share: float
+    memory_share: float  #: Share of the memory's bandwidth that kernels reach
+    #: How often elementwise kernels of layers and head pass over their tensors, as a multiple of
+    #: the fewest.
     passes: float
-    launch_s: float
-    host_forward_s: float
-    host_backward_s: float
-    exchange_s: float
-    link_bytes_per_s: float
-    transfer_bytes_per_s: float
-    gpus_per_node: int
-    node_bytes_per_s: float
-    network_s: float
+    launch_s: float  #: Fixed time of a kernel
+    host_forward_s: float  #: Time in which the host launches the forward of a layer
+    host_backward_s: float  #: Time in which the host launches the backward of a layer
+    exchange_s: float  #: Fixed time of a collective in a node
+    link_bytes_per_s: float  #: Bandwidth of a GPU to the others of its node, each way
+    transfer_bytes_per_s: float  #: Bandwidth of a transfer from one stage to the next in a node
+    gpus_per_node: int  #: GPUs of a node
+    node_bytes_per_s: float  #: Bandwidth of a node's network, each way
+    network_s: float  #: Fixed time of a message between nodes
+    #: Bytes of a parameter that data-parallel GPUs send, between nodes times (d - 1) / d; 8 for
+    #: sums in float32.
     reduction_bytes: float
-    optimizer_bytes: float
-    node_overhead_w: float
+    optimizer_bytes: float  #: Bytes that the optimizer's step reads and writes for a parameter
+    node_overhead_w: float  #: Power of a node beside its GPUs, watts
+    #: Measured times, which replace those of the model.
     kernels: Mapping[KernelKey, KernelTimes] = field(default_factory=dict)
 
     @property

@@ -23,61 +23,44 @@ CHOICES = {
 class Transformer:
     """A decoder, the size of a microbatch, and how the GPUs of a stage share a layer.
 
-    Attributes:
-        layers: Decoder layers.
-        hidden: Width of the residual stream.
-        heads: Attention heads.
-        kv_heads: Heads of keys and values; fewer than `heads` with grouped queries.
-        head_size: Width of a head.
-        ffn: Inner width of the feed-forward block.
-        vocabulary: Size of the vocabulary; give the padded size if the training framework pads. The
-            GPUs of a tensor group share it, rounded up.
-        sequence: Tokens of a sequence; with learned positions also the number of positions.
-        microbatch: Sequences of a microbatch.
-        gated: Whether the feed-forward block has three matrices (SwiGLU) instead of two.
-        biases: Whether linear layers and norms have biases (LayerNorm, not RMSNorm).
-        tied: Whether the language-model head uses the matrix of the embedding.
-        embedding_norm: Whether a norm follows the embedding.
-        positions: "learned", "rotary" or "alibi".
-        tensor_degree: Number of GPUs that share each layer as in Megatron: heads, feed-forward
-            block and vocabulary are divided.
-        sequence_parallel: Whether these GPUs divide norms and residuals too, by tokens (Korthikanti
-            et al., 2022).
-        overlap_traffic: Whether what these GPUs send is sent in pieces during the layers' matrix
-            products.
-        recomputation: What the backward recomputes (Korthikanti et al., "Reducing activation
-            recomputation in large transformer models", 2022): "none", "selective" (the products of
-            scores and values) or "full" (the layers).
-        attention: "plain" writes the scores of all pairs of tokens to memory; "flash" keeps them on
-            the chip, and recomputes them in the backward (Dao et al., "FlashAttention", 2022);
-            "flash-causal" also skips the pairs that a causal mask hides.
-        element_bytes: Bytes of an activation, 2 in bf16.
-        precision: Of the layers' products with weights; "fp8" leaves attention and head in bf16.
-
     Raises:
         UsageError: If the values contradict each other; the text begins with the attribute's name.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    ffn: int
+    layers: int  #: Decoder layers
+    hidden: int  #: Width of the residual stream
+    heads: int  #: Attention heads
+    kv_heads: int  #: Heads of keys and values; fewer than `heads` with grouped queries
+    head_size: int  #: Width of a head
+    ffn: int  #: Inner width of the feed-forward block
+    #: Size of the vocabulary; give the padded size if the training framework pads. The GPUs of a
+    #: tensor group share it, rounded up.
     vocabulary: int
-    sequence: int
-    microbatch: int = 1
+    sequence: int  #: Tokens of a sequence; with learned positions also the number of positions
+    microbatch: int = 1  #: Sequences of a microbatch
+    #: Whether the feed-forward block has three matrices (SwiGLU) instead of two.
     gated: bool = False
-    biases: bool = True
-    tied: bool = True
-    embedding_norm: bool = False
-    positions: str = "learned"
+    biases: bool = True  #: Whether linear layers and norms have biases (LayerNorm, not RMSNorm)
+    tied: bool = True  #: Whether the language-model head uses the matrix of the embedding
+    embedding_norm: bool = False  #: Whether a norm follows the embedding
+    positions: str = "learned"  #: "learned", "rotary" or "alibi"
+    #: Number of GPUs that share each layer as in Megatron: heads, feed-forward block and vocabulary
+    #: are divided.
     tensor_degree: int = 1
+    #: Whether these GPUs divide norms and residuals too, by tokens (Korthikanti et al., 2022).
     sequence_parallel: bool = False
+    #: Whether what these GPUs send is sent in pieces during the layers' matrix products.
     overlap_traffic: bool = False
+    #: What the backward recomputes (Korthikanti et al., "Reducing activation recomputation in large
+    #: transformer models", 2022): "none", "selective" (the products of scores and values) or "full"
+    #: (the layers).
     recomputation: str = "none"
+    #: "plain" writes the scores of all pairs of tokens to memory; "flash" keeps them on the chip,
+    #: and recomputes them in the backward (Dao et al., "FlashAttention", 2022); "flash-causal" also
+    #: skips the pairs that a causal mask hides.
     attention: str = "flash-causal"
-    element_bytes: int = 2
+    element_bytes: int = 2  #: Bytes of an activation, 2 in bf16
+    #: Of the layers' products with weights; "fp8" leaves attention and head in bf16.
     precision: str = "bf16"
 
     def __post_init__(self) -> None:

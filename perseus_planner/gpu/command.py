@@ -105,15 +105,10 @@ def open_command(which: str) -> CommandGpu:
 
 @dataclass(frozen=True)
 class CommandTemplate:
-    """A command with fields.
+    """A command with fields."""
 
-    Attributes:
-        variable: Environment variable that sets it, for error messages.
-        words: Program and arguments, with fields written as {field}.
-    """
-
-    variable: str
-    words: tuple[str, ...]
+    variable: str  #: Environment variable that sets it, for error messages
+    words: tuple[str, ...]  #: Program and arguments, with fields written as {field}
 
     def run(self, **values: str) -> None:
         """Run the command with `values` in place of its fields, and wait for it.

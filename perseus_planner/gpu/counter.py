@@ -31,17 +31,11 @@ _MAX_INTERVALS = 20
 
 
 class RestingReading(NamedTuple):
-    """The counter right after an update while the GPU is at rest.
+    """The counter right after an update while the GPU is at rest."""
 
-    Attributes:
-        time_s: When the counter was updated, seconds.
-        energy_j: The counter, joules.
-        rest_w: The power of the resting GPU, watts.
-    """
-
-    time_s: float
-    energy_j: float
-    rest_w: float
+    time_s: float  #: When the counter was updated, seconds
+    energy_j: float  #: The counter, joules
+    rest_w: float  #: The power of the resting GPU, watts
 
 
 class EnergyCounter:

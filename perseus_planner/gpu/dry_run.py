@@ -20,17 +20,11 @@ MAX_SETTINGS = 4096
 
 @dataclass(frozen=True)
 class RecordedSetting:
-    """A setting that would have been made.
+    """A setting that would have been made."""
 
-    Attributes:
-        now_s: When, on the GPU's clock, seconds.
-        control: What would have been set.
-        value: MHz for a clock, watts for a power limit, None for a reset.
-    """
-
-    now_s: float
-    control: Literal["clock", "power-limit"]
-    value: float | None
+    now_s: float  #: When, on the GPU's clock, seconds
+    control: Literal["clock", "power-limit"]  #: What would have been set
+    value: float | None  #: MHz for a clock, watts for a power limit, None for a reset
 
 
 class DryRunGpu(ClosedOnExit):

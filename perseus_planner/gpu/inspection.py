@@ -34,81 +34,53 @@ NOT_TRIED = "not tried"
 
 @dataclass(frozen=True)
 class ReadingCheck:
-    """Something that can be read on a GPU, or not.
+    """Something that can be read on a GPU, or not."""
 
-    Attributes:
-        name: What it is.
-        value: The value with its unit; None if it cannot be read.
-        problem: Why not, and what to do; None if there is a value.
-    """
-
-    name: str
-    value: str | None
-    problem: str | None
+    name: str  #: What it is
+    value: str | None  #: The value with its unit; None if it cannot be read
+    problem: str | None  #: Why not, and what to do; None if there is a value
 
 
 @dataclass(frozen=True)
 class SettingCheck:
-    """Something that can be set on a GPU, or not.
+    """Something that can be set on a GPU, or not."""
 
-    Attributes:
-        name: What it is.
-        result: "permitted", "not permitted", "not supported", "failed" or `NOT_TRIED`.
-        remark: What else is known, or what to do.
-    """
-
-    name: str
-    result: str
-    remark: str
+    name: str  #: What it is
+    result: str  #: "permitted", "not permitted", "not supported", "failed" or `NOT_TRIED`
+    remark: str  #: What else is known, or what to do
 
 
 @dataclass(frozen=True)
 class EnergyWatch:
-    """The energy counter and the power sensor, watched together.
+    """The energy counter and the power sensor, watched together."""
 
-    Attributes:
-        watched_s: For how long.
-        step_s: Median time between two moves of the counter; None if it moved less than twice.
-        step_j: Median size of a move.
-        counter_w: Power by the counter, from its first move to its last.
-        sensor_w: Mean of the sensor over the same time; None if it cannot be read.
-        problem: What is wrong with the counter, and what to do; None if nothing is.
-    """
-
-    watched_s: float
+    watched_s: float  #: For how long
+    #: Median time between two moves of the counter; None if it moved less than twice.
     step_s: float | None = None
-    step_j: float | None = None
-    counter_w: float | None = None
+    step_j: float | None = None  #: Median size of a move
+    counter_w: float | None = None  #: Power by the counter, from its first move to its last
+    #: Mean of the sensor over the same time; None if it cannot be read.
     sensor_w: float | None = None
+    #: What is wrong with the counter, and what to do; None if nothing is.
     problem: str | None = None
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """One GPU, as seen from this process.
+    """One GPU, as seen from this process."""
 
-    Attributes:
-        gpu: Text that opens the GPU.
-        uuid, name, driver, origin: As in `GpuReader`.
-        readings: What can be read.
-        settings: What can be set.
-        energy: How its energy counter behaves.
-        leased_by: The lease of a living process; None if the GPU is free.
-        stale_leases: Leases of dead processes.
-        warnings: As in `GpuReader`.
-    """
-
-    gpu: str
+    gpu: str  #: Text that opens the GPU
+    #: As in `GpuReader`.
     uuid: str
     name: str
     driver: str
     origin: str
-    readings: tuple[ReadingCheck, ...]
-    settings: tuple[SettingCheck, ...]
-    energy: EnergyWatch
-    leased_by: str | None
-    stale_leases: tuple[str, ...]
-    warnings: tuple[str, ...]
+    readings: tuple[ReadingCheck, ...]  #: What can be read
+    settings: tuple[SettingCheck, ...]  #: What can be set
+    energy: EnergyWatch  #: How its energy counter behaves
+    leased_by: str | None  #: The lease of a living process; None if the GPU is free
+    stale_leases: tuple[str, ...]  #: Leases of dead processes
+    warnings: tuple[str, ...]  #: As in `GpuReader`
 
     @property
     def can_observe(self) -> bool:

@@ -28,42 +28,29 @@ _ABOVE = 1.02  #: times the clock that was set; a GPU that runs faster does not 
 
 @dataclass(frozen=True)
 class Latency:
-    """How long changing the clock of one GPU takes.
+    """How long changing the clock of one GPU takes."""
 
-    Attributes:
-        calls: Number of calls.
-        call_p50_s, call_p99_s, call_max_s: Duration of the calls: median, 99th percentile, longest.
-        settle_p50_s: Median time from the return of a call until the clock is reached; None if no
-            clock was, as on a GPU that idles or is throttled.
-        settled: Number of clocks that were reached.
-        waited: Number of clocks that were waited for.
-        timeout_s: Longest wait for one clock.
-    """
-
-    calls: int
+    calls: int  #: Number of calls
+    #: Duration of the calls: median, 99th percentile, longest.
     call_p50_s: float
     call_p99_s: float
     call_max_s: float
+    #: Median time from the return of a call until the clock is reached; None if no clock was, as on
+    #: a GPU that idles or is throttled.
     settle_p50_s: float | None
-    settled: int
-    waited: int
-    timeout_s: float
+    settled: int  #: Number of clocks that were reached
+    waited: int  #: Number of clocks that were waited for
+    timeout_s: float  #: Longest wait for one clock
 
 
 @dataclass(frozen=True)
 class ParallelLatency:
-    """How long changing the clocks of several GPUs at once takes, with one thread for each.
+    """How long changing the clocks of several GPUs at once takes, with one thread for each."""
 
-    Attributes:
-        gpus: Number of GPUs.
-        alone_s: Median duration of a call that is alone.
-        slowest_s: Median duration of the longest of simultaneous calls.
-        queue: Whether the calls run one after another, as if the driver has one lock for the node.
-    """
-
-    gpus: int
-    alone_s: float
-    slowest_s: float
+    gpus: int  #: Number of GPUs
+    alone_s: float  #: Median duration of a call that is alone
+    slowest_s: float  #: Median duration of the longest of simultaneous calls
+    #: Whether the calls run one after another, as if the driver has one lock for the node.
     queue: bool
 
 

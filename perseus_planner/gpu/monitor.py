@@ -41,28 +41,18 @@ updated about that often.
 
 @dataclass(frozen=True)
 class GpuEnergy:
-    """What one GPU used in a window.
+    """What one GPU used in a window."""
 
-    Attributes:
-        gpu: Text that opens the GPU, e.g. "nvml:GPU-8f6b…".
-        name: Name of the product.
-        origin: "measured" or "simulated".
-        source: "counter", or "samples" of the power.
-        time_s: Length of the window on the GPU's clock, seconds.
-        energy_j: Energy, joules.
-        error_j: The energy is wrong by at most this, joules, if the GPU counts right: what the
-            counter may not have shown yet at the edges, or how much the power changed between
-            samples.
-        peak_w: Highest power that was sampled, watts; None if the power was not sampled.
-    """
-
-    gpu: str
-    name: str
-    origin: str
-    source: str
-    time_s: float
-    energy_j: float
+    gpu: str  #: Text that opens the GPU, e.g. "nvml:GPU-8f6b…".
+    name: str  #: Name of the product
+    origin: str  #: "measured" or "simulated"
+    source: str  #: "counter", or "samples" of the power
+    time_s: float  #: Length of the window on the GPU's clock, seconds
+    energy_j: float  #: Energy, joules
+    #: The energy is wrong by at most this, joules, if the GPU counts right: what the counter may
+    #: not have shown yet at the edges, or how much the power changed between samples.
     error_j: float
+    #: Highest power that was sampled, watts; None if the power was not sampled.
     peak_w: float | None
 
     @property
@@ -72,17 +62,11 @@ class GpuEnergy:
 
 
 class PowerSample(NamedTuple):
-    """The power of a GPU at one moment.
+    """The power of a GPU at one moment."""
 
-    Attributes:
-        gpu: Text that opens the GPU.
-        time_s: When, in seconds on the GPU's clock.
-        power_w: Power by the sensor, watts.
-    """
-
-    gpu: str
-    time_s: float
-    power_w: float
+    gpu: str  #: Text that opens the GPU
+    time_s: float  #: When, in seconds on the GPU's clock
+    power_w: float  #: Power by the sensor, watts
 
 
 class Monitor(ClosedOnExit):
@@ -292,17 +276,11 @@ class Window:
 
 
 class _Edge(NamedTuple):
-    """One GPU at the edge of a window.
+    """One GPU at the edge of a window."""
 
-    Attributes:
-        time_s: When it was read.
-        energy_j: The energy until then.
-        error_j: For a counter, what it may not show yet. For samples, the error of the energy so
-            far.
-    """
-
-    time_s: float
-    energy_j: float
+    time_s: float  #: When it was read
+    energy_j: float  #: The energy until then
+    #: For a counter, what it may not show yet. For samples, the error of the energy so far.
     error_j: float
 
 

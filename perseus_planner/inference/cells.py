@@ -41,17 +41,11 @@ _ENERGY = ENERGY._replace(
 
 @dataclass(frozen=True, order=True)
 class RequestClass:
-    """Requests of similar length.
+    """Requests of similar length."""
 
-    Attributes:
-        input_tokens: most input tokens; infinite if there is no most.
-        output_tokens: most output tokens; infinite if there is no most.
-        name: how the profile names it, such as "short/medium".
-    """
-
-    input_tokens: float
-    output_tokens: float
-    name: str = field(compare=False)
+    input_tokens: float  #: most input tokens; infinite if there is no most
+    output_tokens: float  #: most output tokens; infinite if there is no most
+    name: str = field(compare=False)  #: how the profile names it, such as "short/medium"
 
     def covers(self, other: RequestClass) -> bool:
         """Return whether no request of `other` is longer, in input or output, than those of this
@@ -70,56 +64,37 @@ class Configuration(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """An instance under load, as measured.
+    """An instance under load, as measured."""
 
-    Attributes:
-        tokens_per_s: input and output tokens of all requests of the instance in a second.
-        energy_j: joules of one request, all GPUs of the instance; None where the objective is
-            violated.
-        ttft_s: time to the first token, seconds; None if unknown.
-        tbt_s: time between tokens, seconds; None if unknown.
-        idle_w: watts of the instance without requests; 0 if unknown.
-    """
-
-    tokens_per_s: float
+    tokens_per_s: float  #: input and output tokens of all requests of the instance in a second
+    #: joules of one request, all GPUs of the instance; None where the objective is violated.
     energy_j: float | None
-    ttft_s: float | None = None
-    tbt_s: float | None = None
-    idle_w: float = 0.0
+    ttft_s: float | None = None  #: time to the first token, seconds; None if unknown
+    tbt_s: float | None = None  #: time between tokens, seconds; None if unknown
+    idle_w: float = 0.0  #: watts of the instance without requests; 0 if unknown
 
 
 @dataclass(frozen=True)
 class Objectives:
-    """The latency that requests must meet.
+    """The latency that requests must meet."""
 
-    Attributes:
-        ttft_s: time to the first token, seconds, for each input class, shortest first; or one
-            number for all. Empty: 0.25 s for inputs of up to 256 tokens, 0.4 s up to 1,024, 2 s
-            beyond, as later papers quote DynamoLLM.
-        tbt_s: time between tokens, seconds.
-    """
-
+    #: time to the first token, seconds, for each input class, shortest first; or one number for
+    #: all. Empty: 0.25 s for inputs of up to 256 tokens, 0.4 s up to 1,024, 2 s beyond, as later
+    #: papers quote DynamoLLM.
     ttft_s: tuple[float, ...] = ()
-    tbt_s: float = 0.1
+    tbt_s: float = 0.1  #: time between tokens, seconds
 
 
 @dataclass(frozen=True)
 class InferenceProfile:
-    """What requests cost, and which configurations meet the objectives.
+    """What requests cost, and which configurations meet the objectives."""
 
-    Attributes:
-        cells: class and configuration -> its measurements, by load.
-        control: "clock" or "power-limit": what is set.
-        objectives: the latency objectives.
-        digest: of what was read.
-        assumed_load: whether the file has no loads, so that one was assumed.
-    """
-
+    #: class and configuration -> its measurements, by load.
     cells: Mapping[tuple[RequestClass, Configuration], tuple[Cell, ...]]
-    control: str
-    objectives: Objectives
-    digest: str
-    assumed_load: bool = False
+    control: str  #: "clock" or "power-limit": what is set
+    objectives: Objectives  #: the latency objectives
+    digest: str  #: of what was read
+    assumed_load: bool = False  #: whether the file has no loads, so that one was assumed
 
     def __post_init__(self) -> None:
         given, classes = len(self.objectives.ttft_s), len(self._inputs)

@@ -41,51 +41,31 @@ _KEYS = ("profile", "control", "gpus", "classes", "policies", "epochs")
 
 @dataclass(frozen=True)
 class Epoch:
-    """A period with one set of pools.
+    """A period with one set of pools."""
 
-    Attributes:
-        start_s: when it begins, seconds after the first request.
-        length_s: how long it is, seconds.
-        demand: load of each class.
-        plan: the pools.
-    """
-
-    start_s: float
-    length_s: float
-    demand: Mapping[RequestClass, Load]
-    plan: PoolPlan
+    start_s: float  #: when it begins, seconds after the first request
+    length_s: float  #: how long it is, seconds
+    demand: Mapping[RequestClass, Load]  #: load of each class
+    plan: PoolPlan  #: the pools
 
 
 @dataclass(frozen=True)
 class PolicyTotal:
-    """What one way to choose configurations needs over all epochs.
+    """What one way to choose configurations needs over all epochs."""
 
-    Attributes:
-        energy_j: joules; None if it meets the objectives with no number of GPUs.
-        gpus: most GPUs in use; more than there are if it needs more.
-    """
-
-    energy_j: float | None
-    gpus: int
+    energy_j: float | None  #: joules; None if it meets the objectives with no number of GPUs
+    gpus: int  #: most GPUs in use; more than there are if it needs more
 
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """Pools for each epoch.
+    """Pools for each epoch."""
 
-    Attributes:
-        epochs: in the order of time.
-        policies: name in `POLICIES` -> its total.
-        gpus: how many GPUs there are.
-        control: "clock" or "power-limit".
-        profile_digest: of the inference profile.
-    """
-
-    epochs: tuple[Epoch, ...]
-    policies: Mapping[str, PolicyTotal]
-    gpus: int
-    control: str
-    profile_digest: str
+    epochs: tuple[Epoch, ...]  #: in the order of time
+    policies: Mapping[str, PolicyTotal]  #: name in `POLICIES` -> its total
+    gpus: int  #: how many GPUs there are
+    control: str  #: "clock" or "power-limit"
+    profile_digest: str  #: of the inference profile
 
     @property
     def energy_j(self) -> float:

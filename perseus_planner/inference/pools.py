@@ -30,20 +30,16 @@ class ChangeCosts:
     """What changes cost. The times are those of table V of DynamoLLM; the joules are 100 W of each
     GPU meanwhile.
 
-    Attributes:
-        instance: a new instance on GPUs that were not in use: machine, environment, weights,
-            engine, GPUs; 423 s.
-        resharding: an instance of another tensor degree on GPUs in use: engine and weights onto
-            GPUs; 33 s.
-        clock: another clock or power limit.
-
     Raises:
         UsageError: If a larger change costs less energy than a smaller one.
     """
 
+    #: a new instance on GPUs that were not in use: machine, environment, weights, engine, GPUs; 423
+    #: s.
     instance: Change = _INSTANCE
+    #: an instance of another tensor degree on GPUs in use: engine and weights onto GPUs; 33 s.
     resharding: Change = _RESHARDING
-    clock: Change = _CLOCK
+    clock: Change = _CLOCK  #: another clock or power limit
 
     def __post_init__(self) -> None:
         if not self.instance.energy_j >= self.resharding.energy_j >= self.clock.energy_j >= 0:
@@ -75,18 +71,12 @@ PUBLISHED = ChangeCosts()
 
 @dataclass(frozen=True)
 class Pool:
-    """Equal instances.
+    """Equal instances."""
 
-    Attributes:
-        longest: the longest class that it may serve.
-        at: tensor degree and clock of its instances.
-        instances: how many there are.
-        serves: class -> tokens per second of it that are planned.
-    """
-
-    longest: RequestClass
-    at: Configuration
-    instances: int
+    longest: RequestClass  #: the longest class that it may serve
+    at: Configuration  #: tensor degree and clock of its instances
+    instances: int  #: how many there are
+    #: class -> tokens per second of it that are planned.
     serves: Mapping[RequestClass, float] = field(default_factory=dict)
 
     @property
@@ -124,21 +114,13 @@ def gpus_by(key: Callable[[Configuration], object], pools: Sequence[Pool]) -> di
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Pools for one period.
+    """Pools for one period."""
 
-    Attributes:
-        pools: the pools.
-        power_w: mean power in the period, watts, without changes.
-        change_j: energy of the changes since the period before, joules.
-        energy_j: energy of the period, joules, changes included.
-        bound_j: no pools of these configurations need less, joules.
-    """
-
-    pools: tuple[Pool, ...]
-    power_w: float
-    change_j: float
-    energy_j: float
-    bound_j: float
+    pools: tuple[Pool, ...]  #: the pools
+    power_w: float  #: mean power in the period, watts, without changes
+    change_j: float  #: energy of the changes since the period before, joules
+    energy_j: float  #: energy of the period, joules, changes included
+    bound_j: float  #: no pools of these configurations need less, joules
 
     @property
     def gpus(self) -> int:

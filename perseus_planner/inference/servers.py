@@ -23,23 +23,14 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """A request as it waits; the order is that of deadlines.
+    """A request as it waits; the order is that of deadlines."""
 
-    Attributes:
-        deadline_s: when it must start, seconds after the first request.
-        number: of the request in the trace.
-        arrival_s: seconds after the first request.
-        of: its class, as predicted.
-        real: its class.
-        tokens: input and output tokens.
-    """
-
-    deadline_s: float
-    number: int
-    arrival_s: float
-    of: RequestClass
-    real: RequestClass
-    tokens: float
+    deadline_s: float  #: when it must start, seconds after the first request
+    number: int  #: of the request in the trace
+    arrival_s: float  #: seconds after the first request
+    of: RequestClass  #: its class, as predicted
+    real: RequestClass  #: its class
+    tokens: float  #: input and output tokens
 
 
 class Server:

@@ -41,30 +41,20 @@ _SPARE = 0.999  #: of the load that too few GPUs carry
 class Settings:
     """How a cluster is run.
 
-    Attributes:
-        gpus: how many there are.
-        costs: of changes.
-        instances_s: time between changes of the number of GPUs in use, seconds.
-        sharding_s: time between changes of tensor degrees, seconds.
-        clocks_s: time between changes of clocks, seconds.
-        prediction: "last": each period is as the one before; "perfect": as it will be.
-        mispredicted: share of requests whose output is predicted one class too long or too short.
-        seed: of these.
-        burst_s: for how long a pool may be filled ahead, seconds.
-
     Raises:
         UsageError: If the times do not decrease or are too short, or a share is not from 0 to 1.
     """
 
-    gpus: int
-    costs: ChangeCosts = PUBLISHED
-    instances_s: float = 1800.0
-    sharding_s: float = 300.0
-    clocks_s: float = 5.0
-    prediction: str = "last"
+    gpus: int  #: how many there are
+    costs: ChangeCosts = PUBLISHED  #: of changes
+    instances_s: float = 1800.0  #: time between changes of the number of GPUs in use, seconds
+    sharding_s: float = 300.0  #: time between changes of tensor degrees, seconds
+    clocks_s: float = 5.0  #: time between changes of clocks, seconds
+    prediction: str = "last"  #: "last": each period is as the one before; "perfect": as it will be
+    #: share of requests whose output is predicted one class too long or too short.
     mispredicted: float = 0.0
-    seed: int = 0
-    burst_s: float = 60.0
+    seed: int = 0  #: of these
+    burst_s: float = 60.0  #: for how long a pool may be filled ahead, seconds
 
     def __post_init__(self) -> None:
         if not self.instances_s >= self.sharding_s >= self.clocks_s >= _LEAST_CLOCKS_S:
@@ -79,50 +69,29 @@ class Settings:
 
 
 class Period(NamedTuple):
-    """What happened between two changes of sharding.
+    """What happened between two changes of sharding."""
 
-    Attributes:
-        start_s: when it began, seconds.
-        power_w: mean power, watts, changes included.
-        gpus: mean number of GPUs in use.
-        requests: how many arrived.
-        late: how many of them were late.
-    """
-
-    start_s: float
-    power_w: float
-    gpus: float
-    requests: int
-    late: int
+    start_s: float  #: when it began, seconds
+    power_w: float  #: mean power, watts, changes included
+    gpus: float  #: mean number of GPUs in use
+    requests: int  #: how many arrived
+    late: int  #: how many of them were late
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of a trace under a policy.
+    """What became of a trace under a policy."""
 
-    Attributes:
-        policy: name in `POLICIES`.
-        requests: how many there were.
-        late: how many were late.
-        moved: how many were served by a pool that was not planned for their class.
-        energy_j: joules, changes included.
-        change_j: joules of the changes.
-        most_gpus: most GPUs in use.
-        changes: how often instances, sharding and clocks changed.
-        short_periods: periods in which the GPUs did not carry the predicted load.
-        periods: what happened, in the order of time.
-    """
-
-    policy: str
-    requests: int
-    late: int
-    moved: int
-    energy_j: float
-    change_j: float
-    most_gpus: int
-    changes: tuple[int, int, int]
-    short_periods: int
-    periods: tuple[Period, ...]
+    policy: str  #: name in `POLICIES`
+    requests: int  #: how many there were
+    late: int  #: how many were late
+    moved: int  #: how many were served by a pool that was not planned for their class
+    energy_j: float  #: joules, changes included
+    change_j: float  #: joules of the changes
+    most_gpus: int  #: most GPUs in use
+    changes: tuple[int, int, int]  #: how often instances, sharding and clocks changed
+    short_periods: int  #: periods in which the GPUs did not carry the predicted load
+    periods: tuple[Period, ...]  #: what happened, in the order of time
 
     @property
     def gpus(self) -> float:

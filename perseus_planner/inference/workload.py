@@ -43,32 +43,20 @@ _BUSIEST_S = 60.0
 
 
 class Load(NamedTuple):
-    """The requests of one class.
+    """The requests of one class."""
 
-    Attributes:
-        requests_per_s: how many arrive in a second.
-        tokens_per_s: their input and output tokens in a second.
-        peak: load of the busiest minute over the mean, 1 or more.
-    """
-
-    requests_per_s: float
-    tokens_per_s: float
-    peak: float = 1.0
+    requests_per_s: float  #: how many arrive in a second
+    tokens_per_s: float  #: their input and output tokens in a second
+    peak: float = 1.0  #: load of the busiest minute over the mean, 1 or more
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order of time.
+    """Requests in the order of time."""
 
-    Attributes:
-        times_s: when each arrives, seconds after the first one.
-        input_tokens: of each request.
-        output_tokens: of each request.
-    """
-
-    times_s: npt.NDArray[np.float64]
-    input_tokens: npt.NDArray[np.int64]
-    output_tokens: npt.NDArray[np.int64]
+    times_s: npt.NDArray[np.float64]  #: when each arrives, seconds after the first one
+    input_tokens: npt.NDArray[np.int64]  #: of each request
+    output_tokens: npt.NDArray[np.int64]  #: of each request
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:

@@ -49,54 +49,36 @@ class MeasuredPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibratedPlan:
-    """What the calibration changes for one plan; all are iteration times in seconds.
+    """What the calibration changes for one plan; all are iteration times in seconds."""
 
-    Attributes:
-        source: where the measured time is from.
-        measured_s: measured, mean over all runs with the plan.
-        replayed_s: replayed without any overhead or correction that the calibration finds.
-        predicted_before_s: predicted before the calibration.
-        predicted_s: predicted now.
-    """
-
-    source: str
-    measured_s: float
-    replayed_s: float
-    predicted_before_s: float
-    predicted_s: float
+    source: str  #: where the measured time is from
+    measured_s: float  #: measured, mean over all runs with the plan
+    replayed_s: float  #: replayed without any overhead or correction that the calibration finds
+    predicted_before_s: float  #: predicted before the calibration
+    predicted_s: float  #: predicted now
 
 
 @dataclass(frozen=True)
 class Calibration:
     """The calibration of a profile or job by measured iteration times, which are means over the
     plans here.
-
-    Attributes:
-        measured_s: measured iteration time, seconds.
-        replayed_s: replayed iteration time, without any overhead or correction, seconds.
-        overhead_before_s: overhead before the calibration, seconds.
-        overhead_s: overhead now: seconds of an iteration that are not replayed, whatever the plan.
-        predicted_before_s: iteration time predicted before the calibration, seconds.
-        predicted_s: iteration time predicted now, seconds.
-        hop_latency_s: seconds that each transfer between stages takes beside the job's `transfer`,
-            as found.
-        time_factors: kind, such as "F" -> how many times as long as profiled a computation takes,
-            as found.
-        left_out_error: mean relative error of the predicted time of a plan by a calibration without
-            it; None if there is only one plan.
-        plans: the plans, each once.
     """
 
-    measured_s: float
-    replayed_s: float
-    overhead_before_s: float
+    measured_s: float  #: measured iteration time, seconds
+    replayed_s: float  #: replayed iteration time, without any overhead or correction, seconds
+    overhead_before_s: float  #: overhead before the calibration, seconds
+    #: overhead now: seconds of an iteration that are not replayed, whatever the plan.
     overhead_s: float
-    predicted_before_s: float
-    predicted_s: float
+    predicted_before_s: float  #: iteration time predicted before the calibration, seconds
+    predicted_s: float  #: iteration time predicted now, seconds
+    #: seconds that each transfer between stages takes beside the job's `transfer`, as found.
     hop_latency_s: float = 0.0
+    #: kind, such as "F" -> how many times as long as profiled a computation takes, as found.
     time_factors: Mapping[str, float] = field(default_factory=dict)
+    #: mean relative error of the predicted time of a plan by a calibration without it; None if
+    #: there is only one plan.
     left_out_error: float | None = None
-    plans: tuple[CalibratedPlan, ...] = ()
+    plans: tuple[CalibratedPlan, ...] = ()  #: the plans, each once
 
     @property
     def overhead_share(self) -> float:
@@ -191,17 +173,11 @@ class _PlanAsMade:
 
 @dataclass(frozen=True)
 class _PlanOfJob:
-    """A measured plan that can be replayed with any correction of its job.
+    """A measured plan that can be replayed with any correction of its job."""
 
-    Attributes:
-        measured: the plan and its time.
-        job: the job without correction.
-        kind: number of its kind of pipelines in the job.
-    """
-
-    measured: MeasuredPlan
-    job: Job
-    kind: int
+    measured: MeasuredPlan  #: the plan and its time
+    job: Job  #: the job without correction
+    kind: int  #: number of its kind of pipelines in the job
 
     def replayed_s(self, correction: Correction) -> float:
         """Return the iteration time without overhead, seconds."""

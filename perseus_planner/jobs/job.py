@@ -33,32 +33,22 @@ if TYPE_CHECKING:
 class Job:
     """A training job: pipelines that run one schedule side by side, each kind of them given once.
 
-    Attributes:
-        schedule: the schedule of each pipeline.
-        profiles: the profile of each kind of pipeline; includes tensor parallelism and slow stages.
-        counts: the number of pipelines of each kind, aligned with `profiles`.
-        transfer: the time of transfers between stages.
-        operations: operations that are neither forward nor backward.
-        variants: computations that are measured apart.
-        tokens_per_iteration: tokens that all pipelines together train on in an iteration; None if
-            unknown.
-        samples_per_iteration: likewise, samples.
-        files: the files that were read.
-
     Raises:
         JobError: If an operation is at a rank, stage or computation that the schedule does not
             have.
     """
 
-    schedule: Schedule
+    schedule: Schedule  #: the schedule of each pipeline
+    #: the profile of each kind of pipeline; includes tensor parallelism and slow stages.
     profiles: tuple[Profile, ...]
-    counts: tuple[int, ...]
-    transfer: Transfer = field(default_factory=Transfer)
-    operations: tuple[FixedOperation, ...] = ()
-    variants: tuple[Variant, ...] = ()
+    counts: tuple[int, ...]  #: the number of pipelines of each kind, aligned with `profiles`
+    transfer: Transfer = field(default_factory=Transfer)  #: the time of transfers between stages
+    operations: tuple[FixedOperation, ...] = ()  #: operations that are neither forward nor backward
+    variants: tuple[Variant, ...] = ()  #: computations that are measured apart
+    #: tokens that all pipelines together train on in an iteration; None if unknown.
     tokens_per_iteration: int | None = None
-    samples_per_iteration: int | None = None
-    files: tuple[Path, ...] = field(default=(), compare=False)
+    samples_per_iteration: int | None = None  #: likewise, samples
+    files: tuple[Path, ...] = field(default=(), compare=False)  #: the files that were read
 
     def __post_init__(self) -> None:
         for operation in self.operations:

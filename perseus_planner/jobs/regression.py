@@ -36,17 +36,12 @@ _SPARE = 2
 
 @dataclass(frozen=True)
 class Fit:
-    """The values of the terms that were chosen.
+    """The values of the terms that were chosen."""
 
-    Attributes:
-        constant_s: seconds that every iteration takes beside what is replayed.
-        values: term -> its value.
-        left_out_error: the mean relative error of predictions of a measurement by a fit to the
-            others; None if there is only one measurement.
-    """
-
-    constant_s: float
-    values: Mapping[str, float]
+    constant_s: float  #: seconds that every iteration takes beside what is replayed
+    values: Mapping[str, float]  #: term -> its value
+    #: the mean relative error of predictions of a measurement by a fit to the others; None if there
+    #: is only one measurement.
     left_out_error: float | None
 
 

@@ -45,33 +45,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """The settings of one kind of data-parallel pipelines; None for those of the job.
+    """The settings of one kind of data-parallel pipelines; None for those of the job."""
 
-    Attributes:
-        count: number of pipelines.
-        profile: their measurements.
-        blocking_power_w: what their GPUs draw while they wait, watts.
-        slow_stages: stage -> slowdown.
-    """
-
-    count: int = 1
-    profile: Source | None = None
-    blocking_power_w: Power | None = None
-    slow_stages: Mapping[int, float] | None = None
+    count: int = 1  #: number of pipelines
+    profile: Source | None = None  #: their measurements
+    blocking_power_w: Power | None = None  #: what their GPUs draw while they wait, watts
+    slow_stages: Mapping[int, float] | None = None  #: stage -> slowdown
 
 
 @dataclass(frozen=True)
 class Correction:
-    """How replays of a job were corrected by measured iteration times, beside its overhead.
+    """How replays of a job were corrected by measured iteration times, beside its overhead."""
 
-    Attributes:
-        hop_latency_s: seconds that each transfer between stages on different ranks takes beside the
-            job's `transfer`.
-        time_factors: kind, such as "F" -> how many times as long as profiled a computation of it
-            takes. Its GPUs wait in the time that is added.
-    """
-
+    #: seconds that each transfer between stages on different ranks takes beside the job's
+    #: `transfer`.
     hop_latency_s: float = 0.0
+    #: kind, such as "F" -> how many times as long as profiled a computation of it takes. Its GPUs
+    #: wait in the time that is added.
     time_factors: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -79,63 +69,46 @@ class Correction:
 class Settings:
     """The content of a job file; fields that it leaves out are None or empty.
 
-    Attributes:
-        profile: measurements of the stages; `planner profile` writes them there.
-        blocking_power_w: what a GPU of the profile draws while it waits, watts, or one number for
-            each stage; replaces the profile's. Required for a CSV.
-        schedule: a name of `schedules.NAMES`, or the path of a text grid.
-        microbatches: number of microbatches of one iteration.
-        ranks: number of pipeline ranks; None for as many as the stages of the profile need.
-        virtual_stages: number of stages of each rank.
-        microbatch_group: microbatches that go through a stage before the rank's next one gets its
-            turn (interleaved 1F1B).
-        stages: number of pipeline stages, to be checked.
-        tensor_parallel: number of GPUs of a stage; a profile that was measured on one GPU holds for
-            each of them.
-        transfer: the time of transfers between stages.
-        operations: operations that are neither forward nor backward.
-        variants: computations that are measured apart.
-        slow_stages: stage -> how many times as long its computations take now.
-        gpu_power_limit_w: the power limit under which the GPUs will run, watts, if it is lower than
-            when they were profiled: clocks that it would cap are not used.
-        overhead_s: calibrated seconds of an iteration that are not replayed; replaces the
-            profile's.
-        correction: what the calibration found beside the overhead.
-        clock_change: the cost of a clock change; replaces the profile's.
-        replicas: the pipelines; empty for one.
-        tokens_per_iteration: tokens that all pipelines together train on in an iteration.
-        samples_per_iteration: likewise, samples.
-        stage: the function that builds a stage to be profiled, "package.module:function".
-        gpu: the GPU that stages are profiled on, as `gpu.open_gpu` reads it.
-        file: the job file.
-
     Raises:
         JobError: If a count is not a whole number of at least 1.
     """
 
-    profile: Source
+    profile: Source  #: measurements of the stages; `planner profile` writes them there
+    #: what a GPU of the profile draws while it waits, watts, or one number for each stage; replaces
+    #: the profile's. Required for a CSV.
     blocking_power_w: Power | None = None
-    schedule: str | Path | None = None
-    microbatches: int | None = None
+    schedule: str | Path | None = None  #: a name of `schedules.NAMES`, or the path of a text grid
+    microbatches: int | None = None  #: number of microbatches of one iteration
+    #: number of pipeline ranks; None for as many as the stages of the profile need.
     ranks: int | None = None
-    virtual_stages: int | None = None
+    virtual_stages: int | None = None  #: number of stages of each rank
+    #: microbatches that go through a stage before the rank's next one gets its turn (interleaved
+    #: 1F1B).
     microbatch_group: int | None = None
-    stages: int | None = None
+    stages: int | None = None  #: number of pipeline stages, to be checked
+    #: number of GPUs of a stage; a profile that was measured on one GPU holds for each of them.
     tensor_parallel: int | None = None
-    transfer: Transfer = field(default_factory=Transfer)
-    operations: tuple[FixedOperation, ...] = ()
-    variants: tuple[Variant, ...] = ()
+    transfer: Transfer = field(default_factory=Transfer)  #: the time of transfers between stages
+    operations: tuple[FixedOperation, ...] = ()  #: operations that are neither forward nor backward
+    variants: tuple[Variant, ...] = ()  #: computations that are measured apart
+    #: stage -> how many times as long its computations take now.
     slow_stages: Mapping[int, float] = field(default_factory=dict)
+    #: the power limit under which the GPUs will run, watts, if it is lower than when they were
+    #: profiled: clocks that it would cap are not used.
     gpu_power_limit_w: float | None = None
+    #: calibrated seconds of an iteration that are not replayed; replaces the profile's.
     overhead_s: float | None = None
+    #: what the calibration found beside the overhead.
     correction: Correction = field(default_factory=Correction)
-    clock_change: ClockChange | None = None
-    replicas: tuple[ReplicaSettings, ...] = ()
+    clock_change: ClockChange | None = None  #: the cost of a clock change; replaces the profile's
+    replicas: tuple[ReplicaSettings, ...] = ()  #: the pipelines; empty for one
+    #: tokens that all pipelines together train on in an iteration.
     tokens_per_iteration: int | None = None
-    samples_per_iteration: int | None = None
+    samples_per_iteration: int | None = None  #: likewise, samples
+    #: the function that builds a stage to be profiled, "package.module:function".
     stage: str | None = None
-    gpu: str | None = None
-    file: Path | None = None
+    gpu: str | None = None  #: the GPU that stages are profiled on, as `gpu.open_gpu` reads it
+    file: Path | None = None  #: the job file
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

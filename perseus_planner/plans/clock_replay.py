@@ -95,17 +95,12 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class RankChanges:
-    """The clock changes of one rank in an iteration.
+    """The clock changes of one rank in an iteration."""
 
-    Attributes:
-        requested: number of changes requested, including overtaken ones.
-        off_plan_s: seconds that the rank computed at another clock than the planned one.
-        longest_s: the longest time from a request to the moment when its clock was in force,
-            seconds. Overtaken requests are left out; 0 if there was no other.
-    """
-
-    requested: int
-    off_plan_s: float
+    requested: int  #: number of changes requested, including overtaken ones
+    off_plan_s: float  #: seconds that the rank computed at another clock than the planned one
+    #: the longest time from a request to the moment when its clock was in force, seconds. Overtaken
+    #: requests are left out; 0 if there was no other.
     longest_s: float
 
 
@@ -113,23 +108,15 @@ class RankChanges:
 class ChangeReplay:
     """One iteration with clock changes that take time; tasks are counted as in the arguments of the
     replay.
-
-    Attributes:
-        starts_s: when each task starts, seconds from the start of the iteration.
-        ends_s: when each task ends.
-        durations_s: how long each task takes; exactly the time of its cost if no clock settled
-            meanwhile.
-        energies_j: joules of each task.
-        ranks: the changes of each rank.
-        calls: the changes that were made, in the order in which they began.
     """
 
-    starts_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
+    starts_s: tuple[float, ...]  #: when each task starts, seconds from the start of the iteration
+    ends_s: tuple[float, ...]  #: when each task ends
+    #: how long each task takes; exactly the time of its cost if no clock settled meanwhile.
     durations_s: tuple[float, ...]
-    energies_j: tuple[float, ...]
-    ranks: tuple[RankChanges, ...]
-    calls: tuple[Call, ...]
+    energies_j: tuple[float, ...]  #: joules of each task
+    ranks: tuple[RankChanges, ...]  #: the changes of each rank
+    calls: tuple[Call, ...]  #: the changes that were made, in the order in which they began
 
 
 def replay_with_changes(

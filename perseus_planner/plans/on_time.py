@@ -32,36 +32,25 @@ class Interval:
 
 @dataclass(frozen=True)
 class OnTime:
-    """How sure a plan is of its time and its saving.
+    """How sure a plan is of its time and its saving."""
 
-    Attributes:
-        probability: the probability, at least, of being within the limit.
-        limit_ratio: the longest iteration time that is on time, tolerance included, over the time
-            with all clocks at their maximum; None if the limit is a power.
-        limit_power_w: the limit of the average power, watts; None if it is a time.
-        margin: how many standard errors were added to the times of computations below their maximum
-            clock; None if all clocks are at their maximum because no other plan was sure enough.
-        time_ratio: the iteration time, over that with all clocks at their maximum.
-        saved_share: the energy saved, over that with all clocks at their maximum.
-        power_w: the average power over all GPUs of the pipeline, watts.
-        safety_share: how much more the plan without a margin is expected to save, over the same
-            energy; a plan within a switch budget has that of the plan without one.
-        points: number of operating points in use.
-        interpolated: how many of them were not measured, but estimated from others.
-        has_errors: whether the profile has standard errors, or its noise is taken from how its rows
-            scatter.
-    """
-
-    probability: float
+    probability: float  #: the probability, at least, of being within the limit
+    #: the longest iteration time that is on time, tolerance included, over the time with all clocks
+    #: at their maximum; None if the limit is a power.
     limit_ratio: float | None
-    limit_power_w: float | None
+    limit_power_w: float | None  #: the limit of the average power, watts; None if it is a time
+    #: how many standard errors were added to the times of computations below their maximum clock;
+    #: None if all clocks are at their maximum because no other plan was sure enough.
     margin: float | None
-    time_ratio: Interval
-    saved_share: Interval
-    power_w: Interval
+    time_ratio: Interval  #: the iteration time, over that with all clocks at their maximum
+    saved_share: Interval  #: the energy saved, over that with all clocks at their maximum
+    power_w: Interval  #: the average power over all GPUs of the pipeline, watts
+    #: how much more the plan without a margin is expected to save, over the same energy; a plan
+    #: within a switch budget has that of the plan without one.
     safety_share: float
-    points: int
-    interpolated: int
+    points: int  #: number of operating points in use
+    interpolated: int  #: how many of them were not measured, but estimated from others
+    #: whether the profile has standard errors, or its noise is taken from how its rows scatter.
     has_errors: bool
 
     @classmethod

@@ -64,58 +64,43 @@ class Plan:
     """One clock per computation, and the replayed time and energy of an iteration with these
     clocks.
 
-    Attributes:
-        iteration: the computations and operations, rank by rank, and what they wait for.
-        clocks: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
-        measurements: (stage, kind in the profile) -> clock in MHz -> its measurement, for the
-            clocks in use. If clock changes cost time, for all clocks in use on the rank, or the
-            next lower ones that were measured.
-        profile_digest: `Profile.digest` of the profile that it was computed from.
-        gpu: the GPU's name, if the profile has one.
-        origin: the source of the profile, "measured" or "simulated".
-        blocking_power_w: what a stage's GPUs draw while they wait, watts; or one number for each
-            stage.
-        deadline_s: the requested iteration time, seconds.
-        time_s: replayed iteration time, seconds; at most `deadline_s`.
-        energy_j: replayed energy of such an iteration over all GPUs, joules, waiting included.
-        bound_j: the least relaxed energy of an iteration of `time_s`, joules; no plan of that time
-            is below it.
-        baseline_time_s: replayed iteration time with all clocks at their maximum, seconds.
-        baseline_energy_j: its energy, joules.
-        gpus_per_stage: number of GPUs of a stage.
-        overhead_s: calibrated seconds of an iteration that are not replayed; part of all times
-            above.
-        clock_change: the cost of a clock change, which `time_s` and `energy_j` include; None for
-            nothing.
-        control: what the profile set: "clock"; "power-limit", and the clocks here are limits in
-            watts; or "observed": nothing was set and nothing will be.
-        point_bound_j: a closer bound, for plans of measured clocks alone, joules; no plan of
-            `time_s` is below it. None if the clocks were given, not chosen.
-        on_time: how sure it is of its time and its saving, if it was made for a probability. Its
-            numbers are expected ones then, and operating points in `measurements` may be estimates.
-
     Raises:
         PlanError: If the clocks, measurements or powers do not fit the iteration.
     """
 
-    iteration: Iteration
+    iteration: Iteration  #: the computations and operations, rank by rank, and what they wait for
+    #: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
     clocks: Mapping[str, int] = field(repr=False)
+    #: (stage, kind in the profile) -> clock in MHz -> its measurement, for the clocks in use. If
+    #: clock changes cost time, for all clocks in use on the rank, or the next lower ones that were
+    #: measured.
     measurements: Mapping[tuple[int, str], Mapping[int, Measurement]] = field(repr=False)
-    profile_digest: str
-    gpu: str | None
-    origin: str
+    profile_digest: str  #: `Profile.digest` of the profile that it was computed from
+    gpu: str | None  #: the GPU's name, if the profile has one
+    origin: str  #: the source of the profile, "measured" or "simulated"
+    #: what a stage's GPUs draw while they wait, watts; or one number for each stage.
     blocking_power_w: float | tuple[float, ...]
-    deadline_s: float
-    time_s: float
-    energy_j: float
+    deadline_s: float  #: the requested iteration time, seconds
+    time_s: float  #: replayed iteration time, seconds; at most `deadline_s`
+    energy_j: float  #: replayed energy of such an iteration over all GPUs, joules, waiting included
+    #: the least relaxed energy of an iteration of `time_s`, joules; no plan of that time is below
+    #: it.
     bound_j: float
-    baseline_time_s: float
-    baseline_energy_j: float
-    gpus_per_stage: int = 1
+    baseline_time_s: float  #: replayed iteration time with all clocks at their maximum, seconds
+    baseline_energy_j: float  #: its energy, joules
+    gpus_per_stage: int = 1  #: number of GPUs of a stage
+    #: calibrated seconds of an iteration that are not replayed; part of all times above.
     overhead_s: float = 0.0
+    #: the cost of a clock change, which `time_s` and `energy_j` include; None for nothing.
     clock_change: ClockChange | None = None
+    #: what the profile set: "clock"; "power-limit", and the clocks here are limits in watts; or
+    #: "observed": nothing was set and nothing will be.
     control: str = "clock"
+    #: a closer bound, for plans of measured clocks alone, joules; no plan of `time_s` is below it.
+    #: None if the clocks were given, not chosen.
     point_bound_j: float | None = None
+    #: how sure it is of its time and its saving, if it was made for a probability. Its numbers are
+    #: expected ones then, and operating points in `measurements` may be estimates.
     on_time: OnTime | None = None
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 

@@ -37,33 +37,23 @@ joules.
 
 @dataclass(frozen=True)
 class Span:
-    """When one computation or fixed operation runs.
+    """When one computation or fixed operation runs."""
 
-    Attributes:
-        start_s: seconds from the start of the iteration.
-        end_s: seconds from the start of the iteration.
-        power_w: average power of its GPUs meanwhile, watts.
-    """
-
-    start_s: float
-    end_s: float
-    power_w: float
+    start_s: float  #: seconds from the start of the iteration
+    end_s: float  #: seconds from the start of the iteration
+    power_w: float  #: average power of its GPUs meanwhile, watts
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One replayed iteration.
+    """One replayed iteration."""
 
-    Attributes:
-        spans: "3F17" -> when it runs, for every computation, rank by rank in program order, then
-            for every operation.
-        time_s: iteration time, seconds: until the last span ends, plus the calibrated overhead.
-        energy_j: energy over all GPUs in that time, joules, waiting included.
-    """
-
+    #: "3F17" -> when it runs, for every computation, rank by rank in program order, then for every
+    #: operation.
     spans: Mapping[str, Span]
+    #: iteration time, seconds: until the last span ends, plus the calibrated overhead.
     time_s: float
-    energy_j: float
+    energy_j: float  #: energy over all GPUs in that time, joules, waiting included
 
 
 def origin_text(origin: str) -> str:

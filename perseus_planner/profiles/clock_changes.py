@@ -23,20 +23,16 @@ _RULES = MappingProxyType({"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": CO
 class ClockChange:
     """The cost of setting the clock of one GPU.
 
-    Attributes:
-        call_s: how long the call holds the driver's lock, seconds, 0 or more. A node has one such
-            lock: calls for its GPUs run one after another.
-        settle_s: from the return of the call until the GPU runs at the new clock, seconds, 0 or
-            more.
-        gpus_per_node: number of GPUs that share a lock; ranks fill nodes in order.
-
     Raises:
         ProfileError: If a value is out of range.
     """
 
+    #: how long the call holds the driver's lock, seconds, 0 or more. A node has one such lock:
+    #: calls for its GPUs run one after another.
     call_s: float
+    #: from the return of the call until the GPU runs at the new clock, seconds, 0 or more.
     settle_s: float = 0.0
-    gpus_per_node: int = 8
+    gpus_per_node: int = 8  #: number of GPUs that share a lock; ranks fill nodes in order
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, ProfileError, "clock_change, ")

@@ -60,21 +60,18 @@ class Draws(NamedTuple):
 class Estimate(Generic[P]):
     """What the rows of a profile tell about time and energy at every clock; made by
     `Profile.estimated`.
-
-    Attributes:
-        mean: the expected time and energy at every clock. A row that was measured keeps its
-            evidence, though its time and energy are estimates now; an interpolated one has no
-            evidence.
-        interpolated: (stage, kind) -> the clocks at which it was not measured, MHz, highest first.
-        has_errors: whether rows have standard errors. If not, the noise is taken from how far like
-            stages, and neighbouring clocks, scatter.
-        noise: kind -> the relative standard errors of the time, and of the energy, of a row, as
-            they were found.
     """
 
+    #: the expected time and energy at every clock. A row that was measured keeps its evidence,
+    #: though its time and energy are estimates now; an interpolated one has no evidence.
     mean: P
+    #: (stage, kind) -> the clocks at which it was not measured, MHz, highest first.
     interpolated: Mapping[Key, tuple[int, ...]]
+    #: whether rows have standard errors. If not, the noise is taken from how far like stages, and
+    #: neighbouring clocks, scatter.
     has_errors: bool
+    #: kind -> the relative standard errors of the time, and of the energy, of a row, as they were
+    #: found.
     noise: Mapping[str, tuple[float, float]]
     _kinds: tuple[_Kind, ...] = field(repr=False)
 

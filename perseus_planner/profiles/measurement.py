@@ -23,23 +23,16 @@ from perseus_planner.quantities import (
 class Evidence:
     """How a measurement was made; plans do not depend on it.
 
-    Attributes:
-        achieved_mhz: the SM clock at which the GPU ran, MHz, mean over the windows.
-        time_stderr_s: standard error of the time, seconds.
-        energy_stderr_j: standard error of the energy, joules.
-        windows: number of measuring windows.
-        temperature_c: core temperature, degrees Celsius, mean over the windows.
-        throttle: the reasons of `gpu.THROTTLE_REASONS` that were seen, in their order.
-
     Raises:
         ProfileError: If a value is out of range.
     """
 
-    achieved_mhz: float
-    time_stderr_s: float
-    energy_stderr_j: float
-    windows: int
-    temperature_c: float
+    achieved_mhz: float  #: the SM clock at which the GPU ran, MHz, mean over the windows
+    time_stderr_s: float  #: standard error of the time, seconds
+    energy_stderr_j: float  #: standard error of the energy, joules
+    windows: int  #: number of measuring windows
+    temperature_c: float  #: core temperature, degrees Celsius, mean over the windows
+    #: the reasons of `gpu.THROTTLE_REASONS` that were seen, in their order.
     throttle: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -62,21 +55,15 @@ EVIDENCE: Mapping[str, Rule] = MappingProxyType(
 class Measurement:
     """One computation at one clock.
 
-    Attributes:
-        clock_mhz: the SM clock that was set, MHz, above 0; in a profile of power limits the limit,
-            watts.
-        time_s: its duration, seconds, above 0.
-        energy_j: the energy that the GPU used for it, joules, 0 or more.
-        evidence: how it was measured, if that is known; measurements that differ only in it are
-            equal.
-
     Raises:
         ProfileError: If a value is out of range.
     """
 
+    #: the SM clock that was set, MHz, above 0; in a profile of power limits the limit, watts.
     clock_mhz: int
-    time_s: float
-    energy_j: float
+    time_s: float  #: its duration, seconds, above 0
+    energy_j: float  #: the energy that the GPU used for it, joules, 0 or more
+    #: how it was measured, if that is known; measurements that differ only in it are equal.
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

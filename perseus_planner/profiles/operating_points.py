@@ -20,19 +20,12 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """One clock of a computation, with its cost to an iteration of a given length.
+    """One clock of a computation, with its cost to an iteration of a given length."""
 
-    Attributes:
-        clock_mhz: the SM clock, MHz.
-        time_s: measured duration, seconds.
-        energy_j: measured energy, joules.
-        effective_j: energy less what the GPU would draw if it waited for that long, joules; may be
-            negative.
-    """
-
-    clock_mhz: int
-    time_s: float
-    energy_j: float
+    clock_mhz: int  #: the SM clock, MHz
+    time_s: float  #: measured duration, seconds
+    energy_j: float  #: measured energy, joules
+    #: energy less what the GPU would draw if it waited for that long, joules; may be negative.
     effective_j: float
 
 

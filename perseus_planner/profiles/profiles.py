@@ -55,41 +55,35 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 class Profile:
     """The measurements of every computation of a pipeline; immutable, and checked when it is made.
 
-    Attributes:
-        measurements: (stage, kind) -> measurements, highest clock first. Stages count from 0
-            without a hole; the kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the
-            inputs, of the weights), or one of them with a suffix that you choose, such as "B.sync".
-            Each stage has F, and B or both I and W. One clock is enough.
-        blocking_power_w: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or
-            more; or one number for each stage.
-        gpu: the GPU's name, one line of printable text.
-        origin: the source of the numbers, "measured" or "simulated".
-        gpus_per_stage: number of GPUs of a stage (tensor parallelism). Energies and powers are sums
-            over them.
-        overhead_s: calibration: a measured iteration time minus the replayed one, seconds. GPUs
-            wait meanwhile.
-        clock_change: the cost of a clock change; None if it was not measured.
-        control: what was set for each measurement: "clock", "power-limit", or "observed" if nothing
-            was set and the GPU chose the clocks.
-        iteration: the schedule in which the stages were measured, in the words of a job file:
-            schedule, microbatches, virtual_stages and microbatch_group; empty if it is not known.
-            Profiles that differ only in it are equal.
-        conditions: the conditions of the measurement, such as driver and time, as text; profiles
-            that differ only in them are equal.
-
     Raises:
         ProfileError: If the values are not such a profile.
     """
 
+    #: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole; the
+    #: kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the inputs, of the weights),
+    #: or one of them with a suffix that you choose, such as "B.sync". Each stage has F, and B or
+    #: both I and W. One clock is enough.
     measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
+    #: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
+    #: number for each stage.
     blocking_power_w: float | tuple[float, ...]
-    gpu: str | None = None
-    origin: str = "measured"
+    gpu: str | None = None  #: the GPU's name, one line of printable text
+    origin: str = "measured"  #: the source of the numbers, "measured" or "simulated"
+    #: number of GPUs of a stage (tensor parallelism). Energies and powers are sums over them.
     gpus_per_stage: int = 1
+    #: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
     overhead_s: float = 0.0
+    #: the cost of a clock change; None if it was not measured.
     clock_change: ClockChange | None = None
+    #: what was set for each measurement: "clock", "power-limit", or "observed" if nothing was set
+    #: and the GPU chose the clocks.
     control: str = "clock"
+    #: the schedule in which the stages were measured, in the words of a job file: schedule,
+    #: microbatches, virtual_stages and microbatch_group; empty if it is not known. Profiles that
+    #: differ only in it are equal.
     iteration: Mapping[str, str | int] = field(default_factory=dict, compare=False, repr=False)
+    #: the conditions of the measurement, such as driver and time, as text; profiles that differ
+    #: only in them are equal.
     conditions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -19,32 +19,24 @@ _STRICT = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes i
 
 @dataclass(frozen=True)
 class AutopilotStatus:
-    """What the autopilot knew when it made a program.
-
-    Attributes:
-        phase: "watching" until the first program; then "reference", "learning", "following",
-            "audit" or "paying"; "stopped" if the autopilot cannot go on.
-        iteration: The iteration that the program was made for; -1 before the first.
-        reference_s: Seconds of an iteration at full clocks; None while that is not known.
-        saving: Energy that the newest plan saves, as a share of that of an iteration at full
-            clocks; None before it.
-        saving_stderr: Its standard error.
-        owed_s: Seconds that the ledger owes; negative for credit.
-        burst_s: Seconds that it may owe.
-        trials: Number of operating points that the iteration tries.
-        unknown: Number of operating points that a plan might use and that were not measured yet.
-    """
+    """What the autopilot knew when it made a program."""
 
     __pydantic_config__ = _STRICT
 
+    #: "watching" until the first program; then "reference", "learning", "following", "audit" or
+    #: "paying"; "stopped" if the autopilot cannot go on.
     phase: str = "watching"
-    iteration: int = -1
+    iteration: int = -1  #: The iteration that the program was made for; -1 before the first
+    #: Seconds of an iteration at full clocks; None while that is not known.
     reference_s: float | None = None
+    #: Energy that the newest plan saves, as a share of that of an iteration at full clocks; None
+    #: before it.
     saving: float | None = None
-    saving_stderr: float | None = None
-    owed_s: float = 0.0
-    burst_s: float = 0.0
-    trials: int = 0
+    saving_stderr: float | None = None  #: Its standard error
+    owed_s: float = 0.0  #: Seconds that the ledger owes; negative for credit
+    burst_s: float = 0.0  #: Seconds that it may owe
+    trials: int = 0  #: Number of operating points that the iteration tries
+    #: Number of operating points that a plan might use and that were not measured yet.
     unknown: int = 0
 
     def __str__(self) -> str:

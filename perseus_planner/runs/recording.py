@@ -61,16 +61,11 @@ _TOTALS = re.compile(r"totals-([0-9]{1,9})\.csv")
 
 
 class Attempt(NamedTuple):
-    """A start of a job, as its first rank tells all others.
+    """A start of a job, as its first rank tells all others."""
 
-    Attributes:
-        number: When it began, in UTC, such as 20261122133502; greater than that of every earlier
-            attempt.
-        ended: Number of each earlier attempt whose rows are to be added up now, with its number of
-            ranks.
-    """
-
+    #: When it began, in UTC, such as 20261122133502; greater than that of every earlier attempt.
     number: int
+    #: Number of each earlier attempt whose rows are to be added up now, with its number of ranks.
     ended: Sequence[tuple[int, int]] = ()
 
     @classmethod

@@ -24,30 +24,20 @@ _MAX_CHARACTERS = 300  #: of a deviation
 
 @dataclass(frozen=True)
 class ComputationRecord:
-    """One computation.
+    """One computation."""
 
-    Attributes:
-        iteration: Number of the iteration.
-        computation: What ran.
-        begin_s: When it began.
-        end_s: When it ended.
-        clock: The clock that it should run at; None if no clock was requested for it.
-        asked_s: When that clock was first requested; None if it was in force already.
-        set_begin_s: When the call that set the clock began; None if another clock was requested
-            before.
-        set_end_s: When that call returned.
-        achieved_mhz: Achieved clock, read after most of the computation had run; None if it is not
-            known.
-    """
-
-    iteration: int
-    computation: Computation
-    begin_s: float
-    end_s: float
+    iteration: int  #: Number of the iteration
+    computation: Computation  #: What ran
+    begin_s: float  #: When it began
+    end_s: float  #: When it ended
+    #: The clock that it should run at; None if no clock was requested for it.
     clock: int | None = None
+    #: When that clock was first requested; None if it was in force already.
     asked_s: float | None = None
+    #: When the call that set the clock began; None if another clock was requested before.
     set_begin_s: float | None = None
-    set_end_s: float | None = None
+    set_end_s: float | None = None  #: When that call returned
+    #: Achieved clock, read after most of the computation had run; None if it is not known.
     achieved_mhz: int | None = None
 
     @property
@@ -68,31 +58,23 @@ class ComputationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeStatistics:
-    """Statistics of the clock changes of one rank in an iteration, and of its clocks.
+    """Statistics of the clock changes of one rank in an iteration, and of its clocks."""
 
-    Attributes:
-        changes_asked: Number of clock changes that were requested.
-        changes_set: Number of them that were made before another clock was requested.
-        changes_late: Number of those made after more than `LATE` of the first computation had run.
-        changes_overtaken: Number of requested changes that were not made before another clock was
-            requested.
-        off_clock_s: Seconds of computation before the requested clock was set.
-        latency_p50_s: Median seconds from the request of a clock to the return of the call that
-            sets it; None if no clock was set.
-        latency_p99_s: The same for the 99th percentile.
-        clock: Mean requested clock, weighted by time, over the computations whose achieved clock is
-            known; None if no achieved clock is known.
-        achieved_mhz: Mean achieved clock of the same computations, weighted by time.
-    """
-
-    changes_asked: int = 0
-    changes_set: int = 0
+    changes_asked: int = 0  #: Number of clock changes that were requested
+    changes_set: int = 0  #: Number of them that were made before another clock was requested
+    #: Number of those made after more than `LATE` of the first computation had run.
     changes_late: int = 0
+    #: Number of requested changes that were not made before another clock was requested.
     changes_overtaken: int = 0
-    off_clock_s: float = 0.0
+    off_clock_s: float = 0.0  #: Seconds of computation before the requested clock was set
+    #: Median seconds from the request of a clock to the return of the call that sets it; None if no
+    #: clock was set.
     latency_p50_s: float | None = None
-    latency_p99_s: float | None = None
+    latency_p99_s: float | None = None  #: The same for the 99th percentile
+    #: Mean requested clock, weighted by time, over the computations whose achieved clock is known;
+    #: None if no achieved clock is known.
     clock: float | None = None
+    #: Mean achieved clock of the same computations, weighted by time.
     achieved_mhz: float | None = None
 
     @classmethod
@@ -129,42 +111,29 @@ class IterationRecord(ChangeStatistics):
     """One iteration on one rank.
 
     A value that is not known is None.
-
-    Attributes:
-        iteration: Number of the iteration.
-        version: Version of the plan that it ran by; None if it ran without a plan.
-        pipeline: Number of the rank's pipeline, unique among the pipelines.
-        pipeline_rank: Rank in the pipeline.
-        begin_s: When it began.
-        end_s: When it ended.
-        busy_s: Seconds of its computations.
-        planned_busy_s: Seconds of its computations by the measurements in the plan; None if it did
-            not run as planned.
-        energy_j: Joules of this rank's GPU from begin to end.
-        baseline_j: Joules of a GPU with all clocks at maximum, by the profile, in an iteration that
-            takes as long: the mean over the GPUs of the pipeline. With the autopilot, the mean over
-            the last iterations of this GPU that ran so. None if it did not run as planned.
-        temperature_c: Degrees Celsius at its end.
-        throttled_s: Throttle reason -> seconds in which it held the GPU back, for the reasons that
-            the GPU counts.
-        deviation: What was not as planned; None if it ran as planned.
-        origin: "measured" or "simulated", for energy, clocks and throttling; None if no GPU was
-            read.
     """
 
-    iteration: int
-    version: int | None
-    pipeline: int
-    pipeline_rank: int
-    begin_s: float
-    end_s: float
-    busy_s: float
+    iteration: int  #: Number of the iteration
+    version: int | None  #: Version of the plan that it ran by; None if it ran without a plan
+    pipeline: int  #: Number of the rank's pipeline, unique among the pipelines
+    pipeline_rank: int  #: Rank in the pipeline
+    begin_s: float  #: When it began
+    end_s: float  #: When it ended
+    busy_s: float  #: Seconds of its computations
+    #: Seconds of its computations by the measurements in the plan; None if it did not run as
+    #: planned.
     planned_busy_s: float | None = None
-    energy_j: float | None = None
+    energy_j: float | None = None  #: Joules of this rank's GPU from begin to end
+    #: Joules of a GPU with all clocks at maximum, by the profile, in an iteration that takes as
+    #: long: the mean over the GPUs of the pipeline. With the autopilot, the mean over the last
+    #: iterations of this GPU that ran so. None if it did not run as planned.
     baseline_j: float | None = None
-    temperature_c: float | None = None
+    temperature_c: float | None = None  #: Degrees Celsius at its end
+    #: Throttle reason -> seconds in which it held the GPU back, for the reasons that the GPU
+    #: counts.
     throttled_s: Mapping[str, float] = field(default_factory=dict)
-    deviation: str | None = None
+    deviation: str | None = None  #: What was not as planned; None if it ran as planned
+    #: "measured" or "simulated", for energy, clocks and throttling; None if no GPU was read.
     origin: str | None = None
 
     def __post_init__(self) -> None:

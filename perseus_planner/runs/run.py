@@ -47,19 +47,14 @@ _FIRST = ("iteration", "version", "pipeline", "pipeline_rank", "begin_s", "end_s
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank recorded.
+    """What one rank recorded."""
 
-    Attributes:
-        rank: Rank in the whole job.
-        iterations: The iterations in the folder, in order; at least one.
-        computations: Iteration -> its computations, for the last iterations.
-        is_cut_off: Whether another row has no end, because the rank was killed, the disk was full,
-            or it is being written.
-    """
-
-    rank: int
-    iterations: tuple[IterationRecord, ...]
+    rank: int  #: Rank in the whole job
+    iterations: tuple[IterationRecord, ...]  #: The iterations in the folder, in order; at least one
+    #: Iteration -> its computations, for the last iterations.
     computations: Mapping[int, tuple[ComputationRecord, ...]] = field(repr=False)
+    #: Whether another row has no end, because the rank was killed, the disk was full, or it is
+    #: being written.
     is_cut_off: bool = False
 
     @property
@@ -87,21 +82,16 @@ class RankRecord:
 class Run:
     """What all ranks of a job recorded: its newest attempt that has iterations, and the totals of
     all attempts.
-
-    Attributes:
-        folder: The run folder, or that of one attempt, which is then read instead.
-        plans: (version, pipeline) -> plan; the pipeline is None if all pipelines run by one plan.
-        ranks: The ranks of the attempt, in order.
-        attempt: Number of the attempt.
-        totals: What ran by each plan in each attempt, oldest first.
-        autopilot: What the autopilot knew last; None if the attempt was trained by plans.
     """
 
-    folder: Path
+    folder: Path  #: The run folder, or that of one attempt, which is then read instead
+    #: (version, pipeline) -> plan; the pipeline is None if all pipelines run by one plan.
     plans: Mapping[tuple[int, int | None], Plan] = field(repr=False)
-    ranks: tuple[RankRecord, ...]
-    attempt: int
+    ranks: tuple[RankRecord, ...]  #: The ranks of the attempt, in order
+    attempt: int  #: Number of the attempt
+    #: What ran by each plan in each attempt, oldest first.
     totals: tuple[Total, ...] = field(repr=False)
+    #: What the autopilot knew last; None if the attempt was trained by plans.
     autopilot: AutopilotStatus | None = None
 
     @classmethod

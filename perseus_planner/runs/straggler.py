@@ -28,32 +28,23 @@ _NORMAL = "sw-power-cap"  #: many GPUs are at their power limit whenever they wo
 
 @dataclass(frozen=True)
 class StragglerDetection:
-    """What to report of a GPU.
+    """What to report of a GPU."""
 
-    Attributes:
-        slowdown: How many times as long as normal its computations take, at least 1; 1 if it has
-            recovered.
-        reason: What slows it down, in words.
-    """
-
+    #: How many times as long as normal its computations take, at least 1; 1 if it has recovered.
     slowdown: float
-    reason: str
+    reason: str  #: What slows it down, in words
 
 
 @dataclass(frozen=True)
 class StragglerDetector:
-    """What is known of one rank so far; immutable, `after` returns the next state.
+    """What is known of one rank so far; immutable, `after` returns the next state."""
 
-    Attributes:
-        normal_ratio: Actual over planned time while nothing is wrong; 1 if the profile counts, None
-            if it is not known yet.
-        recent: The last iterations that ran as planned, at most `ENOUGH`.
-        reported: The slowdown that was reported last; 1 if none was.
-    """
-
+    #: Actual over planned time while nothing is wrong; 1 if the profile counts, None if it is not
+    #: known yet.
     normal_ratio: float | None = None
+    #: The last iterations that ran as planned, at most `ENOUGH`.
     recent: tuple[IterationRecord, ...] = ()
-    reported: float = 1.0
+    reported: float = 1.0  #: The slowdown that was reported last; 1 if none was
 
     def after(
         self, iteration: IterationRecord

@@ -71,17 +71,11 @@ _COMPUTATION = _Cell(_computation, "a computation such as 3F17")
 
 @dataclass(frozen=True)
 class Table(Generic[Row]):
-    """The format of one kind of CSV file.
+    """The format of one kind of CSV file."""
 
-    Attributes:
-        columns: Name -> its cells.
-        values_of: Returns the value of each column of a row.
-        row_of: Returns the row with these values by column.
-    """
-
-    columns: Mapping[str, _Cell]
-    values_of: Callable[[Row], Sequence[object]]
-    row_of: Callable[[dict[str, Any]], Row]
+    columns: Mapping[str, _Cell]  #: Name -> its cells
+    values_of: Callable[[Row], Sequence[object]]  #: Returns the value of each column of a row
+    row_of: Callable[[dict[str, Any]], Row]  #: Returns the row with these values by column
 
     @property
     def header(self) -> str:

@@ -25,35 +25,25 @@ one.
 class Total:
     """The iterations by one plan in one attempt of a job, added up: of one rank, or of all ranks
     together.
-
-    Attributes:
-        attempt: Number of the attempt; 0 for several attempts together.
-        version: Version of the plan; None for iterations without a plan, and for several plans
-            together.
-        iterations: Number of iterations; of all ranks, on the rank that has most.
-        time_s: Seconds from their begins to their ends; of all ranks, on the rank that has most.
-        metered_iterations: Number of iterations whose energy is known; of all ranks, on the rank
-            that has fewest.
-        energy_j: Joules of the GPUs in iterations whose energy is known.
-        saved_j: Joules that iterations which ran as planned used less than they would have with all
-            clocks at maximum, by the profile, in as much time. Negative if they used more.
-        begin_s: When the first of them began, seconds since the epoch.
-        end_s: When the last of them ended, seconds since the epoch.
-        last_iteration: Number of the last of them; of several attempts, the greatest.
-        origin: "measured" or "simulated", for the energy; "simulated" if any of it is, None if none
-            is known.
     """
 
-    attempt: int
+    attempt: int  #: Number of the attempt; 0 for several attempts together
+    #: Version of the plan; None for iterations without a plan, and for several plans together.
     version: int | None
-    iterations: int
+    iterations: int  #: Number of iterations; of all ranks, on the rank that has most
+    #: Seconds from their begins to their ends; of all ranks, on the rank that has most.
     time_s: float
+    #: Number of iterations whose energy is known; of all ranks, on the rank that has fewest.
     metered_iterations: int
-    energy_j: float
+    energy_j: float  #: Joules of the GPUs in iterations whose energy is known
+    #: Joules that iterations which ran as planned used less than they would have with all clocks at
+    #: maximum, by the profile, in as much time. Negative if they used more.
     saved_j: float
-    begin_s: float
-    end_s: float
-    last_iteration: int
+    begin_s: float  #: When the first of them began, seconds since the epoch
+    end_s: float  #: When the last of them ended, seconds since the epoch
+    last_iteration: int  #: Number of the last of them; of several attempts, the greatest
+    #: "measured" or "simulated", for the energy; "simulated" if any of it is, None if none is
+    #: known.
     origin: str | None
 
     @classmethod

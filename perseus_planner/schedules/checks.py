@@ -16,17 +16,12 @@ Ranks: TypeAlias = Sequence[Sequence[Computation]]
 
 
 class Flaw(NamedTuple):
-    """A flaw of a schedule, with its place and remedy.
+    """A flaw of a schedule, with its place and remedy."""
 
-    Attributes:
-        rank: the rank, from 0.
-        position: the position of the computation on its rank, from 0; None for the whole rank.
-        text: what is wrong and what to do.
-    """
-
-    rank: int
+    rank: int  #: the rank, from 0
+    #: the position of the computation on its rank, from 0; None for the whole rank.
     position: int | None
-    text: str
+    text: str  #: what is wrong and what to do
 
     @property
     def where(self) -> str:

@@ -29,17 +29,13 @@ class PipelineDag:
     """One iteration as a directed acyclic graph of computations and fixed operations, with their
     costs.
 
-    Attributes:
-        profile: the cost of each (stage, kind) at each clock.
-        iteration: the nodes, and what they wait for.
-
     Raises:
         ProfileError: If the profile has other stages than the iteration, lacks one of its kinds, or
             the stages of a rank wait at different powers.
     """
 
-    profile: Profile
-    iteration: Iteration
+    profile: Profile  #: the cost of each (stage, kind) at each clock
+    iteration: Iteration  #: the nodes, and what they wait for
 
     def __post_init__(self) -> None:
         stages = self.schedule.stages

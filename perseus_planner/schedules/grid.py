@@ -33,17 +33,11 @@ _COMMUNICATION = re.compile(
 
 
 class _Line(NamedTuple):
-    """One line of a grid.
+    """One line of a grid."""
 
-    Attributes:
-        number: its number, from 1.
-        order: the computations of the rank.
-        cells: the number of each computation's cell, from 1, blank ones included.
-    """
-
-    number: int
-    order: tuple[Computation, ...]
-    cells: tuple[int, ...]
+    number: int  #: its number, from 1
+    order: tuple[Computation, ...]  #: the computations of the rank
+    cells: tuple[int, ...]  #: the number of each computation's cell, from 1, blank ones included
 
 
 def load_grid(path: str | os.PathLike[str]) -> Schedule:

@@ -26,21 +26,15 @@ class Operation(NamedTuple):
 
     Its `str()` is its name in an iteration: `0load17` belongs to microbatch 17, `3optimizer` to no
     microbatch.
-
-    Attributes:
-        number: the number before its name: the stage if it belongs to a microbatch, else the rank.
-        name: lower-case letters and hyphens.
-        microbatch: the number of its microbatch, or None.
-        rank: the rank whose GPUs it uses.
-        time_s: seconds, at any clock.
-        energy_j: joules over the GPUs of the rank; None for what they draw while they wait.
     """
 
+    #: the number before its name: the stage if it belongs to a microbatch, else the rank.
     number: int
-    name: str
-    microbatch: int | None
-    rank: int
-    time_s: float
+    name: str  #: lower-case letters and hyphens
+    microbatch: int | None  #: the number of its microbatch, or None
+    rank: int  #: the rank whose GPUs it uses
+    time_s: float  #: seconds, at any clock
+    #: joules over the GPUs of the rank; None for what they draw while they wait.
     energy_j: float | None = None
 
     def __str__(self) -> str:
@@ -54,24 +48,20 @@ class Iteration:
     A node is identified by its place: computations are counted from 0 in the order of
     `schedule.computations()`, then operations.
 
-    Attributes:
-        schedule: the computations, rank by rank.
-        predecessors: for each node, the places of the nodes that must end before it starts.
-        lags_s: aligned with `predecessors`: least seconds from the end of the predecessor to the
-            start of the node; empty if all are 0.
-        operations: the nodes that are neither forward nor backward.
-        kinds: the kind of each computation in the profile, such as "B.sync"; empty if they are
-            those of the schedule.
-
     Raises:
         ScheduleError: If a node directly or indirectly waits for itself, for a missing node, or for
             one twice, if two nodes have one name, or if a lag or operation is malformed.
     """
 
-    schedule: Schedule
+    schedule: Schedule  #: the computations, rank by rank
+    #: for each node, the places of the nodes that must end before it starts.
     predecessors: tuple[tuple[int, ...], ...]
+    #: aligned with `predecessors`: least seconds from the end of the predecessor to the start of
+    #: the node; empty if all are 0.
     lags_s: tuple[tuple[float, ...], ...] = ()
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[Operation, ...] = ()  #: the nodes that are neither forward nor backward
+    #: the kind of each computation in the profile, such as "B.sync"; empty if they are those of the
+    #: schedule.
     kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 
 
 class Generator(NamedTuple):
-    """A function that makes a schedule, and how many stages it puts on each rank.
+    """A function that makes a schedule, and how many stages it puts on each rank."""
 
-    Attributes:
-        generate: takes ranks, then virtual stages if `virtual_stages` is None, then microbatches.
-        virtual_stages: stages per rank; None if the caller chooses.
-    """
-
+    #: takes ranks, then virtual stages if `virtual_stages` is None, then microbatches.
     generate: Callable[..., Schedule]
-    virtual_stages: int | None
+    virtual_stages: int | None  #: stages per rank; None if the caller chooses
 
 
 #: name -> its generator

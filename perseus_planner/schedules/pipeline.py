@@ -22,16 +22,14 @@ KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: the kind of a computation in a 
 class Transfer:
     """The time that activations and gradients take between two stages on different ranks.
 
-    Attributes:
-        forward_s: seconds that an activation takes to the next stage, 0 or more; or one number for
-            each boundary between stages, first to last.
-        backward_s: seconds that a gradient takes to the previous stage, likewise.
-
     Raises:
         ScheduleError: If a time is not finite seconds of 0 or more.
     """
 
+    #: seconds that an activation takes to the next stage, 0 or more; or one number for each
+    #: boundary between stages, first to last.
     forward_s: float | tuple[float, ...] = 0.0
+    #: seconds that a gradient takes to the previous stage, likewise.
     backward_s: float | tuple[float, ...] = 0.0
 
     def __post_init__(self) -> None:
@@ -85,23 +83,19 @@ class Transfer:
 class FixedOperation:
     """An operation of fixed time and energy, and where in the programs it runs.
 
-    Attributes:
-        name: lower-case letters and hyphens, such as "load" or "optimizer".
-        when: "start" (before everything else on a rank), "end" (after everything else), or "before
-            K" or "after K": next to every computation of kind K, which is F, B, I or W. Operations
-            at the same point run in the given order.
-        time_s: seconds of each, above 0, at any clock.
-        energy_j: joules of each over the GPUs of the rank; None for what they draw while they wait.
-        where: ranks if `when` is "start" or "end", else stages; None for all.
-
     Raises:
         ScheduleError: If `when` or `where` is malformed.
     """
 
-    name: str
+    name: str  #: lower-case letters and hyphens, such as "load" or "optimizer"
+    #: "start" (before everything else on a rank), "end" (after everything else), or "before K" or
+    #: "after K": next to every computation of kind K, which is F, B, I or W. Operations at the same
+    #: point run in the given order.
     when: str
-    time_s: float
+    time_s: float  #: seconds of each, above 0, at any clock
+    #: joules of each over the GPUs of the rank; None for what they draw while they wait.
     energy_j: float | None = None
+    #: ranks if `when` is "start" or "end", else stages; None for all.
     where: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -123,19 +117,14 @@ class Variant:
     """Computations that are measured apart, such as the backward of the last microbatch with its
     gradient sync.
 
-    Attributes:
-        kind: their kind in the profile, such as "B.sync": a kind of the schedule and a suffix.
-        microbatches: their microbatches; "first" and "last" are those that a stage runs first and
-            last.
-        stages: their stages; None for all.
-
     Raises:
         ScheduleError: If a value is malformed.
     """
 
-    kind: str
+    kind: str  #: their kind in the profile, such as "B.sync": a kind of the schedule and a suffix
+    #: their microbatches; "first" and "last" are those that a stage runs first and last.
     microbatches: tuple[int, ...] | Literal["first", "last", "all"]
-    stages: tuple[int, ...] | None = None
+    stages: tuple[int, ...] | None = None  #: their stages; None for all
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not KIND.fullmatch(self.kind) or "." not in self.kind:

@@ -17,17 +17,14 @@ class Schedule:
 
     A schedule need not be a pipeline that can run; `check_pipeline` checks that.
 
-    Attributes:
-        name: the name of its generator, such as "1f1b".
-        ranks: `ranks[r]` holds the computations of rank r, first to last; at least one each, and
-            each only once. A rank may hold several stages, a stage is on one rank, and stages are
-            numbered from 0 without a hole.
-
     Raises:
         ScheduleError: If the ranks are not like that; names the rank and the computation.
     """
 
-    name: str
+    name: str  #: the name of its generator, such as "1f1b"
+    #: `ranks[r]` holds the computations of rank r, first to last; at least one each, and each only
+    #: once. A rank may hold several stages, a stage is on one rank, and stages are numbered from 0
+    #: without a hole.
     ranks: tuple[tuple[Computation, ...], ...]
 
     def __post_init__(self) -> None:

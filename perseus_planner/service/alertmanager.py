@@ -74,32 +74,22 @@ _LONGEST = 1024
 
 @dataclass(frozen=True)
 class Alert:
-    """One alert of a group.
+    """One alert of a group."""
 
-    Attributes:
-        index: Position in the group, from 0.
-        name: Name of its rule, for people.
-        report: The alert as a report, which has expired if the alert is resolved; None if the alert
-            is incomplete.
-        problem: Why there is no report, and what to do.
-    """
-
-    index: int
-    name: str
+    index: int  #: Position in the group, from 0
+    name: str  #: Name of its rule, for people
+    #: The alert as a report, which has expired if the alert is resolved; None if the alert is
+    #: incomplete.
     report: Report | None
-    problem: str = ""
+    problem: str = ""  #: Why there is no report, and what to do
 
 
 @dataclass(frozen=True)
 class AlertEffects:
-    """The effect of alerts.
+    """The effect of alerts."""
 
-    Attributes:
-        answers: For each job that has a GPU or node that they name.
-        ignored: Key of a report -> why no job, or not every job concerned, has taken it.
-    """
-
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer, ...]  #: For each job that has a GPU or node that they name
+    #: Key of a report -> why no job, or not every job concerned, has taken it.
     ignored: Mapping[str, str]
 
 

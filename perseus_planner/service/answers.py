@@ -57,14 +57,11 @@ class JobSummary:
 
 @dataclass(frozen=True)
 class Registered:
-    """The answer to a registration.
-
-    Attributes:
-        is_new: Whether the job was unknown before; over HTTP, the status says it.
-    """
+    """The answer to a registration."""
 
     job: JobSummary
     version: Annotated[int, Field(description="The newest version of the job's plans.")]
+    #: Whether the job was unknown before; over HTTP, the status says it.
     is_new: Annotated[bool, Field(exclude=True)] = False
 
 

@@ -110,35 +110,26 @@ class PowerStep:
 
 @dataclass(frozen=True)
 class RegisteredJob:
-    """A training job, with the deadline and the power budget that hold now.
+    """A training job, with the deadline and the power budget that hold now."""
 
-    Attributes:
-        name: Unique among the running jobs.
-        pipelines: Number of data-parallel pipelines. They all have the same frontier.
-        frontier: Digest of the frontier file.
-        places: Locations of the ranks; may be empty if reports only name pipelines.
-        deadline_s: Iteration time to aim for without stragglers; None for that of all clocks at
-            maximum.
-        max_changes: Switch budget of the plans, as for `Frontier.plan_for`.
-        power_w: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
-        on_time: The probability of the plans being on time, and within the power, as for
-            `Frontier.plan_until`.
-        since_s: When the job was registered.
-        gpu_power_limit_w: The least power limit, watts, that something else than the planner has
-            set on one of its GPUs, as the job reports it; None if none is below its default.
-        power_schedule: The budgets that replace `power_w` later, by their moment.
-    """
-
-    name: str
-    pipelines: int
-    frontier: str
+    name: str  #: Unique among the running jobs
+    pipelines: int  #: Number of data-parallel pipelines. They all have the same frontier.
+    frontier: str  #: Digest of the frontier file
+    #: Locations of the ranks; may be empty if reports only name pipelines.
     places: tuple[Place, ...] = ()
+    #: Iteration time to aim for without stragglers; None for that of all clocks at maximum.
     deadline_s: float | None = None
-    max_changes: int | None = None
+    max_changes: int | None = None  #: Switch budget of the plans, as for `Frontier.plan_for`
+    #: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
     power_w: float | None = None
-    since_s: float = 0.0
+    since_s: float = 0.0  #: When the job was registered
+    #: The probability of the plans being on time, and within the power, as for
+    #: `Frontier.plan_until`.
     on_time: float | None = None
+    #: The least power limit, watts, that something else than the planner has set on one of its
+    #: GPUs, as the job reports it; None if none is below its default.
     gpu_power_limit_w: float | None = None
+    #: The budgets that replace `power_w` later, by their moment.
     power_schedule: tuple[PowerStep, ...] = ()
 
 

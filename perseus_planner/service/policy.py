@@ -81,40 +81,25 @@ _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """When pipelines are slowed down. They are always sped up at once.
+    """When pipelines are slowed down. They are always sped up at once."""
 
-    Attributes:
-        least_rise: The least relative change of a plan's time.
-        holding_s: How long after a change pipelines are not slowed down again, seconds.
-        assumed_s: How long something is assumed to stay slow if its report does not expire,
-            seconds.
-        iterations_lost: The assumed cost of a change, in iterations' worth of the energy that it
-            saves.
-    """
-
-    least_rise: float = 0.01
-    holding_s: float = 30.0
+    least_rise: float = 0.01  #: The least relative change of a plan's time
+    holding_s: float = 30.0  #: How long after a change pipelines are not slowed down again, seconds
+    #: How long something is assumed to stay slow if its report does not expire, seconds.
     assumed_s: float = 3600.0
+    #: The assumed cost of a change, in iterations' worth of the energy that it saves.
     iterations_lost: float = 1.0
 
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """What is known about a pipeline.
+    """What is known about a pipeline."""
 
-    Attributes:
-        numbers: Its frontier, with its slow stages.
-        slow_stages: Stage -> slowdown.
-        own_s: Time of its plan if it waits for no other pipeline.
-        takes_s: Time of its iteration with that plan.
-        worst: The report that counts; None if none does.
-    """
-
-    numbers: Numbers
-    slow_stages: Mapping[int, float]
-    own_s: float
-    takes_s: float
-    worst: Report | None
+    numbers: Numbers  #: Its frontier, with its slow stages
+    slow_stages: Mapping[int, float]  #: Stage -> slowdown
+    own_s: float  #: Time of its plan if it waits for no other pipeline
+    takes_s: float  #: Time of its iteration with that plan
+    worst: Report | None  #: The report that counts; None if none does
 
     def wanted_s(self, straggler_time_s: float) -> float:
         """Return the wanted time of its plan beside a straggler."""

@@ -52,22 +52,15 @@ class EnergyCurve(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What a job would do without a budget.
+    """What a job would do without a budget."""
 
-    Attributes:
-        frontier: The frontier of each of its pipelines.
-        pipelines: Number of pipelines.
-        gpus: Number of GPUs over all pipelines.
-        time_s: Iteration time: its deadline, or more if a straggler takes longer; at least the
-            least of the frontier.
-        power_w: Budget of this job alone; None for no budget.
-    """
-
-    frontier: EnergyCurve
-    pipelines: int
-    gpus: int
+    frontier: EnergyCurve  #: The frontier of each of its pipelines
+    pipelines: int  #: Number of pipelines
+    gpus: int  #: Number of GPUs over all pipelines
+    #: Iteration time: its deadline, or more if a straggler takes longer; at least the least of the
+    #: frontier.
     time_s: float
-    power_w: float | None = None
+    power_w: float | None = None  #: Budget of this job alone; None for no budget
 
     def draws_w(self, time_s: float) -> float:
         """Return the average power of all its GPUs with iterations of that time, watts."""
@@ -107,17 +100,13 @@ def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...
 class _Range:
     """The iteration times that a job may take, and the best one for a price in GPU slowdowns per
     watt.
-
-    Attributes:
-        demand: What the job would do without a budget.
-        times_s: (pieces + 1,) From the fastest time to that of the least power; energy is linear
-            between them.
-        prices: (pieces,) The price at which the end of each piece is best, rising.
     """
 
-    demand: Demand
+    demand: Demand  #: What the job would do without a budget
+    #: (pieces + 1,) From the fastest time to that of the least power; energy is linear between
+    #: them.
     times_s: Floats
-    prices: Floats
+    prices: Floats  #: (pieces,) The price at which the end of each piece is best, rising
 
     def at_price(self, price: float) -> Share:
         """Return the best share for a price."""

@@ -16,53 +16,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """A job's share of a budget.
+    """A job's share of a budget."""
 
-    Attributes:
-        time_s: Iteration time within the budget.
-        power_w: Average power of all its GPUs at that time.
-    """
-
-    time_s: float
-    power_w: float
+    time_s: float  #: Iteration time within the budget
+    power_w: float  #: Average power of all its GPUs at that time
 
 
 @dataclass(frozen=True)
 class JobState:
     """A running job inside the service. It is replaced as a whole, so readers never see half a
     change.
-
-    Attributes:
-        registered: The job as it was registered.
-        job: The job with the deadline and the power budget that hold now.
-        curve: The energy of its frontier.
-        decision: What its pipelines are to do.
-        saving_w: Watts that the decision is expected to save, as `policy.saving_w` computes them.
-        published: The newest version of its plans.
-        planned: The decision that those plans were made for.
-        promised: The version named in answers; above `published.version` while that version is
-            being planned.
-        reports: Key -> report, for reports that count or will count, in order of arrival.
-        past: Key -> report, for reports that no longer count, the latest last; at most
-            `REMEMBERED`.
-        taken: The version that the job runs; None if it has not reported one.
-        share: The job's share of the power budgets; None if there are none.
-        events: What has happened to it, oldest first; see `history`.
     """
 
-    registered: RegisteredJob
-    job: RegisteredJob
-    curve: Curve = field(repr=False)
-    decision: Decision
+    registered: RegisteredJob  #: The job as it was registered
+    job: RegisteredJob  #: The job with the deadline and the power budget that hold now
+    curve: Curve = field(repr=False)  #: The energy of its frontier
+    decision: Decision  #: What its pipelines are to do
+    #: Watts that the decision is expected to save, as `policy.saving_w` computes them.
     saving_w: float
-    published: PlanSet
-    planned: Decision
+    published: PlanSet  #: The newest version of its plans
+    planned: Decision  #: The decision that those plans were made for
+    #: The version named in answers; above `published.version` while that version is being planned.
     promised: int
+    #: Key -> report, for reports that count or will count, in order of arrival.
     reports: Mapping[str, Report] = field(default_factory=dict)
+    #: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
     past: Mapping[str, Report] = field(default_factory=dict)
-    taken: Taken | None = None
-    share: Share | None = None
-    events: tuple[Event, ...] = ()
+    taken: Taken | None = None  #: The version that the job runs; None if it has not reported one
+    share: Share | None = None  #: The job's share of the power budgets; None if there are none
+    events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
 
     @property
     def is_planned(self) -> bool:

@@ -40,19 +40,13 @@ _GROWING = ("time_s", "metered_iterations", "metered_s", "energy_j", "late_chang
 
 @dataclass(frozen=True)
 class Tally(JobTelemetry):
-    """The telemetry of a job with what is needed to add to it.
+    """The telemetry of a job with what is needed to add to it."""
 
-    Attributes:
-        latest: The last message of the run that counts now.
-        earlier: Names of the runs before it, the latest last.
-        plans: The same by version of the plans, the version taken last at the end.
-        points: How its figures went, oldest first; see `with_point`.
-    """
-
-    latest: Counters
-    earlier: tuple[str, ...] = ()
+    latest: Counters  #: The last message of the run that counts now
+    earlier: tuple[str, ...] = ()  #: Names of the runs before it, the latest last
+    #: The same by version of the plans, the version taken last at the end.
     plans: tuple[PlanTotal, ...] = ()
-    points: tuple[Point, ...] = ()
+    points: tuple[Point, ...] = ()  #: How its figures went, oldest first; see `with_point`
 
 
 def add_counters(

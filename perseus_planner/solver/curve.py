@@ -37,20 +37,16 @@ class TimeEnergyCurve:
     the chosen clocks, P the blocking power of a rank, S the number of ranks. In the relaxed problem
     a computation may also run between two measured clocks; its least energy is a bound that no plan
     of the same time can be below.
-
-    Attributes:
-        dag: the iteration.
-        times: (points,) replayed times at which the slope changes, falling, in ticks of
-            `scaled.tick_s`. All times in seconds include the profile's `overhead_s`.
-        powers: (points,) minus the slope of effective energy below each time, in units of
-            `scaled.power_unit_w`.
-        guides: relaxed solutions along it.
     """
 
-    dag: PipelineDag
+    dag: PipelineDag  #: the iteration
+    #: (points,) replayed times at which the slope changes, falling, in ticks of `scaled.tick_s`.
+    #: All times in seconds include the profile's `overhead_s`.
     times: Integers = field(repr=False)
+    #: (points,) minus the slope of effective energy below each time, in units of
+    #: `scaled.power_unit_w`.
     powers: Integers = field(repr=False)
-    guides: Guides = field(repr=False)
+    guides: Guides = field(repr=False)  #: relaxed solutions along it
 
     @classmethod
     def of(cls, dag: PipelineDag, progress: Callable[[int, int], None] | None = None) -> Self:

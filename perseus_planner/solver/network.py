@@ -86,16 +86,11 @@ class ScaledNetwork:
     """A network and its units, which are powers of two so that scaling is exact.
 
     Node 2k is the start and 2k + 1 the end of the k-th node of `dag.order`, whose arc is arc k.
-
-    Attributes:
-        network: the network that `mincut` solves.
-        tick_s: seconds of a tick.
-        power_unit_w: watts of a unit of slope and flow.
     """
 
-    network: Network
-    tick_s: float
-    power_unit_w: float
+    network: Network  #: the network that `mincut` solves
+    tick_s: float  #: seconds of a tick
+    power_unit_w: float  #: watts of a unit of slope and flow
 
 
 def scaled_network(dag: PipelineDag) -> ScaledNetwork:

@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 class Replicas:
     """The pipelines of one job, each kind given once; every pipeline waits for the slowest.
 
-    Attributes:
-        frontiers: the frontier of each kind of pipeline, such as one for each GPU generation.
-        counts: the number of pipelines of each kind; empty for 1 each.
-
     Raises:
         UsageError: If there is no frontier, or the counts are not one positive whole number for
             each.
     """
 
+    #: the frontier of each kind of pipeline, such as one for each GPU generation.
     frontiers: tuple[Frontier, ...]
-    counts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()  #: the number of pipelines of each kind; empty for 1 each
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "frontiers", tuple(self.frontiers))

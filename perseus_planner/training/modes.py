@@ -12,17 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ComputeModes:
-    """Modes of torch that change what a module computes, and in which precision.
+    """Modes of torch that change what a module computes, and in which precision."""
 
-    Attributes:
-        autocast: Device type -> whether autocast is enabled, and its dtype.
-        caches_casts: Whether autocast keeps the weights that it has cast.
-        attention: The kernels that scaled_dot_product_attention may choose.
-    """
-
+    #: Device type -> whether autocast is enabled, and its dtype.
     autocast: dict[str, tuple[bool, Any]]
-    caches_casts: bool
-    attention: tuple[Any, ...]
+    caches_casts: bool  #: Whether autocast keeps the weights that it has cast
+    attention: tuple[Any, ...]  #: The kernels that scaled_dot_product_attention may choose
 
     @classmethod
     def current(cls) -> ComputeModes:

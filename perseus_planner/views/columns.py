@@ -15,19 +15,12 @@ _MOST_ROWS = 24  #: of a table on a page
 
 
 class Sheet(NamedTuple):
-    """A table with what is written around it.
+    """A table with what is written around it."""
 
-    Attributes:
-        title: one line.
-        source: where the numbers come from; may be empty.
-        columns: each with its heading first.
-        notes: text below the table; may be empty.
-    """
-
-    title: str
-    source: str
-    columns: Sequence[Sequence[str]]
-    notes: str = ""
+    title: str  #: one line
+    source: str  #: where the numbers come from; may be empty
+    columns: Sequence[Sequence[str]]  #: each with its heading first
+    notes: str = ""  #: text below the table; may be empty
 
     def text(self) -> str:
         """Return the sheet as plain text for a terminal."""

@@ -16,63 +16,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """The profile that the numbers of a summary come from, and the iteration that they describe.
+    """The profile that the numbers of a summary come from, and the iteration that they describe."""
 
-    Attributes:
-        origin: how the profile was made, "measured" or "simulated".
-        gpu: name of the GPU, or None if it is not known.
-        control: what is set: "clock", "power-limit" or "observed".
-        gpus_per_stage: number of GPUs of a stage.
-        blocking_power_w: power of a waiting stage, watts; one number for each stage if they differ;
-            None if not known.
-        overhead_s: calibrated overhead of an iteration, seconds.
-        profile_digest: digest of the profile.
-        stages: number of pipeline stages.
-        schedule: name of the schedule, or None if there is only a profile.
-        ranks: number of pipeline ranks, or None.
-        microbatches: number of microbatches, or None.
-        operations: number of operations of fixed time.
-        longest_lag_s: time of the longest transfer, seconds.
-    """
-
-    origin: str
-    gpu: str | None
-    control: str
-    gpus_per_stage: int
+    origin: str  #: how the profile was made, "measured" or "simulated"
+    gpu: str | None  #: name of the GPU, or None if it is not known
+    control: str  #: what is set: "clock", "power-limit" or "observed"
+    gpus_per_stage: int  #: number of GPUs of a stage
+    #: power of a waiting stage, watts; one number for each stage if they differ; None if not known.
     blocking_power_w: float | tuple[float, ...] | None
-    overhead_s: float
-    profile_digest: str
-    stages: int
-    schedule: str | None = None
-    ranks: int | None = None
-    microbatches: int | None = None
-    operations: int = 0
-    longest_lag_s: float = 0.0
+    overhead_s: float  #: calibrated overhead of an iteration, seconds
+    profile_digest: str  #: digest of the profile
+    stages: int  #: number of pipeline stages
+    schedule: str | None = None  #: name of the schedule, or None if there is only a profile
+    ranks: int | None = None  #: number of pipeline ranks, or None
+    microbatches: int | None = None  #: number of microbatches, or None
+    operations: int = 0  #: number of operations of fixed time
+    longest_lag_s: float = 0.0  #: time of the longest transfer, seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The time and energy of an iteration, compared with those of a baseline.
+    """The time and energy of an iteration, compared with those of a baseline."""
 
-    Attributes:
-        time_s: iteration time, seconds.
-        energy_j: energy of an iteration, waiting included, joules.
-        baseline: name of the baseline.
-        baseline_time_s: iteration time of the baseline, seconds.
-        baseline_energy_j: energy of the baseline, joules.
-        time_ratio: `time_s` over `baseline_time_s`.
-        saved_j: energy saved against the baseline, joules.
-        saved_share: `saved_j` over `baseline_energy_j`.
-    """
-
-    time_s: float
-    energy_j: float
-    baseline: str
-    baseline_time_s: float
-    baseline_energy_j: float
-    time_ratio: float
-    saved_j: float
-    saved_share: float
+    time_s: float  #: iteration time, seconds
+    energy_j: float  #: energy of an iteration, waiting included, joules
+    baseline: str  #: name of the baseline
+    baseline_time_s: float  #: iteration time of the baseline, seconds
+    baseline_energy_j: float  #: energy of the baseline, joules
+    time_ratio: float  #: `time_s` over `baseline_time_s`
+    saved_j: float  #: energy saved against the baseline, joules
+    saved_share: float  #: `saved_j` over `baseline_energy_j`
 
 
 def compare(

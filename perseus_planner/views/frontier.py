@@ -47,42 +47,27 @@ _MOST_POINTS = 500  #: of a charted bound, far more than can be seen
 class FrontierPoint(Comparison):
     """A point of a frontier: `energy_j` is the bound, the least energy that a plan of that time can
     have.
-
-    Attributes:
-        mark: what is special about the point; may be empty.
     """
 
-    mark: str
+    mark: str  #: what is special about the point; may be empty
 
 
 @dataclass(frozen=True)
 class FrontierSummary:
-    """A frontier.
+    """A frontier."""
 
-    Attributes:
-        context: the profile and the iteration.
-        computations: number of computations of an iteration.
-        baseline_time_s: iteration time with all clocks at maximum, seconds.
-        baseline_energy_j: energy of such an iteration, joules.
-        min_time_s: iteration time of the fastest point, seconds.
-        least_energy_time_s: iteration time of the point of least energy, seconds.
-        max_time_s: iteration time of the slowest useful point, seconds.
-        points: from the fastest to that of least energy.
-        beside_stragglers: slower ones, which pay only beside a straggler of that time; their
-            baseline waits for it, and their `time_ratio` is that of the straggler.
-        remarks: what a reader may not expect.
-    """
-
-    context: Context
-    computations: int
-    baseline_time_s: float
-    baseline_energy_j: float
-    min_time_s: float
-    least_energy_time_s: float
-    max_time_s: float
-    points: tuple[FrontierPoint, ...]
+    context: Context  #: the profile and the iteration
+    computations: int  #: number of computations of an iteration
+    baseline_time_s: float  #: iteration time with all clocks at maximum, seconds
+    baseline_energy_j: float  #: energy of such an iteration, joules
+    min_time_s: float  #: iteration time of the fastest point, seconds
+    least_energy_time_s: float  #: iteration time of the point of least energy, seconds
+    max_time_s: float  #: iteration time of the slowest useful point, seconds
+    points: tuple[FrontierPoint, ...]  #: from the fastest to that of least energy
+    #: slower ones, which pay only beside a straggler of that time; their baseline waits for it, and
+    #: their `time_ratio` is that of the straggler.
     beside_stragglers: tuple[FrontierPoint, ...]
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...]  #: what a reader may not expect
 
 
 def summarize_frontier(frontier: Frontier) -> FrontierSummary:
@@ -230,43 +215,29 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class IterationPoint:
-    """A point in the chart of a frontier: an iteration of one pipeline.
+    """A point in the chart of a frontier: an iteration of one pipeline."""
 
-    Attributes:
-        name: label of the point.
-        kind: what it is; decides how it is drawn.
-        time_s: iteration time, seconds.
-        energy_j: energy over all GPUs, waiting included, joules.
-        origin: where the numbers come from.
-    """
-
-    name: str
+    name: str  #: label of the point
+    #: what it is; decides how it is drawn.
     kind: Literal["baseline", "plan", "peer", "run", "landmark"]
-    time_s: float
-    energy_j: float
-    origin: str
+    time_s: float  #: iteration time, seconds
+    energy_j: float  #: energy over all GPUs, waiting included, joules
+    origin: str  #: where the numbers come from
 
 
 @dataclass(frozen=True)
 class FrontierChart:
-    """What the figure of a frontier shows.
+    """What the figure of a frontier shows."""
 
-    Attributes:
-        title: schedule and origin; empty without a frontier.
-        times_s: iteration times of the bound, rising, seconds; empty without a frontier.
-        energies_j: the least energy that a plan of each time can have, waiting included, joules.
-        points: plans, runs, other planners and special points.
-        deadline_s: the deadline that the other planners had to meet, seconds, or None if no planner
-            was asked.
-        left_out: other planners that are missing, each with the reason.
-    """
-
-    title: str
+    title: str  #: schedule and origin; empty without a frontier
+    #: iteration times of the bound, rising, seconds; empty without a frontier.
     times_s: tuple[float, ...]
+    #: the least energy that a plan of each time can have, waiting included, joules.
     energies_j: tuple[float, ...]
-    points: tuple[IterationPoint, ...]
+    points: tuple[IterationPoint, ...]  #: plans, runs, other planners and special points
+    #: the deadline that the other planners had to meet, seconds, or None if no planner was asked.
     deadline_s: float | None = None
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  #: other planners that are missing, each with the reason
 
 
 def chart_frontier(frontier: Frontier) -> FrontierChart:

@@ -31,48 +31,35 @@ NEVER = -1
 class Lane:
     """One rank's iteration; each list has an entry for every computation and operation, in the
     order they run.
-
-    Attributes:
-        gaps_us: time from the end of the previous entry until this one begins; the first counts
-            from the start of the iteration. Below 0 if measured times overlap.
-        times_us: how long it runs.
-        clocks: its clock, MHz, or its power limit, watts; None if it has no clock or it is not
-            known.
-        powers_w: average power of all GPUs of the rank while it runs, watts, or None if not known.
-        spare_us: how much later it could end without making the iteration longer; 0 on a critical
-            path. None if not known.
-        late_us: how long after its start its clock was set, if that was late; `NEVER` if another
-            clock was requested first; None if it was in time. None instead of a list if not known.
-        waiting_w: power of the rank's GPUs while they wait, watts.
     """
 
+    #: time from the end of the previous entry until this one begins; the first counts from the
+    #: start of the iteration. Below 0 if measured times overlap.
     gaps_us: tuple[int, ...]
-    times_us: tuple[int, ...]
+    times_us: tuple[int, ...]  #: how long it runs
+    #: its clock, MHz, or its power limit, watts; None if it has no clock or it is not known.
     clocks: tuple[int | None, ...]
+    #: average power of all GPUs of the rank while it runs, watts, or None if not known.
     powers_w: tuple[int | None, ...] | None
+    #: how much later it could end without making the iteration longer; 0 on a critical path. None
+    #: if not known.
     spare_us: tuple[int, ...] | None
+    #: how long after its start its clock was set, if that was late; `NEVER` if another clock was
+    #: requested first; None if it was in time. None instead of a list if not known.
     late_us: tuple[int | None, ...] | None
-    waiting_w: float
+    waiting_w: float  #: power of the rank's GPUs while they wait, watts
 
 
 @dataclass(frozen=True)
 class GanttChart:
-    """One iteration.
+    """One iteration."""
 
-    Attributes:
-        name: what the iteration is of, such as the name of a plan.
-        note: what kind of iteration it is.
-        origin: where its times and powers come from.
-        time_us: iteration time.
-        lanes: one for each rank.
-        programs: the names of what each rank runs, such as "0F0 0F1 0B0", separated by spaces.
-    """
-
-    name: str
-    note: str
-    origin: str
-    time_us: int
-    lanes: tuple[Lane, ...]
+    name: str  #: what the iteration is of, such as the name of a plan
+    note: str  #: what kind of iteration it is
+    origin: str  #: where its times and powers come from
+    time_us: int  #: iteration time
+    lanes: tuple[Lane, ...]  #: one for each rank
+    #: the names of what each rank runs, such as "0F0 0F1 0B0", separated by spaces.
     programs: tuple[str, ...]
 
 

@@ -37,20 +37,13 @@ _GREY = "grey"  #: one of the colour names of chrome://tracing, which refuses ot
 
 @dataclass(frozen=True)
 class Slice:
-    """A bar on a thread.
+    """A bar on a thread."""
 
-    Attributes:
-        name: label of the bar.
-        category: category to search for.
-        start_ns: nanoseconds after the start of the trace.
-        end_ns: likewise, not before `start_ns`.
-        details: name -> text, number or bool; shown when the bar is clicked.
-    """
-
-    name: str
-    category: str
-    start_ns: int
-    end_ns: int
+    name: str  #: label of the bar
+    category: str  #: category to search for
+    start_ns: int  #: nanoseconds after the start of the trace
+    end_ns: int  #: likewise, not before `start_ns`
+    #: name -> text, number or bool; shown when the bar is clicked.
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -64,36 +57,23 @@ class Thread:
 
 @dataclass(frozen=True)
 class Counter:
-    """A number over time.
+    """A number over time."""
 
-    Attributes:
-        name: name of the quantity.
-        unit: unit of its values.
-        steps: (nanoseconds after the start, value from then on), in the order of time.
-    """
-
-    name: str
-    unit: str
+    name: str  #: name of the quantity
+    unit: str  #: unit of its values
+    #: (nanoseconds after the start, value from then on), in the order of time.
     steps: Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Flow:
-    """An arrow from the end of a slice to the start of another one, of the same process.
+    """An arrow from the end of a slice to the start of another one, of the same process."""
 
-    Attributes:
-        name: what flows.
-        thread: place of the thread that it comes from.
-        from_ns: end of the slice that it comes from.
-        to_thread: place of the thread that it goes to.
-        to_ns: start of the slice that it goes to.
-    """
-
-    name: str
-    thread: int
-    from_ns: int
-    to_thread: int
-    to_ns: int
+    name: str  #: what flows
+    thread: int  #: place of the thread that it comes from
+    from_ns: int  #: end of the slice that it comes from
+    to_thread: int  #: place of the thread that it goes to
+    to_ns: int  #: start of the slice that it goes to
 
 
 @dataclass(frozen=True)

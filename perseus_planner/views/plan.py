@@ -35,92 +35,56 @@ _STRIP = 48  #: moments of an iteration in a timeline
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What the GPUs of one rank do in an iteration of a plan.
+    """What the GPUs of one rank do in an iteration of a plan."""
 
-    Attributes:
-        rank: number of the rank.
-        lowest_clock_mhz: the lowest clock in use.
-        highest_clock_mhz: the highest clock in use.
-        clock_changes: number of clock changes between computations, and back for the next
-            iteration.
-        busy_s: time of computations and fixed operations, seconds.
-        energy_j: energy with waiting, joules.
-    """
-
-    rank: int
-    lowest_clock_mhz: int
-    highest_clock_mhz: int
+    rank: int  #: number of the rank
+    lowest_clock_mhz: int  #: the lowest clock in use
+    highest_clock_mhz: int  #: the highest clock in use
+    #: number of clock changes between computations, and back for the next iteration.
     clock_changes: int
-    busy_s: float
-    energy_j: float
+    busy_s: float  #: time of computations and fixed operations, seconds
+    energy_j: float  #: energy with waiting, joules
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary(Comparison):
-    """A plan, compared with all clocks at maximum.
+    """A plan, compared with all clocks at maximum."""
 
-    Attributes:
-        context: the profile and the iteration.
-        deadline_s: the deadline that the plan was made for, seconds.
-        power_w: average power of all GPUs, watts.
-        bound_j: the least energy that a plan of this time can have, joules.
-        above_bound_share: energy above the bound, over the bound.
-        point_bound_j: a closer bound, for plans of measured clocks alone, joules; None if it is not
-            known.
-        above_point_bound_share: energy above that bound, over it, or None.
-        most_changes: clock changes of the rank that changes its clock most often.
-        per_rank: the ranks.
-        beside_straggler: the comparison where both wait for the straggler that the plan was made
-            for, or None.
-        on_time: how sure the plan is, if it was made for a probability, or None.
-    """
-
-    context: Context
-    deadline_s: float
-    power_w: float
-    bound_j: float
-    above_bound_share: float
+    context: Context  #: the profile and the iteration
+    deadline_s: float  #: the deadline that the plan was made for, seconds
+    power_w: float  #: average power of all GPUs, watts
+    bound_j: float  #: the least energy that a plan of this time can have, joules
+    above_bound_share: float  #: energy above the bound, over the bound
+    #: a closer bound, for plans of measured clocks alone, joules; None if it is not known.
     point_bound_j: float | None
-    above_point_bound_share: float | None
-    most_changes: int
-    per_rank: tuple[RankSummary, ...]
+    above_point_bound_share: float | None  #: energy above that bound, over it, or None
+    most_changes: int  #: clock changes of the rank that changes its clock most often
+    per_rank: tuple[RankSummary, ...]  #: the ranks
+    #: the comparison where both wait for the straggler that the plan was made for, or None.
     beside_straggler: Comparison | None
-    on_time: OnTime | None
+    on_time: OnTime | None  #: how sure the plan is, if it was made for a probability, or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlansSummary(Comparison):
     """The plans of pipelines that wait for each other; all pipelines together, compared with all
     clocks at maximum.
-
-    Attributes:
-        pipelines: number of pipelines.
-        plans: one for each kind of pipeline.
     """
 
-    pipelines: int
-    plans: tuple[PlanSummary, ...]
+    pipelines: int  #: number of pipelines
+    plans: tuple[PlanSummary, ...]  #: one for each kind of pipeline
 
 
 @dataclass(frozen=True)
 class ComputationSummary:
-    """A computation, or a fixed operation, in the timeline of an iteration.
+    """A computation, or a fixed operation, in the timeline of an iteration."""
 
-    Attributes:
-        computation: its name, such as "3F17".
-        rank: number of the rank that runs it.
-        clock_mhz: its clock, or None for a fixed operation.
-        start_s: when it starts, seconds after the start of the iteration.
-        end_s: when it ends, likewise.
-        power_w: average power of the GPUs of the rank, watts.
-    """
-
-    computation: str
-    rank: int
-    clock_mhz: int | None
-    start_s: float
-    end_s: float
-    power_w: float
+    computation: str  #: its name, such as "3F17"
+    rank: int  #: number of the rank that runs it
+    clock_mhz: int | None  #: its clock, or None for a fixed operation
+    start_s: float  #: when it starts, seconds after the start of the iteration
+    end_s: float  #: when it ends, likewise
+    power_w: float  #: average power of the GPUs of the rank, watts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,27 +29,18 @@ _NANO, _MICRO = 10**9, 10**6
 
 @dataclass(frozen=True)
 class ClockRange:
-    """The measurements of one computation.
+    """The measurements of one computation."""
 
-    Attributes:
-        stage: number of the stage.
-        instruction: kind of computation, as in the CSV of a profile.
-        clocks: number of measured clocks.
-        highest: the measurement at the highest clock.
-        lowest: the measurement at the lowest clock.
-        time_error: largest relative standard error of a time, or None if no errors are known.
-        energy_error: largest relative standard error of an energy, or None if no errors are known.
-        throttled: number of clocks at which the GPU was throttled.
-    """
-
-    stage: int
-    instruction: str
-    clocks: int
-    highest: Measurement
-    lowest: Measurement
+    stage: int  #: number of the stage
+    instruction: str  #: kind of computation, as in the CSV of a profile
+    clocks: int  #: number of measured clocks
+    highest: Measurement  #: the measurement at the highest clock
+    lowest: Measurement  #: the measurement at the lowest clock
+    #: largest relative standard error of a time, or None if no errors are known.
     time_error: float | None
+    #: largest relative standard error of an energy, or None if no errors are known.
     energy_error: float | None
-    throttled: int
+    throttled: int  #: number of clocks at which the GPU was throttled
 
 
 @dataclass(frozen=True)
@@ -196,19 +187,13 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """The time-energy curve of one computation.
+    """The time-energy curve of one computation."""
 
-    Attributes:
-        stage: number of the stage.
-        computation: kind of computation, such as "forward".
-        points: the measurements, highest clock first.
-        hull: the clocks on the lower convex hull of time and effective energy, fastest first. The
-            solver mixes neighbours on the hull; clocks above it never pay in the long run.
-    """
-
-    stage: int
-    computation: str
-    points: tuple[CurvePoint, ...]
+    stage: int  #: number of the stage
+    computation: str  #: kind of computation, such as "forward"
+    points: tuple[CurvePoint, ...]  #: the measurements, highest clock first
+    #: the clocks on the lower convex hull of time and effective energy, fastest first. The solver
+    #: mixes neighbours on the hull; clocks above it never pay in the long run.
     hull: tuple[int, ...]
 
 

@@ -30,82 +30,52 @@ NO_PLAN = "no plan was in force"
 
 @dataclass(frozen=True)
 class PlanOfRun:
-    """The iterations by one plan: means over those that count, all pipelines together.
+    """The iterations by one plan: means over those that count, all pipelines together."""
 
-    Attributes:
-        version: number of the plan.
-        iterations: number of iterations by it, on the rank that has most.
-        counted: number of iterations that count: those that ran as planned, without the first one.
-        time_s: iteration time on the rank where it is longest, seconds, or None if no iteration
-            counts.
-        planned_time_s: iteration time by the plan of the slowest pipeline, seconds.
-        energy_j: energy of an iteration over all ranks, joules, or None if that of a rank is not
-            known.
-        planned_energy_j: that energy by the plan, joules.
-    """
-
-    version: int
-    iterations: int
+    version: int  #: number of the plan
+    iterations: int  #: number of iterations by it, on the rank that has most
+    #: number of iterations that count: those that ran as planned, without the first one.
     counted: int
+    #: iteration time on the rank where it is longest, seconds, or None if no iteration counts.
     time_s: float | None
-    planned_time_s: float
+    planned_time_s: float  #: iteration time by the plan of the slowest pipeline, seconds
+    #: energy of an iteration over all ranks, joules, or None if that of a rank is not known.
     energy_j: float | None
-    planned_energy_j: float
+    planned_energy_j: float  #: that energy by the plan, joules
 
 
 @dataclass(frozen=True)
 class RankOfRun:
     """One rank by one plan: means over the iterations that count; None if not known, or if no
     iteration counts.
-
-    Attributes:
-        rank: number of the rank in the job.
-        pipeline: number of its pipeline.
-        pipeline_rank: number of the rank in that pipeline.
-        iterations: number of iterations that count.
-        busy_s: time of computations, seconds.
-        planned_busy_s: that time by the plan, seconds.
-        energy_j: energy of the GPU, joules.
-        planned_energy_j: that energy by the plan, joules.
-        clock: mean requested clock over the computations whose achieved clock is known, weighted by
-            time.
-        achieved_mhz: mean achieved clock of these computations, MHz.
-        changes_asked: requested clock changes, in all of these iterations together, as in the next
-            three.
-        changes_set: changes that were made before another clock was requested.
-        changes_late: changes that were made late, into the first computation (see `records.LATE`).
-        changes_overtaken: changes that were not made before another clock was requested.
-        planned_late: late changes by the plan.
-        off_clock_s: time of computations before their requested clock was set, seconds.
-        planned_off_clock_s: that time by the plan, seconds.
-        latency_p50_s: time from a request until the clock was set, median of the iterations'
-            medians, seconds.
-        latency_p99_s: median of the iterations' 99th percentiles of that time, seconds.
-        throttled_s: reason of throttling -> time, seconds, where that is above 0.
-        temperature_c: highest temperature, degrees Celsius.
     """
 
-    rank: int
-    pipeline: int
-    pipeline_rank: int
-    iterations: int
-    busy_s: float | None
-    planned_busy_s: float
-    energy_j: float | None
-    planned_energy_j: float
+    rank: int  #: number of the rank in the job
+    pipeline: int  #: number of its pipeline
+    pipeline_rank: int  #: number of the rank in that pipeline
+    iterations: int  #: number of iterations that count
+    busy_s: float | None  #: time of computations, seconds
+    planned_busy_s: float  #: that time by the plan, seconds
+    energy_j: float | None  #: energy of the GPU, joules
+    planned_energy_j: float  #: that energy by the plan, joules
+    #: mean requested clock over the computations whose achieved clock is known, weighted by time.
     clock: float | None
-    achieved_mhz: float | None
+    achieved_mhz: float | None  #: mean achieved clock of these computations, MHz
+    #: requested clock changes, in all of these iterations together, as in the next three.
     changes_asked: int
-    changes_set: int
+    changes_set: int  #: changes that were made before another clock was requested
+    #: changes that were made late, into the first computation (see `records.LATE`).
     changes_late: int
-    changes_overtaken: int
-    planned_late: int
-    off_clock_s: float | None
-    planned_off_clock_s: float
+    changes_overtaken: int  #: changes that were not made before another clock was requested
+    planned_late: int  #: late changes by the plan
+    off_clock_s: float | None  #: time of computations before their requested clock was set, seconds
+    planned_off_clock_s: float  #: that time by the plan, seconds
+    #: time from a request until the clock was set, median of the iterations' medians, seconds.
     latency_p50_s: float | None
-    latency_p99_s: float | None
+    latency_p99_s: float | None  #: median of the iterations' 99th percentiles of that time, seconds
+    #: reason of throttling -> time, seconds, where that is above 0.
     throttled_s: Mapping[str, float]
-    temperature_c: float | None
+    temperature_c: float | None  #: highest temperature, degrees Celsius
 
 
 @dataclass(frozen=True)
@@ -122,37 +92,24 @@ class Deviation:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run beside its plans.
+    """A run beside its plans."""
 
-    Attributes:
-        context: the profile and the iteration of the plan `version`.
-        gpu_origin: how energy, clocks and throttling were obtained, "measured" or "simulated", or
-            None if no GPU was read or the ranks differ. Times are always measured.
-        pipelines: number of pipelines.
-        plans: the iterations by each plan, oldest plan first.
-        version: the newest plan with iterations that count; `ranks` are compared with it.
-        ranks: the ranks.
-        deviations: why iterations did not run as planned, most frequent reason first.
-        cut_off: ranks whose last row was cut off, and so does not count.
-        attempt: number of the attempt that all of this is about.
-        totals: what ran by each plan in each attempt, and what that saved, oldest first; see
-            `runs.Total`.
-        total: the sum of all totals.
-        unlike_plan: that the plan `version` is of another machine, in a sentence; None if it is
-            not.
-    """
-
-    context: Context
+    context: Context  #: the profile and the iteration of the plan `version`
+    #: how energy, clocks and throttling were obtained, "measured" or "simulated", or None if no GPU
+    #: was read or the ranks differ. Times are always measured.
     gpu_origin: str | None
-    pipelines: int
-    plans: tuple[PlanOfRun, ...]
-    version: int
-    ranks: tuple[RankOfRun, ...]
+    pipelines: int  #: number of pipelines
+    plans: tuple[PlanOfRun, ...]  #: the iterations by each plan, oldest plan first
+    version: int  #: the newest plan with iterations that count; `ranks` are compared with it
+    ranks: tuple[RankOfRun, ...]  #: the ranks
+    #: why iterations did not run as planned, most frequent reason first.
     deviations: tuple[Deviation, ...]
-    cut_off: tuple[int, ...]
-    attempt: int
+    cut_off: tuple[int, ...]  #: ranks whose last row was cut off, and so does not count
+    attempt: int  #: number of the attempt that all of this is about
+    #: what ran by each plan in each attempt, and what that saved, oldest first; see `runs.Total`.
     totals: tuple[Total, ...]
-    total: Total
+    total: Total  #: the sum of all totals
+    #: that the plan `version` is of another machine, in a sentence; None if it is not.
     unlike_plan: str | None
 
     @property

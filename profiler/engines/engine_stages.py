@@ -26,21 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineStages:
-    """What this rank holds of the pipeline.
+    """What this rank holds of the pipeline."""
 
-    Attributes:
-        stages: Its stages, first to last.
-        tensor_rank: Its rank among the GPUs that share these stages.
-        device: Where it computes.
-        iteration: As in `Profile.iteration`.
-        problem: Why the stages cannot be measured; None if they can.
-    """
-
-    stages: tuple[LocalStage, ...]
-    tensor_rank: int
-    device: torch.device
-    iteration: Mapping[str, str | int]
-    problem: str | None = None
+    stages: tuple[LocalStage, ...]  #: Its stages, first to last
+    tensor_rank: int  #: Its rank among the GPUs that share these stages
+    device: torch.device  #: Where it computes
+    iteration: Mapping[str, str | int]  #: As in `Profile.iteration`
+    problem: str | None = None  #: Why the stages cannot be measured; None if they can
 
     @classmethod
     def unmeasurable(cls, problem: str) -> EngineStages:
@@ -54,19 +46,13 @@ class RecordedCall:
 
     The last call counts because engines may call modules before the first microbatch, with tensors
     that hold nothing, to find the shapes.
-
-    Attributes:
-        args: Its arguments by position.
-        kwargs: Its arguments by name.
-        count: The number of such calls.
-        modes: The modes of torch in the last call.
-        times: How long such calls and their backwards took.
     """
 
-    args: tuple[Any, ...] | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    count: int = 0
-    modes: ComputeModes | None = None
+    args: tuple[Any, ...] | None = None  #: Its arguments by position
+    kwargs: dict[str, Any] = field(default_factory=dict)  #: Its arguments by name
+    count: int = 0  #: The number of such calls
+    modes: ComputeModes | None = None  #: The modes of torch in the last call
+    #: How long such calls and their backwards took.
     times: ComputationTimes = field(default_factory=ComputationTimes)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -35,47 +35,34 @@ _logger = logging.getLogger("perseus_planner.profiler")
 
 @dataclass(frozen=True)
 class LocalStage:
-    """A stage of the pipeline that this process holds.
+    """A stage of the pipeline that this process holds."""
 
-    Attributes:
-        number: The number of the stage in the pipeline, from 0.
-        open: Opens the stage on a GPU for as long as it is measured, given the function that blocks
-            it on its neighbour (None if it has none).
-        trained_s: Kind -> its time in the training iteration that the stage repeats, seconds; empty
-            if there is none.
-    """
-
-    number: int
+    number: int  #: The number of the stage in the pipeline, from 0
+    #: Opens the stage on a GPU for as long as it is measured, given the function that blocks it on
+    #: its neighbour (None if it has none).
     open: Callable[[Gpu, Block | None], AbstractContextManager[Stage]]
+    #: Kind -> its time in the training iteration that the stage repeats, seconds; empty if there is
+    #: none.
     trained_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """How to make a profile.
+    """How to make a profile."""
 
-    Attributes:
-        gpu: Each rank's GPU, as in `gpu_text`.
-        settings: How to measure.
-        output: The profile to write, .yaml, beside which finished rows are kept until then; None to
-            write nothing.
-        resume: Whether to go on from the rows that were kept.
-        blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
-        timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
-        progress: Called with this rank's rows.
-        iteration: As in `Profile.iteration`.
-        force: Whether to measure computations that take another time than in training.
-    """
-
-    gpu: str
-    settings: SweepSettings = field(default_factory=SweepSettings)
+    gpu: str  #: Each rank's GPU, as in `gpu_text`
+    settings: SweepSettings = field(default_factory=SweepSettings)  #: How to measure
+    #: The profile to write, .yaml, beside which finished rows are kept until then; None to write
+    #: nothing.
     output: Path | None = None
-    resume: bool = False
+    resume: bool = False  #: Whether to go on from the rows that were kept
+    #: Power of one waiting GPU, watts, instead of what is measured.
     blocking_power_w: float | None = None
+    #: A rank without a heartbeat for this long is presumed dead, seconds.
     timeout_s: float = TIMEOUT_S
-    progress: Progress | None = None
-    iteration: Mapping[str, str | int] = field(default_factory=dict)
-    force: bool = False
+    progress: Progress | None = None  #: Called with this rank's rows
+    iteration: Mapping[str, str | int] = field(default_factory=dict)  #: As in `Profile.iteration`
+    force: bool = False  #: Whether to measure computations that take another time than in training
 
 
 def measure_alone(

@@ -21,32 +21,21 @@ _NUMBERS = 4 * 2**20  # float32 numbers in a message that is timed
 
 @dataclass(frozen=True)
 class Message:
-    """A message that this rank received.
+    """A message that this rank received."""
 
-    Attributes:
-        sender: The rank that sent it.
-        size_bytes: Its size.
-        time_s: How long it took, seconds.
-    """
-
-    sender: int
-    size_bytes: int
-    time_s: float
+    sender: int  #: The rank that sent it
+    size_bytes: int  #: Its size
+    time_s: float  #: How long it took, seconds
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What this rank exchanged with its neighbours.
+    """What this rank exchanged with its neighbours."""
 
-    Attributes:
-        received: The messages that came.
-        problems: What did not come or go, and what to do.
-        is_stuck: Whether a thread of this process still waits, so that its process group cannot be
-            left in order.
-    """
-
-    received: tuple[Message, ...]
-    problems: tuple[str, ...]
+    received: tuple[Message, ...]  #: The messages that came
+    problems: tuple[str, ...]  #: What did not come or go, and what to do
+    #: Whether a thread of this process still waits, so that its process group cannot be left in
+    #: order.
     is_stuck: bool
 
 

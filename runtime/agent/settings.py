@@ -24,23 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """The service of a training job, as the caller of `planner_runtime` gave it.
+    """The service of a training job, as the caller of `planner_runtime` gave it."""
 
-    Attributes:
-        address: Of the service, as for `Client`.
-        name: Name of the job. Like `frontier`, it is not None after `check`.
-        frontier: The frontier file.
-        max_changes: Switch budget of the plans, as for `Frontier.plan_for`.
-        is_learning: Whether there is no plan, so that the autopilot learns the frontier.
-        slowdown: That the autopilot may plan for.
-    """
-
-    address: str
-    name: str | None
-    frontier: str | os.PathLike[str] | None
-    max_changes: int | None = None
+    address: str  #: Of the service, as for `Client`
+    name: str | None  #: Name of the job. Like `frontier`, it is not None after `check`.
+    frontier: str | os.PathLike[str] | None  #: The frontier file
+    max_changes: int | None = None  #: Switch budget of the plans, as for `Frontier.plan_for`
+    #: Whether there is no plan, so that the autopilot learns the frontier.
     is_learning: bool = False
-    slowdown: float = 1.0
+    slowdown: float = 1.0  #: That the autopilot may plan for
 
     def check(self) -> None:
         """Check that the job can be registered, without asking the service.

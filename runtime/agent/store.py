@@ -21,21 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankLocation:
-    """The location of a rank.
+    """The location of a rank."""
 
-    Attributes:
-        rank: Rank in the whole job, from 0.
-        pipeline: Data-parallel pipeline of the rank, from 0.
-        pipeline_rank: Rank within that pipeline, from 0.
-        node: Host name.
-        gpu: UUID of its GPU; empty if unknown.
-    """
-
-    rank: int
-    pipeline: int
-    pipeline_rank: int
-    node: str
-    gpu: str
+    rank: int  #: Rank in the whole job, from 0
+    pipeline: int  #: Data-parallel pipeline of the rank, from 0
+    pipeline_rank: int  #: Rank within that pipeline, from 0
+    node: str  #: Host name
+    gpu: str  #: UUID of its GPU; empty if unknown
 
 
 @dataclass(frozen=True)

@@ -14,33 +14,26 @@ Clocks: TypeAlias = "tuple[tuple[int, ...], ...]"
 
 @dataclass(frozen=True)
 class Decision:
-    """What the ranks of all pipelines run in one iteration.
+    """What the ranks of all pipelines run in one iteration."""
 
-    Attributes:
-        iteration: its number, from 0.
-        version: the number of the program: 0 for full clocks, and equal for equal clocks one after
-            the other.
-        phase: "reference" while nothing but full clocks was run, "learning" with trials,
-            "following" without, "audit" for an iteration at full clocks that checks the reference,
-            "paying" for one that pays the ledger.
-        clocks: for each pipeline and rank, the clock of each computation in the order of its
-            program, MHz.
-        ledger: the ledger after the iterations that were observed; None before the first one. A
-            rank takes it over with `Ledger.renewed`.
-        trials: number of operating points that the iteration runs though they were not measured.
-        unknown: number of operating points that a plan might use and that were not measured yet.
-        time_s: the expected time of the iteration, seconds; None before the first one was observed.
-        saving: energy that the plan saves, as a share of that of an iteration at full clocks.
-        saving_stderr: its standard error.
-    """
-
-    iteration: int
+    iteration: int  #: its number, from 0
+    #: the number of the program: 0 for full clocks, and equal for equal clocks one after the other.
     version: int
+    #: "reference" while nothing but full clocks was run, "learning" with trials, "following"
+    #: without, "audit" for an iteration at full clocks that checks the reference, "paying" for one
+    #: that pays the ledger.
     phase: Phase
+    #: for each pipeline and rank, the clock of each computation in the order of its program, MHz.
     clocks: tuple[Clocks, ...] = field(repr=False)
+    #: the ledger after the iterations that were observed; None before the first one. A rank takes
+    #: it over with `Ledger.renewed`.
     ledger: Ledger | None
+    #: number of operating points that the iteration runs though they were not measured.
     trials: int = 0
+    #: number of operating points that a plan might use and that were not measured yet.
     unknown: int = 0
+    #: the expected time of the iteration, seconds; None before the first one was observed.
     time_s: float | None = None
+    #: energy that the plan saves, as a share of that of an iteration at full clocks.
     saving: float = 0.0
-    saving_stderr: float = 0.0
+    saving_stderr: float = 0.0  #: its standard error

@@ -23,26 +23,20 @@ _SLOWDOWN = Rule(
 class AutopilotJob:
     """The job.
 
-    Attributes:
-        iteration: the nodes of one pipeline's iteration, and what they wait for.
-        clocks_mhz: the clocks that its GPUs support and the autopilot may set, MHz, highest first;
-            at least one.
-        pipelines: number of data-parallel pipelines, which are replicas: they run the same
-            iteration on equal GPUs, end it together, and share what they learn.
-        clock_change: what setting a clock costs, and how many GPUs share a driver's lock.
-        gpus_per_stage: GPUs of a rank.
-        gpu: the GPU's name.
-
     Raises:
         UsageError: If a value is out of range.
     """
 
-    iteration: Iteration
+    iteration: Iteration  #: the nodes of one pipeline's iteration, and what they wait for
+    #: the clocks that its GPUs support and the autopilot may set, MHz, highest first; at least one.
     clocks_mhz: tuple[int, ...]
+    #: number of data-parallel pipelines, which are replicas: they run the same iteration on equal
+    #: GPUs, end it together, and share what they learn.
     pipelines: int = 1
+    #: what setting a clock costs, and how many GPUs share a driver's lock.
     clock_change: ClockChange = field(default_factory=lambda: ClockChange(0.0045, 0.0009))
-    gpus_per_stage: int = 1
-    gpu: str | None = None
+    gpus_per_stage: int = 1  #: GPUs of a rank
+    gpu: str | None = None  #: the GPU's name
 
     def __post_init__(self) -> None:
         check_fields(self, {"pipelines": COUNT, "gpus_per_stage": COUNT}, UsageError, "job, ")
@@ -64,25 +58,20 @@ class AutopilotJob:
 class AutopilotSettings:
     """What an autopilot may do.
 
-    Attributes:
-        slowdown: the agreed iteration time, as a multiple of one at full clocks; at least 1.
-        max_slowdown: how much longer iterations may be on average, as a share of one at full
-            clocks: the ledger.
-        max_changes: how often a GPU may change its clock in an iteration, trials included; None for
-            any number.
-        learn: whether to run trials of clocks that were not measured. Without, it plans on the
-            profile that it is given and on what it sees by itself.
-        seed: of all random choices: equal observations, equal decisions.
-
     Raises:
         UsageError: If a value is out of range.
     """
 
+    #: the agreed iteration time, as a multiple of one at full clocks; at least 1.
     slowdown: float = 1.0
+    #: how much longer iterations may be on average, as a share of one at full clocks: the ledger.
     max_slowdown: float = 0.005
+    #: how often a GPU may change its clock in an iteration, trials included; None for any number.
     max_changes: int | None = 8
+    #: whether to run trials of clocks that were not measured. Without, it plans on the profile that
+    #: it is given and on what it sees by itself.
     learn: bool = True
-    seed: int = 0
+    seed: int = 0  #: of all random choices: equal observations, equal decisions
 
     def __post_init__(self) -> None:
         rules = {"slowdown": _SLOWDOWN, "max_slowdown": WAIT, "seed": INDEX}

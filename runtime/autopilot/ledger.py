@@ -35,26 +35,18 @@ class Ledger:
     however long it takes: it is its own reference. Each rank carries a ledger and adds its own
     iterations; clocks never decide what is computed, so ranks need not agree.
 
-    Attributes:
-        reference_s: seconds of an iteration at full clocks.
-        slowdown: the agreed iteration time, as a multiple of the reference; at least 1.
-        max_slowdown: how much longer iterations may be on average, as a share of the reference.
-        burst_s: how much may be owed, seconds.
-        owed_s: what is owed now; negative for credit, of at most four bursts.
-        last: the number of the iteration that was added last; -1 for none.
-        recent: the last ones that were added, up to 16: number, seconds, and whether it ran at full
-            clocks.
-
     Raises:
         UsageError: If a number is out of range.
     """
 
-    reference_s: float
-    slowdown: float = 1.0
+    reference_s: float  #: seconds of an iteration at full clocks
+    slowdown: float = 1.0  #: the agreed iteration time, as a multiple of the reference; at least 1
+    #: how much longer iterations may be on average, as a share of the reference.
     max_slowdown: float = 0.005
-    burst_s: float = 0.0
-    owed_s: float = 0.0
-    last: int = -1
+    burst_s: float = 0.0  #: how much may be owed, seconds
+    owed_s: float = 0.0  #: what is owed now; negative for credit, of at most four bursts
+    last: int = -1  #: the number of the iteration that was added last; -1 for none
+    #: the last ones that were added, up to 16: number, seconds, and whether it ran at full clocks.
     recent: tuple[tuple[int, float, bool], ...] = ()
 
     def __post_init__(self) -> None:

@@ -6,22 +6,16 @@ from typing import NamedTuple
 
 
 class ComputationObservation(NamedTuple):
-    """When one computation ran, and at which clock.
+    """When one computation ran, and at which clock."""
 
-    Attributes:
-        begin_s: seconds from the begin of the iteration, by this rank's own clock.
-        end_s: likewise.
-        clock_mhz: the clock in force at its begin, MHz; None if it is not known, and then it
-            teaches nothing.
-        change_s: when another clock came into force while it ran, seconds from the begin of the
-            iteration; None if none did.
-        changed_mhz: that clock, MHz. With more than one change in it, give `clock_mhz` None.
-    """
-
-    begin_s: float
-    end_s: float
+    begin_s: float  #: seconds from the begin of the iteration, by this rank's own clock
+    end_s: float  #: likewise
+    #: the clock in force at its begin, MHz; None if it is not known, and then it teaches nothing.
     clock_mhz: int | None
+    #: when another clock came into force while it ran, seconds from the begin of the iteration;
+    #: None if none did.
     change_s: float | None = None
+    #: that clock, MHz. With more than one change in it, give `clock_mhz` None.
     changed_mhz: int | None = None
 
 
@@ -29,31 +23,24 @@ class RankObservation(NamedTuple):
     """One rank's iteration.
 
     Times count from the begin of the iteration on that rank, so the clocks of nodes need not agree.
-
-    Attributes:
-        pipeline: the data-parallel replica, from 0.
-        rank: the rank in its pipeline, from 0.
-        iteration: the number of the iteration, from 0.
-        version: the `Decision.version` of the program that it ran; 0 for none, which is the maximum
-            clock. A rank whose ledger made it run at full clocks reports 0.
-        time_s: seconds from the begin of the iteration to the begin of the next one.
-        computations: what it ran, in the order of its program; empty if it was not observed.
-        energy_j: joules that the rank's GPUs drew in the iteration, from their counters at its
-            begin and end; None if it is not known.
-        energy_step_s: how old a reading of the counter can be, seconds; NVIDIA's counters step
-            every 0.1 s.
-        throttled_s: seconds in which a GPU of the rank was slowed down by heat or power; such an
-            iteration teaches nothing.
     """
 
-    pipeline: int
-    rank: int
-    iteration: int
+    pipeline: int  #: the data-parallel replica, from 0
+    rank: int  #: the rank in its pipeline, from 0
+    iteration: int  #: the number of the iteration, from 0
+    #: the `Decision.version` of the program that it ran; 0 for none, which is the maximum clock. A
+    #: rank whose ledger made it run at full clocks reports 0.
     version: int
-    time_s: float
+    time_s: float  #: seconds from the begin of the iteration to the begin of the next one
+    #: what it ran, in the order of its program; empty if it was not observed.
     computations: tuple[ComputationObservation, ...]
+    #: joules that the rank's GPUs drew in the iteration, from their counters at its begin and end;
+    #: None if it is not known.
     energy_j: float | None = None
+    #: how old a reading of the counter can be, seconds; NVIDIA's counters step every 0.1 s.
     energy_step_s: float = 0.1
+    #: seconds in which a GPU of the rank was slowed down by heat or power; such an iteration
+    #: teaches nothing.
     throttled_s: float = 0.0
 
 

@@ -40,21 +40,16 @@ GPU is only read.
 class AttachRequest:
     """The first message of a rank, sent together with the descriptor of its shared memory.
 
-    Attributes:
-        rank: Number of the rank in the job; messages and errors name it.
-        gpu: The GPU as `open_gpu` takes it. The controller runs in the environment of the rank that
-            started it.
-        control: What the rank's values set.
-        launcher: Process whose end ends the job; None or 0 if no launcher is visible.
-
     Raises:
         UsageError: If a value is out of range.
     """
 
-    rank: int
+    rank: int  #: Number of the rank in the job; messages and errors name it
+    #: The GPU as `open_gpu` takes it. The controller runs in the environment of the rank that
+    #: started it.
     gpu: str
-    control: Control
-    launcher: int | None
+    control: Control  #: What the rank's values set
+    launcher: int | None  #: Process whose end ends the job; None or 0 if no launcher is visible
 
     def __post_init__(self) -> None:
         if self.rank < 0 or (self.launcher or 0) < 0:
@@ -94,23 +89,15 @@ class AttachRefusal:
 
 @dataclass(frozen=True)
 class ControlChange:
-    """The controller has set the rank's GPU.
+    """The controller has set the rank's GPU."""
 
-    Attributes:
-        position: Position in the rank's program for which the value was first requested; None for a
-            reset.
-        value: MHz or watts; 0 if the GPU was reset.
-        seen_ns: When the controller saw the request.
-        begun_ns: When the call that set the GPU began.
-        ended_ns: When that call returned.
-        before_mhz: Achieved clock right before the call; None if the GPU does not report it.
-    """
-
+    #: Position in the rank's program for which the value was first requested; None for a reset.
     position: int | None
-    value: int
-    seen_ns: int
-    begun_ns: int
-    ended_ns: int
+    value: int  #: MHz or watts; 0 if the GPU was reset
+    seen_ns: int  #: When the controller saw the request
+    begun_ns: int  #: When the call that set the GPU began
+    ended_ns: int  #: When that call returned
+    #: Achieved clock right before the call; None if the GPU does not report it.
     before_mhz: int | None
 
 
@@ -120,32 +107,21 @@ class GpuSample:
     it detaches.
 
     A reading that the GPU does not offer is None.
-
-    Attributes:
-        seen_ns: When the controller saw that the iteration began.
-        now_ns: When the energy was read, which is the first reading taken.
-        energy_j: Energy counter in joules; only differences are meaningful.
-        clock_mhz: Achieved clock.
-        power_w: Power in watts.
-        temperature_c: Core temperature in degrees Celsius.
-        throttled_s: Throttle reason -> seconds for which it has held; only differences are
-            meaningful.
-        overtaken: How many requested changes were replaced by a later request before they could be
-            made.
-        dropped: How many messages were dropped because the rank had not read earlier ones.
-        site_limit_w: Power limit in watts that something else than the planner has set below the
-            GPU's default; None if there is none.
     """
 
-    seen_ns: int
-    now_ns: int
-    energy_j: float | None
-    clock_mhz: int | None
-    power_w: float | None
-    temperature_c: float | None
+    seen_ns: int  #: When the controller saw that the iteration began
+    now_ns: int  #: When the energy was read, which is the first reading taken
+    energy_j: float | None  #: Energy counter in joules; only differences are meaningful
+    clock_mhz: int | None  #: Achieved clock
+    power_w: float | None  #: Power in watts
+    temperature_c: float | None  #: Core temperature in degrees Celsius
+    #: Throttle reason -> seconds for which it has held; only differences are meaningful.
     throttled_s: dict[str, float]
+    #: How many requested changes were replaced by a later request before they could be made.
     overtaken: int = 0
-    dropped: int = 0
+    dropped: int = 0  #: How many messages were dropped because the rank had not read earlier ones
+    #: Power limit in watts that something else than the planner has set below the GPU's default;
+    #: None if there is none.
     site_limit_w: float | None = None
 
 

@@ -44,22 +44,15 @@ _MAX_POSITIONS = 65536  #: of a program whose values are remembered, to bound th
 
 
 class ClockRequest(NamedTuple):
-    """A clock request that has changed.
+    """A clock request that has changed."""
 
-    Attributes:
-        position: Position of the rank in its program; None if it wants no value.
-        value: What it wants; 0 to have its GPU reset.
-        skipped: What the rank requested at the positions that it passed since the last look, as far
-            as that is known.
-        is_new_iteration: Whether the position has gone back since the last request.
-        is_new_program: Whether another value was requested at this position before.
-    """
-
-    position: int | None
-    value: int
+    position: int | None  #: Position of the rank in its program; None if it wants no value
+    value: int  #: What it wants; 0 to have its GPU reset
+    #: What the rank requested at the positions that it passed since the last look, as far as that
+    #: is known.
     skipped: tuple[int, ...]
-    is_new_iteration: bool
-    is_new_program: bool = False
+    is_new_iteration: bool  #: Whether the position has gone back since the last request
+    is_new_program: bool = False  #: Whether another value was requested at this position before
 
 
 class Rank:

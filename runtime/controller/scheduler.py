@@ -38,17 +38,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class PendingChange:
-    """A change that has been requested.
+    """A change that has been requested."""
 
-    Attributes:
-        value: What the GPU is to be set to; `RESET` to reset it.
-        position: Position of the requesting rank in its program.
-        seen_ns: When the request was seen.
-    """
-
-    value: int
-    position: int | None
-    seen_ns: int
+    value: int  #: What the GPU is to be set to; `RESET` to reset it
+    position: int | None  #: Position of the requesting rank in its program
+    seen_ns: int  #: When the request was seen
 
 
 @dataclass

@@ -24,18 +24,12 @@ _MARK = "_perseus_planner_attached"
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """Which rank of which pipeline this process is.
+    """Which rank of which pipeline this process is."""
 
-    Attributes:
-        rank: Rank within the pipeline, from 0; a rank of the plan's schedule.
-        ranks: Number of ranks of the pipeline.
-        pipeline: Number of the data-parallel pipeline; None if the engine does not know.
-        peers: The ranks of the pipeline in the whole job, in order; they tell pipelines apart.
-    """
-
-    rank: int
-    ranks: int
-    pipeline: int | None
+    rank: int  #: Rank within the pipeline, from 0; a rank of the plan's schedule
+    ranks: int  #: Number of ranks of the pipeline
+    pipeline: int | None  #: Number of the data-parallel pipeline; None if the engine does not know
+    #: The ranks of the pipeline in the whole job, in order; they tell pipelines apart.
     peers: tuple[int, ...]
 
 

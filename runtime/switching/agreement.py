@@ -60,15 +60,10 @@ _SUPERSEDED = "a newer plan was proposed before this one"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """All ranks take the plan.
+    """All ranks take the plan."""
 
-    Attributes:
-        version: Number of the plan in this job.
-        iteration: The first iteration that runs by it.
-    """
-
-    version: int
-    iteration: int
+    version: int  #: Number of the plan in this job
+    iteration: int  #: The first iteration that runs by it
 
 
 @dataclass(frozen=True)

@@ -74,14 +74,10 @@ class NodePlans:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """This rank's part in the looks of its node.
+    """This rank's part in the looks of its node."""
 
-    Attributes:
-        nodes: Number of nodes of the job.
-        looks: Whether this rank looks at the job's store; otherwise another one of its node does.
-        plans: What it shares with the other ranks of its node; None if it shares nothing.
-    """
-
-    nodes: int = 1
+    nodes: int = 1  #: Number of nodes of the job
+    #: Whether this rank looks at the job's store; otherwise another one of its node does.
     looks: bool = True
+    #: What it shares with the other ranks of its node; None if it shares nothing.
     plans: NodePlans | None = None

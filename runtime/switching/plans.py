@@ -21,15 +21,11 @@ _COMMON = ""  #: key of the common plan in the bytes that are sent
 
 @dataclass(frozen=True)
 class Plans:
-    """One plan for all pipelines, or one for each.
+    """One plan for all pipelines, or one for each."""
 
-    Attributes:
-        common: Plan of each pipeline that is not in `by_pipeline`; None if there is no such plan.
-        by_pipeline: Number of a pipeline -> its plan.
-    """
-
+    #: Plan of each pipeline that is not in `by_pipeline`; None if there is no such plan.
     common: Plan | None
-    by_pipeline: Mapping[int, Plan]
+    by_pipeline: Mapping[int, Plan]  #: Number of a pipeline -> its plan
 
     @classmethod
     def load(cls, plan: GivenPlan) -> Plans:

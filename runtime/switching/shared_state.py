@@ -24,15 +24,10 @@ def read(store: Store, key: str) -> bytes | None:
 
 
 class AgreedState(NamedTuple):
-    """What the ranks of a job agree on.
+    """What the ranks of a job agree on."""
 
-    Attributes:
-        version: The newest version; it only grows.
-        since: The first iteration that runs by it.
-    """
-
-    version: int = 1
-    since: int = 0
+    version: int = 1  #: The newest version; it only grows
+    since: int = 0  #: The first iteration that runs by it
 
     def text(self) -> str:
         """Return the state as the store holds it."""

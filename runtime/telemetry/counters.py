@@ -33,38 +33,26 @@ plus `PAUSE_S`.
 
 @dataclass(frozen=True)
 class Counts:
-    """What a rank has counted from its first iteration to the end of one.
+    """What a rank has counted from its first iteration to the end of one."""
 
-    Attributes:
-        iteration: Number of the last iteration; -1 if there was none.
-        iterations: Number of iterations that were timed.
-        time_s: How long they took, in seconds.
-        metered_iterations: Number of iterations for which the energy of the GPU is known.
-        metered_s: How long the metered iterations took, in seconds.
-        energy_j: Energy of the GPU in the metered iterations, in joules.
-        origin: "measured" or "simulated"; None if no GPU was read.
-        late_changes: Clock changes that were made late in the first computation that they were for.
-        set_p50_s: Seconds from a clock request to the return of the call that sets it: the median,
-            over the iterations since the previous checkpoint, of their medians. None if no clock
-            was set.
-        set_p99_s: The same for the 99th percentiles, of which the greatest is taken.
-        off_plan_since_s: Since when the rank has not followed its plan, in seconds since the epoch;
-            None if its last iteration ran as planned.
-        site_limit_w: Power limit of the GPU in watts if something else has set it below the
-            default; None if not.
-    """
-
-    iteration: int = -1
-    iterations: int = 0
-    time_s: float = 0.0
-    metered_iterations: int = 0
-    metered_s: float = 0.0
-    energy_j: float = 0.0
-    origin: str | None = None
+    iteration: int = -1  #: Number of the last iteration; -1 if there was none
+    iterations: int = 0  #: Number of iterations that were timed
+    time_s: float = 0.0  #: How long they took, in seconds
+    metered_iterations: int = 0  #: Number of iterations for which the energy of the GPU is known
+    metered_s: float = 0.0  #: How long the metered iterations took, in seconds
+    energy_j: float = 0.0  #: Energy of the GPU in the metered iterations, in joules
+    origin: str | None = None  #: "measured" or "simulated"; None if no GPU was read
+    #: Clock changes that were made late in the first computation that they were for.
     late_changes: int = 0
+    #: Seconds from a clock request to the return of the call that sets it: the median, over the
+    #: iterations since the previous checkpoint, of their medians. None if no clock was set.
     set_p50_s: float | None = None
+    #: The same for the 99th percentiles, of which the greatest is taken.
     set_p99_s: float | None = None
+    #: Since when the rank has not followed its plan, in seconds since the epoch; None if its last
+    #: iteration ran as planned.
     off_plan_since_s: float | None = None
+    #: Power limit of the GPU in watts if something else has set it below the default; None if not.
     site_limit_w: float | None = None
 
     def plus(self, record: IterationRecord, time_s: float, energy_j: float | None) -> Counts:

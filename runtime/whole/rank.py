@@ -23,21 +23,14 @@ before was as long.
 
 @dataclass(frozen=True)
 class Terms:
-    """A window as all ranks know it.
+    """A window as all ranks know it."""
 
-    Attributes:
-        window: What is measured.
-        value: The clock, MHz, or power limit, watts.
-        begins_at: Number of the first iteration that runs at the value on all ranks.
-        reference_s: Seconds of an iteration at the highest value; None while that is unknown.
-        top: The highest value.
-    """
-
-    window: Window
-    value: int
-    begins_at: int
+    window: Window  #: What is measured
+    value: int  #: The clock, MHz, or power limit, watts
+    begins_at: int  #: Number of the first iteration that runs at the value on all ranks
+    #: Seconds of an iteration at the highest value; None while that is unknown.
     reference_s: float | None
-    top: int
+    top: int  #: The highest value
 
 
 class RankPart:

@@ -58,19 +58,12 @@ _ATTEMPTS = 3  #: of a value that was too slow
 
 @dataclass(frozen=True)
 class Window:
-    """Iterations at one value.
+    """Iterations at one value."""
 
-    Attributes:
-        number: Number of the window, from 0.
-        index: Position of the value, 0 for the highest.
-        iterations: How many are measured, after those in which the value settles.
-        purpose: What they are for.
-    """
-
-    number: int
-    index: int
-    iterations: int
-    purpose: Purpose
+    number: int  #: Number of the window, from 0
+    index: int  #: Position of the value, 0 for the highest
+    iterations: int  #: How many are measured, after those in which the value settles
+    purpose: Purpose  #: What they are for
 
 
 @dataclass

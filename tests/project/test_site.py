@@ -23,7 +23,7 @@ from browsing import IMPACTS, barriers, chromium, opened
 from command_options import ROOT
 from markdown_it import MarkdownIt
 
-HAS_REFERENCE = find_spec("mkdocstrings") is not None
+HAS_REFERENCE = find_spec("griffe_sphinx") is not None
 FETCHED = {
     "link": "href",
     "script": "src",

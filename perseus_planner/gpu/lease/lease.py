@@ -116,14 +116,10 @@ def lease_gpus(gpus: Sequence[Gpu], *, power_limit: bool = True) -> Iterator[Non
 
 @dataclass(frozen=True)
 class Recovery:
-    """What `recover` did about one record.
+    """What `recover` did about one record."""
 
-    Attributes:
-        record: The record of a dead process.
-        problem: Why the record is still there; None if its GPU is reset and it is removed.
-    """
-
-    record: LeaseRecord
+    record: LeaseRecord  #: The record of a dead process
+    #: Why the record is still there; None if its GPU is reset and it is removed.
     problem: str | None
 
 

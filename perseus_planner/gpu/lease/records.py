@@ -50,29 +50,17 @@ _FILE = re.compile(r"\.?(?P<uuid>[^.].*)\.(?P<uid>\d+)\.json(\..*\.part)?")
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """A process that sets a GPU.
+    """A process that sets a GPU."""
 
-    Attributes:
-        gpu: Text that opens the GPU.
-        uuid: UUID of the GPU.
-        name: Name of the GPU.
-        lease: Identifier of the lease; the GPUs that a process takes together share it.
-        since: When the lease began, ISO 8601.
-        sets_clock: Whether the clock may be set, and has to be reset.
-        sets_power_limit: Whether the power limit may be set, and has to be restored.
-        power_limit_w: Power limit to restore, watts; None for the default.
-        owner: The process.
-    """
-
-    gpu: str
-    uuid: str
-    name: str
-    lease: str
-    since: str
-    sets_clock: bool
-    sets_power_limit: bool
-    power_limit_w: float | None
-    owner: ProcessDescription
+    gpu: str  #: Text that opens the GPU
+    uuid: str  #: UUID of the GPU
+    name: str  #: Name of the GPU
+    lease: str  #: Identifier of the lease; the GPUs that a process takes together share it
+    since: str  #: When the lease began, ISO 8601
+    sets_clock: bool  #: Whether the clock may be set, and has to be reset
+    sets_power_limit: bool  #: Whether the power limit may be set, and has to be restored
+    power_limit_w: float | None  #: Power limit to restore, watts; None for the default
+    owner: ProcessDescription  #: The process
 
     def __str__(self) -> str:
         """Describe the lease in a message."""
@@ -81,13 +69,9 @@ class LeaseRecord:
 
 @dataclass(frozen=True)
 class FoundRecord(LeaseRecord):
-    """A record that was read.
+    """A record that was read."""
 
-    Attributes:
-        is_living: Whether its owner lives.
-    """
-
-    is_living: bool
+    is_living: bool  #: Whether its owner lives
 
 
 class LockedRecords:

@@ -33,19 +33,12 @@ entry never written.
 
 @dataclass(frozen=True)
 class NvmlQuantity:
-    """A quantity that NVML returns as a whole number.
+    """A quantity that NVML returns as a whole number."""
 
-    Attributes:
-        what: What reading it does, for error messages that begin with "cannot".
-        largest: Largest plausible number.
-        smallest: Smallest plausible number.
-        advice: What to do if it is not supported; empty for general advice.
-    """
-
-    what: str
-    largest: int
-    smallest: int = 1
-    advice: str = ""
+    what: str  #: What reading it does, for error messages that begin with "cannot"
+    largest: int  #: Largest plausible number
+    smallest: int = 1  #: Smallest plausible number
+    advice: str = ""  #: What to do if it is not supported; empty for general advice
 
 
 class NvmlDevice:

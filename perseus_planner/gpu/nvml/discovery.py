@@ -22,19 +22,12 @@ _MIG = (
 
 @dataclass(frozen=True)
 class VisibleGpu:
-    """A GPU that NVML shows.
+    """A GPU that NVML shows."""
 
-    Attributes:
-        index: NVML index.
-        text: Text that opens the GPU, with its index if the UUID cannot be read.
-        name: Product name; empty if it cannot be read.
-        problem: Why the GPU cannot be opened; empty if it can.
-    """
-
-    index: int
-    text: str
-    name: str
-    problem: str
+    index: int  #: NVML index
+    text: str  #: Text that opens the GPU, with its index if the UUID cannot be read
+    name: str  #: Product name; empty if it cannot be read
+    problem: str  #: Why the GPU cannot be opened; empty if it can
 
 
 def visible_gpus() -> tuple[VisibleGpu, ...]:

@@ -45,19 +45,12 @@ _BUSY_S = 0.2e-3
 
 @dataclass
 class _RunningWork:
-    """What a GPU computes.
+    """What a GPU computes."""
 
-    Attributes:
-        load: The work.
-        left: Share of it that is left.
-        time: Factor on its time.
-        power: Factor on its power.
-    """
-
-    load: Load
-    left: float
-    time: float
-    power: float
+    load: Load  #: The work
+    left: float  #: Share of it that is left
+    time: float  #: Factor on its time
+    power: float  #: Factor on its power
 
     def advance(self, chip: Chip, within_s: float = math.inf) -> None:
         """Let `chip` compute for `within_s` seconds, or until the work is done."""
@@ -225,21 +218,13 @@ class EmulatedGpu(SimulationBase):
 
 @dataclass
 class _Snapshot:
-    """A chip and what it computes, at one time.
+    """A chip and what it computes, at one time."""
 
-    Attributes:
-        chip: The chip.
-        made_by: Version of the planner, and boot of the node, which settings do not outlive.
-        origin_s: When the chip's time was 0, seconds of the monotonic clock.
-        running: What it computes; None if it waits.
-        ended_s: When it last finished computing, in the chip's time.
-    """
-
-    chip: Chip
-    made_by: str
-    origin_s: float
-    running: _RunningWork | None = None
-    ended_s: float = 0.0
+    chip: Chip  #: The chip
+    made_by: str  #: Version of the planner, and boot of the node, which settings do not outlive
+    origin_s: float  #: When the chip's time was 0, seconds of the monotonic clock
+    running: _RunningWork | None = None  #: What it computes; None if it waits
+    ended_s: float = 0.0  #: When it last finished computing, in the chip's time
 
     def advance(self, now_s: float) -> None:
         """Advance to `now_s` of the monotonic clock.

@@ -28,15 +28,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one computation takes.
+    """What one computation takes."""
 
-    Attributes:
-        flops: Floating-point operations.
-        bytes: Bytes moved to and from device memory that no arithmetic hides.
-    """
-
-    flops: float
-    bytes: float
+    flops: float  #: Floating-point operations
+    bytes: float  #: Bytes moved to and from device memory that no arithmetic hides
 
     def __add__(self, other: OpCost) -> OpCost:
         """Return the cost of both operations."""
@@ -49,27 +44,16 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Load:
-    """One computation on one kind of GPU: the parameters of the module's formulas.
+    """One computation on one kind of GPU: the parameters of the module's formulas."""
 
-    Attributes:
-        memory_s: Part of the time that does not depend on the clock, seconds.
-        megacycles: Cycles of the rest, in millions, so that megacycles / MHz are seconds.
-        static_w: Power at any clock.
-        arithmetic_w_per_mhz: The `a` of the formula.
-        memory_w_per_mhz: The `m` of the formula.
-        ridge_mhz: Clock up to which the voltage is constant.
-        voltage_slope_per_mhz: Relative rise of the voltage above the ridge.
-        power_limit_w: Power limit; infinite if there is none.
-    """
-
-    memory_s: float
-    megacycles: float
-    static_w: float
-    arithmetic_w_per_mhz: float
-    memory_w_per_mhz: float
-    ridge_mhz: float
-    voltage_slope_per_mhz: float
-    power_limit_w: float = math.inf
+    memory_s: float  #: Part of the time that does not depend on the clock, seconds
+    megacycles: float  #: Cycles of the rest, in millions, so that megacycles / MHz are seconds
+    static_w: float  #: Power at any clock
+    arithmetic_w_per_mhz: float  #: The `a` of the formula
+    memory_w_per_mhz: float  #: The `m` of the formula
+    ridge_mhz: float  #: Clock up to which the voltage is constant
+    voltage_slope_per_mhz: float  #: Relative rise of the voltage above the ridge
+    power_limit_w: float = math.inf  #: Power limit; infinite if there is none
 
     def time_s(self, clock_mhz: float) -> float:
         """Return the time at a clock that is set, seconds."""
@@ -116,49 +100,27 @@ class Load:
 
 @dataclass(frozen=True)
 class GpuModel:
-    """The physical parameters of one kind of GPU.
+    """The physical parameters of one kind of GPU."""
 
-    Attributes:
-        name: Name that follows `simulated:`.
-        clocks_mhz: SM clocks that can be locked, highest first.
-        power_limit_w: Default power limit.
-        power_limits_w: Smallest and largest power limit that can be set.
-        idle_power_w: Power of an idle GPU.
-        static_power_w: Power of a busy GPU at any clock, at `REFERENCE_C`.
-        blocking_power_w: Power at the top clock while waiting for a neighbour's message.
-        flops_per_cycle: FLOPs that training kernels reach, over all SMs.
-        bytes_per_s: Bandwidth of the device memory.
-        arithmetic_w_per_mhz: The `a` of the formula.
-        memory_w_per_mhz: The `m` of the formula.
-        ridge_mhz: Clock up to which the voltage is constant.
-        voltage_slope_per_mhz: Relative rise of the voltage above the ridge.
-        leakage_per_k: Relative rise of the static power per kelvin.
-        warming_k_per_w: Final temperature of the core above the air, per watt.
-        warming_s: Time constant of the temperature.
-        slowdown_c: Core temperature at which the clock is lowered to stop further warming.
-        sensor_s: Time over which the power sensor averages; 0 for instant power.
-        held_share: Share of a power limit up to which the GPU lets its power rise.
-    """
-
-    name: str
-    clocks_mhz: tuple[int, ...]
-    power_limit_w: float
-    power_limits_w: tuple[float, float]
-    idle_power_w: float
-    static_power_w: float
-    blocking_power_w: float
-    flops_per_cycle: float
-    bytes_per_s: float
-    arithmetic_w_per_mhz: float
-    memory_w_per_mhz: float
-    ridge_mhz: float
-    voltage_slope_per_mhz: float
-    leakage_per_k: float
-    warming_k_per_w: float
-    warming_s: float
-    slowdown_c: float
-    sensor_s: float
-    held_share: float = 1.0
+    name: str  #: Name that follows `simulated:`
+    clocks_mhz: tuple[int, ...]  #: SM clocks that can be locked, highest first
+    power_limit_w: float  #: Default power limit
+    power_limits_w: tuple[float, float]  #: Smallest and largest power limit that can be set
+    idle_power_w: float  #: Power of an idle GPU
+    static_power_w: float  #: Power of a busy GPU at any clock, at `REFERENCE_C`
+    blocking_power_w: float  #: Power at the top clock while waiting for a neighbour's message
+    flops_per_cycle: float  #: FLOPs that training kernels reach, over all SMs
+    bytes_per_s: float  #: Bandwidth of the device memory
+    arithmetic_w_per_mhz: float  #: The `a` of the formula
+    memory_w_per_mhz: float  #: The `m` of the formula
+    ridge_mhz: float  #: Clock up to which the voltage is constant
+    voltage_slope_per_mhz: float  #: Relative rise of the voltage above the ridge
+    leakage_per_k: float  #: Relative rise of the static power per kelvin
+    warming_k_per_w: float  #: Final temperature of the core above the air, per watt
+    warming_s: float  #: Time constant of the temperature
+    slowdown_c: float  #: Core temperature at which the clock is lowered to stop further warming
+    sensor_s: float  #: Time over which the power sensor averages; 0 for instant power
+    held_share: float = 1.0  #: Share of a power limit up to which the GPU lets its power rise
 
     def slowed(self, times: float) -> GpuModel:
         """Return a GPU that computes `times` as slowly at the same power."""

@@ -43,23 +43,15 @@ FUNCTIONS = ("clocks", "power-limit", "energy", "power", "temperature", "throttl
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong with a simulated GPU, with times in seconds since it was opened.
+    """What goes wrong with a simulated GPU, with times in seconds since it was opened."""
 
-    Attributes:
-        not_permitted: Nothing may be set.
-        not_supported: Members of `FUNCTIONS` that are missing.
-        lost_at_s: When the GPU falls off the bus.
-        lost_after_calls: After how many calls of any kind it falls off the bus.
-        throttled_s: (start, end) of the spans in which it is hot.
-        counter_stuck_at_s: When the energy counter stops.
-    """
-
-    not_permitted: bool = False
-    not_supported: frozenset[str] = frozenset()
-    lost_at_s: float = math.inf
-    lost_after_calls: float = math.inf
+    not_permitted: bool = False  #: Nothing may be set
+    not_supported: frozenset[str] = frozenset()  #: Members of `FUNCTIONS` that are missing
+    lost_at_s: float = math.inf  #: When the GPU falls off the bus
+    lost_after_calls: float = math.inf  #: After how many calls of any kind it falls off the bus
+    #: (start, end) of the spans in which it is hot.
     throttled_s: tuple[tuple[float, float], ...] = ()
-    counter_stuck_at_s: float = math.inf
+    counter_stuck_at_s: float = math.inf  #: When the energy counter stops
 
     @classmethod
     def parse(cls, texts: tuple[str, ...]) -> Faults:
@@ -202,30 +194,21 @@ _OPTIONS: Mapping[str, tuple[str, Rule]] = MappingProxyType(
 class SimulationOptions:
     """The options of a simulated GPU, except its seed.
 
-    Attributes:
-        slower: Factor by which all computation is slower than in the catalog.
-        call_s: Duration of a call that sets something, seconds; None for that of an A800.
-        noise: Relative standard deviation of the time, and of the power, of one computation.
-        outliers: Share of calls of `run` that take 5 to 30 % longer.
-        step_s: How often the energy counter moves, seconds; 0 for continuously.
-        air_c: Air temperature, degrees Celsius.
-        drift: Multiple of the catalog's dependence of static power on temperature.
-        fault: Faults as text, such as "lost@30s".
-        faults: The same faults, parsed.
-
     Raises:
         GpuError: If a value is out of bounds, or a fault is unknown; the text says what is allowed.
     """
 
-    slower: float = 1.0
+    slower: float = 1.0  #: Factor by which all computation is slower than in the catalog
+    #: Duration of a call that sets something, seconds; None for that of an A800.
     call_s: float | None = None
+    #: Relative standard deviation of the time, and of the power, of one computation.
     noise: float = NOISE
-    outliers: float = 0.0
-    step_s: float = 0.1
-    air_c: float = 30.0
-    drift: float = 1.0
-    fault: tuple[str, ...] = ()
-    faults: Faults = field(init=False, compare=False, repr=False)
+    outliers: float = 0.0  #: Share of calls of `run` that take 5 to 30 % longer
+    step_s: float = 0.1  #: How often the energy counter moves, seconds; 0 for continuously
+    air_c: float = 30.0  #: Air temperature, degrees Celsius
+    drift: float = 1.0  #: Multiple of the catalog's dependence of static power on temperature
+    fault: tuple[str, ...] = ()  #: Faults as text, such as "lost@30s"
+    faults: Faults = field(init=False, compare=False, repr=False)  #: The same faults, parsed
 
     def __post_init__(self) -> None:
         for name, rule in _OPTIONS.values():

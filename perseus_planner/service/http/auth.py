@@ -50,32 +50,22 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a client. The secret itself is not kept.
+    """A token of a client. The secret itself is not kept."""
 
-    Attributes:
-        digest: SHA-256 of the secret.
-        role: What the client may do.
-        name: Name of the client.
-    """
-
-    digest: bytes = field(repr=False)
-    role: Role
-    name: str
+    digest: bytes = field(repr=False)  #: SHA-256 of the secret
+    role: Role  #: What the client may do
+    name: str  #: Name of the client
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may send requests.
+    """Who may send requests."""
 
-    Attributes:
-        tokens: The tokens of all clients. If it is empty, everyone who reaches the service may do
-            everything.
-        loopback_only: Refuse requests whose header `Host` does not name this machine. Without
-            tokens, this keeps out web pages in a browser on this machine whose host name points to
-            127.0.0.1.
-    """
-
+    #: The tokens of all clients. If it is empty, everyone who reaches the service may do
+    #: everything.
     tokens: tuple[Token, ...] = ()
+    #: Refuse requests whose header `Host` does not name this machine. Without tokens, this keeps
+    #: out web pages in a browser on this machine whose host name points to 127.0.0.1.
     loopback_only: bool = False
 
     def bearer(self, authorization: str | None) -> Token | None:
@@ -92,24 +82,16 @@ class Access:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on requests.
+    """Limits on requests."""
 
-    Attributes:
-        body_bytes: The largest body of a request.
-        registration_bytes: The largest body of a registration, which carries a frontier or a
-            profile.
-        alerts_bytes: The largest group of alerts, which have some 1.5 kB each.
-        waiting: How many long polls may be open, over all clients.
-        solve_s: The longest time to solve a profile that a job is registered with, seconds.
-        body_s: The longest silence while a body is being sent, seconds.
-    """
-
-    body_bytes: int = 64 * 2**10
+    body_bytes: int = 64 * 2**10  #: The largest body of a request
+    #: The largest body of a registration, which carries a frontier or a profile.
     registration_bytes: int = 64 * 2**20
-    alerts_bytes: int = 8 * 2**20
-    waiting: int = 10_000
+    alerts_bytes: int = 8 * 2**20  #: The largest group of alerts, which have some 1.5 kB each
+    waiting: int = 10_000  #: How many long polls may be open, over all clients
+    #: The longest time to solve a profile that a job is registered with, seconds.
     solve_s: float = 600.0
-    body_s: float = 20.0
+    body_s: float = 20.0  #: The longest silence while a body is being sent, seconds
 
 
 def read_tokens(

@@ -41,18 +41,12 @@ _VANISHED_S = 60  # after which a client that the network no longer reaches is g
 
 @dataclass(frozen=True)
 class Address:
-    """Where the service listens.
+    """Where the service listens."""
 
-    Attributes:
-        host: A name or an IP address of this machine.
-        port: 0 for any free port.
-        unix: A unix socket to listen on instead; only its owner may connect.
-        certificate, key: PEM files; None for no TLS.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8400
-    unix: Path | None = None
+    host: str = "127.0.0.1"  #: A name or an IP address of this machine
+    port: int = 8400  #: 0 for any free port
+    unix: Path | None = None  #: A unix socket to listen on instead; only its owner may connect
+    #: PEM files; None for no TLS.
     certificate: Path | None = None
     key: Path | None = None
 
@@ -73,19 +67,12 @@ class Address:
 
 @dataclass(frozen=True)
 class Listener:
-    """A bound socket, and the tokens that clients need.
+    """A bound socket, and the tokens that clients need."""
 
-    Attributes:
-        socket: The socket.
-        url: The address for clients, such as http://127.0.0.1:8400 or unix:/run/planner.sock.
-        address: The address that was requested.
-        tokens: The tokens of all clients; empty if none is needed.
-    """
-
-    socket: socket.socket
-    url: str
-    address: Address
-    tokens: tuple[Token, ...]
+    socket: socket.socket  #: The socket
+    url: str  #: The address for clients, such as http://127.0.0.1:8400 or unix:/run/planner.sock
+    address: Address  #: The address that was requested
+    tokens: tuple[Token, ...]  #: The tokens of all clients; empty if none is needed
 
 
 @contextmanager

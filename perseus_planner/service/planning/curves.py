@@ -134,17 +134,12 @@ class NotSolved(Exception):
 
 @dataclass(frozen=True)
 class KnownNumbers:
-    """The `model.Numbers` of a job's frontier, as far as they are known without solving anything.
+    """The `model.Numbers` of a job's frontier, as far as they are known without solving."""
 
-    Attributes:
-        curve: Of a pipeline as profiled.
-        solved: Returns the curve of a pipeline with slow stages; None if it has not been solved.
-        slow: The stages that are slow in `curve` already.
-    """
-
-    curve: Curve
+    curve: Curve  #: Of a pipeline as profiled
+    #: Returns the curve of a pipeline with slow stages; None if it has not been solved.
     solved: Callable[[Slow], Curve | None] = field(repr=False)
-    slow: Slow = ()
+    slow: Slow = ()  #: The stages that are slow in `curve` already
 
     @property
     def baseline_time_s(self) -> float:

@@ -47,41 +47,27 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class Unsolved:
-    """A profile and a schedule to solve.
+    """A profile and a schedule to solve."""
 
-    Attributes:
-        profile_csv, profile_yaml: The texts of the two files of a profile.
-        schedule: The name of a schedule, or a text grid.
-        microbatches: Per iteration; None with a text grid, which determines it.
-    """
-
+    #: The texts of the two files of a profile.
     profile_csv: str
     profile_yaml: str
-    schedule: str
-    microbatches: int | None
+    schedule: str  #: The name of a schedule, or a text grid
+    microbatches: int | None  #: Per iteration; None with a text grid, which determines it
 
 
 class PlanRequest(NamedTuple):
-    """A plan that is wanted.
+    """A plan that is wanted."""
 
-    Attributes:
-        frontier: Digest of the frontier file.
-        time_s: Deadline of an iteration, seconds.
-        slow: Stages that are slower than profiled.
-        power_w: Upper bound on the average power of the pipeline, watts, which goes before
-            `time_s`; None for no bound.
-        max_changes: Switch budget, as for `Frontier.plan_for`.
-        on_time: The probability of keeping the deadline or the power, likewise.
-        gpu_power_limit_w: Power limit of each GPU, watts; None for that under which it was
-            profiled.
-    """
-
-    frontier: str
-    time_s: float
-    slow: Slow
+    frontier: str  #: Digest of the frontier file
+    time_s: float  #: Deadline of an iteration, seconds
+    slow: Slow  #: Stages that are slower than profiled
+    #: Upper bound on the average power of the pipeline, watts, which goes before `time_s`; None for
+    #: no bound.
     power_w: float | None
-    max_changes: int | None
-    on_time: float | None = None
+    max_changes: int | None  #: Switch budget, as for `Frontier.plan_for`
+    on_time: float | None = None  #: The probability of keeping the deadline or the power, likewise
+    #: Power limit of each GPU, watts; None for that under which it was profiled.
     gpu_power_limit_w: float | None = None
 
 

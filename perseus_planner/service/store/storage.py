@@ -82,43 +82,30 @@ _OLD_VERSIONS = [
 
 @dataclass(frozen=True)
 class Change:
-    """The content of one transaction.
+    """The content of one transaction."""
 
-    Attributes:
-        jobs: Name -> (state before, state after); None if the job did not run before, or has ended.
-        frontiers: Digest -> file and curve, for frontiers that these jobs may be the first to have.
-        power_w: A tuple with the new power budget of all jobs, watts or None; empty if it has not
-            changed.
-        power_schedule: A tuple with what replaces it later; empty if that has not changed.
-        telemetry: Name -> telemetry, for running jobs.
-        ended: What jobs that have ended ran, used and saved.
-    """
-
+    #: Name -> (state before, state after); None if the job did not run before, or has ended.
     jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
+    #: Digest -> file and curve, for frontiers that these jobs may be the first to have.
     frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
+    #: A tuple with the new power budget of all jobs, watts or None; empty if it has not changed.
     power_w: tuple[float | None, ...] = ()
+    #: A tuple with what replaces it later; empty if that has not changed.
     power_schedule: tuple[tuple[PowerStep, ...], ...] = ()
+    #: Name -> telemetry, for running jobs.
     telemetry: Mapping[str, Tally] = field(default_factory=dict)
-    ended: Sequence[JobTotals] = ()
+    ended: Sequence[JobTotals] = ()  #: What jobs that have ended ran, used and saved
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The content of the database.
+    """The content of the database."""
 
-    Attributes:
-        jobs: Name -> state.
-        versions: Name -> the versions of its plans that are kept.
-        power_w: The power budget of all jobs, watts; None for no budget.
-        telemetry: Name -> telemetry, for jobs that have sent some.
-        power_schedule: What replaces the power budget of all jobs later.
-    """
-
-    jobs: Mapping[str, JobState]
-    versions: Mapping[str, Versions]
-    power_w: float | None
-    telemetry: Mapping[str, Tally]
-    power_schedule: tuple[PowerStep, ...] = ()
+    jobs: Mapping[str, JobState]  #: Name -> state
+    versions: Mapping[str, Versions]  #: Name -> the versions of its plans that are kept
+    power_w: float | None  #: The power budget of all jobs, watts; None for no budget
+    telemetry: Mapping[str, Tally]  #: Name -> telemetry, for jobs that have sent some
+    power_schedule: tuple[PowerStep, ...] = ()  #: What replaces the power budget of all jobs later
 
 
 class Storage:

@@ -78,19 +78,12 @@ plans = Table(
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """The JSON of one version of a job's plans.
+    """The JSON of one version of a job's plans."""
 
-    Attributes:
-        made_s: When it was published.
-        decision: The decision that it was planned for.
-        of_pipeline: For each pipeline, the index of its plan in `plans`.
-        plans: Digests of the plans.
-    """
-
-    made_s: float
-    decision: Decision
-    of_pipeline: tuple[int, ...]
-    plans: tuple[str, ...]
+    made_s: float  #: When it was published
+    decision: Decision  #: The decision that it was planned for
+    of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its plan in `plans`
+    plans: tuple[str, ...]  #: Digests of the plans
 
 
 @dataclass(frozen=True)

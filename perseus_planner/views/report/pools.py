@@ -26,21 +26,13 @@ _ROW = 26  #: height of a bar with its gap
 
 @dataclass(frozen=True)
 class PoolsReport:
-    """A plan for inference with what it costs and saves.
+    """A plan for inference with what it costs and saves."""
 
-    Attributes:
-        file: name of the plan.
-        rates: what a kilowatt-hour costs.
-        cost: of all periods of the plan.
-        saved: against the baseline; None if that cannot meet the objectives.
-        plan: the plan.
-    """
-
-    file: str
-    rates: EnergyRates
-    cost: EnergyCost
-    saved: EnergyCost | None
-    plan: dict[str, Any]
+    file: str  #: name of the plan
+    rates: EnergyRates  #: what a kilowatt-hour costs
+    cost: EnergyCost  #: of all periods of the plan
+    saved: EnergyCost | None  #: against the baseline; None if that cannot meet the objectives
+    plan: dict[str, Any]  #: the plan
 
 
 def make_pools_report(file: str, plan: dict[str, Any], rates: EnergyRates) -> PoolsReport:

@@ -55,37 +55,22 @@ class RanksOfPlan:
 
 @dataclass(frozen=True)
 class EnergyReport:
-    """The values of a report.
+    """The values of a report."""
 
-    Attributes:
-        planner: version of the planner that made it.
-        files: names of the files that it was made from.
-        context: the profile and the iteration.
-        rates: what a kilowatt-hour costs.
-        size: the size of an iteration.
-        savings: what each run and plan saves.
-        where: where the energy goes and why.
-        frontier: the chart of the frontier.
-        iterations: the iteration with all clocks at maximum, as planned, and as recorded.
-        left_out: iterations that cannot be shown, each with the reason.
-        ranks: clock changes, clocks and load of each rank by each plan.
-        runs: name -> the run beside its plans.
-        curves: the curve of each computation.
-    """
-
-    planner: str
-    files: tuple[str, ...]
-    context: Context
-    rates: EnergyRates
-    size: IterationSize
-    savings: tuple[Saving, ...]
-    where: WhereEnergyGoes
-    frontier: FrontierChart
+    planner: str  #: version of the planner that made it
+    files: tuple[str, ...]  #: names of the files that it was made from
+    context: Context  #: the profile and the iteration
+    rates: EnergyRates  #: what a kilowatt-hour costs
+    size: IterationSize  #: the size of an iteration
+    savings: tuple[Saving, ...]  #: what each run and plan saves
+    where: WhereEnergyGoes  #: where the energy goes and why
+    frontier: FrontierChart  #: the chart of the frontier
+    #: the iteration with all clocks at maximum, as planned, and as recorded.
     iterations: tuple[GanttChart, ...]
-    left_out: tuple[str, ...]
-    ranks: tuple[RanksOfPlan, ...]
-    runs: dict[str, RunSummary]
-    curves: tuple[MeasuredCurve, ...]
+    left_out: tuple[str, ...]  #: iterations that cannot be shown, each with the reason
+    ranks: tuple[RanksOfPlan, ...]  #: clock changes, clocks and load of each rank by each plan
+    runs: dict[str, RunSummary]  #: name -> the run beside its plans
+    curves: tuple[MeasuredCurve, ...]  #: the curve of each computation
 
 
 def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> EnergyReport:

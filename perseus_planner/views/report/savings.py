@@ -36,19 +36,15 @@ class EnergyRates:
     """What a kilowatt-hour costs. The defaults are assumptions; replace them by the rates where the
     GPUs are.
 
-    Attributes:
-        price_usd_per_kwh: price of electricity, US dollars.
-        pue: power usage effectiveness, the energy at the meter over the energy at the GPUs; 1 adds
-            nothing.
-        carbon_kg_per_kwh: emissions of the grid, kilograms of CO2 equivalent.
-
     Raises:
         UsageError: If a number is negative or not finite, or the PUE is below 1.
     """
 
-    price_usd_per_kwh: float = 0.12
+    price_usd_per_kwh: float = 0.12  #: price of electricity, US dollars
+    #: power usage effectiveness, the energy at the meter over the energy at the GPUs; 1 adds
+    #: nothing.
     pue: float = 1.2
-    carbon_kg_per_kwh: float = 0.40
+    carbon_kg_per_kwh: float = 0.40  #: emissions of the grid, kilograms of CO2 equivalent
 
     def __post_init__(self) -> None:
         check_fields(self, {"price_usd_per_kwh": _RATE, "pue": _PUE, "carbon_kg_per_kwh": _RATE})
@@ -75,20 +71,15 @@ class EnergyCost:
 class IterationSize:
     """The size of one iteration of all pipelines that a report is about.
 
-    Attributes:
-        pipelines: number of equal pipelines, whose energies are added up.
-        tokens: tokens that an iteration of them trains on, or None if not known.
-        samples: samples that an iteration of them trains on, or None if not known.
-        iterations: number of iterations of the planned run, or None if not known.
-
     Raises:
         UsageError: If a number is not a count.
     """
 
-    pipelines: int = 1
-    tokens: float | None = None
+    pipelines: int = 1  #: number of equal pipelines, whose energies are added up
+    tokens: float | None = None  #: tokens that an iteration of them trains on, or None if not known
+    #: samples that an iteration of them trains on, or None if not known.
     samples: float | None = None
-    iterations: int | None = None
+    iterations: int | None = None  #: number of iterations of the planned run, or None if not known
 
     def __post_init__(self) -> None:
         for name, rule in (
@@ -114,38 +105,26 @@ class EnergyEfficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving(Comparison):
-    """An iteration of a plan or a run compared with all clocks at maximum, all pipelines together.
+    """An iteration of a plan or run compared with all clocks at maximum, all pipelines together."""
 
-    Attributes:
-        name: name of the plan or the run.
-        is_run: whether it is a run; then its time is the mean over the iterations that count, on
-            the slowest rank.
-        pipelines: number of pipelines; for a run, as many as its GPUs make up.
-        time_origin: where the time comes from, such as "measured" or "replayed, measured profile".
-        energy_origin: where the energy comes from; for a run also "simulated".
-        baseline_origin: where the baseline comes from.
-        per_iteration: saved per iteration.
-        per_day: saved in a day of such iterations, around the clock.
-        iterations: number of iterations of the planned run, or of all attempts of a run; None if
-            not known.
-        per_run: saved in that many iterations, or None if not known; by a run, against all clocks
-            at maximum in as much time as each iteration took.
-        efficiency: energy per token and sample.
-        baseline_efficiency: energy per token and sample with all clocks at maximum.
-    """
-
-    name: str
+    name: str  #: name of the plan or the run
+    #: whether it is a run; then its time is the mean over the iterations that count, on the slowest
+    #: rank.
     is_run: bool
-    pipelines: int
+    pipelines: int  #: number of pipelines; for a run, as many as its GPUs make up
+    #: where the time comes from, such as "measured" or "replayed, measured profile".
     time_origin: str
-    energy_origin: str
-    baseline_origin: str
-    per_iteration: EnergyCost
-    per_day: EnergyCost
+    energy_origin: str  #: where the energy comes from; for a run also "simulated"
+    baseline_origin: str  #: where the baseline comes from
+    per_iteration: EnergyCost  #: saved per iteration
+    per_day: EnergyCost  #: saved in a day of such iterations, around the clock
+    #: number of iterations of the planned run, or of all attempts of a run; None if not known.
     iterations: int | None
+    #: saved in that many iterations, or None if not known; by a run, against all clocks at maximum
+    #: in as much time as each iteration took.
     per_run: EnergyCost | None
-    efficiency: EnergyEfficiency
-    baseline_efficiency: EnergyEfficiency
+    efficiency: EnergyEfficiency  #: energy per token and sample
+    baseline_efficiency: EnergyEfficiency  #: energy per token and sample with all clocks at maximum
 
 
 def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tuple[Saving, ...]:

@@ -28,25 +28,19 @@ _ONE_KIND = "make a report for each kind of pipeline, from files that belong tog
 class Sources:
     """The input of a report, all of it for pipelines of one kind.
 
-    Attributes:
-        profile: the profile; if none is given, that of the frontier.
-        frontier: the frontier; without it the report has no bound, no other planners and no
-            iteration before the plan.
-        plans: name -> plan; the report is about the first one.
-        runs: name -> run.
-        job: the job file.
-        names: names of the files, in the order in which they were given.
-
     Raises:
         UsageError: If nothing is given, or the files do not belong together.
     """
 
-    profile: Profile | None = None
+    profile: Profile | None = None  #: the profile; if none is given, that of the frontier
+    #: the frontier; without it the report has no bound, no other planners and no iteration before
+    #: the plan.
     frontier: Frontier | None = None
+    #: name -> plan; the report is about the first one.
     plans: Mapping[str, Plan] = field(default_factory=dict)
-    runs: Mapping[str, Run] = field(default_factory=dict)
-    job: Job | None = None
-    names: tuple[str, ...] = ()
+    runs: Mapping[str, Run] = field(default_factory=dict)  #: name -> run
+    job: Job | None = None  #: the job file
+    names: tuple[str, ...] = ()  #: names of the files, in the order in which they were given
 
     def __post_init__(self) -> None:
         if self.profile is None and self.frontier is not None:

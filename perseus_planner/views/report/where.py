@@ -49,28 +49,19 @@ class EnergyUse:
 
 @dataclass(frozen=True)
 class IterationEnergy:
-    """Where the energy of one iteration of one pipeline goes.
+    """Where the energy of one iteration of one pipeline goes."""
 
-    Attributes:
-        name: what the iteration is of.
-        kind: "baseline", "plan" or "run".
-        origin: where the numbers come from.
-        time_s: iteration time, seconds.
-        ranks: the energy of all GPUs of each rank.
-        phases: the energy of each of `PHASES`, all ranks together; empty for a run, whose phases
-            are not recorded.
-        busy_s: seconds of computations and operations of each rank.
-        clocks: mean clock of each rank over its computations, weighted by time, MHz or watts; empty
-            for a run.
-    """
-
-    name: str
-    kind: str
-    origin: str
-    time_s: float
-    ranks: tuple[EnergyUse, ...]
+    name: str  #: what the iteration is of
+    kind: str  #: "baseline", "plan" or "run"
+    origin: str  #: where the numbers come from
+    time_s: float  #: iteration time, seconds
+    ranks: tuple[EnergyUse, ...]  #: the energy of all GPUs of each rank
+    #: the energy of each of `PHASES`, all ranks together; empty for a run, whose phases are not
+    #: recorded.
     phases: tuple[EnergyUse, ...]
-    busy_s: tuple[float, ...]
+    busy_s: tuple[float, ...]  #: seconds of computations and operations of each rank
+    #: mean clock of each rank over its computations, weighted by time, MHz or watts; empty for a
+    #: run.
     clocks: tuple[float, ...]
 
     @property
@@ -86,36 +77,23 @@ class IterationEnergy:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The ranks whose computations take longest with all clocks at maximum.
+    """The ranks whose computations take longest with all clocks at maximum."""
 
-    Attributes:
-        ranks: their numbers; empty if most ranks are about as busy.
-        busy_s: seconds of computations and operations of the busiest rank.
-        excess_share: by how much that is more than the median of all ranks.
-        balanced_time_s: iteration time if every rank were as busy as the mean of all, seconds.
-        time_s: iteration time as it is, seconds.
-    """
-
-    ranks: tuple[int, ...]
-    busy_s: float
-    excess_share: float
-    balanced_time_s: float
-    time_s: float
+    ranks: tuple[int, ...]  #: their numbers; empty if most ranks are about as busy
+    busy_s: float  #: seconds of computations and operations of the busiest rank
+    excess_share: float  #: by how much that is more than the median of all ranks
+    balanced_time_s: float  #: iteration time if every rank were as busy as the mean of all, seconds
+    time_s: float  #: iteration time as it is, seconds
 
 
 @dataclass(frozen=True)
 class WhereEnergyGoes:
-    """The first picture of a report.
+    """The first picture of a report."""
 
-    Attributes:
-        iterations: all clocks at maximum, the first plan, and the first run, as far as they are
-            known.
-        bottleneck: the busiest rank, or None if it is not known.
-        sentences: what the picture shows, in words; the first one says what is saved, and why.
-    """
-
+    #: all clocks at maximum, the first plan, and the first run, as far as they are known.
     iterations: tuple[IterationEnergy, ...]
-    bottleneck: Bottleneck | None
+    bottleneck: Bottleneck | None  #: the busiest rank, or None if it is not known
+    #: what the picture shows, in words; the first one says what is saved, and why.
     sentences: tuple[str, ...]
 
 

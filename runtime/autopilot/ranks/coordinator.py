@@ -59,20 +59,15 @@ _LOOK_S = 0.02  #: between two looks at the keys
 
 @dataclass(frozen=True)
 class Places:
-    """Which ranks observe for the autopilot.
+    """Which ranks observe for the autopilot."""
 
-    Attributes:
-        of: Rank in the whole job -> its pipeline and its rank there. If several ranks have one
-            place, the first.
-        pipelines: Number of pipelines.
-        gpus_per_stage: How many ranks have one place.
-        every: Each pipeline is observed in one of so many iterations: pipeline p in those with the
-            same remainder.
-    """
-
+    #: Rank in the whole job -> its pipeline and its rank there. If several ranks have one place,
+    #: the first.
     of: Mapping[int, tuple[int, int]]
-    pipelines: int
-    gpus_per_stage: int
+    pipelines: int  #: Number of pipelines
+    gpus_per_stage: int  #: How many ranks have one place
+    #: Each pipeline is observed in one of so many iterations: pipeline p in those with the same
+    #: remainder.
     every: int
 
     @classmethod

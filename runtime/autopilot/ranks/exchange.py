@@ -11,21 +11,13 @@ from perseus_planner.runs.autopilot import AutopilotStatus
 
 @dataclass(frozen=True)
 class Learnt:
-    """What the autopilot has learnt.
+    """What the autopilot has learnt."""
 
-    Attributes:
-        profile_csv: Text of the table of the profile.
-        profile_yaml: Text of the file that names it.
-        schedule: What a pipeline runs, as a text grid.
-        rows: Number of measured rows.
-        time_s: Seconds of an iteration at full clocks, replayed from the profile.
-    """
-
-    profile_csv: str = field(repr=False)
-    profile_yaml: str = field(repr=False)
-    schedule: str = field(repr=False)
-    rows: int
-    time_s: float
+    profile_csv: str = field(repr=False)  #: Text of the table of the profile
+    profile_yaml: str = field(repr=False)  #: Text of the file that names it
+    schedule: str = field(repr=False)  #: What a pipeline runs, as a text grid
+    rows: int  #: Number of measured rows
+    time_s: float  #: Seconds of an iteration at full clocks, replayed from the profile
 
 
 class ServiceExchange:

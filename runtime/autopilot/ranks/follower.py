@@ -31,17 +31,12 @@ _KEPT_ENDS = 64  #: iterations whose times may become known late
 
 @dataclass(frozen=True)
 class Ended:
-    """An iteration that has ended on the training thread.
+    """An iteration that has ended on the training thread."""
 
-    Attributes:
-        iteration: Its number.
-        program: The program that it ran as planned; None if it ran without one or deviated.
-        order: Number of the order of what it ran; 0 if that is not known.
-    """
-
-    iteration: int
+    iteration: int  #: Its number
+    #: The program that it ran as planned; None if it ran without one or deviated.
     program: AutopilotProgram | None
-    order: int
+    order: int  #: Number of the order of what it ran; 0 if that is not known
 
 
 class RankLedger:

@@ -129,33 +129,22 @@ class Stream:
 
 @dataclass(frozen=True)
 class Frame:
-    """One iteration of one rank. Times are seconds from its begin, by the rank's clock.
+    """One iteration of one rank. Times are seconds from its begin, by the rank's clock."""
 
-    Attributes:
-        rank: Rank in the whole job.
-        order: Number of the order of computations that the rank runs; 0 if it is not known yet.
-        iteration: Number of the iteration.
-        decision: `Decision.version` of its program; 0 if it ran at full clocks.
-        time_s: How long it took.
-        spans_s: Begin and end of each computation, one after the other; empty if nothing can be
-            learnt of them.
-        changes: When clocks came into force, and which (MHz); the first is the one at its begin,
-            with a time of 0. A clock of 0 is not known.
-        energy_j: Energy of the GPU; None if it is not known.
-        throttled_s: Seconds in which the GPU was throttled.
-        call_s: How long the last calls took that set a clock, seconds, their median; 0 if that is
-            not known.
-    """
-
-    rank: int
-    order: int
-    iteration: int
-    decision: int
-    time_s: float
+    rank: int  #: Rank in the whole job
+    order: int  #: Number of the order of computations that the rank runs; 0 if it is not known yet
+    iteration: int  #: Number of the iteration
+    decision: int  #: `Decision.version` of its program; 0 if it ran at full clocks
+    time_s: float  #: How long it took
+    #: Begin and end of each computation, one after the other; empty if nothing can be learnt of
+    #: them.
     spans_s: tuple[float, ...] = ()
+    #: When clocks came into force, and which (MHz); the first is the one at its begin, with a time
+    #: of 0. A clock of 0 is not known.
     changes: tuple[tuple[float, int], ...] = ()
-    energy_j: float | None = None
-    throttled_s: float = 0.0
+    energy_j: float | None = None  #: Energy of the GPU; None if it is not known
+    throttled_s: float = 0.0  #: Seconds in which the GPU was throttled
+    #: How long the last calls took that set a clock, seconds, their median; 0 if that is not known.
     call_s: float = 0.0
 
     def pack(self) -> bytes:
@@ -238,30 +227,20 @@ def iteration_of(data: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class JobDescription:
-    """What rank 0 says of the job.
+    """What rank 0 says of the job."""
 
-    Attributes:
-        settings: As for `AutopilotSettings`.
-        places: Rank in the whole job -> its pipeline, and its rank there; of ranks that observe.
-        pipelines: Number of pipelines.
-        gpus_per_stage: How many ranks have the same place.
-        told: Rank in the whole job -> what it runs and its GPU, as `Observer` writes it; of the
-            first pipeline.
-        sets_clocks: Whether clocks are set; otherwise only full clocks can be observed.
-        state: File of what is learnt; None for none.
-        gpus_per_node: How many GPUs share the lock of a driver.
-        is_shared: Whether a service wants to know what is learnt.
-    """
-
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  #: As for `AutopilotSettings`
+    #: Rank in the whole job -> its pipeline, and its rank there; of ranks that observe.
     places: Mapping[int, tuple[int, int]]
-    pipelines: int
-    gpus_per_stage: int
+    pipelines: int  #: Number of pipelines
+    gpus_per_stage: int  #: How many ranks have the same place
+    #: Rank in the whole job -> what it runs and its GPU, as `Observer` writes it; of the first
+    #: pipeline.
     told: Mapping[int, Mapping[str, Any]]
-    sets_clocks: bool
-    state: str | None
-    gpus_per_node: int = 8
-    is_shared: bool = False
+    sets_clocks: bool  #: Whether clocks are set; otherwise only full clocks can be observed
+    state: str | None  #: File of what is learnt; None for none
+    gpus_per_node: int = 8  #: How many GPUs share the lock of a driver
+    is_shared: bool = False  #: Whether a service wants to know what is learnt
 
     def dumps(self) -> bytes:
         """Return the description as bytes."""

@@ -43,17 +43,11 @@ def rank_key(rank: int) -> str:
 
 @dataclass(frozen=True)
 class ObservedGpu:
-    """The GPU of a rank.
+    """The GPU of a rank."""
 
-    Attributes:
-        name: Its name.
-        origin: "measured" or "simulated".
-        clocks_mhz: The clocks that may be set, highest first.
-    """
-
-    name: str
-    origin: str
-    clocks_mhz: tuple[int, ...]
+    name: str  #: Its name
+    origin: str  #: "measured" or "simulated"
+    clocks_mhz: tuple[int, ...]  #: The clocks that may be set, highest first
 
 
 class Observer:

@@ -29,28 +29,18 @@ def order_number(order: Iterable[tuple[int, str, int]]) -> int:
 
 @dataclass(frozen=True)
 class Programs:
-    """What all ranks run in an iteration, as the autopilot sends it.
+    """What all ranks run in an iteration, as the autopilot sends it."""
 
-    Attributes:
-        decision: `Decision.version`: 0 for full clocks.
-        orders: For each rank of a pipeline, the number of its order of computations.
-        clocks: For each pipeline, the clocks of its ranks.
-        top_mhz: The clock that counts as full.
-        time_s: Expected time of an iteration, seconds.
-        ledger: The reference and the limits for the ledger of each rank; None before the reference
-            is known.
-        status: What the autopilot knew.
-        busy_s: For each pipeline, the seconds that its ranks compute, as `Autopilot.busy_s`; empty
-            if not known.
-    """
-
-    decision: int
-    orders: tuple[int, ...]
-    clocks: tuple[Clocks, ...]
-    top_mhz: int
-    time_s: float
+    decision: int  #: `Decision.version`: 0 for full clocks
+    orders: tuple[int, ...]  #: For each rank of a pipeline, the number of its order of computations
+    clocks: tuple[Clocks, ...]  #: For each pipeline, the clocks of its ranks
+    top_mhz: int  #: The clock that counts as full
+    time_s: float  #: Expected time of an iteration, seconds
+    #: The reference and the limits for the ledger of each rank; None before the reference is known.
     ledger: Ledger | None
-    status: AutopilotStatus
+    status: AutopilotStatus  #: What the autopilot knew
+    #: For each pipeline, the seconds that its ranks compute, as `Autopilot.busy_s`; empty if not
+    #: known.
     busy_s: tuple[tuple[float, ...], ...] = ()
 
     def dumps(self) -> bytes:
@@ -122,31 +112,19 @@ def _runs(clocks: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class AutopilotProgram:
-    """What one rank runs in an iteration by the autopilot; see `RankProgram`.
+    """What one rank runs in an iteration by the autopilot; see `RankProgram`."""
 
-    Attributes:
-        version: Number of the program in this job.
-        decision: `Decision.version`: 0 for full clocks.
-        order: Number of the order of computations.
-        computations: What the rank runs, in order.
-        clocks: The clock of each, MHz.
-        time_s: Expected time of an iteration, seconds.
-        top_mhz: The clock that counts as full, MHz.
-        ledger: Reference and limits for the rank's ledger; None before the reference is known.
-        status: What the autopilot knew.
-        busy_s: Seconds that the rank computes, were its GPU as fast as at first; None if that is
-            not known.
-    """
-
-    version: int
-    decision: int
-    order: int
-    computations: tuple[Computation, ...] = field(repr=False)
-    clocks: tuple[int, ...] = field(repr=False)
-    time_s: float
-    top_mhz: int
+    version: int  #: Number of the program in this job
+    decision: int  #: `Decision.version`: 0 for full clocks
+    order: int  #: Number of the order of computations
+    computations: tuple[Computation, ...] = field(repr=False)  #: What the rank runs, in order
+    clocks: tuple[int, ...] = field(repr=False)  #: The clock of each, MHz
+    time_s: float  #: Expected time of an iteration, seconds
+    top_mhz: int  #: The clock that counts as full, MHz
+    #: Reference and limits for the rank's ledger; None before the reference is known.
     ledger: Ledger | None
-    status: AutopilotStatus
+    status: AutopilotStatus  #: What the autopilot knew
+    #: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
     busy_s: float | None = None
     plan: None = None
     control: str = "clock"

@@ -32,15 +32,10 @@ STATE_FILE = "autopilot.yaml"
 
 @dataclass(frozen=True)
 class AutopilotOptions:
-    """What the caller of `planner_runtime` chose for the autopilot.
+    """What the caller of `planner_runtime` chose for the autopilot."""
 
-    Attributes:
-        settings: The settings of the autopilot.
-        state: File of what is learnt; None to keep nothing.
-    """
-
-    settings: AutopilotSettings
-    state: Path | None
+    settings: AutopilotSettings  #: The settings of the autopilot
+    state: Path | None  #: File of what is learnt; None to keep nothing
 
     @classmethod
     def of(
