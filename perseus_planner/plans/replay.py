@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from perseus_planner.plans.clock_replay import (
     Call,
@@ -21,8 +21,8 @@ from perseus_planner.plans.clock_replay import (
 from perseus_planner.profiles.clock_changes import ClockChange
 
 if TYPE_CHECKING:
-    from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.schedules import Computation
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.schedules.iteration import Iteration
 
@@ -33,6 +33,26 @@ Nodes: TypeAlias = "tuple[Sequence[float], Sequence[float], Sequence[float], Seq
 """When each node of an iteration starts and ends, how long it takes, seconds, and its energy,
 joules.
 """
+
+
+class Planned(Protocol):
+    """What a replay reads of a `Plan`, which imports this file for its frame."""
+
+    @property
+    def iteration(self) -> Iteration: ...  # noqa: D102
+    @property
+    def clocks(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
+    def measurements(self) -> Mapping[tuple[int, str], Mapping[int, Measurement]]: ...  # noqa: D102
+    @property
+    def rank_waiting_w(self) -> tuple[float, ...]: ...  # noqa: D102
+    @property
+    def gpus_per_stage(self) -> int: ...  # noqa: D102
+    @property
+    def overhead_s(self) -> float: ...  # noqa: D102
+    @property
+    def clock_change(self) -> ClockChange | None: ...  # noqa: D102
+    def measurement(self, computation: Computation) -> Measurement: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,7 @@ def origin_text(origin: str) -> str:
     return f"Replayed from a {origin} profile"
 
 
-def replay(plan: Plan) -> Timeline:
+def replay(plan: Planned) -> Timeline:
     """Run one of many equal iterations of a plan: each computation as soon as it can, at its
     measured time.
 
@@ -126,7 +146,7 @@ def replay_changes(
     )
 
 
-def clock_calls(plan: Plan) -> tuple[Call, ...]:
+def clock_calls(plan: Planned) -> tuple[Call, ...]:
     """Return the clock changes of a replayed iteration of `plan`, in the order in which they begin.
 
     They take no time if the plan does not have the cost of a clock change.
@@ -189,7 +209,7 @@ def iteration_energy_j(
     return math.fsum(energies_j) + math.fsum(waiting_j)
 
 
-def _tasks(plan: Plan) -> list[Task]:
+def _tasks(plan: Planned) -> list[Task]:
     clocks = [plan.clocks[str(computation)] for computation in plan.iteration.computations]
     return [
         Task(plan.measurements[key], mhz)
