@@ -48,7 +48,7 @@ def train(engine: str, address: str, state: str) -> None:
     agent._END_S = (
         LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
     )
-    agent.Client = lambda address, token, timeout_s: Client(address, token, timeout_s=LONG_S)
+    agent.Client = lambda address, timeout_s: Client(address, timeout_s=LONG_S)
     link.ServiceLink.on_straggling = lambda _, then: lambda straggling: None
     propose = agent.Agent._propose
 

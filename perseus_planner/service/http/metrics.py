@@ -26,7 +26,7 @@ class Metrics:
     """Counts requests, on a registry separate from that of the process.
 
     Args:
-        waiting: Returns how many long polls and event streams are open.
+        waiting: Returns how many long polls are open.
         since_s: When the service began, seconds since the epoch.
     """
 
@@ -50,7 +50,7 @@ class Metrics:
             "planner_alerts", "Alerts received.", ("outcome",), registry=self._registry
         )
         waits = Gauge(
-            "planner_http_waiting", "Open long polls and event streams.", registry=self._registry
+            "planner_http_waiting", "Open long polls.", registry=self._registry
         )
         waits.set_function(waiting)
 

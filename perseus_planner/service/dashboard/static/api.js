@@ -13,7 +13,6 @@ export class Refused extends Error {
 
 const STORED = "planner-token"; // in the session of the tab, which ends with it
 const PATIENCE_MS = 10_000;
-const SILENCE_MS = 40_000; // event streams send something every 15 s
 
 let token = sessionStorage.getItem(STORED);
 let aheadMs = 0; // the service's clock minus this one
@@ -51,26 +50,6 @@ export async function ask(method, path, { body, signal } = {}) {
 /** The path of a job, or of a part of it. */
 export const ofJob = (name, ...parts) => ["/v1/jobs", name, ...parts].map((each, index) => (index ? encodeURIComponent(each) : each)).join("/");
 
-/** Call `notify` for every version of the job's plans until the stream ends. Throws like `ask`. */
-export async function events(job, notify, signal) {
-  const response = await request("GET", ofJob(job, "events"), undefined, signal, signal);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { value, done } = await within(SILENCE_MS, reader.read());
-      if (done) return;
-      const blocks = (rest + value).split("\n\n");
-      rest = blocks.pop();
-      for (const block of blocks) if (block.includes("event: version")) notify();
-    }
-  } catch (error) {
-    throw signal.aborted ? error : new Away("its event stream was cut off");
-  } finally {
-    reader.cancel().catch(() => {}); // the stream may have ended already
-  }
-}
-
 async function request(method, path, body, signal, viewer) {
   const headers = token === null ? {} : { Authorization: `Bearer ${token}` };
   if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -91,11 +70,4 @@ async function request(method, path, body, signal, viewer) {
 function setClock(date) {
   const ahead = Date.parse(date ?? "") + 500 - Date.now();
   if (Number.isFinite(ahead)) aheadMs = Math.abs(ahead) < 2000 ? 0 : ahead;
-}
-
-function within(limitMs, promise) {
-  return new Promise((resolve, reject) => {
-    const timer = setTimeout(() => reject(new Away("it is silent")), limitMs);
-    promise.then(resolve, reject).finally(() => clearTimeout(timer));
-  });
 }

@@ -1,6 +1,6 @@
-// Polling: at intervals, at once after events, and with growing pauses while the service cannot be reached.
+// Polling: at intervals, at once when asked, and with growing pauses while the service cannot be reached.
 
-import { Away, Refused, events } from "./api.js";
+import { Away, Refused } from "./api.js";
 
 const FIRST_MS = 500;
 const LONGEST_MS = 15_000;
@@ -67,25 +67,4 @@ export async function repeat(connection, task, everyMs, signal) {
     await connection.rest(seen, pauseMs, signal);
   }
   return null;
-}
-
-/** Nudge whenever the job has a new version, until `signal`. A stream that ends is opened again. */
-export async function follow(connection, job, signal) {
-  let pauseMs = FIRST_MS;
-  const notify = () => {
-    pauseMs = FIRST_MS;
-    connection.nudge();
-  };
-  while (!signal.aborted) {
-    try {
-      await events(job, notify, signal);
-    } catch (error) {
-      if (signal.aborted || error instanceof Refused) return; // the request for the status is refused as well
-      if (!(error instanceof Away)) throw error;
-    }
-    connection.nudge(); // to find out at once whether the service or the job has ended
-    await new Promise((resolve) => setTimeout(resolve, pauseMs));
-    pauseMs = Math.min(pauseMs * 2, LONGEST_MS);
-    while (connection.away !== null && !signal.aborted) await connection.rest(connection.nudges, LONGEST_MS, signal);
-  }
 }

@@ -1,7 +1,7 @@
 // The dashboard: the viewer, the selected job, and regular requests for its status.
 
 import { ask, hasToken, ofJob, Refused, useToken } from "./api.js";
-import { Connection, follow, repeat } from "./connection.js";
+import { Connection, repeat } from "./connection.js";
 import { byId, say, show, tick } from "./dom.js";
 import { cleared, excuse, showSettings, watchForms } from "./forms.js";
 import { span } from "./format.js";
@@ -10,7 +10,7 @@ import { showJob, showView } from "./job.js";
 import { forget } from "./pipelines.js";
 import { watchPrices } from "./prices.js";
 
-const JOB_MS = 3_000; // besides events for new versions
+const JOB_MS = 1_000;
 const LIST_MS = 10_000;
 const ROLES = ["read", "report", "operate"];
 
@@ -105,7 +105,6 @@ function watch() {
   const signal = AbortSignal.any([session.signal, watching.signal]);
   if (selected === null || signal.aborted) return;
   const name = selected;
-  follow(connection, name, signal);
   repeat(connection, () => askJob(name, signal), JOB_MS, signal).then((refusal) => refusal && lost(refusal));
 }
 
