@@ -15,7 +15,7 @@ from data import STAGES, Case, MissingError, dag_of, profile_of
 from lowtime_walk import Fits, Walk, fit, load_lowtime
 
 from perseus_planner import Frontier, Profile, schedules, solve
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.replay import end_times
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.dag import PipelineDag

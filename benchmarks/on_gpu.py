@@ -25,7 +25,7 @@ from gpu_training import Config, Training, training
 from hook_cost import percentile
 from results import Check, Section, Table, environment, failed, write
 
-from perseus_planner.errors import PlannerError
+from perseus_planner.base.errors import PlannerError
 from perseus_planner.runtime.controller.client import Connection, start_controller
 from perseus_planner.runtime.controller.protocol import AttachRequest, ControlChange
 from perseus_planner.runtime.cuda_marks import CudaMarks

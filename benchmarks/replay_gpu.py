@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 
 from perseus_planner import Profile
-from perseus_planner.errors import GpuNotSupported
+from perseus_planner.base.errors import GpuNotSupported
 from perseus_planner.profiler.stage import Stage, TimedRun
 from perseus_planner.profiles.measurement import Measurement
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import perseus_planner
-from perseus_planner.files import replacing
+from perseus_planner.base.files import replacing
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("numpy", "numba", "networkx", "scipy", "lowtime")

@@ -9,7 +9,7 @@ from typing import Any
 from data import FULL, MissingError, Size, folder
 from results import Check, Section, Table
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.inference.cells import Configuration, InferenceProfile, read_inference_profile
 from perseus_planner.inference.plan import BASELINE, POLICIES, make_plan
 from perseus_planner.inference.programme import plan_pools

@@ -14,10 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from perseus_planner.base import __version__
+
 if TYPE_CHECKING:
-    from perseus_planner import errors, schedules
+    from perseus_planner import schedules
+    from perseus_planner.base import errors
     from perseus_planner.gpu.monitor import Monitor
-    from perseus_planner.jobs.job import Job
+    from perseus_planner.plans.job import Job
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runs.run import Run
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from perseus_planner.solver.replicas import Replicas
     from perseus_planner.solver.solve import solve, solve_dag
 
-__version__ = "0.2.0"
 __all__ = [
     "Client",
     "Frontier",
@@ -38,6 +40,7 @@ __all__ = [
     "Profile",
     "Replicas",
     "Run",
+    "__version__",
     "errors",
     "schedules",
     "solve",
@@ -47,7 +50,7 @@ __all__ = [
 _HOME = {
     "Client": "service.client.client",
     "Frontier": "solver.frontier",
-    "Job": "jobs.job",
+    "Job": "plans.job",
     "Monitor": "gpu.monitor",
     "PipelineDag": "schedules.dag",
     "Plan": "plans.plan",
@@ -57,15 +60,16 @@ _HOME = {
     "solve": "solver.solve",
     "solve_dag": "solver.solve",
 }
+_ROOMS = {"errors": "base.errors", "schedules": "schedules"}
 
 
 def __getattr__(name: str) -> object:
     if name in _HOME:
         return getattr(import_module(f"perseus_planner.{_HOME[name]}"), name)
-    if name in __all__:
-        return import_module(f"perseus_planner.{name}")
+    if name in _ROOMS:
+        return import_module(f"perseus_planner.{_ROOMS[name]}")
     raise AttributeError(f"module 'perseus_planner' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return __all__

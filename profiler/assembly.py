@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from perseus_planner import __version__
-from perseus_planner.errors import ProfileError
+from perseus_planner.base import __version__
+from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:

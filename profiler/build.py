@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError, how_to_install
+from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.profiler.ranks.group import (
     TIMEOUT_S,
     RankGroup,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.protocol import LOCK_WITHOUT_EFFECT
 
 TOLERANCE = 0.05

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.profiler.engines.deepspeed import record_deepspeed
 from perseus_planner.profiler.engines.megatron import ForwardStep, MegatronLoss, record_megatron
 from perseus_planner.profiler.engines.torch_pipelining import record_torch_schedule

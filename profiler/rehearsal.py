@@ -18,17 +18,17 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     GpuError,
     GpuNotPermitted,
     GpuNotSupported,
     PlannerError,
     UsageError,
 )
+from perseus_planner.base.prefixes import si
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.prefixes import si
 from perseus_planner.profiler.build import require_torch, torch_device
 from perseus_planner.profiler.lock_check import LockCheck
 from perseus_planner.profiler.ranks.group import RankGroup, process_group

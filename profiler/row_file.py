@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from perseus_planner.errors import ProfileError
-from perseus_planner.files import reading, write_file
+from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.files import reading, write_file
 from perseus_planner.profiles.csv_file import Row, csv_bytes, read_table
 from perseus_planner.profiles.measurement import Measurement
 

@@ -14,7 +14,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.counter import EnergyCounter, RestingReading
 from perseus_planner.profiler.windows import (
     MIN_WINDOWS,

@@ -21,13 +21,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from perseus_planner.errors import UsageError
-from perseus_planner.files import replacing
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import replacing
+from perseus_planner.base.units import COUNT, TIME, check_fields
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.monitor import Monitor
 from perseus_planner.profiler.control import common_settings, opened_control
 from perseus_planner.profiler.lock_check import LockCheck
-from perseus_planner.quantities import COUNT, TIME, check_fields
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu

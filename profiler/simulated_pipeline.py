@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.estimate.op_costs import stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu import open_gpu

@@ -11,7 +11,8 @@ from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, UsageError
+from perseus_planner.base.errors import GpuError, UsageError
+from perseus_planner.base.units import INDEX, MINUTES, SHARE, TIME, WAIT, check_fields
 from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_of_descent, next_setting
 from perseus_planner.profiler.control import common_settings, opened_control
 from perseus_planner.profiler.lock_check import LockCheck
@@ -20,7 +21,6 @@ from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows
 from perseus_planner.profiler.windows import TRANSIENT_REASONS, merge, subtract
 from perseus_planner.profiles.csv_file import CONTROLS, unit_of
-from perseus_planner.quantities import INDEX, MINUTES, SHARE, TIME, WAIT, check_fields
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu

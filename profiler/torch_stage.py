@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Block, Run, Stage, TimedRun

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from perseus_planner.prefixes import si
+from perseus_planner.base.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.profiler.stage import Stage

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
+from perseus_planner.base.prefixes import si
 from perseus_planner.gpu import THROTTLE_REASONS
-from perseus_planner.prefixes import si
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 TRANSIENT_REASONS = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import ControllerLost, GpuError, GpuInUse
+from perseus_planner.base.errors import ControllerLost, GpuError, GpuInUse
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.controller.client import Connection, attach_reply, start_controller

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import ControllerLost, GpuError
+from perseus_planner.base.errors import ControllerLost, GpuError
 from perseus_planner.runs.straggler import StragglerDetection, StragglerDetector
 from perseus_planner.runtime.controller.client import HUNG_S, Connection
 from perseus_planner.runtime.controller.protocol import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.runtime.cuda_driver import DeviceWord, Driver
 from perseus_planner.runtime.marks import KEPT, NO_REQUEST, IterationTimes
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from perseus_planner.errors import RankError
-from perseus_planner.processes import boot_id
+from perseus_planner.base.errors import RankError
+from perseus_planner.base.processes import boot_id
 from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:

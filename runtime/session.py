@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import GpuError, UsageError, how_to_install
+from perseus_planner.base.errors import GpuError, UsageError, how_to_install
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings

@@ -10,7 +10,7 @@ import os
 
 import click
 
-from perseus_planner import __version__
+from perseus_planner.base import __version__
 from perseus_planner.cli import console
 from perseus_planner.cli.budget import budget
 from perseus_planner.cli.calibrate import calibrate
@@ -74,7 +74,7 @@ def _recover_gpus() -> None:
 
     if not has_records():
         return
-    from perseus_planner.errors import GpuError
+    from perseus_planner.base.errors import GpuError
     from perseus_planner.gpu.lease.lease import recover
 
     try:

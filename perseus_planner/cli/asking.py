@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError, how_to_install
 
 if TYPE_CHECKING:
     from perseus_planner.service.client.client import Client

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.cli import asking, console
-from perseus_planner.errors import PlannerError, ServiceAway, UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.service.client.client import Client
@@ -102,7 +102,7 @@ def budget(
             f"{'--watch' if watch else '--target'}: is for a schedule; name its file with "
             "--schedule"
         )
-    from perseus_planner.quantities import DURATION, POWER_BUDGET
+    from perseus_planner.base.units import DURATION, POWER_BUDGET
 
     if neither == (power is not None or deadline is not None):
         raise UsageError("give --power, --deadline or both of them, or --none")
@@ -123,7 +123,7 @@ def _send(
     path: Path, target: float | None, job: str | None, client: Client, *, as_json: bool
 ) -> None:
     """Read a schedule, send it, and print what it does now and next."""
-    from perseus_planner.prefixes import si
+    from perseus_planner.base.prefixes import si
     from perseus_planner.service.client.budget_file import read_budgets, split_at
 
     power_w, later = split_at(read_budgets(path, target), time.time())

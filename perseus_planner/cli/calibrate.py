@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.jobs.calibration import MeasuredPlan
+    from perseus_planner.plans.calibration import MeasuredPlan
 
 _COUNTS = console.Listed("COUNT", "n")
 
@@ -112,8 +112,8 @@ def calibrate(
         return
     if profile_or_job is None or not plan_or_run:
         raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
-    from perseus_planner.files import write_file
-    from perseus_planner.jobs.calibration import calibrate as calibrate_file
+    from perseus_planner.base.files import write_file
+    from perseus_planner.plans.calibration import calibrate as calibrate_file
     from perseus_planner.views.profiles import calibration_text
 
     result, text = calibrate_file(profile_or_job, _measured(plan_or_run, measured))
@@ -142,12 +142,12 @@ def _calibrate_kernels(
 ) -> None:
     from dataclasses import replace
 
+    from perseus_planner.base.units import TIME
+    from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
     from perseus_planner.estimate.presets import named_transformer
     from perseus_planner.estimate.system import system_of
     from perseus_planner.estimate.system_file import save_system, system_view
-    from perseus_planner.profiler.kernels import KernelPlan, measure_kernels, measured_names
     from perseus_planner.profiler.ranks.group import process_group
-    from perseus_planner.quantities import TIME
     from perseus_planner.views.estimate import system_text
 
     if gpu is None or output is None:
@@ -196,9 +196,9 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> list[MeasuredPlan]
     """Return the plans with the mean times of an iteration; `texts` are those of the plans that
     are files.
     """
-    from perseus_planner.jobs.calibration import MeasuredPlan
+    from perseus_planner.base.units import DURATION
+    from perseus_planner.plans.calibration import MeasuredPlan
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.quantities import DURATION
     from perseus_planner.runs.run import Run, calibration_of
 
     times_s, runs = (

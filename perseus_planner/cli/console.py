@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError, did_you_mean
+from perseus_planner.base.errors import EndedElsewhere, PlannerError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -130,7 +130,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> Any:
         """Return the number that a text writes, in SI units."""
-        from perseus_planner import quantities
+        from perseus_planner.base import units as quantities
 
         return (
             getattr(quantities, self.rule).read(value, _option(parameter))

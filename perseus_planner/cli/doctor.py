@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import GpuError, UsageError
+from perseus_planner.base.prefixes import si
 from perseus_planner.cli import console
 from perseus_planner.cli.rehearsal import rehearse_and_report
-from perseus_planner.errors import GpuError, UsageError
-from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.inspection import EnergyWatch, Inspection

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.inference_profile import profile
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.inference.cells import InferenceProfile
@@ -209,7 +209,7 @@ def simulate(
     PROFILE is that of `planner inference plan`, TRACE a CSV of requests. The policy highest is
     always included as the baseline of the others.
     """
-    from perseus_planner.errors import InfeasibleGpus
+    from perseus_planner.base.errors import InfeasibleGpus
     from perseus_planner.inference.plan import BASELINE, POLICIES
     from perseus_planner.inference.simulation import Settings, replay
     from perseus_planner.inference.workload import read_trace

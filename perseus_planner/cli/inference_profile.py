@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.profiler.serving import ServedRow, Shape
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def _shapes(
     _: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[Shape, ...]:
+    from perseus_planner.base.units import COUNT
     from perseus_planner.profiler.serving import Shape
-    from perseus_planner.quantities import COUNT
 
     shapes = []
     for text in texts:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.plan import plan
 from perseus_planner.cli.profiling import profile
 from perseus_planner.cli.solve import solve
-from perseus_planner.errors import UsageError
 
 
 @click.command(hidden=True)
@@ -26,7 +26,7 @@ def run_job(context: click.Context, job: Path, slowdown: str, max_changes: str |
     The profile is the one that JOB names; if it is there already, it is not measured again.
     Frontier and plan are written beside it, as frontier.npz and plan.yaml.
     """
-    from perseus_planner.jobs.settings import read_settings
+    from perseus_planner.plans.settings import read_settings
 
     named = read_settings(job).profile
     if not isinstance(named, Path):

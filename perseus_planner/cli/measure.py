@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.monitor import PowerSample, Window
@@ -128,7 +128,7 @@ def _recording(table: Path) -> Iterator[Any]:
     """Yield the function that writes a sample as a row of the file at `table`, which is there at
     the end.
     """
-    from perseus_planner.files import replacing
+    from perseus_planner.base.files import replacing
 
     with replacing(table, UsageError) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
@@ -163,7 +163,7 @@ def _content(
 
 
 def _text(window: Window, counts: dict[str, float]) -> str:
-    from perseus_planner.prefixes import si
+    from perseus_planner.base.prefixes import si
     from perseus_planner.views import columns
 
     def peak(peak_w: float | None) -> str:

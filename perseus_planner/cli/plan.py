@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -155,7 +155,7 @@ def _make_plans(
     if target in ("deadline", "slowdown") and deadline_s > (
         least_s := _deadline_s(source, "least_energy", 0.0, None)
     ):
-        from perseus_planner.prefixes import si
+        from perseus_planner.base.prefixes import si
 
         click.echo(
             f"planner: the plan takes {si(least_s, 's', 6)}, where an iteration needs the least "

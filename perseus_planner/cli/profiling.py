@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import COUNT
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
-from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
-    from perseus_planner.jobs.settings import Settings
+    from perseus_planner.plans.settings import Settings
     from perseus_planner.profiles.profiles import Profile
 
 _NEED_A_STAGE = ("blocking_power", "resume")
@@ -177,7 +177,7 @@ def _read_request(job: Path | None, output: Path | None, flags: Mapping[str, Any
 def _read(job: Path | None) -> Settings | None:
     if job is None:
         return None
-    from perseus_planner.jobs.settings import read_settings
+    from perseus_planner.plans.settings import read_settings
 
     return read_settings(job)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from perseus_planner.base.prefixes import si
+from perseus_planner.base.units import COUNT
 from perseus_planner.cli import console
-from perseus_planner.prefixes import si
-from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
     from perseus_planner.profiler.rehearsal import RankRehearsal, Rehearsal

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.views.report.savings import EnergyRates, IterationSize
@@ -104,8 +104,8 @@ def report(
     The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give
     the numbers of the place where your GPUs are.
     """
-    from perseus_planner.documents import kind_of
-    from perseus_planner.files import write_file
+    from perseus_planner.base.documents import kind_of
+    from perseus_planner.base.files import write_file
     from perseus_planner.views.report.page import page
     from perseus_planner.views.report.report import make_report, report_text
     from perseus_planner.views.report.savings import EnergyRates
@@ -127,7 +127,7 @@ def _report_pools(
     source: tuple[Path, ...], rates: EnergyRates, output: Path, *, as_json: bool
 ) -> None:
     """Write the page of a plan for inference."""
-    from perseus_planner.files import write_file
+    from perseus_planner.base.files import write_file
     from perseus_planner.inference.plan import InferencePlan
     from perseus_planner.views.inference import plan_view
     from perseus_planner.views.report.pools import make_pools_report, pools_page, pools_text

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import click
 
+from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import GpuError, UsageError
 
 
 @dataclass(frozen=True)

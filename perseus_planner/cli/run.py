@@ -13,8 +13,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 
 @click.command(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
+from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.base.files import read_text
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError, how_to_install
-from perseus_planner.files import read_text
 
 
 @click.command(

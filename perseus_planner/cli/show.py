@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,7 +121,7 @@ def _draw(name: str, files: tuple[Path, ...]) -> Figure:
 
 def _view(path: Path) -> _View:
     """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
-    from perseus_planner.documents import kind_of
+    from perseus_planner.base.documents import kind_of
 
     readers = {
         "run": _run_view,
@@ -179,8 +179,8 @@ def _frontier_view(file: Path) -> _View:
 
 
 def _plan_view(file: Path) -> _View:
+    from perseus_planner.base.prefixes import si
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.prefixes import si
     from perseus_planner.views.plan import summarize_timeline, timeline_text
     from perseus_planner.views.traces import trace_plan
 

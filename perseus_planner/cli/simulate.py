@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
     from perseus_planner.cluster.replay import Cluster, Outcome
@@ -90,9 +90,9 @@ def simulate(
     together. The policy max, all clocks at maximum, is always included as the baseline of the
     others.
     """
+    from perseus_planner.base.files import write_file
     from perseus_planner.cluster.replay import Cluster
     from perseus_planner.cluster.stragglers import read_stragglers
-    from perseus_planner.files import write_file
     from perseus_planner.solver.frontier import Frontier
     from perseus_planner.views.cluster import cluster_text, gpu_csv, summarize_cluster
 

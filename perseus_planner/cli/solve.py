@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from perseus_planner.jobs.settings import Settings
+    from perseus_planner.plans.settings import Settings
 
 #: the names in `schedules.NAMES`, which is not loaded for --help
 SCHEDULES = (
@@ -35,7 +35,7 @@ def _slow_stages(
     """Read repeated options such as 3=1.15 as stages and slowdowns."""
     slowdowns: dict[int, float] = {}
     for text in texts:
-        from perseus_planner.quantities import FACTOR, STAGE
+        from perseus_planner.base.units import FACTOR, STAGE
 
         match = re.fullmatch(r"(\d+)=([^=]+)", text)
         stage, slowdown = (STAGE.parse(match[1]), FACTOR.parse(match[2])) if match else (None, None)
@@ -156,7 +156,7 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     If the replicas of a job differ, there is a frontier for each kind: FILE gets -0, -1 and so on
     before its ending.
     """
-    from perseus_planner.jobs.job import Job
+    from perseus_planner.plans.job import Job
     from perseus_planner.solver.solve import solve_dag
     from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
@@ -184,8 +184,8 @@ def _settings(path: Path, flags: dict[str, Any]) -> Settings:
     """
     from dataclasses import replace
 
-    from perseus_planner.documents import kind_of
-    from perseus_planner.jobs.settings import Settings, read_settings, schedule_of
+    from perseus_planner.base.documents import kind_of
+    from perseus_planner.plans.settings import Settings, read_settings, schedule_of
     from perseus_planner.schedules.pipeline import Transfer
 
     same = (

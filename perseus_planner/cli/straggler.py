@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import asking, console
-from perseus_planner.errors import UsageError
 
 _WAIT_S = 5.0  #: for plans, so that the answer can say what they save
 _CAUSES = ("compute", "communication", "data", "unknown")

@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import TIME
 from perseus_planner.cluster.envpipe import reconfigure
-from perseus_planner.errors import UsageError
 from perseus_planner.plans.replay import time_and_energy
-from perseus_planner.quantities import TIME
 from perseus_planner.schedules import one_f_one_b
 
 if TYPE_CHECKING:

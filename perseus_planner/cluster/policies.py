@@ -32,9 +32,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.cluster import baselines
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition
-from perseus_planner.errors import UsageError, shown
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.solve import solve_dag

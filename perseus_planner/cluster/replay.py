@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner.base.units import COUNT, WAIT, check_fields
 from perseus_planner.cluster.iterations import Clocks, IterationReplays, ReplayedIteration
 from perseus_planner.cluster.policies import Policy, make_policy
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler, condition_of
-from perseus_planner.quantities import COUNT, WAIT, check_fields
 
 if TYPE_CHECKING:
     from perseus_planner.solver.frontier import Frontier

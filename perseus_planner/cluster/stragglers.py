@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perseus_planner.errors import UsageError
-from perseus_planner.files import by_column, csv_rows
-from perseus_planner.quantities import FACTOR, STAGE, TIME, WAIT, Rule, check_fields
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import by_column, csv_rows
+from perseus_planner.base.units import FACTOR, STAGE, TIME, WAIT, Rule, check_fields
 
 _COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)

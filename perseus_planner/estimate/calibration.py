@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.op_costs import KINDS, TransformerPipeline
 from perseus_planner.estimate.transformer import split_layers
 from perseus_planner.profiles.csv_file import word_of

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
 from perseus_planner.estimate.transformer import Transformer, check_split
 from perseus_planner.schedules import generate_for_stages

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.prefixes import si
 from perseus_planner.estimate.candidates import Candidate, Choices, candidates
 from perseus_planner.estimate.curves import Curve, CurveMaker
-from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

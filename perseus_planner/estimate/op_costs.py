@@ -22,7 +22,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from perseus_planner.errors import UsageError, shown
+from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.base.units import TIME
 from perseus_planner.estimate.kernel_times import layer_times
 from perseus_planner.estimate.operations import (
     Exchange,
@@ -35,7 +36,6 @@ from perseus_planner.estimate.operations import (
 )
 from perseus_planner.estimate.transformer import Transformer, check_split
 from perseus_planner.gpu.simulated.model import OpCost
-from perseus_planner.quantities import TIME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -22,11 +22,11 @@ from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
-from perseus_planner.documents import read_document
-from perseus_planner.errors import UsageError, did_you_mean, shown
+from perseus_planner.base.documents import read_document
+from perseus_planner.base.errors import UsageError, did_you_mean, shown
+from perseus_planner.base.files import read_text
+from perseus_planner.base.units import COUNT
 from perseus_planner.estimate.transformer import Transformer
-from perseus_planner.files import read_text
-from perseus_planner.quantities import COUNT
 
 _FORMAT = "perseus-planner/transformer"
 _VERSION = 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import GpuError, did_you_mean
+from perseus_planner.base.errors import GpuError, did_you_mean
 from perseus_planner.gpu.simulated.catalog import CATALOG
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from typing import Any
 
 import yaml
 
-from perseus_planner.documents import read_document
-from perseus_planner.errors import UsageError
+from perseus_planner.base.documents import read_document
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import write_file
+from perseus_planner.base.units import COUNT, TIME
 from perseus_planner.estimate.system import NUMBERS, KernelKey, KernelTimes, System, system_of
 from perseus_planner.estimate.transformer import CHOICES
-from perseus_planner.files import write_file
-from perseus_planner.quantities import COUNT, TIME
 
 _FORMAT = "perseus-planner/system"
 _VERSION = 1

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from perseus_planner.errors import UsageError, shown
-from perseus_planner.quantities import COUNT
+from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.base.units import COUNT
 
 CHOICES = {
     "positions": ("learned", "rotary", "alibi"),

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, did_you_mean
+from perseus_planner.base.errors import GpuError, did_you_mean
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu, GpuReader
 
 if TYPE_CHECKING:

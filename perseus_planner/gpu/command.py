@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, one_line
+from perseus_planner.base.errors import (
+    GpuError,
+    GpuLost,
+    GpuNotPermitted,
+    GpuNotSupported,
+    one_line,
+)
 from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
 from perseus_planner.gpu.protocol import check_clock
 

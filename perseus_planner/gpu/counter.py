@@ -14,8 +14,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import GpuError
-from perseus_planner.prefixes import si
+from perseus_planner.base.errors import GpuError
+from perseus_planner.base.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu

@@ -11,10 +11,10 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.prefixes import si
 from perseus_planner.gpu.lease.lease import in_use_text
 from perseus_planner.gpu.lease.records import LeaseRecord, read_records
-from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu, GpuReader

@@ -9,7 +9,7 @@ from statistics import median
 from threading import Barrier
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.inspection import SettingCheck, failed_check
 from perseus_planner.gpu.protocol import LOCK_WITHOUT_EFFECT
 

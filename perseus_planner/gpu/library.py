@@ -9,7 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from contextlib import suppress
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 
 
 class Library(ABC):

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import GpuError, GpuNotSupported, UsageError
+from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
+from perseus_planner.base.prefixes import si
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.counter import POLL_S, EnergyCounter
 from perseus_planner.gpu.protocol import ClosedOnExit
-from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

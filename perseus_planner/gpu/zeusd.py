@@ -17,7 +17,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     GpuError,
     GpuLost,
     GpuNotPermitted,

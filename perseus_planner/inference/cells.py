@@ -20,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perseus_planner.errors import ProfileError, UsageError, shown
-from perseus_planner.files import by_column, csv_rows, sha256
-from perseus_planner.quantities import CLOCK, COUNT, ENERGY, LIMIT, POWER, TIME, Rule
+from perseus_planner.base.errors import ProfileError, UsageError, shown
+from perseus_planner.base.files import by_column, csv_rows, sha256
+from perseus_planner.base.units import CLOCK, COUNT, ENERGY, LIMIT, POWER, TIME, Rule
 
 INPUT_BOUNDS, OUTPUT_BOUNDS = (256, 1024), (100, 350)
 """Most tokens of the classes short and medium, those of DynamoLLM."""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleGpus, PlannerError, UsageError, how_to_install
+from perseus_planner.base.errors import InfeasibleGpus, PlannerError, UsageError, how_to_install
 from perseus_planner.inference.pools import PUBLISHED, SAME, ChangeCosts, Pool, PoolPlan, gpus_by
 
 if TYPE_CHECKING:

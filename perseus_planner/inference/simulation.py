@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleGpus, UsageError
+from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.inference.plan import BASELINE, allowed, plan_policy
 from perseus_planner.inference.pools import PUBLISHED, ChangeCosts, Pool, changed_gpus
 from perseus_planner.inference.programme import largest_share

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.errors import UsageError, shown
-from perseus_planner.files import by_column, csv_rows
-from perseus_planner.prefixes import si
-from perseus_planner.quantities import INDEX, WAIT, Rule
+from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.base.files import by_column, csv_rows
+from perseus_planner.base.prefixes import si
+from perseus_planner.base.units import INDEX, WAIT, Rule
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -27,9 +27,9 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import COUNT
 from perseus_planner.profiles.measurement import nearest_clock
-from perseus_planner.quantities import COUNT
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.clock_changes import ClockChange

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import ProfileError
-from perseus_planner.quantities import COUNT, WAIT, check_fields
+from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.units import COUNT, WAIT, check_fields
 
 if TYPE_CHECKING:
-    from perseus_planner.documents import Document
+    from perseus_planner.base.documents import Document
 
 _RULES = MappingProxyType({"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": COUNT})
 

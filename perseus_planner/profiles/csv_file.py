@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from perseus_planner.errors import ProfileError, shown
-from perseus_planner.files import by_column, csv_rows
+from perseus_planner.base.errors import ProfileError, shown
+from perseus_planner.base.files import by_column, csv_rows
+from perseus_planner.base.units import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
 from perseus_planner.profiles.measurement import EVIDENCE, Evidence
-from perseus_planner.quantities import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
 
 CONTROLS = MappingProxyType(
     {"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"}

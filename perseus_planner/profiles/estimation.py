@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from perseus_planner.errors import ProfileError
+from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.units import CLOCK, COUNT, INDEX
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.smoothing import Curves, Points, Scales
-from perseus_planner.quantities import CLOCK, COUNT, INDEX
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.smoothing import Floats

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import ProfileError
+from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.units import COUNT, FACTOR, POWER_BOUND
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import Evidence, Measurement
-from perseus_planner.quantities import COUNT, FACTOR, POWER_BOUND
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile

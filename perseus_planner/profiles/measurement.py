@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from perseus_planner.errors import ProfileError
-from perseus_planner.quantities import (
+from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.units import (
     CLOCK,
     COUNT,
     ENERGY,

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.documents import Document, read_document
-from perseus_planner.errors import ProfileError, shown
-from perseus_planner.files import sha256, write_file
-from perseus_planner.frames import WHOLE, make_frame
+from perseus_planner.base.documents import Document, read_document
+from perseus_planner.base.errors import ProfileError, shown
+from perseus_planner.base.files import sha256, write_file
+from perseus_planner.base.frames import WHOLE, make_frame
+from perseus_planner.base.units import COUNT, OFFSET, POWER, STAGE
 from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
 from perseus_planner.profiles.csv_file import (
     CONTROLS,
@@ -37,7 +38,6 @@ from perseus_planner.profiles.csv_file import (
     word_of,
 )
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.quantities import COUNT, OFFSET, POWER, STAGE
 
 if TYPE_CHECKING:
     import pandas as pd

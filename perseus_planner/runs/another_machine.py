@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perseus_planner.prefixes import si
+from perseus_planner.base.prefixes import si
 
 MOST_APART = 2.0
 """Iterations that take more than this times as long or as short as planned did not run on what

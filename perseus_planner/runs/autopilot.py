@@ -8,10 +8,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from perseus_planner.errors import RunError
-from perseus_planner.files import reading, replacing
-from perseus_planner.prefixes import si
-from perseus_planner.strict_json import read_fields
+from perseus_planner.base.errors import RunError
+from perseus_planner.base.files import reading, replacing
+from perseus_planner.base.prefixes import si
+from perseus_planner.base.strict_json import read_fields
 
 _NAME = "autopilot.json"
 _STRICT = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes it

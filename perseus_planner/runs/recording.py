@@ -35,8 +35,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import RunError
-from perseus_planner.files import replacing
+from perseus_planner.base.errors import RunError
+from perseus_planner.base.files import replacing
 from perseus_planner.runs.autopilot import save_status
 from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, TOTALS
 from perseus_planner.runs.totals import RankTotals

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import RunError
-from perseus_planner.files import reading
-from perseus_planner.frames import WHOLE, make_frame
+from perseus_planner.base.errors import RunError
+from perseus_planner.base.files import reading
+from perseus_planner.base.frames import WHOLE, make_frame
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status

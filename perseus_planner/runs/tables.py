@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from perseus_planner.errors import RunError, ScheduleError, shown
-from perseus_planner.files import reading
+from perseus_planner.base.errors import RunError, ScheduleError, shown
+from perseus_planner.base.files import reading
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
 from perseus_planner.runs.totals import Total

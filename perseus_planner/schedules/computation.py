@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from perseus_planner.errors import ScheduleError, shown
+from perseus_planner.base.errors import ScheduleError, shown
 
 KINDS = (
     "F",

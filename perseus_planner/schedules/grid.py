@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from perseus_planner.errors import ScheduleError, shown
-from perseus_planner.files import read_text, write_file
+from perseus_planner.base.errors import ScheduleError, shown
+from perseus_planner.base.files import read_text, write_file
 from perseus_planner.schedules.checks import Flaw, find_layout_flaw, find_pipeline_flaw
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule

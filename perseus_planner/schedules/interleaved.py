@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from perseus_planner.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
 from perseus_planner.schedules.sizes import alternating_order, check_sizes

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import ScheduleError, shown
-from perseus_planner.quantities import ENERGY, TIME, WAIT
+from perseus_planner.base.errors import ScheduleError, shown
+from perseus_planner.base.units import ENERGY, TIME, WAIT
 
 if TYPE_CHECKING:
     from perseus_planner.schedules import Computation, Schedule

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import PlannerError, ScheduleError
+from perseus_planner.base.errors import PlannerError, ScheduleError
 from perseus_planner.schedules.iteration import Iteration, parse_operation
 from perseus_planner.schedules.pipeline import KIND, pipeline_iteration
 

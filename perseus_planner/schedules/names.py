@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import ScheduleError, did_you_mean, shown
+from perseus_planner.base.errors import ScheduleError, did_you_mean, shown
 from perseus_planner.schedules.interleaved import (
     interleaved_1f1b,
     interleaved_zero_bubble,

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from perseus_planner.errors import ScheduleError, shown
-from perseus_planner.quantities import STAGE, WAIT
+from perseus_planner.base.errors import ScheduleError, shown
+from perseus_planner.base.units import STAGE, WAIT
 from perseus_planner.schedules import Computation, Schedule, check_pipeline, dependency_of
 from perseus_planner.schedules.iteration import Iteration, Operation
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from perseus_planner.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError
 from perseus_planner.schedules.checks import Flaw, find_layout_flaw, find_pipeline_flaw
 from perseus_planner.schedules.computation import KINDS, Computation
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import ScheduleError
-from perseus_planner.quantities import COUNT
+from perseus_planner.base.errors import ScheduleError
+from perseus_planner.base.units import COUNT
 
 if TYPE_CHECKING:
     from perseus_planner.schedules.computation import Computation

@@ -53,9 +53,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from perseus_planner.errors import PlannerError, UsageError, shown
-from perseus_planner.files import sha256
-from perseus_planner.quantities import FACTOR
+from perseus_planner.base.errors import PlannerError, UsageError, shown
+from perseus_planner.base.files import sha256
+from perseus_planner.base.units import FACTOR
 from perseus_planner.service.answers import Answer, IgnoredAlert
 from perseus_planner.service.checks import check_report
 from perseus_planner.service.model import Cause, Report, Scope

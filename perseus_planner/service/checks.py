@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import InfeasibleDeadline, UsageError, shown
-from perseus_planner.quantities import CHANGES, COUNT, PROBABILITY, TIME
+from perseus_planner.base.errors import InfeasibleDeadline, UsageError, shown
+from perseus_planner.base.units import CHANGES, COUNT, PROBABILITY, TIME
 from perseus_planner.service.model import Conflict, RegisteredJob, Report
 from perseus_planner.service.reports import check_scope
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.prefixes import si
+from perseus_planner.base.prefixes import si
 from perseus_planner.service.answers import Event
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema
 
-from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.plans.plan import Plan
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]

@@ -70,8 +70,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from perseus_planner.errors import shown
-from perseus_planner.prefixes import si
+from perseus_planner.base.errors import shown
+from perseus_planner.base.prefixes import si
 from perseus_planner.service.model import Decision, Numbers, RegisteredJob, Report, Target
 from perseus_planner.service.reports import active_reports, next_turn_s, parts_concerned
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.errors import InfeasibleError, InfeasiblePower
+from perseus_planner.base.errors import InfeasibleError, InfeasiblePower
 from perseus_planner.service.state import Share
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import UsageError, shown
+from perseus_planner.base.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from perseus_planner.service.model import RegisteredJob, Report, Scope

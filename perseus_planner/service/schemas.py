@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, Strict, TypeAdapter, WithJsonSchema
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.service.model import (
     STRICT,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import PlannerError, shown
+from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.service import transitions
 from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
 from perseus_planner.service.answers import (

@@ -20,8 +20,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import shown
-from perseus_planner.prefixes import si
+from perseus_planner.base.errors import shown
+from perseus_planner.base.prefixes import si
 from perseus_planner.runs.another_machine import of_another_machine
 from perseus_planner.service.answers import (
     Answer,

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleBudget
+from perseus_planner.base.errors import InfeasibleBudget
 from perseus_planner.solver.segment_search import (
     Goal,
     Heat,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleDeadline, ProfileError
+from perseus_planner.base.errors import InfeasibleDeadline, ProfileError
+from perseus_planner.base.prefixes import si
+from perseus_planner.base.units import TIME
 from perseus_planner.plans.replay import end_times, time_and_energy
-from perseus_planner.prefixes import si
-from perseus_planner.quantities import TIME
 from perseus_planner.solver.network import Guides, Integers, ScaledNetwork, scaled_network
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import PlanError
-from perseus_planner.frames import make_frame
+from perseus_planner.base.errors import PlanError
+from perseus_planner.base.frames import make_frame
+from perseus_planner.base.prefixes import si
+from perseus_planner.base.units import CHANGES, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
-from perseus_planner.prefixes import si
-from perseus_planner.quantities import CHANGES, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.solver.curve import TimeEnergyCurve
 from perseus_planner.solver.frontier_check import check_frontier
 from perseus_planner.solver.frontier_file import checking_frontier, read_frontier, write_frontier

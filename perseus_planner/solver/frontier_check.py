@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perseus_planner.errors import FrontierError
+from perseus_planner.base.errors import FrontierError
 from perseus_planner.solver.network import UNLIMITED, Guides, Integers
 
 if TYPE_CHECKING:

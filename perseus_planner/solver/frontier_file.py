@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from perseus_planner.errors import FrontierError, PlannerError
-from perseus_planner.files import reading, replacing, sha256
+from perseus_planner.base.errors import FrontierError, PlannerError
+from perseus_planner.base.files import reading, replacing, sha256
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.measurement import EVIDENCE, Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.errors import ProfileError
+from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull
 
 if TYPE_CHECKING:

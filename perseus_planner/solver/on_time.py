@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.plans.drawn_replay import replay_draws
 from perseus_planner.plans.on_time import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
+from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleBudget, InfeasiblePower
+from perseus_planner.base.errors import InfeasibleBudget, InfeasiblePower
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
-from perseus_planner.quantities import COUNT
+from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
+from perseus_planner.base.units import COUNT
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan

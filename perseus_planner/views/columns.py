@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
-from perseus_planner.prefixes import si_unit
+from perseus_planner.base.prefixes import si_unit
 
 _DIGITS = 6  #: shown of the largest number in a column
 _MOST_ROWS = 24  #: of a table on a page

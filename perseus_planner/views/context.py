@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perseus_planner.base.prefixes import si
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
-from perseus_planner.prefixes import si
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.errors import JobError
+from perseus_planner.base.errors import JobError
+from perseus_planner.base.files import write_file
 from perseus_planner.estimate.forecast import Prices, forecast
-from perseus_planner.files import write_file
 from perseus_planner.views.columns import column, numbers, quantities, table
 
 if TYPE_CHECKING:

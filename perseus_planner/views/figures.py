@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perseus_planner.errors import UsageError, how_to_install
-from perseus_planner.files import replacing
+from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.base.files import replacing
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.gantt import NEVER, GanttChart, Lane
 from perseus_planner.views.profiles import MeasuredCurve, curves_of

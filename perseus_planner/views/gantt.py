@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import RunError
+from perseus_planner.base.errors import RunError
 from perseus_planner.plans.replay import Span, replay
 from perseus_planner.views.context import origin_label
 from perseus_planner.views.run import predict_records

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.prefixes import si
 from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
-from perseus_planner.prefixes import si
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.columns import Sheet, column
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from perseus_planner.errors import UsageError
-from perseus_planner.files import replacing
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import replacing
 
 WAITING = "waiting"
 """The category of slices without computation; chrome://tracing draws them in grey."""

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.prefixes import si
+from perseus_planner.base.prefixes import si
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull, pareto_front
 from perseus_planner.views.columns import Sheet, column, ranges
 from perseus_planner.views.context import Context, context_of_profile, power_text
 
 if TYPE_CHECKING:
-    from perseus_planner.jobs.calibration import Calibration
+    from perseus_planner.plans.calibration import Calibration
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.profiles.profiles import Profile
 

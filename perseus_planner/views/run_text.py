@@ -8,8 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perseus_planner.base.prefixes import si
 from perseus_planner.plans.replay import ALL_MAXIMUM
-from perseus_planner.prefixes import si
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE

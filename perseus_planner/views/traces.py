@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import RunError
+from perseus_planner.base.errors import RunError
 from perseus_planner.plans.replay import ALL_MAXIMUM, Span, Timeline, origin_text, replay
 from perseus_planner.profiles.csv_file import setting_of, unit_of
 from perseus_planner.views.context import pipeline_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.prefixes import si
+from perseus_planner.base.prefixes import si
 from perseus_planner.views.run_text import totals_text
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.profiler.engines.computation_times import ComputationTimes, mark
 from perseus_planner.profiler.ranks.measure import LocalStage
 from perseus_planner.profiler.torch_stage import torch_stage

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.profiler.engines.computation_times import ComputationTimes
 from perseus_planner.profiler.engines.engine_stages import (
     EngineStages,

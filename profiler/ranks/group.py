@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from perseus_planner.errors import EndedElsewhere, PlannerError, RankError, UsageError
+from perseus_planner.base.errors import EndedElsewhere, PlannerError, RankError, UsageError
 from perseus_planner.training.microbatch import describe_error
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import ProfileError, UsageError
+from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import PlannerError, ServiceAway, ServiceRefusal
+from perseus_planner.base.errors import PlannerError, ServiceAway, ServiceRefusal
 from perseus_planner.runtime.agent.outbox import Detections, JobCounts
 from perseus_planner.runtime.agent.store import RankLocation, StoreMessages
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection

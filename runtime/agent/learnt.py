@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import PlannerError, ServiceRefusal
+from perseus_planner.base.errors import PlannerError, ServiceRefusal
 from perseus_planner.runtime.agent.agent import Agent
 
 if TYPE_CHECKING:

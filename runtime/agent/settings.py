@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.schedules.grid import parse_grid
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Place

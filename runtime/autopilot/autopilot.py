@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.autopilot.decision import Decision, Phase
 from perseus_planner.runtime.autopilot.job import AutopilotJob, AutopilotSettings
 from perseus_planner.runtime.autopilot.learning import Learner

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import CHANGES, CLOCK, COUNT, INDEX, WAIT, Rule, check_fields
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.quantities import CHANGES, CLOCK, COUNT, INDEX, WAIT, Rule, check_fields
 
 if TYPE_CHECKING:
     from perseus_planner.schedules.iteration import Iteration

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from perseus_planner.errors import ProfileError, UsageError
+from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.autopilot.observations import time_at_last_clock

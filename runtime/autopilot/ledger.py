@@ -9,8 +9,8 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from perseus_planner.errors import UsageError
-from perseus_planner.quantities import TIME, WAIT, Rule, check_fields
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import TIME, WAIT, Rule, check_fields
 
 _SLOWDOWN = Rule(
     float,

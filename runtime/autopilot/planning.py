@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.profiles.clock_changes import with_fewer_changes
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 
-from perseus_planner.errors import PlannerError
-from perseus_planner.processes import WatchedProcess
+from perseus_planner.base.errors import PlannerError
+from perseus_planner.base.processes import WatchedProcess
 from perseus_planner.runtime.controller.handshake import Handshakes
 from perseus_planner.runtime.controller.server import Controller
 

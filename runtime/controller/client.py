@@ -25,9 +25,9 @@ from collections import deque
 from contextlib import suppress
 from types import TracebackType
 
-from perseus_planner import errors
-from perseus_planner.errors import ControllerLost, GpuError
-from perseus_planner.processes import WatchedProcess, child_environment, is_readable
+from perseus_planner.base import errors
+from perseus_planner.base.errors import ControllerLost, GpuError
+from perseus_planner.base.processes import WatchedProcess, child_environment, is_readable
 from perseus_planner.runtime.controller.protocol import (
     SOCKET_KIND,
     AttachRefusal,

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
-from perseus_planner.errors import UsageError
-from perseus_planner.strict_json import read_fields
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.strict_json import read_fields
 
 MAX_LINE_BYTES = 65536
 

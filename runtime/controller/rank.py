@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.errors import GpuError, GpuInUse
+from perseus_planner.base.errors import GpuError, GpuInUse
+from perseus_planner.base.processes import WatchedProcess
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
 from perseus_planner.gpu.lease.release import SAME_LIMIT_W, restore_power_limit
-from perseus_planner.processes import WatchedProcess
 from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.controller.protocol import (
     AttachRefusal,

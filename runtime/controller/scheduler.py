@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 
 RESET = 0
 """The value that resets a GPU."""

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.runtime.controller.protocol import (
     DetachReply,
     DetachRequest,
@@ -32,7 +32,7 @@ from perseus_planner.runtime.controller.rank import LeaseGroup, shared_gpu_error
 from perseus_planner.runtime.controller.scheduler import JUDGED, ChangeScheduler
 
 if TYPE_CHECKING:
-    from perseus_planner.processes import WatchedProcess
+    from perseus_planner.base.processes import WatchedProcess
     from perseus_planner.runtime.controller.handshake import Handshakes
     from perseus_planner.runtime.controller.rank import Rank
 

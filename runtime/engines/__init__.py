@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.training.engine_kinds import SUPPORTED_ENGINES, engine_kind, megatron_chunks
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

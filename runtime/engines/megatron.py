@@ -17,7 +17,7 @@ from functools import partial
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.schedules import Computation, interleaved_1f1b
 

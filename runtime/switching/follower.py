@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import PlannerError
+from perseus_planner.base.errors import PlannerError
 from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.hook import Order, RankProgram
 from perseus_planner.runtime.switching.agreement import Agreement

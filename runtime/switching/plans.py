@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from perseus_planner.errors import PlanError
+from perseus_planner.base.errors import PlanError
 from perseus_planner.plans.plan import Plan
 
 OnePlan = Plan | str | os.PathLike[str]

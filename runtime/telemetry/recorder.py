@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import PlannerError
+from perseus_planner.base.errors import PlannerError
 
 if TYPE_CHECKING:
     from perseus_planner.runs.autopilot import AutopilotStatus

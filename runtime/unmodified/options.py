@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from perseus_planner.errors import UsageError
-from perseus_planner.quantities import CHANGES, FACTOR, SHARE
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import CHANGES, FACTOR, SHARE
 
 _WORDS = {
     "1": True,

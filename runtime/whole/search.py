@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from perseus_planner.errors import UsageError
-from perseus_planner.quantities import LIMIT
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import LIMIT
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.ledger import Ledger

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, GpuNotSupported, UsageError
+from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.torch_device import gpu_text

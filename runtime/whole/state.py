@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from perseus_planner.documents import read_document
-from perseus_planner.errors import PlannerError, UsageError
-from perseus_planner.files import write_file
-from perseus_planner.quantities import COUNT, ENERGY, LIMIT, TIME
+from perseus_planner.base.documents import read_document
+from perseus_planner.base.errors import PlannerError, UsageError
+from perseus_planner.base.files import write_file
+from perseus_planner.base.units import COUNT, ENERGY, LIMIT, TIME
 from perseus_planner.runtime.whole.search import ValueRow
 
 _FORMAT, _VERSION = "planner-iterations", 1

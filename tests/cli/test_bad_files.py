@@ -19,8 +19,8 @@ from strategies import smooth_profile
 from validators import same
 
 from perseus_planner import Frontier, Plan
-from perseus_planner.errors import FrontierError, PlanError, PlannerError
-from perseus_planner.files import sha256
+from perseus_planner.base.errors import FrontierError, PlanError, PlannerError
+from perseus_planner.base.files import sha256
 from perseus_planner.schedules import one_f_one_b
 from perseus_planner.solver.solve import solve
 
@@ -282,4 +282,4 @@ def test_a_small_plan_cannot_fill_the_memory(plan: Plan, folder: Path):
     run = subprocess.run(
         [sys.executable, "-c", f"{limit}; {load}"], capture_output=True, text=True, timeout=300
     )
-    assert run.stderr.splitlines()[-1].startswith("perseus_planner.errors.PlanError: p.yaml")
+    assert run.stderr.splitlines()[-1].startswith("perseus_planner.base.errors.PlanError: p.yaml")

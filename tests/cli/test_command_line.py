@@ -15,8 +15,8 @@ from commands import done, refusal
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile
+from perseus_planner.base.errors import did_you_mean, how_to_install
 from perseus_planner.cli import main
-from perseus_planner.errors import did_you_mean, how_to_install
 
 ROOT = Path(__file__).resolve().parents[2]
 

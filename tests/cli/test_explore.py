@@ -9,7 +9,7 @@ import pytest
 from commands import done, refusal
 
 from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.jobs.job import Job
+from perseus_planner.plans.job import Job
 
 SMALL = "explore small.yaml --gpus 8 --gpu a100-sxm --batch 32"
 

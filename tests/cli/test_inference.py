@@ -11,8 +11,8 @@ from browsing import barriers, chromium, opened
 from commands import done, refusal
 from inference_cases import PROFILE, RATES, steady, write_trace
 
+from perseus_planner.base.errors import PlanError
 from perseus_planner.cli.inference import inference
-from perseus_planner.errors import PlanError
 from perseus_planner.inference.plan import POLICIES, InferencePlan
 
 PLAN = "inference plan inference.csv --rates rates.csv"

@@ -15,7 +15,7 @@ from made_runs import attempt_in, write_run
 from strategies import smooth_profile
 
 from perseus_planner import Plan, Profile
-from perseus_planner.prefixes import si
+from perseus_planner.base.prefixes import si
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from oracles import end_times_s
 from strategies import fixed, pipelines, smooth_profile
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cluster import baselines
 from perseus_planner.cluster.envpipe import critical_path, on_envelope
-from perseus_planner.errors import UsageError
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cluster.iterations import Clocks
 from perseus_planner.cluster.replay import Cluster, Outcome, replay_under, simulate
 from perseus_planner.cluster.stragglers import Condition, Straggler
-from perseus_planner.errors import UsageError
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag

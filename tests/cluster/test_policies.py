@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
+from perseus_planner.base.errors import InfeasibleDeadline, UsageError
 from perseus_planner.cluster import baselines
 from perseus_planner.cluster.policies import make_policy
 from perseus_planner.cluster.replay import Cluster, simulate
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler
-from perseus_planner.errors import InfeasibleDeadline, UsageError
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules import one_f_one_b
 from perseus_planner.solver.frontier import Frontier

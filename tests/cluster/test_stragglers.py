@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cluster.stragglers import (
     UNDISTURBED,
     Condition,
@@ -14,7 +15,6 @@ from perseus_planner.cluster.stragglers import (
     condition_of,
     read_stragglers,
 )
-from perseus_planner.errors import UsageError
 
 HEADER = "start,end,slowdown,pipeline,stage\n"
 NEEDS_START = "is not a start: write finite seconds of 0 or more, such as 120.5"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner import Profile
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.calibration import StageCalibration, stage_calibration
 from perseus_planner.estimate.estimate import estimate
 from perseus_planner.estimate.op_costs import TransformerPipeline, stage_traffic

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.candidates import Choices, candidates, split_choices
 from perseus_planner.estimate.curves import CurveMaker, measurements_of
 from perseus_planner.estimate.explore import Exploration, Objective, explore

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from iteration_times import calibrated
 from measured_iterations import TimeEstimates, measured
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.configuration import Configuration
 from perseus_planner.estimate.kernel_times import Phases, layer_times, sum_s
 from perseus_planner.estimate.operations import Exchange, Product, layer_operations

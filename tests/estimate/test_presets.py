@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.presets import PRESETS, name_of, named_transformer
 
 LLAMA = {

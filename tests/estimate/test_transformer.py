@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.op_costs import KINDS, stage_op_costs, stage_traffic
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.transformer import CHOICES, Transformer, check_split, split_layers

@@ -13,7 +13,7 @@ import pytest
 from fake_amd_smi import UUIDS, AmdStandIn, amd, rocm  # noqa: F401  # fixtures
 
 from perseus_planner import Monitor
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.amd.gpu import visible_amd_gpus
 from perseus_planner.gpu.inspection import inspect

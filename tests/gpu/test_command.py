@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import UUIDS, nvml, nvml_library  # noqa: F401  # fixtures
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import command as command_module
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.command import CommandTemplate, read_template

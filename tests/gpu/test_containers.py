@@ -21,7 +21,7 @@ from commands import done
 from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, SETS_FOR_EVER, await_end, files, kill
 
-from perseus_planner.errors import GpuInUse
+from perseus_planner.base.errors import GpuInUse
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
 

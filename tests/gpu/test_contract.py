@@ -19,7 +19,7 @@ from fake_amd_smi import AmdStandIn, amd, rocm  # noqa: F401  # fixtures
 from fake_nvml import CUDA_SOURCE, UUIDS, StandIn, compiled, nvml, nvml_library  # noqa: F401  # fixtures
 from fake_zeusd import FakeZeusd, KeptGpu, NvmlGpu
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted
 from perseus_planner.gpu import BACK_ENDS, THROTTLE_REASONS, Gpu, open_gpu
 from perseus_planner.gpu.dry_run import DryRunGpu
 

@@ -12,7 +12,7 @@ import pytest
 from commands import done
 from fake_nvml import CUDA_SOURCE, UUIDS, StandIn, compiled
 
-from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu import inspection, open_gpu
 
 DIGITS = [uuid.removeprefix("GPU-").replace("-", "") for uuid in UUIDS]

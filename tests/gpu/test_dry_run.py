@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.dry_run import MAX_SETTINGS, RecordedSetting, open_dry_run
 

@@ -17,7 +17,7 @@ from gpu_owners import LOCKS_AND_WAITS, await_end, files, guardians, kill, owner
 from virtual_time import VirtualTime
 from virtual_time import virtual_time as virtual_time
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
 from perseus_planner.gpu.simulated.catalog import CATALOG

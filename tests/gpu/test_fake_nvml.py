@@ -9,7 +9,7 @@ import threading
 import pytest
 from fake_nvml import StandIn
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu import open_gpu
 
 

@@ -26,7 +26,7 @@ from gpu_owners import (
 )
 from waiting import LONG_S
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
 

@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import LONG_S
 
-from perseus_planner.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.processes import this_process
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
 from perseus_planner.gpu.lease.records import LeaseRecord, LockedRecords, lock_records, read_records
-from perseus_planner.processes import this_process
 
 RESET = "nvmlDeviceResetGpuLockedClocks"
 NOT_PERMITTED, UNKNOWN_ERROR = 4, 999
@@ -519,7 +519,7 @@ def test_of_several_processes_that_contend_one_has_the_gpu(nvml: StandIn, state:
     nvml.set("latency_us_nvmlDeviceSetGpuLockedClocks", 1000)
     code = """
 import sys
-from perseus_planner.errors import GpuInUse
+from perseus_planner.base.errors import GpuInUse
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 

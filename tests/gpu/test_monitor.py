@@ -12,7 +12,7 @@ from fake_nvml import StandIn
 from waiting import LONG_S
 
 from perseus_planner import Monitor
-from perseus_planner.errors import GpuError, GpuLost, UsageError
+from perseus_planner.base.errors import GpuError, GpuLost, UsageError
 from perseus_planner.gpu.monitor import PowerSample
 
 COUNTER = "nvmlDeviceGetTotalEnergyConsumption"

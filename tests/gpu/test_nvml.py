@@ -10,7 +10,7 @@ import pytest
 from fake_nvml import CLOCKS_MHZ, PCI, UUIDS, StandIn, compiled
 from nvml_exercise import exercised, failed
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.nvml.discovery import visible_gpus
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nvml_exercise import READINGS, SETTINGS, exercised, failed
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.nvml.discovery import visible_gpus
 

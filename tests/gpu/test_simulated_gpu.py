@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import COUNTED

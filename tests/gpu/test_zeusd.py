@@ -25,7 +25,7 @@ from fake_zeusd import (
     token,
 )
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     GpuError,
     GpuLost,
     GpuNotPermitted,

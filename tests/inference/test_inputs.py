@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from inference_cases import PROFILE, RATES
 
-from perseus_planner.errors import PlannerError, ProfileError, UsageError
+from perseus_planner.base.errors import PlannerError, ProfileError, UsageError
 from perseus_planner.inference.cells import (
     Cell,
     Configuration,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inference_cases import LONG, SHORT, demands, least_energy_j, profiles
 
-from perseus_planner.errors import InfeasibleGpus, UsageError
+from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.inference.cells import (
     Cell,
     Configuration,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from inference_cases import LONG, PROFILE, SHORT, steady
 
-from perseus_planner.errors import InfeasibleGpus, UsageError
+from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.inference.cells import (
     Cell,
     Configuration,

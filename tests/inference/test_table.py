@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus_planner.errors import InfeasibleGpus, UsageError
+from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.inference.cells import (
     Configuration,
     InferenceProfile,

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import fixed, pipelines
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.clock_replay import (
     Call,
     ChangeReplay,

@@ -17,7 +17,7 @@ from oracles import waiting_w
 from strategies import deadline_s, fixed, jobs, pipeline, problems, shares, smooth_profile
 from validators import check_plan, check_replay
 
-from perseus_planner.errors import InfeasiblePower, PlanError, ProfileError, UsageError
+from perseus_planner.base.errors import InfeasiblePower, PlanError, ProfileError, UsageError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import one_f_one_b

@@ -13,7 +13,7 @@ from oracles import rank_waiting_w, waiting_w
 from strategies import any_schedule, extras, fixed, furnished
 
 from perseus_planner import schedules
-from perseus_planner.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launching import EXAMPLES, ended, ranks, started
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.build import StageBuilder, profile_stages
 from perseus_planner.profiler.ranks.group import RankPosition

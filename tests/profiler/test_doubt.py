@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from fake_nccl import FakeNccl
 
-from perseus_planner.errors import RankError
+from perseus_planner.base.errors import RankError
 from perseus_planner.profiler.ranks import neighbours
 from perseus_planner.profiler.ranks.neighbours import Neighbour
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import ranks
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.profiles.profiles import Profile
 
 pytest.importorskip("torch")

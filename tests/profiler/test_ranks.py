@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import ranks
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.profiler.ranks.group import RankPosition, position_of
 from perseus_planner.profiler.ranks.neighbours import neighbours
 from perseus_planner.profiles.profiles import Profile

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from replay_gpu import ReplayGpu
 
-from perseus_planner.errors import ProfileError
+from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiler.row_file import RowFile, delete_rows, rows_path
 from perseus_planner.profiler.stage import StageRows
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from replay_gpu import ReplayGpu
 from waiting import LONG_S
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.counter import EnergyCounter
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import open_emulated
 from perseus_planner.profiler.serving import (

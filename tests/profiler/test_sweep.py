@@ -15,7 +15,7 @@ import pytest
 from replay_gpu import ReplayGpu
 
 from perseus_planner import __version__, schedules, solve
-from perseus_planner.errors import GpuError, GpuNotPermitted, ProfileError, UsageError
+from perseus_planner.base.errors import GpuError, GpuNotPermitted, ProfileError, UsageError
 from perseus_planner.gpu import Gpu
 from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.gpu.simulated.catalog import CATALOG

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu

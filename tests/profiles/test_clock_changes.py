@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed
 
-from perseus_planner.errors import ProfileError
+from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.clock_changes import (
     ClockChange,
     changes_per_rank,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus_planner.errors import ProfileError
+from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 

@@ -9,7 +9,7 @@ import pytest
 from noisy_rows import noisy_rows, unlike_stages
 from strategies import smooth_profile
 
-from perseus_planner.errors import ProfileError, UsageError
+from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.profiles.estimation import Estimate
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import fixed, profiles, smooth_profile
 
 from perseus_planner import schedules
-from perseus_planner.errors import ProfileError
+from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.groups import (
     on_each_gpu,
     slowed,

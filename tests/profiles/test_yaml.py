@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus_planner.errors import ProfileError
+from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.profiles import ClockChange, Profile
 
 GOOD = "stage,instruction,frequency,time,energy\n0,forward,1410,0.05,20\n0,backward,1410,0.1,40\n"

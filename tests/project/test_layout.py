@@ -14,17 +14,6 @@ from strategies import smooth_profile
 
 from perseus_planner import schedules, solve
 
-CORE = (
-    "documents",
-    "errors",
-    "files",
-    "frames",
-    "prefixes",
-    "processes",
-    "quantities",
-    "strict_json",
-)
-"""The modules at its root, which all folders may import."""
 HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "scipy", "torch")
 
 
@@ -78,14 +67,6 @@ def test_no_files_import_each_other_in_a_circle():
     # Imports in functions and for type checkers are arrows, too.
     found = circles(import_graph(sources_of_product()))
     assert found == [], "\n".join(map(" ".join, found))
-
-
-@pytest.mark.parametrize("name", CORE)
-def test_the_root_imports_no_folder(name: str):
-    reached = imported(ast.parse((ROOT / "perseus_planner" / f"{name}.py").read_text()))
-    assert {
-        module.split(".")[1] for module in reached if module.startswith("perseus_planner.")
-    } <= {*CORE}
 
 
 @pytest.mark.parametrize(

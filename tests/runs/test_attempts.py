@@ -21,7 +21,7 @@ from made_runs import attempt_in, write_run
 from strategies import smooth_profile
 
 from perseus_planner import Plan, schedules, solve
-from perseus_planner.errors import RunError
+from perseus_planner.base.errors import RunError
 from perseus_planner.runs import IterationRecord, Run
 from perseus_planner.runs.recording import (
     ATTEMPTS_KEPT,

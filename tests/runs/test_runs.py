@@ -15,7 +15,7 @@ from made_runs import any_plan, attempt_in, write_run
 from strategies import any_schedule, fixed, furnished, smooth_profile
 
 from perseus_planner import Plan, schedules, solve
-from perseus_planner.errors import RunError
+from perseus_planner.base.errors import RunError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.clock_changes import ClockChange

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 from torch.distributed import HashStore
 
 from perseus_planner import Profile
-from perseus_planner.errors import PlanError, UsageError
+from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.autopilot import ComputationObservation, Ledger

@@ -23,7 +23,7 @@ from controller_ranks import (
 from fake_nvml import StandIn
 from gpu_owners import files
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     ControllerLost,
     GpuError,
     GpuInUse,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from controller_ranks import LONG_S
 
-from perseus_planner.processes import WatchedProcess
+from perseus_planner.base.processes import WatchedProcess
 from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.handshake import Handshakes

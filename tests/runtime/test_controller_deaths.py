@@ -23,7 +23,7 @@ from fake_nvml import StandIn
 from gpu_owners import await_end, files, kill, owner
 from waiting import LONG_S, eventually, soon
 
-from perseus_planner.errors import ControllerLost, GpuError
+from perseus_planner.base.errors import ControllerLost, GpuError
 from perseus_planner.runtime.controller import server as controller
 from perseus_planner.runtime.controller.client import Connection, start_controller
 from perseus_planner.runtime.controller.handshake import Handshakes

@@ -18,7 +18,7 @@ from controller_ranks import (
     set_clock,
 )
 
-from perseus_planner.errors import ControllerLost, GpuError
+from perseus_planner.base.errors import ControllerLost, GpuError
 from perseus_planner.runtime.controller.client import Connection, start_controller
 from perseus_planner.runtime.controller.handshake import Handshakes
 from perseus_planner.runtime.controller.protocol import (

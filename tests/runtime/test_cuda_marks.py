@@ -19,7 +19,7 @@ from fake_torch_cuda import FakeCuda
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.runtime import cuda_marks
 from perseus_planner.runtime.cuda_driver import Driver
 from perseus_planner.runtime.cuda_marks import CudaMarks

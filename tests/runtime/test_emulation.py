@@ -16,7 +16,7 @@ from virtual_time import VirtualTime
 from virtual_time import virtual_time as virtual_time
 
 from perseus_planner import Profile
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.gpu.torch_device import gpu_text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launching import ranks
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.engines import engine_of
 from perseus_planner.runtime.engines.engine import attached_once, replaced
 

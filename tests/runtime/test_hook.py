@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
-from perseus_planner.errors import PlanError
+from perseus_planner.base.errors import PlanError
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import (
     KEPT,

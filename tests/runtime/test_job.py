@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 from stepped_ranks import Counted
 from torch.distributed import HashStore, TCPStore
 
-from perseus_planner.errors import RankError
+from perseus_planner.base.errors import RankError
 from perseus_planner.runtime.job import exchange
 
 

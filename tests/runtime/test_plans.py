@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import deadline_s, jobs
 
-from perseus_planner.errors import PlanError
+from perseus_planner.base.errors import PlanError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.switching.plans import Plans

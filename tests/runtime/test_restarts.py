@@ -22,7 +22,7 @@ from planner_processes import has_not_ended, planner_processes
 from waiting import LONG_S, eventually
 
 from perseus_planner import Run
-from perseus_planner.errors import RunError
+from perseus_planner.base.errors import RunError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.runs.recording import attempt_path, attempts_in
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.controller.protocol import AttachRequest
 from perseus_planner.runtime.controller.rank import MAX_SKIPPED, ClockRequest, Rank
 from perseus_planner.runtime.controller.scheduler import JUDGED, RESET, ChangeScheduler

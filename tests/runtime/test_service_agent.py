@@ -29,7 +29,7 @@ from strategies import fixed
 from waiting import LONG_S, eventually
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
-from perseus_planner.errors import FrontierError, PlanError, UsageError
+from perseus_planner.base.errors import FrontierError, PlanError, UsageError
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from perseus_planner.errors import GpuNotSupported
+from perseus_planner.base.errors import GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.runtime.background import BackgroundWork

@@ -12,7 +12,7 @@ from waiting import LONG_S
 
 pytest.importorskip("torch")
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.whole import search

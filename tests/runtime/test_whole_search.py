@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from whole_world import CLOCKS, TOP_MHZ, World, trained
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.whole.rank import RankPart, Terms
 from perseus_planner.runtime.whole.search import ValueSearch, Window
 from perseus_planner.runtime.whole.state import IterationState

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schedule_certificates import run
 from strategies import fixed
 
-from perseus_planner.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError
 from perseus_planner.schedules import (
     NAMES,
     Computation,

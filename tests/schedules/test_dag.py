@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from strategies import deadline_s, fixed, jobs, problems, shares
 
 from perseus_planner import schedules
-from perseus_planner.errors import ProfileError, ScheduleError
+from perseus_planner.base.errors import ProfileError, ScheduleError
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.operating_points import OperatingPoint

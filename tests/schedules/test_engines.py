@@ -21,7 +21,7 @@ from schedule_engines import (
     torch_zero_bubble_of_one_stage,
 )
 
-from perseus_planner.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError
 from perseus_planner.schedules import (
     Schedule,
     generate,

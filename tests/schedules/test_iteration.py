@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from strategies import fixed, problems
 
-from perseus_planner.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation

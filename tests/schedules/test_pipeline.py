@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import any_schedule, extras, fixed
 
 from perseus_planner import schedules
-from perseus_planner.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant, pipeline_iteration

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import fixed
 
 from perseus_planner import schedules
-from perseus_planner.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError
 from perseus_planner.schedules import (
     NAMES,
     Computation,

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from service_answers import EFFECT
 from strategies import fixed
 
+from perseus_planner.base.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.cli import main
-from perseus_planner.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.client.sources import (

@@ -13,7 +13,7 @@ import pytest
 from http_stand_in import stand_in
 from services import NOW_S, Clock, at_once, frontier_file, job, planned, report
 
-from perseus_planner.errors import ServiceRefusal
+from perseus_planner.base.errors import ServiceRefusal
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Scope

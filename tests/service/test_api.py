@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_stand_in import LEAST_S, LEAST_W, NOW_S, StandIn, asking, opened
 
-from perseus_planner.files import sha256
+from perseus_planner.base.files import sha256
 from perseus_planner.service.http.auth import Limits
 from perseus_planner.service.model import Place, Scope, StorageError, Taken
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from services import NOW_S, PIPELINES, Clock, at_once, frontier_file, job, planned
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.service.client.budget_file import read_budgets, replaced, split_at
 from perseus_planner.service.model import PowerStep
 from perseus_planner.service.schemas import PowerRequest

@@ -19,7 +19,7 @@ from commands import done, refusal
 from http_stand_in import StandIn, stand_in
 from service_answers import ANSWER, KEPT, STATUS, api, refused
 
-from perseus_planner.errors import ServiceAway, ServiceRefusal, UsageError
+from perseus_planner.base.errors import ServiceAway, ServiceRefusal, UsageError
 from perseus_planner.service.client import budget_file
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.model import Decision, Place, Scope, Taken, Target

@@ -44,7 +44,12 @@ from strategies import smooth_profile
 from waiting import LONG_S
 
 from perseus_planner import Frontier, Plan, schedules, solve
-from perseus_planner.errors import FrontierError, InfeasibleDeadline, InfeasiblePower, UsageError
+from perseus_planner.base.errors import (
+    FrontierError,
+    InfeasibleDeadline,
+    InfeasiblePower,
+    UsageError,
+)
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.clock import SteadyClock

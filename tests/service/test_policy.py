@@ -19,7 +19,7 @@ from service_jobs import JOB, PLACES, STAGES, Formula, Solved
 from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.service.model import (
     Cause,
     Decision,

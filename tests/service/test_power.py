@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
-from perseus_planner.errors import InfeasibleDeadline, InfeasiblePower
+from perseus_planner.base.errors import InfeasibleDeadline, InfeasiblePower
 from perseus_planner.service.power import Demand, shares
 from perseus_planner.service.state import Share
 from perseus_planner.solver.frontier import Frontier

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_stand_in import StandIn, asking
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.service import schemas
 from perseus_planner.service.http import auth, routes
 from perseus_planner.service.http.auth import ROLES, Access, Limits, read_tokens

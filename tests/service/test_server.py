@@ -32,9 +32,9 @@ from strategies import smooth_profile
 from waiting import LONG_S
 
 from perseus_planner import Plan, schedules, solve
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import sha256
 from perseus_planner.cli.serve import _listening, serve
-from perseus_planner.errors import UsageError
-from perseus_planner.files import sha256
 from perseus_planner.service.http import server
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
 from perseus_planner.service.http.longpoll import AsyncService

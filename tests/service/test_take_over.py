@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from services import PIPELINES, Clock, at_once, baseline_s, frontier_file, job, planned, report
 
-from perseus_planner.errors import ServiceRefusal
+from perseus_planner.base.errors import ServiceRefusal
 from perseus_planner.service.client.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Conflict

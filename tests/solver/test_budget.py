@@ -28,7 +28,7 @@ from strategies import (
 )
 
 from perseus_planner import Profile, schedules
-from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
+from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b

@@ -15,7 +15,7 @@ from strategies import deadline_s, fixed, furnished, graphs, jobs, pipelines, pr
 from validators import check_frontier
 
 from perseus_planner import schedules
-from perseus_planner.errors import InfeasibleDeadline, ProfileError, UsageError
+from perseus_planner.base.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from services import frontier_file
 
 from perseus_planner import Frontier
-from perseus_planner.errors import FrontierError
-from perseus_planner.files import sha256
+from perseus_planner.base.errors import FrontierError
+from perseus_planner.base.files import sha256
 
 Arrays = dict[str, np.ndarray]
 NUMBERS = ("times", "powers", "guide_time_s", "guide_end_s", "guide_price_w")

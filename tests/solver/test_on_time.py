@@ -17,7 +17,12 @@ from noisy_rows import noisy_rows, unlike_stages
 from strategies import deadline_s, fixed, pipelines, shares, smooth_profile
 
 from perseus_planner import schedules, solve
-from perseus_planner.errors import InfeasibleDeadline, InfeasibleError, InfeasiblePower, UsageError
+from perseus_planner.base.errors import (
+    InfeasibleDeadline,
+    InfeasibleError,
+    InfeasiblePower,
+    UsageError,
+)
 from perseus_planner.plans.drawn_replay import replay_draws
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay

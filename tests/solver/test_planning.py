@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import deadline_s, fixed, pipelines, shares, smooth_profile
 
 from perseus_planner import schedules
-from perseus_planner.errors import InfeasibleBudget, InfeasibleDeadline
+from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement

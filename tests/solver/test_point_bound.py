@@ -14,7 +14,7 @@ from oracles import all_choices, nodes, waiting_w
 from strategies import fixed, furnished, graph, problems, shares
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import Transfer

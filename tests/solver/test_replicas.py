@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
 from perseus_planner import schedules
-from perseus_planner.errors import InfeasibleDeadline, UsageError
+from perseus_planner.base.errors import InfeasibleDeadline, UsageError
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule

@@ -7,7 +7,7 @@ from strategies import smooth_profile
 from validators import same
 
 from perseus_planner import schedules, solve
-from perseus_planner.errors import PlannerError, ScheduleError, UsageError
+from perseus_planner.base.errors import PlannerError, ScheduleError, UsageError
 
 
 @pytest.mark.parametrize(

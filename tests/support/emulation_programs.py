@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from perseus_planner import Profile
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.sweep import SweepSettings

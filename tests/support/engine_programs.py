@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runtime.engines import engine_of

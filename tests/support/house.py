@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("perseus_planner", "profiler", "runtime")
 """The folders of the product; the first holds links to the others."""
 ROOMS = (
+    "base",
     "profiles",
     "schedules",
     "plans",
     "solver",
-    "jobs",
     "gpu",
     "training",
     "estimate",
@@ -40,9 +40,9 @@ ROOMS = (
 """The folders of the package, in the order of the data."""
 LEAVES = ("profiler", "runtime", "cli")
 """Folders that no other folder imports, but that the last may import the others."""
-BASE, FACE = "base", "face"
-"""The modules beside the folders, which all may import; and the package itself, of public names."""
-ORDER = (BASE, *ROOMS, FACE, *LEAVES)
+FACE = "face"
+"""The package itself, of public names."""
+ORDER = (*ROOMS, FACE, *LEAVES)
 """All rooms: each imports only rooms before it."""
 PAGES = (".css", ".html", ".j2", ".js")
 """The endings of what browsers read, and of the templates that it is made of."""
@@ -131,7 +131,7 @@ def room_of(module: str) -> str:
     folder, _, _ = module.partition(".")[2].partition(".")
     if folder == "":
         return FACE
-    return "cli" if folder == "__main__" else folder if folder in ORDER else BASE
+    return "cli" if folder == "__main__" else folder
 
 
 def imported(node: ast.AST) -> Iterator[str]:

@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import CudaGraphScope
 from megatron_training import RecordedHook, RecordedMarks, Training, UserTimers, parallel
 from torch import nn
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.engines.megatron import MegatronModel
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.schedules import interleaved_1f1b

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu import THROTTLE_REASONS, Gpu, open_gpu
 
 READINGS: dict[str, tuple[Callable[[Gpu], Any], Callable[[Any], bool]]] = {

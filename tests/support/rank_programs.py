@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
+from perseus_planner.base.errors import EndedElsewhere, PlannerError, UsageError
 from perseus_planner.cli import main
-from perseus_planner.errors import EndedElsewhere, PlannerError, UsageError
 from perseus_planner.profiler.build import profile_stages
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks.group import RankGroup, StageGroup, process_group

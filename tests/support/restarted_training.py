@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from runtime_training import FAST, Torch, Watch, plan_of, schedule_of
 
-from perseus_planner.files import replacing
+from perseus_planner.base.files import replacing
 from perseus_planner.runtime import planner_runtime, rendezvous
 from perseus_planner.runtime.telemetry import recorder
 

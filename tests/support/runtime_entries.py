@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from runtime_training import FAST, GPU, LONG_S, Torch, WarningLog, Watch, job, plan_of, schedule_of
 
-from perseus_planner.errors import PlannerError
+from perseus_planner.base.errors import PlannerError
 from perseus_planner.runtime import attachment, planner_runtime, rendezvous
 
 

@@ -28,7 +28,7 @@ from runtime_training import (
     schedule_of,
 )
 
-from perseus_planner.errors import PlanError
+from perseus_planner.base.errors import PlanError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime import Runtime, planner_runtime
 from perseus_planner.runtime.switching.agreement import Acceptance

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 from runtime_training import FAST, Torch, Watch, any_rank, plan_of, schedule_of
 
-from perseus_planner.files import replacing
+from perseus_planner.base.files import replacing
 from perseus_planner.runtime import Runtime, attachment, planner_runtime, rendezvous
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     FrontierError,
     InfeasibleBudget,
     InfeasibleDeadline,
     InfeasiblePower,
     PlannerError,
 )
-from perseus_planner.files import sha256
+from perseus_planner.base.files import sha256
 from perseus_planner.service.alertmanager import AlertEffects
 from perseus_planner.service.answers import (
     Answer,

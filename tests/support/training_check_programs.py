@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from perseus_planner.errors import EndedElsewhere, ProfileError
+from perseus_planner.base.errors import EndedElsewhere, ProfileError
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler import training_check

@@ -13,8 +13,8 @@ from made_runs import write_run
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli.show import FIGURES as OFFERED
-from perseus_planner.errors import UsageError
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.profiles.operating_points import pareto_front

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.pipeline import FixedOperation

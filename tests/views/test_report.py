@@ -19,7 +19,7 @@ from made_runs import write_run
 from strategies import jobs, profiles, smooth_profile
 
 from perseus_planner import Frontier, Profile, schedules, solve
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.replay import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run

@@ -19,7 +19,7 @@ from strategies import fixed, jobs, smooth_profile
 from trace_rules import ReadTrace, integral
 
 from perseus_planner import Plan, schedules, solve
-from perseus_planner.errors import RunError, UsageError
+from perseus_planner.base.errors import RunError, UsageError
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.runs import Run

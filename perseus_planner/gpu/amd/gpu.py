@@ -23,7 +23,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.amd.library import AMD_SMI, UPDATE
 from perseus_planner.gpu.protocol import RealGpu, check_clock, check_power_limit
 

@@ -9,7 +9,7 @@ import os
 from contextlib import redirect_stdout
 from typing import Any
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     GpuError,
     GpuLost,
     GpuNotPermitted,

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, PlannerError
+from perseus_planner.base.errors import GpuError, PlannerError
+from perseus_planner.base.processes import child_environment, is_readable
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.records import LeaseRecord, open_records, wait_for_owner
 from perseus_planner.gpu.lease.release import release, run_in_parallel, undo
-from perseus_planner.processes import child_environment, is_readable
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu

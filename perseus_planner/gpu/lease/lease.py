@@ -51,7 +51,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.processes import this_process
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.guardian import Guardian
 from perseus_planner.gpu.lease.records import (
@@ -68,7 +69,6 @@ from perseus_planner.gpu.lease.release import (
     run_in_turn,
     undo,
 )
-from perseus_planner.processes import this_process
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.lease.records import FoundRecord

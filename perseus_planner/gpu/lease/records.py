@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import quote, unquote
 
-from perseus_planner.errors import GpuError
-from perseus_planner.files import replacing
-from perseus_planner.processes import ProcessDescription, state_folder
-from perseus_planner.strict_json import read_fields
+from perseus_planner.base.errors import GpuError
+from perseus_planner.base.files import replacing
+from perseus_planner.base.processes import ProcessDescription, state_folder
+from perseus_planner.base.strict_json import read_fields
 
 LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "amd", "emulated")
 """Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private

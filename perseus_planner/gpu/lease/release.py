@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.lease.records import FoundRecord, LeaseRecord, LockedRecords, lock_records
 from perseus_planner.gpu.protocol import Gpu
 

@@ -13,7 +13,7 @@ import re
 import uuid
 from typing import Any
 
-from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.nvml.discovery import visible_gpus
 from perseus_planner.gpu.nvml.gpu import NvmlGpu, open_nvml
 

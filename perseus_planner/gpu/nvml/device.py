@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotSupported
 from perseus_planner.gpu.nvml.library import NVML, nvml_error
 
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from perseus_planner.errors import GpuError, GpuLost, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuLost, GpuNotSupported
 from perseus_planner.gpu.nvml.device import NvmlDevice, read_or_none
 from perseus_planner.gpu.nvml.library import NVML
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TypeVar
 
-from perseus_planner.errors import GpuError, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.nvml.device import (
     MAX_MHZ,
     FirstSupported,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     GpuError,
     GpuLost,
     GpuNotPermitted,

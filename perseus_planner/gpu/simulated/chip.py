@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import GpuLost
+from perseus_planner.base.errors import GpuLost
 from perseus_planner.gpu.simulated.model import REFERENCE_C, GpuModel, Load
 
 if TYPE_CHECKING:

@@ -25,14 +25,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from perseus_planner.errors import GpuError, GpuLost, did_you_mean
+from perseus_planner.base.errors import GpuError, GpuLost, did_you_mean
+from perseus_planner.base.processes import boot_id
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import SETTLE_S, Chip
 from perseus_planner.gpu.simulated.gpu import SimulationBase
 from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 from perseus_planner.gpu.simulated.state_file import State, StateFile
-from perseus_planner.processes import boot_id
 
 UNDISTURBED = SimulationOptions(noise=0.0, step_s=0.0, drift=0.0)
 """Default options of an emulated GPU."""

@@ -26,8 +26,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from perseus_planner import __version__
-from perseus_planner.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported, did_you_mean
+from perseus_planner.base import __version__
+from perseus_planner.base.errors import (
+    GpuError,
+    GpuLost,
+    GpuNotPermitted,
+    GpuNotSupported,
+    did_you_mean,
+)
 from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
 from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import LOST, Chip

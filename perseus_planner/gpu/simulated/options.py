@@ -31,8 +31,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from perseus_planner.errors import GpuError, UsageError
-from perseus_planner.quantities import LAG, Rule
+from perseus_planner.base.errors import GpuError, UsageError
+from perseus_planner.base.units import LAG, Rule
 
 NOISE = 0.01
 """Default noise."""

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote
 from zlib import crc32
 
-from perseus_planner.errors import GpuError
+from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.lease.records import open_state_folder
 
 State = dict[str, Any]

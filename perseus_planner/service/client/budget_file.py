@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
-from perseus_planner.errors import UsageError, shown
-from perseus_planner.files import by_column, csv_rows
-from perseus_planner.quantities import POWER_BUDGET, Rule
+from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.base.files import by_column, csv_rows
+from perseus_planner.base.units import POWER_BUDGET, Rule
 from perseus_planner.service.model import PowerStep
 
 _SIGNALS = ("power", "price", "carbon")

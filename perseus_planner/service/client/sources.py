@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.runs.straggler import SLOW, StragglerDetection
 from perseus_planner.service.model import Scope
 from perseus_planner.service.schemas import ReportRequest

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     PlanError,
     ServiceAway,
     ServiceRefusal,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from perseus_planner import __version__
+from perseus_planner.base import __version__
 from perseus_planner.service.dashboard import routes as dashboard
 from perseus_planner.service.http.auth import Access, Guard, Limits
 from perseus_planner.service.http.errors import add_error_handlers

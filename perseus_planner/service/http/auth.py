@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from perseus_planner.errors import UsageError
-from perseus_planner.files import read_text
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import read_text
 from perseus_planner.service.dashboard import routes as dashboard
 from perseus_planner.service.http.errors import error_answer
 

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     InfeasibleDeadline,
     InfeasibleError,
     InfeasiblePower,

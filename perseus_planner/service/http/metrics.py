@@ -49,9 +49,7 @@ class Metrics:
         self._alerts = Counter(
             "planner_alerts", "Alerts received.", ("outcome",), registry=self._registry
         )
-        waits = Gauge(
-            "planner_http_waiting", "Open long polls.", registry=self._registry
-        )
+        waits = Gauge("planner_http_waiting", "Open long polls.", registry=self._registry)
         waits.set_function(waiting)
 
     def text(self, jobs: Sequence[JobStatus]) -> bytes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.responses import Response
 
-from perseus_planner.files import sha256
+from perseus_planner.base.files import sha256
 from perseus_planner.service.schemas import to_json
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from starlette.exceptions import HTTPException
 
-from perseus_planner import __version__
+from perseus_planner.base import __version__
 from perseus_planner.service import alertmanager, answers, schemas
 from perseus_planner.service.answers import Answer, History, JobStatus, Registered
 from perseus_planner.service.http.longpoll import AsyncService

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.service.http.app import create_app
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, Token
 

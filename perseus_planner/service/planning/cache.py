@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.service.planning import worker
 from perseus_planner.service.planning.curves import Curve, KnownNumbers, NotSolved, Slow, slow_of
 from perseus_planner.service.planning.worker import PlanRequest

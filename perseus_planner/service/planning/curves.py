@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import numpy as np
 from pydantic import Field
 
-from perseus_planner.errors import InfeasibleDeadline
+from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.service.model import Origin
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import PlannerError
+from perseus_planner.base.errors import PlannerError
 from perseus_planner.service.planning.cache import Ending, Planning
 from perseus_planner.service.transitions import given_up, prepare, reconciled
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perseus_planner.errors import (
+from perseus_planner.base.errors import (
     FrontierError,
     InfeasibleDeadline,
     InfeasiblePower,
@@ -27,8 +27,8 @@ from perseus_planner.errors import (
     ProfileError,
     UsageError,
 )
-from perseus_planner.jobs.job import Job
-from perseus_planner.jobs.settings import Settings
+from perseus_planner.plans.job import Job
+from perseus_planner.plans.settings import Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES

@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from perseus_planner.files import sha256
+from perseus_planner.base.files import sha256
 from perseus_planner.service.answers import JobTotals
 from perseus_planner.service.model import Decision, Fenced, PlanSet, PowerStep, StorageError
 from perseus_planner.service.planning.curves import Curve

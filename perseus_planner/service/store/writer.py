@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from perseus_planner.errors import UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.service.history import with_events
 from perseus_planner.service.model import PowerStep, UnknownJob
 from perseus_planner.service.state import JobState

@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from perseus_planner.prefixes import si
+from perseus_planner.base.prefixes import si
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.report.where import PHASES
 from perseus_planner.views.web import page_file

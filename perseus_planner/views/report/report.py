@@ -10,9 +10,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from perseus_planner import __version__
+from perseus_planner.base import __version__
+from perseus_planner.base.errors import RunError, UsageError
 from perseus_planner.cluster import baselines
-from perseus_planner.errors import RunError, UsageError
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.views.columns import column, numbers, quantities, table
 from perseus_planner.views.context import Context, origin_label

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from perseus_planner.quantities import COUNT, Rule, check_fields
+from perseus_planner.base.units import COUNT, Rule, check_fields
 from perseus_planner.views.context import Comparison, compare, origin_label
 from perseus_planner.views.run import RunSummary, summarize_run
 

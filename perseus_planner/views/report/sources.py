@@ -8,9 +8,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from perseus_planner.documents import kind_of
-from perseus_planner.errors import UsageError
-from perseus_planner.jobs.job import Job
+from perseus_planner.base.documents import kind_of
+from perseus_planner.base.errors import UsageError
+from perseus_planner.plans.job import Job
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from perseus_planner.base.prefixes import si
 from perseus_planner.cluster import baselines
 from perseus_planner.plans.replay import ALL_MAXIMUM, end_times, replay
-from perseus_planner.prefixes import si
 from perseus_planner.views.context import origin_label, share
 from perseus_planner.views.report.savings import pipelines_of_run
 from perseus_planner.views.run import summarize_run

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from perseus_planner.processes import WatchedProcess, is_readable
+from perseus_planner.base.processes import WatchedProcess, is_readable
 from perseus_planner.runtime.autopilot.ranks.messages import END, WARNING, Message, Stream
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
 from perseus_planner.runtime.autopilot.ranks.process import DESCRIPTOR

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import PlannerError, UsageError
+from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.profiles import Profile

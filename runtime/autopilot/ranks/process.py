@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from perseus_planner.processes import WatchedProcess, child_environment, is_readable
+from perseus_planner.base.processes import WatchedProcess, child_environment, is_readable
 from perseus_planner.runtime.autopilot.ranks.messages import END, Message, Stream
 
 NICENESS = 5

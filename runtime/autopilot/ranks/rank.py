@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perseus_planner.errors import GpuError
-from perseus_planner.files import sha256
+from perseus_planner.base.errors import GpuError
+from perseus_planner.base.files import sha256
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime.autopilot.ranks.coordinator import Coordinator, Places
 from perseus_planner.runtime.autopilot.ranks.observer import ObservedGpu, Observer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.errors import UsageError, how_to_install
+from perseus_planner.base.errors import UsageError, how_to_install
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.documents import kind_of, with_values
-from perseus_planner.errors import UsageError
-from perseus_planner.jobs.job import Job
-from perseus_planner.jobs.regression import fit_terms
-from perseus_planner.jobs.settings import Correction, job_document, read_settings
+from perseus_planner.base.documents import kind_of, with_values
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.prefixes import si
+from perseus_planner.plans.job import Job
+from perseus_planner.plans.regression import fit_terms
 from perseus_planner.plans.replay import replay
-from perseus_planner.prefixes import si
+from perseus_planner.plans.settings import Correction, job_document, read_settings
 from perseus_planner.profiles.profiles import Profile, profile_document
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from perseus_planner.errors import PlannerError, UsageError, shown
+from perseus_planner.base.errors import PlannerError, UsageError, shown
 
 
 class Rule(NamedTuple):
@@ -233,3 +233,20 @@ TOLERANCE = Quantity(
 SHARE_WITHIN = Quantity(
     Rule(float, False, "a share: write a percentage above 0%, such as 0.3%"), CERTAINTY.units
 )
+
+# The types of fields with these rules; see `base.fields`.
+Index = Annotated[int, INDEX]
+Count = Annotated[int, COUNT]
+Changes = Annotated[int, CHANGES]
+ClockMhz = Annotated[int, CLOCK]
+Seconds = Annotated[float, TIME]  #: above 0
+Wait = Annotated[float, WAIT]  #: seconds, 0 or more
+Offset = Annotated[float, OFFSET]  #: seconds, also below 0
+Joules = Annotated[float, ENERGY]
+Watts = Annotated[float, POWER]  #: 0 or more
+PowerBound = Annotated[float, POWER_BOUND]  #: watts, above 0
+Celsius = Annotated[float, TEMPERATURE]
+Minutes = Annotated[float, MINUTES]
+Probability = Annotated[float, PROBABILITY]
+Share = Annotated[float, SHARE]
+Factor = Annotated[float, FACTOR]

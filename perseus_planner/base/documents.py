@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from perseus_planner.errors import PlannerError, UsageError, did_you_mean, shown
-from perseus_planner.files import read_text, reading
+from perseus_planner.base.errors import PlannerError, UsageError, did_you_mean, shown
+from perseus_planner.base.files import read_text, reading
 
 if TYPE_CHECKING:
-    from perseus_planner.quantities import Rule
+    from perseus_planner.base.units import Rule
 
 # The C parser is ten times faster, but PyYAML can be built without it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

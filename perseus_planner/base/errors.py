@@ -35,7 +35,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable
 
-from perseus_planner.prefixes import si, si_unit
+from perseus_planner.base.prefixes import si, si_unit
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80

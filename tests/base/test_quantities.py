@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.errors import InfeasibleDeadline, UsageError
-from perseus_planner.quantities import (
+from perseus_planner.base.errors import InfeasibleDeadline, UsageError
+from perseus_planner.base.units import (
     BLOCKING_POWER,
     DURATION,
     LAG,

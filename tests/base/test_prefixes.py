@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perseus_planner.prefixes import si
+from perseus_planner.base.prefixes import si
 
 
 @pytest.mark.parametrize(

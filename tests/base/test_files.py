@@ -18,8 +18,8 @@ from strategies import deadline_s, fixed, problems, shares, smooth_profile
 from validators import check_replay, same
 
 from perseus_planner import Frontier, Plan
-from perseus_planner.errors import FrontierError, PlanError, PlannerError
-from perseus_planner.files import write_file
+from perseus_planner.base.errors import FrontierError, PlanError, PlannerError
+from perseus_planner.base.files import write_file
 from perseus_planner.plans.plan import _digest
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import one_f_one_b

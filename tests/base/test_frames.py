@@ -15,7 +15,7 @@ from made_runs import any_plan, write_run
 from strategies import fixed, graphs, profiles, smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve, solve_dag
-from perseus_planner.errors import UsageError, how_to_install
+from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.runs import Run

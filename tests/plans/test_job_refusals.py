@@ -12,8 +12,8 @@ import yaml
 from strategies import smooth_profile
 
 from perseus_planner import Profile, schedules
-from perseus_planner.errors import JobError, PlannerError
-from perseus_planner.jobs.job import Job
+from perseus_planner.base.errors import JobError, PlannerError
+from perseus_planner.plans.job import Job
 from perseus_planner.profiles.groups import on_each_gpu
 
 JOB = (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner import schedules
-from perseus_planner.errors import JobError, ProfileError
-from perseus_planner.jobs.settings import Power, ReplicaSettings, Settings, Source, read_settings
+from perseus_planner.base.errors import JobError, ProfileError
+from perseus_planner.plans.settings import Power, ReplicaSettings, Settings, Source, read_settings
 from perseus_planner.profiles.groups import (
     on_each_gpu,
     slowed,

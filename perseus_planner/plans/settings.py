@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perseus_planner.documents import Document, read_document
-from perseus_planner.errors import JobError, PlannerError, shown
-from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
-from perseus_planner.quantities import (
+from perseus_planner.base.documents import Document, read_document
+from perseus_planner.base.errors import JobError, PlannerError, shown
+from perseus_planner.base.units import (
     COUNT,
     ENERGY,
     FACTOR,
@@ -22,6 +21,7 @@ from perseus_planner.quantities import (
     TIME,
     WAIT,
 )
+from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 _FORMAT = "perseus-planner/job"

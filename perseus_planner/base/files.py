@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
-    from perseus_planner.errors import PlannerError
+    from perseus_planner.base.errors import PlannerError
 
 _MAX_BYTES = 64 * 2**20
 # No real row comes near this; it keeps a file without line ends from being read whole.
