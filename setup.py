@@ -20,13 +20,11 @@ def described() -> str:
     source = re.search(r'^Source = "(.+)"$', (HERE / "pyproject.toml").read_text(), re.MULTILINE)
     version = re.search(
         r'^__version__ = "(.+)"$',
-        (HERE / "perseus_planner" / "__init__.py").read_text(),
+        (HERE / "perseus_planner" / "base" / "__init__.py").read_text(),
         re.MULTILINE,
     )
     if source is None or version is None:
-        raise ValueError(
-            "pyproject.toml has no Source, or perseus_planner/__init__.py no __version__"
-        )
+        raise ValueError("pyproject.toml has no Source, or base/__init__.py no __version__")
 
     def absolute(link: re.Match[str]) -> str:
         image, text, path = link.groups()

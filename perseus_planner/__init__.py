@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from perseus_planner.base import __version__
+from perseus_planner.base import __version__ as __version__
 
 if TYPE_CHECKING:
     from perseus_planner import schedules
@@ -40,7 +40,6 @@ __all__ = [
     "Profile",
     "Replicas",
     "Run",
-    "__version__",
     "errors",
     "schedules",
     "solve",
@@ -72,4 +71,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

@@ -228,7 +228,7 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path, frontier: Frontier, 
     plan.save(tmp_path / "plan.yaml")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        command = [sys.executable, "-c", MAKE, str(Path(__file__).parent / "support")]
+        command = [sys.executable, "-c", MAKE, str(Path(__file__).parents[1] / "support")]
         subprocess.run(command, cwd=tmp_path / name, check=True, timeout=300)
         for file in ("frontier.npz", "plan.yaml"):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / file).read_bytes()

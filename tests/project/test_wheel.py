@@ -160,7 +160,7 @@ def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):
         "-q",
         "-p",
         "no:cacheprovider",
-        "tests/test_quantities.py",
+        "tests/base/test_quantities.py",
         "tests/project/test_layout.py",
     )
     assert " passed" in output_of(sys.executable, *tests, cwd=unpacked)
