@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import ProfileError, shown
+from perseus_planner.base.fields import rules
 from perseus_planner.base.files import by_column, csv_rows
 from perseus_planner.base.units import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
-from perseus_planner.profiles.measurement import EVIDENCE, Evidence
+from perseus_planner.profiles.measurement import Evidence
 
 CONTROLS = MappingProxyType(
     {"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"}
@@ -32,6 +33,7 @@ _EVIDENCE = MappingProxyType(
         "throttle": "throttle",
     }
 )
+"""Field of `Evidence` -> its column."""
 WORDS = MappingProxyType(
     {"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
 )
@@ -93,7 +95,8 @@ def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
 def _evidence_cells(evidence: Evidence | None) -> list[str]:
     if evidence is None:
         return [""] * len(_EVIDENCE)
-    return [*(repr(getattr(evidence, name)) for name in EVIDENCE), "+".join(evidence.throttle)]
+    numbers = (repr(getattr(evidence, name)) for name in rules(Evidence))
+    return [*numbers, "+".join(evidence.throttle)]
 
 
 def read_table(path: Path) -> tuple[list[Row], str]:
@@ -168,10 +171,11 @@ def _row(place: str, control_column: str, cells: Mapping[str, str]) -> Row:
 
 def _evidence(place: str, cells: Mapping[str, str]) -> Evidence | None:
     """Return the evidence of a row, or None if one of its cells is missing or empty."""
-    if not all(cells.get(_EVIDENCE[name], "").strip() for name in EVIDENCE):
+    if not all(cells.get(_EVIDENCE[name], "").strip() for name in rules(Evidence)):
         return None
     numbers = {
-        name: _number(place, _EVIDENCE[name], rule, cells) for name, rule in EVIDENCE.items()
+        name: _number(place, _EVIDENCE[name], field.rule, cells)
+        for name, field in rules(Evidence).items()
     }
     return Evidence(
         **numbers, throttle=tuple(filter(None, cells.get("throttle", "").strip().split("+")))
