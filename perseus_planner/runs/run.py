@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import reading
-from perseus_planner.base.frames import WHOLE, make_frame
+from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status
