@@ -27,8 +27,7 @@ from perseus_planner.runs.recording import (
     ranks_in,
     read_totals,
 )
-from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, ends_whole
-from perseus_planner.runs.totals import Total, of_all_ranks
+from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, Total, ends_whole, of_all_ranks
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE
-from perseus_planner.runs.totals import Total
+from perseus_planner.runs.tables import Total
 from perseus_planner.views.context import pipeline_text
 
 if TYPE_CHECKING:
