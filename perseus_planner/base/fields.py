@@ -115,7 +115,7 @@ class FieldType(NamedTuple):
     """What the type of a field says about its values."""
 
     inner: Any  #: the type without None, tuple and rule
-    rule: Check | None
+    rule: Any  #: a `Check`, or None
     reader: Reader | None
     is_optional: bool  #: it may be None
     is_tuple: bool  #: it may be a tuple
@@ -125,7 +125,7 @@ class FieldType(NamedTuple):
         """Return a value, or a tuple of them, as the rule stores it."""
         if value is None and self.is_optional:
             return None
-        check = cast("Check", self.rule).check
+        check = self.rule.check
         if self.is_tuple and isinstance(value, (tuple, list)):
             return tuple(check(entry, where, error) for entry in value)
         return check(value, where, error)

@@ -25,7 +25,7 @@ from perseus_planner.base.documents import Document, read_document
 from perseus_planner.base.errors import PlannerError, ProfileError, shown
 from perseus_planner.base.fields import Checked, CheckedBy, Choice, dump, rules
 from perseus_planner.base.files import sha256, write_file
-from perseus_planner.base.frames import WHOLE, make_frame
+from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Watts
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.csv_file import (
