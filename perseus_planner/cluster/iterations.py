@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner.cluster.stragglers import Condition
-    from perseus_planner.profiles.clock_changes import ClockChange
+    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.schedules.dag import PipelineDag
 
 Clocks = tuple[int, ...]  #: the clock of each of `dag.computations`, MHz

@@ -37,7 +37,7 @@ from perseus_planner.cluster import baselines
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 
 if TYPE_CHECKING:
     from perseus_planner.cluster.iterations import Clocks, IterationReplays
