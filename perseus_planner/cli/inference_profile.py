@@ -139,7 +139,7 @@ def profile(
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
-    from perseus_planner.views import columns
+    from perseus_planner.base import tables as columns
 
     unit = "W" if control == "power-limit" else "MHz"
     cells = [

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Sheet, column, numbers, quantities
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
-from perseus_planner.views.columns import Sheet, column, numbers, quantities
 from perseus_planner.views.context import context_of_profile, pipeline_text, share
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Sheet, column, quantities, table
 from perseus_planner.estimate.op_costs import TransformerPipeline, stage_op_costs, stage_traffic
 from perseus_planner.profiles.csv_file import word_of
-from perseus_planner.views.columns import Sheet, column, quantities, table
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile

@@ -10,8 +10,8 @@ import yaml
 
 from perseus_planner.base.errors import JobError
 from perseus_planner.base.files import write_file
+from perseus_planner.base.tables import column, numbers, quantities, table
 from perseus_planner.estimate.forecast import Prices, forecast
-from perseus_planner.views.columns import column, numbers, quantities, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Sheet, column
 from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
 from perseus_planner.profiles.csv_file import unit_of
-from perseus_planner.views.columns import Sheet, column
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
