@@ -141,64 +141,47 @@ def examples(*lines: str) -> str:
     return f"\b\nExample{'s' * (len(lines) > 1)}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: a number by a rule of `base.units`, in SI units.
+class Text(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option that a function reads.
 
     Args:
-        rule: the rule.
         name: what it is called in the help.
+        read: a function of the text and of the name of the option, for error texts.
     """
 
-    def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
-        self.rule, self.name = rule, name
+    def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
+        self.name, self.read = name, read
 
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> Any:
-        """Return the number that a text writes, in SI units."""
-        return self.rule.read(value, _option(parameter)) if isinstance(value, str) else value
+        """Return what a text says; a value that is none stands as it is."""
+        option = "" if parameter is None else parameter.opts[0]
+        return self.read(value, option) if isinstance(value, str) else value
 
 
-class Listed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: several quantities between commas."""
+def listed(rule: units.Rule, name: str) -> Text:
+    """Return the type of an option that takes several numbers between commas."""
 
-    def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
-        self.one, self.name = Quantity(rule, name), f"{name},{name},…"
+    def read(text: str, option: str) -> tuple[Any, ...]:
+        return tuple(rule.read(part, option) for part in text.split(","))
 
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the numbers that a text writes."""
-        parts = value.split(",") if isinstance(value, str) else value
-        return tuple(self.one.convert(part, parameter, context) for part in parts)
+    return Text(f"{name},{name},…", read)
 
 
-class OutputFile(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: a file to write, refused before any work is done if it cannot be
-    written.
-
-    Args:
-        endings: what its name must end in; none for anything.
+def written_file(*endings: str) -> Text:
+    """Return the type of an option that names a file to write, which is refused before any work is
+    done if it cannot be written, or if its name has none of the endings.
     """
 
-    name = "file"
-
-    def __init__(self, *endings: str) -> None:
-        self.endings = endings
-
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the path, which can be written."""
-        path, option = Path(value), _option(parameter)
+    def read(text: str, option: str) -> Path:
+        path = Path(text)
         check_writable(path, option)
-        if self.endings and path.suffix.lower() not in self.endings:
-            raise UsageError(f"{option} {path}: must end in {' or '.join(self.endings)}; rename it")
+        if endings and path.suffix.lower() not in endings:
+            raise UsageError(f"{option} {path}: must end in {' or '.join(endings)}; rename it")
         return path
 
-
-def _option(parameter: click.Parameter | None) -> str:
-    return "" if parameter is None else parameter.opts[0]
+    return Text("file", read)
 
 
 def check_writable(path: Path, place: str) -> None:
@@ -256,21 +239,22 @@ def chip_names() -> list[str]:
 def output_file(what: str, *endings: str) -> Option:
     """Return the option that names the file to write, whose name must have one of the endings."""
     text = f"File to write: {what}, {endings[0]}."
-    return Option("--output", "-o", type=OutputFile(*endings), help=text)
+    return Option("--output", "-o", type=written_file(*endings), help=text)
 
 
-Time = Annotated[float, Quantity(units.DURATION, "time")]  #: seconds above 0
-Lag = Annotated[float, Quantity(units.LAG, "time")]  #: seconds of 0 or more
-Overhead = Annotated[float, Quantity(units.OVERHEAD, "time")]  #: seconds, also below 0
-Power = Annotated[float, Quantity(units.POWER_BUDGET, "power")]  #: watts above 0
-BlockingPower = Annotated[float, Quantity(units.BLOCKING_POWER, "power")]  #: watts of 0 or more
-Slowdown = Annotated[float, Quantity(units.SLOWDOWN, "ratio")]
-Certainty = Annotated[float, Quantity(units.CERTAINTY, "percent")]
-Tolerance = Annotated[float, Quantity(units.TOLERANCE, "percent")]
-Share = Annotated[float, Quantity(units.SHARE, "share")]
-Natural = Annotated[int, click.IntRange(min=0)]
-Counts = Annotated[tuple[int, ...], Listed(units.COUNT, "n")]
+Time = Annotated[float, Text("time", units.DURATION.read)]  #: seconds above 0
+Lag = Annotated[float, Text("time", units.LAG.read)]  #: seconds of 0 or more
+Overhead = Annotated[float, Text("time", units.OVERHEAD.read)]  #: seconds, also below 0
+Power = Annotated[float, Text("power", units.POWER_BUDGET.read)]  #: watts above 0
+BlockingPower = Annotated[float, Text("power", units.BLOCKING_POWER.read)]  #: watts of 0 or more
+Slowdown = Annotated[float, Text("ratio", units.SLOWDOWN.read)]
+Certainty = Annotated[float, Text("percent", units.CERTAINTY.read)]
+Tolerance = Annotated[float, Text("percent", units.TOLERANCE.read)]
+Share = Annotated[float, Text("share", units.SHARE.read)]
+Number = Annotated[int, Option(metavar="N")]
+Natural = Annotated[int, Option(type=click.IntRange(min=0), metavar="N")]
+Stages = Annotated[int, Option(metavar="S")]
+GpuCount = Annotated[int, Option(metavar="GPUS")]
+Counts = Annotated[tuple[int, ...], listed(units.COUNT, "n")]
 Gpu = Annotated[str, Option(metavar="GPU")]
-#: N clock changes of a GPU per iteration.
-MaxChanges = Annotated[Natural, Option(metavar="N")]
 AsJson = Annotated[bool, "Print one JSON object, in SI units, instead of text.", Option("--json")]
