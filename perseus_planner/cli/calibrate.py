@@ -11,7 +11,7 @@ import click
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.cli.options import AsJson, Counts, Gpu, Option, command, written_file
+from perseus_planner.cli.options import AsJson, Counts, Gpu, Option, OutputFile, command
 
 if TYPE_CHECKING:
     from perseus_planner.plans.calibration import MeasuredPlan
@@ -62,7 +62,7 @@ def calibrate(
         Path | None,
         "File to write: the profile or job with what was found, which may be the one that is "
         "read; with --kernels a system file.  [default: only print]",
-        Option("--output", "-o", type=written_file(".yaml", ".yml")),
+        Option("--output", "-o", type=OutputFile(".yaml", ".yml")),
     ],
     as_json: AsJson,
 ) -> None:

@@ -123,16 +123,16 @@ as_json = click.option(
 )
 
 
-class Quantity(options.Text):
+class Quantity(options.Quantity):
     """The type of an option, by the name of its rule."""
 
     def __init__(self, rule: str, name: str) -> None:
-        super().__init__(name, getattr(units, rule).read)
+        super().__init__(getattr(units, rule), name)
 
 
-def Listed(rule: str, name: str) -> options.Text:  # noqa: N802
+def Listed(rule: str, name: str) -> options.Listed:  # noqa: N802
     """Return the type of an option with several numbers, by the name of their rule."""
-    return options.listed(getattr(units, rule), name)
+    return options.Listed(getattr(units, rule), name)
 
 
 TIME, LAG = Quantity("DURATION", "time"), Quantity("LAG", "time")
@@ -140,7 +140,7 @@ POWER, BLOCKING_POWER = Quantity("POWER_BUDGET", "power"), Quantity("BLOCKING_PO
 SLOWDOWN = Quantity("SLOWDOWN", "ratio")
 
 
-OutputFile = options.written_file
+OutputFile = options.OutputFile
 
 
 def output(what: str, *endings: str) -> Callable[[Any], Any]:
@@ -149,7 +149,7 @@ def output(what: str, *endings: str) -> Callable[[Any], Any]:
         "--output",
         "-o",
         required=True,
-        type=options.written_file(*endings),
+        type=options.OutputFile(*endings),
         help=f"File to write: {what}, {endings[0]}.",
     )
 

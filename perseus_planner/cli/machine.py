@@ -21,7 +21,7 @@ import click
 
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.cli import console
-from perseus_planner.cli.options import AsJson, Gpu, Option, Time, command, written_file
+from perseus_planner.cli.options import AsJson, Gpu, Option, OutputFile, Time, command
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.monitor import PowerSample, Window
@@ -50,7 +50,7 @@ def measure(
     samples: Annotated[Handled | None, "Samples that the command handles."],
     every_s: Annotated[Time, "Time between two samples of the power.", Option(default="100ms")],
     table: Annotated[
-        Path | None, "Write all samples there.", Option("--csv", type=written_file(".csv"))
+        Path | None, "Write all samples there.", Option("--csv", type=OutputFile(".csv"))
     ],
     as_json: AsJson,
 ) -> None:

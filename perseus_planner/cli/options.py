@@ -160,28 +160,40 @@ class Text(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         return self.read(value, option) if isinstance(value, str) else value
 
 
-def listed(rule: units.Rule, name: str) -> Text:
-    """Return the type of an option that takes several numbers between commas."""
+class Quantity(Text):
+    """The type of an option: a number by a rule of `base.units`, in SI units."""
 
-    def read(text: str, option: str) -> tuple[Any, ...]:
-        return tuple(rule.read(part, option) for part in text.split(","))
-
-    return Text(f"{name},{name},…", read)
+    def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
+        super().__init__(name, rule.read)
 
 
-def written_file(*endings: str) -> Text:
-    """Return the type of an option that names a file to write, which is refused before any work is
-    done if it cannot be written, or if its name has none of the endings.
+class Listed(Text):
+    """The type of an option: several numbers between commas, each by a rule of `base.units`."""
+
+    def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
+        super().__init__(
+            f"{name},{name},…",
+            lambda text, option: tuple(rule.read(part, option) for part in text.split(",")),
+        )
+
+
+class OutputFile(Text):
+    """The type of an option: a file to write, which is refused before any work is done if it cannot
+    be written.
+
+    Args:
+        endings: what its name must end in; none for anything.
     """
 
-    def read(text: str, option: str) -> Path:
-        path = Path(text)
-        check_writable(path, option)
-        if endings and path.suffix.lower() not in endings:
-            raise UsageError(f"{option} {path}: must end in {' or '.join(endings)}; rename it")
-        return path
+    def __init__(self, *endings: str) -> None:
+        def read(text: str, option: str) -> Path:
+            path = Path(text)
+            check_writable(path, option)
+            if endings and path.suffix.lower() not in endings:
+                raise UsageError(f"{option} {path}: must end in {' or '.join(endings)}; rename it")
+            return path
 
-    return Text("file", read)
+        super().__init__("file", read)
 
 
 def check_writable(path: Path, place: str) -> None:
@@ -239,22 +251,22 @@ def chip_names() -> list[str]:
 def output_file(what: str, *endings: str) -> Option:
     """Return the option that names the file to write, whose name must have one of the endings."""
     text = f"File to write: {what}, {endings[0]}."
-    return Option("--output", "-o", type=written_file(*endings), help=text)
+    return Option("--output", "-o", type=OutputFile(*endings), help=text)
 
 
-Time = Annotated[float, Text("time", units.DURATION.read)]  #: seconds above 0
-Lag = Annotated[float, Text("time", units.LAG.read)]  #: seconds of 0 or more
-Overhead = Annotated[float, Text("time", units.OVERHEAD.read)]  #: seconds, also below 0
-Power = Annotated[float, Text("power", units.POWER_BUDGET.read)]  #: watts above 0
-BlockingPower = Annotated[float, Text("power", units.BLOCKING_POWER.read)]  #: watts of 0 or more
-Slowdown = Annotated[float, Text("ratio", units.SLOWDOWN.read)]
-Certainty = Annotated[float, Text("percent", units.CERTAINTY.read)]
-Tolerance = Annotated[float, Text("percent", units.TOLERANCE.read)]
-Share = Annotated[float, Text("share", units.SHARE.read)]
+Time = Annotated[float, Quantity(units.DURATION, "time")]  #: seconds above 0
+Lag = Annotated[float, Quantity(units.LAG, "time")]  #: seconds of 0 or more
+Overhead = Annotated[float, Quantity(units.OVERHEAD, "time")]  #: seconds, also below 0
+Power = Annotated[float, Quantity(units.POWER_BUDGET, "power")]  #: watts above 0
+BlockingPower = Annotated[float, Quantity(units.BLOCKING_POWER, "power")]  #: watts of 0 or more
+Slowdown = Annotated[float, Quantity(units.SLOWDOWN, "ratio")]
+Certainty = Annotated[float, Quantity(units.CERTAINTY, "percent")]
+Tolerance = Annotated[float, Quantity(units.TOLERANCE, "percent")]
+Share = Annotated[float, Quantity(units.SHARE, "share")]
 Number = Annotated[int, Option(metavar="N")]
 Natural = Annotated[int, Option(type=click.IntRange(min=0), metavar="N")]
 Stages = Annotated[int, Option(metavar="S")]
 GpuCount = Annotated[int, Option(metavar="GPUS")]
-Counts = Annotated[tuple[int, ...], listed(units.COUNT, "n")]
+Counts = Annotated[tuple[int, ...], Listed(units.COUNT, "n")]
 Gpu = Annotated[str, Option(metavar="GPU")]
 AsJson = Annotated[bool, "Print one JSON object, in SI units, instead of text.", Option("--json")]

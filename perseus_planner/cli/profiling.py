@@ -17,13 +17,13 @@ from perseus_planner.cli.options import (
     Gpu,
     GpuCount,
     Option,
+    OutputFile,
+    Quantity,
     Stages,
-    Text,
     check_writable,
     command,
     complete,
     gpu_names,
-    written_file,
 )
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ class SweepOptions:
         float | None,
         "Measure clocks, and measure them again, until the share of energy that plans save is "
         "known within this, such as 0.3%: half of its 90 % interval.",
-        Option(type=Text("share", SHARE_WITHIN.read)),
+        Option(type=Quantity(SHARE_WITHIN, "share")),
     ]
     minutes: Annotated[
         float | None,
         "Stop measuring after so many minutes, all stages of a GPU together.  [default: no limit; "
         "without --saving-within at most 12 clocks]",
-        Option(type=Text("m", MINUTES_LIMIT.read)),
+        Option(type=Quantity(MINUTES_LIMIT, "m")),
     ]
     allow_hot: Annotated[
         bool,
@@ -115,7 +115,7 @@ def profile(
         Path | None,
         "File to write: the profile, .yaml, with its table of measurements beside it, .csv.  "
         "[default: the profile of the job file]",
-        Option("--output", "-o", type=written_file(".yaml", ".yml")),
+        Option("--output", "-o", type=OutputFile(".yaml", ".yml")),
     ],
     as_json: AsJson,
 ) -> None:

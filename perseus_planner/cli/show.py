@@ -19,10 +19,10 @@ from perseus_planner.cli.options import (
     BlockingPower,
     Number,
     Option,
+    OutputFile,
     command,
     output_file,
     refuse_same,
-    written_file,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def show(
     plot: Annotated[
         Path | None,
         "Also write a figure: .png, .svg or .pdf.",
-        Option(type=written_file(), metavar="FIGURE"),
+        Option(type=OutputFile(), metavar="FIGURE"),
     ],
     figure: Annotated[
         str | None,
@@ -76,7 +76,7 @@ def show(
         Path | None,
         "Also write the timeline of a plan or run for Perfetto (ui.perfetto.dev) or "
         "chrome://tracing: .json.",
-        Option(type=written_file(".json"), metavar="TRACE"),
+        Option(type=OutputFile(".json"), metavar="TRACE"),
     ],
     as_json: AsJson,
 ) -> None:
