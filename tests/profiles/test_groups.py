@@ -99,11 +99,6 @@ def test_stages_measured_apart_make_one_pipeline():
     assert frontier.dag.waiting_w == 140.0
 
 
-def test_a_whole_pipeline_for_each_stage_gives_that_stage():
-    whole = smooth_profile(3)
-    assert stage_by_stage([whole, whole, whole]) == whole
-
-
 @fixed
 @given(profile=profiles(), slowdown=st.floats(1.0, 3.0))
 def test_a_pipeline_whose_every_stage_is_slower_is_that_much_slower(

@@ -276,18 +276,6 @@ def test_a_saved_profile_loads_as_it_was_and_saves_to_the_same_bytes(
     assert [(folder / name).read_bytes() for name in ("p.csv", "p.yaml")] == written
 
 
-def test_a_saved_profile_reads_well(folder: Path):
-    small(gpu="NVIDIA A100-SXM4-80GB").save("p.yaml")
-    assert (folder / "p.yaml").read_text() == (
-        "format: perseus-planner/profile\nversion: 1\nmeasurements: p.csv\n"
-        "blocking_power_w: 83.64\ngpu: NVIDIA A100-SXM4-80GB\norigin: measured\n"
-    )
-    assert (folder / "p.csv").read_text() == (
-        "stage,instruction,frequency,time,energy\n0,forward,1410,0.05,20.0\n0,forward,855,0.07,15.0\n"
-        "0,backward,1410,0.05,20.0\n0,backward,855,0.07,15.0\n"
-    )
-
-
 def test_a_saved_profile_of_all_there_can_be_reads_well(folder: Path):
     options = (Measurement(1410, 0.05, 20.0),)
     Profile(

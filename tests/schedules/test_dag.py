@@ -49,16 +49,6 @@ def test_a_pipeline_waits_for_its_rank_and_for_activations_and_gradients():
     }
 
 
-def test_one_stage_runs_one_after_the_other():
-    dag = PipelineDag.from_schedule(same_everywhere(1), one_f_one_b(1, 2))
-    assert waits(dag) == {"0F0 0B0", "0B0 0F1", "0F1 0B1"}
-
-
-def test_the_last_stage_may_run_all_forwards_first():
-    dag = PipelineDag.from_schedule(same_everywhere(1), parsed("0F0 0F1 0B0 0B1"))
-    assert waits(dag) == {"0F0 0F1", "0F1 0B0", "0B0 0B1", "0F0 0B0", "0F1 0B1"}
-
-
 @settings(fixed, max_examples=200)
 @given(dag=problems(12))
 def test_networkx_sees_the_same_graph_and_the_order_is_topological(dag: PipelineDag):
