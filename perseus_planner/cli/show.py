@@ -28,10 +28,10 @@ from perseus_planner.cli.options import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.views.report.savings import EnergyRates, IterationSize
-    from perseus_planner.views.report.sources import Sources
+    from perseus_planner.views.savings import EnergyRates, IterationSize
+    from perseus_planner.views.sources import Sources
 
-#: the keys of `views.report.report.FIGURES`, which is not loaded for --help
+#: the keys of `views.report.FIGURES`, which is not loaded for --help
 FIGURES = ("points", "timeline", "timeline-clock", "curves")
 
 
@@ -111,8 +111,8 @@ def show(
 
 
 def _draw(name: str, files: tuple[Path, ...]) -> Figure:
-    from perseus_planner.views.report.report import FIGURES
-    from perseus_planner.views.report.sources import read_sources
+    from perseus_planner.views.report import FIGURES
+    from perseus_planner.views.sources import read_sources
 
     return FIGURES[name](read_sources(files))
 
@@ -181,7 +181,7 @@ def _plan_view(file: Path) -> _View:
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
         from perseus_planner.cluster.baselines import all_maximum
-        from perseus_planner.views.report.sources import read_sources
+        from perseus_planner.views.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
         before = None if frontier is None else frontier.plan_of(all_maximum(frontier.dag))
@@ -202,9 +202,8 @@ def _run_view(folder: Path) -> _View:
     from perseus_planner.runs.run import Run
     from perseus_planner.views.gantt import chart_run_beside_plan
     from perseus_planner.views.run import summarize_run
-    from perseus_planner.views.run_text import run_text
+    from perseus_planner.views.run_text import run_text, summarize_unplanned, unplanned_text
     from perseus_planner.views.traces import trace_run
-    from perseus_planner.views.unplanned import summarize_unplanned, unplanned_text
 
     run = Run.load(folder)
     if run.autopilot is None or run.versions:
@@ -228,7 +227,7 @@ def _run_view(folder: Path) -> _View:
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """What is saved with, as `views.report.savings.IterationSize` has it."""
+    """What is saved with, as `views.savings.IterationSize` has it."""
 
     pipelines: Annotated[
         Number | None,
@@ -289,10 +288,9 @@ def report(
     """
     from perseus_planner.base.documents import kind_of
     from perseus_planner.base.files import write_file
-    from perseus_planner.views.report.page import page
-    from perseus_planner.views.report.report import make_report, report_text
-    from perseus_planner.views.report.savings import EnergyRates
-    from perseus_planner.views.report.sources import read_sources
+    from perseus_planner.views.report import make_report, page, report_text
+    from perseus_planner.views.savings import EnergyRates
+    from perseus_planner.views.sources import read_sources
 
     refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon)
@@ -313,7 +311,7 @@ def _report_pools(
     from perseus_planner.base.files import write_file
     from perseus_planner.inference.plan import InferencePlan
     from perseus_planner.views.inference import plan_view
-    from perseus_planner.views.report.pools import make_pools_report, pools_page, pools_text
+    from perseus_planner.views.pools import make_pools_report, pools_page, pools_text
 
     if len(source) > 1:
         raise UsageError("a plan for inference has a report of its own; name it alone")
@@ -324,7 +322,7 @@ def _report_pools(
 
 def _size(sources: Sources, options: SizeOptions) -> IterationSize:
     """Return the size of an iteration by the options, or else by the job file."""
-    from perseus_planner.views.report.savings import IterationSize
+    from perseus_planner.views.savings import IterationSize
 
     numbers: dict[str, Any] = dict(vars(options))
     for name in ("tokens", "samples"):
