@@ -20,7 +20,7 @@ from results import Section
 from service_figures import Found, Mixed, section_of
 from service_processes import Leaders, Row, Server, echo, leading, look, service, spell
 
-from perseus_planner.service.client.client import Client
+from perseus_planner.service.client import Client
 from perseus_planner.service.model import Place, Scope
 from perseus_planner.service.schemas import Counters, Registration, ReportRequest, to_json
 

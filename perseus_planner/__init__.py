@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runs.run import Run
     from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.service.client.client import Client
+    from perseus_planner.service.client import Client
     from perseus_planner.solver.frontier import Frontier, solve, solve_dag
     from perseus_planner.solver.replicas import Replicas
 
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Client": "service.client.client",
+    "Client": "service.client",
     "Frontier": "solver.frontier",
     "Job": "plans.job",
     "Monitor": "gpu.monitor",

@@ -31,7 +31,7 @@ from perseus_planner.cli.options import (
 
 if TYPE_CHECKING:
     from perseus_planner.service.answers import Answer
-    from perseus_planner.service.client.client import Client
+    from perseus_planner.service.client import Client
     from perseus_planner.service.model import Scope
     from perseus_planner.service.schemas import ReportRequest
 
@@ -187,7 +187,7 @@ def straggler(
     with _open_client(service) as client:
         if megatron_log:
             report.refuse("--megatron-log", "ttl_s")
-            from perseus_planner.service.client.sources import Feed, megatron_reports
+            from perseus_planner.service.sources import Feed, megatron_reports
 
             feed = Feed(client, job, megatron_reports, ttl_s=report.ttl_s)
             for answers in filter(None, map(feed, sys.stdin)):
@@ -294,9 +294,11 @@ def _send(
 ) -> None:
     """Read a schedule, send it, and print what it does now and next."""
     from perseus_planner.base.prefixes import si
-    from perseus_planner.service.client.budget_file import read_budgets, split_at
+    from perseus_planner.service.budget_file import read_budgets
+    from perseus_planner.service.model import split_at
 
-    power_w, later = split_at(read_budgets(path, target), time.time())
+    now, later = split_at(read_budgets(path, target), time.time())
+    power_w = None if now is None else now.power_w
     _print_answers(client.set_power(power_w, job, later), as_json=as_json)
     if as_json:
         return
@@ -311,7 +313,7 @@ def _send(
 
 def _follow(path: Path, send: Callable[[], None]) -> None:
     """Send the schedule again whenever its file is replaced; what is wrong with it is printed."""
-    from perseus_planner.service.client.budget_file import replaced
+    from perseus_planner.service.budget_file import replaced
 
     for _ in replaced(path, lambda: time.sleep(_LOOK_S)):
         while True:
@@ -334,7 +336,7 @@ def _open_client(address: str | None) -> Client:
             installed.
     """
     try:
-        from perseus_planner.service.client.client import Client
+        from perseus_planner.service.client import Client
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
     return Client(address)

@@ -51,19 +51,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 from perseus_planner.base.errors import PlannerError, UsageError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.units import FACTOR
 from perseus_planner.service.answers import Answer, IgnoredAlert
-from perseus_planner.service.checks import check_report
 from perseus_planner.service.model import Cause, Report, Scope
 from perseus_planner.service.schemas import MOST_SLOWDOWN
-from perseus_planner.service.transitions import cleared
-
-if TYPE_CHECKING:
-    from perseus_planner.service.state import JobState
+from perseus_planner.service.state import JobState, check_report, expire
 
 _MOMENT = re.compile(
     r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII
@@ -167,7 +163,7 @@ def with_alerts(
             refused[report.key] = str(error)
             continue
         if kept != known:
-            state = replace(state, reports={**state.reports, report.key: kept})
+            state = state.with_report(kept)
     return state, refused
 
 
@@ -175,7 +171,7 @@ def _updated(known: Report, report: Report, now_s: float) -> Report:
     if known.expires_s <= now_s:
         return known
     if report.expires_s <= now_s:
-        return cleared(
+        return expire(
             replace(known, slowdown=1.0, observed_s=max(known.observed_s, report.observed_s)), now_s
         )
     return replace(known, slowdown=report.slowdown, cause=report.cause)

@@ -7,13 +7,21 @@ classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.service.model import Decision, Origin, PowerStep, RegisteredJob, Report, Taken
+from perseus_planner.service.model import (
+    Decision,
+    Origin,
+    PowerStep,
+    RegisteredJob,
+    Report,
+    Taken,
+    shared,
+)
 
 Effect = Literal["planning", "next iteration", "already"]
 
@@ -24,35 +32,23 @@ class JobSummary:
 
     name: str
     pipelines: int
-    frontier: Annotated[str, Field(description="Digest of the frontier file.")]
-    ranks: Annotated[int, Field(description="Number of ranks whose location is known.")]
+    frontier: str  #: Digest of the frontier file.
+    ranks: int  #: Number of ranks whose location is known.
     deadline_s: float | None
     max_changes: int | None
     power_w: float | None
-    since_s: Annotated[
-        float, Field(description="When the job was registered, seconds since the epoch.")
-    ]
-    on_time: Annotated[
-        float | None, Field(description="Probability of being on time that plans are made for.")
-    ] = None
-    gpu_power_limit_w: Annotated[
-        float | None,
-        Field(
-            description="Power limit that something else has set on its GPUs, watts; null for none."
-        ),
-    ] = None
-    next_power: Annotated[
-        PowerStep | None,
-        Field(description="The power budget that comes next by a schedule; null if none does."),
-    ] = None
+    since_s: float  #: When the job was registered, seconds since the epoch.
+    on_time: float | None = None  #: Probability of being on time that plans are made for.
+    #: Power limit that something else has set on its GPUs, watts; null for none.
+    gpu_power_limit_w: float | None = None
+    #: The power budget that comes next by a schedule; null if none does.
+    next_power: PowerStep | None = None
 
     @classmethod
     def of(cls, job: RegisteredJob) -> JobSummary:
         """Summarize `job`."""
-        limits = (job.deadline_s, job.max_changes, job.power_w)
-        known = (job.name, job.pipelines, job.frontier, len(job.places))
-        next_step = job.power_schedule[0] if job.power_schedule else None
-        return cls(*known, *limits, job.since_s, job.on_time, job.gpu_power_limit_w, next_step)
+        next_power = next(iter(job.power_schedule), None)
+        return cls(**shared(cls, job), ranks=len(job.places), next_power=next_power)
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class Registered:
     """The answer to a registration."""
 
     job: JobSummary
-    version: Annotated[int, Field(description="The newest version of the job's plans.")]
+    version: int  #: The newest version of the job's plans.
     #: Whether the job was unknown before; over HTTP, the status says it.
     is_new: Annotated[bool, Field(exclude=True)] = False
 
@@ -69,100 +65,54 @@ class Registered:
 class Expected:
     """The average power of all GPUs of a job that its newest plans predict."""
 
-    power_w: Annotated[
-        float, Field(description="With these plans, all pipelines waiting for the slowest, watts.")
-    ]
-    baseline_power_w: Annotated[
-        float, Field(description="With all clocks at maximum and iterations as long, watts.")
-    ]
-    origin: Annotated[
-        Origin, Field(description="measured: replayed from a measured profile; or simulated.")
-    ]
+    power_w: float  #: With these plans, all pipelines waiting for the slowest, watts.
+    baseline_power_w: float  #: With all clocks at maximum and iterations as long, watts.
+    origin: Origin  #: measured: replayed from a measured profile; or simulated.
 
 
 @dataclass(frozen=True)
 class JobTelemetry:
     """Iterations and energy of a job since it was registered, over all its runs."""
 
-    iterations: Annotated[int, Field(description="Number of iterations that have ended.")]
-    iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
-    power_w: Annotated[
-        float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")
-    ]
-    energy_j: Annotated[float, Field(description="Energy of the metered iterations, joules.")]
-    baseline_j: Annotated[
-        float,
-        Field(
-            description="Energy of those iterations with all clocks at maximum and as long, by the "
-            "profile, joules."
-        ),
-    ]
-    saved_j: Annotated[
-        float, Field(description="`baseline_j` - `energy_j`; negative if more was used.")
-    ]
-    energy_is: Annotated[
-        Origin | None,
-        Field(
-            description="Origin of `energy_j`, simulated if any part is; null if no iteration was "
-            "metered."
-        ),
-    ]
-    late_changes: Annotated[
-        int, Field(description="Clock changes that came when most of the computation was over.")
-    ]
-    set_p50_s: Annotated[
-        float | None,
-        Field(
-            description="Recent median time from requesting a clock until it is set; null if none "
-            "was."
-        ),
-    ]
-    set_p99_s: Annotated[float | None, Field(description="The 99th percentile of that time.")]
-    time_s: Annotated[float, Field(description="Total time of the iterations, seconds.")] = field(
-        default=0.0, kw_only=True
-    )
-    ranks: Annotated[int, Field(description="Number of ranks; 0 if unknown.")] = field(
-        default=0, kw_only=True
-    )
-    following: Annotated[
-        int, Field(description="Ranks whose last iteration ran by their plan.")
-    ] = field(default=0, kw_only=True)
-    off_plan_since_s: Annotated[
-        float | None,
-        Field(
-            description="Since when a rank has not followed its plan, seconds since the epoch; "
-            "null if all do."
-        ),
-    ] = field(default=None, kw_only=True)
-    observed_s: Annotated[
-        float, Field(description="When the job last sent telemetry, seconds since the epoch.")
-    ]
+    iterations: int  #: Number of iterations that have ended.
+    iteration_s: float  #: Recent time of an iteration, seconds.
+    power_w: float | None  #: Recent power of all GPUs, watts; null if unknown.
+    energy_j: float  #: Energy of the metered iterations, joules.
+    #: Energy of those iterations with all clocks at maximum and as long, by the profile, joules.
+    baseline_j: float
+    saved_j: float  #: `baseline_j` - `energy_j`; negative if more was used.
+    #: Origin of `energy_j`, simulated if any part is; null if no iteration was metered.
+    energy_is: Origin | None
+    late_changes: int  #: Clock changes that came when most of the computation was over.
+    #: Recent median time from requesting a clock until it is set; null if none was.
+    set_p50_s: float | None
+    set_p99_s: float | None  #: The 99th percentile of that time.
+    #: Total time of the iterations, seconds.
+    time_s: float = field(default=0.0, kw_only=True)
+    ranks: int = field(default=0, kw_only=True)  #: Number of ranks; 0 if unknown.
+    #: Ranks whose last iteration ran by their plan.
+    following: int = field(default=0, kw_only=True)
+    #: Since when a rank has not followed its plan, seconds since the epoch; null if all do.
+    off_plan_since_s: float | None = field(default=None, kw_only=True)
+    observed_s: float  #: When the job last sent telemetry, seconds since the epoch.
 
 
 @dataclass(frozen=True)
 class PlanTotal:
     """What a job ran by one version of its plans, over all its runs."""
 
-    version: Annotated[
-        int | None,
-        Field(
-            description="The version that it had reported; null before, and for old versions "
-            "together."
-        ),
-    ]
-    iterations: Annotated[int, Field(description="Number of iterations.")]
-    time_s: Annotated[float, Field(description="Their total time, seconds.")]
-    energy_j: Annotated[float, Field(description="Energy of the metered ones, joules.")]
-    saved_j: Annotated[float, Field(description="As in the telemetry of the job, joules.")]
+    #: The version that it had reported; null before, and for old versions together.
+    version: int | None
+    iterations: int  #: Number of iterations.
+    time_s: float  #: Their total time, seconds.
+    energy_j: float  #: Energy of the metered ones, joules.
+    saved_j: float  #: As in the telemetry of the job, joules.
 
     def plus(self, other: PlanTotal) -> PlanTotal:
         """Add other iterations, by this version."""
+        names = [each.name for each in fields(self)[1:]]
         return PlanTotal(
-            self.version,
-            self.iterations + other.iterations,
-            self.time_s + other.time_s,
-            self.energy_j + other.energy_j,
-            self.saved_j + other.saved_j,
+            self.version, *(getattr(self, name) + getattr(other, name) for name in names)
         )
 
 
@@ -174,14 +124,10 @@ class JobTotals:
 
     name: str
     pipelines: int
-    since_s: Annotated[
-        float, Field(description="When the job was registered, seconds since the epoch.")
-    ]
-    ended_s: Annotated[float | None, Field(description="When it ended; null if it runs.")]
-    telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
-    plans: Annotated[
-        tuple[PlanTotal, ...], Field(description="The same by version, for the newest ones.")
-    ]
+    since_s: float  #: When the job was registered, seconds since the epoch.
+    ended_s: float | None  #: When it ended; null if it runs.
+    telemetry: JobTelemetry | None  #: null if the job has sent none.
+    plans: tuple[PlanTotal, ...]  #: The same by version, for the newest ones.
 
 
 @dataclass(frozen=True)
@@ -197,72 +143,36 @@ class JobStatus:
 
     job: JobSummary
     decision: Decision
-    version: Annotated[int, Field(description="The newest version of the plans.")]
-    promised: Annotated[
-        int, Field(description="The version that is being planned; equal to `version` if none is.")
-    ]
-    taken: Annotated[
-        Taken | None, Field(description="null if the job has not reported which version it runs.")
-    ]
-    reports: Annotated[
-        tuple[Report, ...],
-        Field(description="Reports that count now or will, in order of arrival."),
-    ]
-    expected_saving_w: Annotated[float, Field(description="As in the answer to a report, watts.")]
+    version: int  #: The newest version of the plans.
+    promised: int  #: The version that is being planned; equal to `version` if none is.
+    taken: Taken | None  #: null if the job has not reported which version it runs.
+    reports: tuple[Report, ...]  #: Reports that count now or will, in order of arrival.
+    expected_saving_w: float  #: As in the answer to a report, watts.
     expected: Expected
-    telemetry: Annotated[JobTelemetry | None, Field(description="null if the job has sent none.")]
-    autopilot: Annotated[
-        AutopilotStatus | None,
-        Field(description="What the job's autopilot last knew; null if it runs by plans."),
-    ] = None
-    unlike_plan: Annotated[
-        str | None,
-        Field(
-            description="A sentence, if iterations take over twice or under half as long as by the "
-            "plans; then these "
-            "are of another machine, and save nothing."
-        ),
-    ] = None
-    gpus: Annotated[
-        int,
-        Field(description="Number of GPUs of all pipelines; 0 from services that do not say it."),
-    ] = 0
+    telemetry: JobTelemetry | None  #: null if the job has sent none.
+    #: What the job's autopilot last knew; null if it runs by plans.
+    autopilot: AutopilotStatus | None = None
+    #: A sentence, if iterations take over twice or under half as long as by the plans; then these
+    #: are of another machine, and save nothing.
+    unlike_plan: str | None = None
+    gpus: int = 0  #: Number of GPUs of all pipelines; 0 from services that do not say it.
 
 
 @dataclass(frozen=True)
 class Answer:
     """The effect of a request. All of it is on disk."""
 
-    job: Annotated[str, Field(description="Name of the job.")]
-    report: Annotated[
-        Report | None,
-        Field(description="The report as kept; null if the request was not about one."),
-    ]
-    version: Annotated[
-        int,
-        Field(description="The first version of the plans that takes the request into account."),
-    ]
-    changed: Annotated[
-        bool, Field(description="Whether the request changed what the pipelines are to do.")
-    ]
-    takes_effect: Annotated[
-        Effect,
-        Field(
-            description="planning: the version is being planned. next iteration: it is there, and "
-            "the job takes it at "
-            "its next iteration. already: the job runs it."
-        ),
-    ]
-    expected_saving_w: Annotated[
-        float | None,
-        Field(
-            description="Average power that all GPUs of the job are expected to save, watts, from "
-            "the bounds of the "
-            "frontier. null while slow stages are being solved; a report with `wait_s` waits for "
-            "that."
-        ),
-    ]
-    reason: Annotated[str, Field(description="One sentence for people.")]
+    job: str  #: Name of the job.
+    report: Report | None  #: The report as kept; null if the request was not about one.
+    version: int  #: The first version of the plans that takes the request into account.
+    changed: bool  #: Whether the request changed what the pipelines are to do.
+    #: planning: the version is being planned. next iteration: it is there, and the job takes it at
+    #: its next iteration. already: the job runs it.
+    takes_effect: Effect
+    #: Average power that all GPUs of the job are expected to save, watts, from the bounds of the
+    #: frontier. null while slow stages are being solved; a report with `wait_s` waits for that.
+    expected_saving_w: float | None
+    reason: str  #: One sentence for people.
 
     def with_plans_of(self, status: JobStatus) -> Answer:
         """Return the answer updated from a later `status`, if the version has been published by
@@ -283,19 +193,12 @@ class Answer:
 class PipelineStatus:
     """One pipeline of a job and its newest plan."""
 
-    pipeline: Annotated[int, Field(description="Number of the pipeline, from 0.")]
-    time_s: Annotated[float, Field(description="Iteration time of the plan, seconds.")]
-    energy_j: Annotated[
-        float, Field(description="Energy of such an iteration over all GPUs, joules.")
-    ]
-    target_s: Annotated[
-        float, Field(description="Deadline of an iteration by the current decision, seconds.")
-    ]
-    slow_stages: Annotated[Mapping[int, float], Field(description="Slow stage -> slowdown.")]
-    report: Annotated[
-        str | None,
-        Field(description="Key of the report that counts for the pipeline; null for none."),
-    ]
+    pipeline: int  #: Number of the pipeline, from 0.
+    time_s: float  #: Iteration time of the plan, seconds.
+    energy_j: float  #: Energy of such an iteration over all GPUs, joules.
+    target_s: float  #: Deadline of an iteration by the current decision, seconds.
+    slow_stages: Mapping[int, float]  #: Slow stage -> slowdown.
+    report: str | None  #: Key of the report that counts for the pipeline; null for none.
 
 
 @dataclass(frozen=True)
@@ -309,12 +212,8 @@ class Jobs:
 class PowerBudget:
     """The power budget of all jobs together."""
 
-    power_w: Annotated[
-        float | None, Field(description="Upper bound on their average power, watts; null for none.")
-    ]
-    schedule: Annotated[
-        tuple[PowerStep, ...], Field(description="What replaces it later, in order.")
-    ]
+    power_w: float | None  #: Upper bound on their average power, watts; null for none.
+    schedule: tuple[PowerStep, ...]  #: What replaces it later, in order.
 
 
 @dataclass(frozen=True)
@@ -335,18 +234,16 @@ class Answers:
 class IgnoredAlert:
     """An alert that was not taken by every job that it concerns, or that concerns none."""
 
-    index: Annotated[int, Field(description="Position of the alert in the request, from 0.")]
-    name: Annotated[str, Field(description="Name of the alert's rule.")]
-    problem: Annotated[str, Field(description="Why it was ignored, and what to do.")]
+    index: int  #: Position of the alert in the request, from 0.
+    name: str  #: Name of the alert's rule.
+    problem: str  #: Why it was ignored, and what to do.
 
 
 @dataclass(frozen=True)
 class AlertAnswers:
     """The effect of alerts."""
 
-    answers: Annotated[
-        tuple[Answer, ...], Field(description="For each job that has a GPU or node that they name.")
-    ]
+    answers: tuple[Answer, ...]  #: For each job that has a GPU or node that they name.
     ignored: tuple[IgnoredAlert, ...]
 
 
@@ -354,23 +251,18 @@ class AlertAnswers:
 class Event:
     """Something that happened to a job."""
 
-    at_s: Annotated[float, Field(description="Seconds since the epoch.")]
-    text: Annotated[str, Field(description="What happened, in words.")]
+    at_s: float  #: Seconds since the epoch.
+    text: str  #: What happened, in words.
 
 
 @dataclass(frozen=True)
 class Point:
     """The figures of a job at one time."""
 
-    at_s: Annotated[float, Field(description="Seconds since the epoch.")]
-    iteration_s: Annotated[float, Field(description="Recent time of an iteration, seconds.")]
-    power_w: Annotated[
-        float | None, Field(description="Recent power of all GPUs, watts; null if unknown.")
-    ]
-    saved_j: Annotated[
-        float | None,
-        Field(description="Saved since the job was registered, joules; null if unknown."),
-    ]
+    at_s: float  #: Seconds since the epoch.
+    iteration_s: float  #: Recent time of an iteration, seconds.
+    power_w: float | None  #: Recent power of all GPUs, watts; null if unknown.
+    saved_j: float | None  #: Saved since the job was registered, joules; null if unknown.
 
 
 @dataclass(frozen=True)
@@ -385,8 +277,8 @@ class History:
 class Pipelines:
     """The pipelines of a job."""
 
-    version: Annotated[int, Field(description="The newest version of the plans.")]
-    pipelines: Annotated[tuple[PipelineStatus, ...], Field(description="In order.")]
+    version: int  #: The newest version of the plans.
+    pipelines: tuple[PipelineStatus, ...]  #: In order.
 
 
 @dataclass(frozen=True)
@@ -394,35 +286,26 @@ class Health:
     """The service is running."""
 
     status: Literal["ok"]
-    version: Annotated[str, Field(description="Version of the planner.")]
+    version: str  #: Version of the planner.
 
 
 @dataclass(frozen=True)
 class Me:
     """The client, as the service sees it."""
 
-    role: Annotated[
-        Literal["read", "report", "operate"] | None,
-        Field(
-            description="What the client may do; each role includes those before it. null without "
-            "a valid token."
-        ),
-    ]
-    name: Annotated[str | None, Field(description="Name of the token; null without one.")]
+    #: What the client may do; each role includes those before it. null without a valid token.
+    role: Literal["read", "report", "operate"] | None
+    name: str | None  #: Name of the token; null without one.
 
 
 @dataclass(frozen=True)
 class ErrorContent:
     """Why a request was not carried out."""
 
-    code: Annotated[str, Field(description="For programs.")]
-    message: Annotated[str, Field(description="What is wrong and what to do, for people.")]
-    least_power_w: Annotated[
-        float | None, Field(description="The least feasible power budget, watts.")
-    ] = None
-    least_deadline_s: Annotated[
-        float | None, Field(description="The least feasible deadline, seconds.")
-    ] = None
+    code: str  #: For programs.
+    message: str  #: What is wrong and what to do, for people.
+    least_power_w: float | None = None  #: The least feasible power budget, watts.
+    least_deadline_s: float | None = None  #: The least feasible deadline, seconds.
 
 
 @dataclass(frozen=True)

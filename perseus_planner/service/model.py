@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema
 
-from perseus_planner.base.errors import PlannerError, UsageError
+from perseus_planner.base.errors import PlannerError, UsageError, shown
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.units import Changes, Count, Probability, Rule
 from perseus_planner.plans.plan import Plan
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
@@ -27,6 +29,9 @@ REMEMBERED = 256
 """How many inactive reports of a job are kept, so that a report that is delivered again is
 recognized.
 """
+
+
+_LONGEST_NAME = 255
 
 
 class UnknownJob(PlannerError):
@@ -49,6 +54,24 @@ class Fenced(StorageError):
     """Another service has opened the database, so this one can never write to it again."""
 
 
+def check_name(what: str, name: str) -> None:
+    """Check that the text `what` is a name.
+
+    Raises:
+        UsageError: If it is not.
+    """
+    if not (0 < len(name) <= _LONGEST_NAME and name.isprintable()):
+        raise UsageError(
+            f"{what}: {shown(name)} is not a name; write 1 to {_LONGEST_NAME} printable characters"
+        )
+
+
+def shared(kind: type, value: object) -> dict[str, Any]:
+    """Return the fields of the dataclass `kind` that `value` has too, by name."""
+    names = [each.name for each in fields(kind)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
 def _text_of_number(value: object) -> object:
     return str(value) if type(value) is int and 0 <= value < 2**31 else value
 
@@ -59,6 +82,11 @@ def _infinite_if_null(value: object) -> object:
 
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
 Number = Annotated[int, Strict(), Field(ge=0, lt=2**31)]
+Watts = Annotated[float, Strict(), Field(gt=0.0, le=1e12)]
+Past = Annotated[float, Strict(), Field(ge=0.0, le=1e11)]
+"""A moment that has been, or one of a schedule: seconds since the epoch."""
+BOUND = Rule(float, False, "a finite number above 0; give one, or null for no limit")
+Bound = Annotated[float, BOUND]
 Moment = Annotated[
     float,
     BeforeValidator(_infinite_if_null),
@@ -83,14 +111,12 @@ class Place:
 
     __pydantic_config__ = STRICT
 
-    rank: Annotated[Number, Field(description="Rank in the whole job, from 0.")]
-    pipeline: Annotated[Number, Field(description="Data-parallel pipeline of the rank, from 0.")]
-    stages: Annotated[
-        tuple[Number, ...],
-        Field(max_length=4096, description="Stages of that pipeline on this rank; [] if unknown."),
-    ]
-    node: Annotated[Line, Field(description="Host name; empty if unknown.")] = ""
-    gpu: Annotated[Line, Field(description="UUID of the GPU; empty if unknown.")] = ""
+    rank: Number  #: Rank in the whole job, from 0.
+    pipeline: Number  #: Data-parallel pipeline of the rank, from 0.
+    #: Stages of that pipeline on this rank; [] if unknown.
+    stages: Annotated[tuple[Number, ...], Field(max_length=4096)]
+    node: Line = ""  #: Host name; empty if unknown.
+    gpu: Line = ""  #: UUID of the GPU; empty if unknown.
 
 
 @dataclass(frozen=True)
@@ -99,38 +125,45 @@ class PowerStep:
 
     __pydantic_config__ = STRICT
 
-    start_s: Annotated[
-        float, Strict(), Field(ge=0.0, le=1e11, description="From when, seconds since the epoch.")
-    ]
-    power_w: Annotated[
-        Annotated[float, Strict(), Field(gt=0.0, le=1e12)] | None,
-        Field(description="Watts; null for no budget."),
-    ]
+    start_s: Past  #: From when, seconds since the epoch.
+    power_w: Watts | None  #: Watts; null for no budget.
+
+
+def split_at(
+    schedule: tuple[PowerStep, ...], now_s: float
+) -> tuple[PowerStep | None, tuple[PowerStep, ...]]:
+    """Return the last step that has begun, None if none has; and those that follow."""
+    begun = sum(step.start_s <= now_s for step in schedule)
+    return (schedule[begun - 1] if begun else None), schedule[begun:]
 
 
 @dataclass(frozen=True)
-class RegisteredJob:
+class RegisteredJob(Checked):
     """A training job, with the deadline and the power budget that hold now."""
 
     name: str  #: Unique among the running jobs
-    pipelines: int  #: Number of data-parallel pipelines. They all have the same frontier.
+    pipelines: Count  #: Number of data-parallel pipelines. They all have the same frontier.
     frontier: str  #: Digest of the frontier file
     #: Locations of the ranks; may be empty if reports only name pipelines.
     places: tuple[Place, ...] = ()
     #: Iteration time to aim for without stragglers; None for that of all clocks at maximum.
-    deadline_s: float | None = None
-    max_changes: int | None = None  #: Switch budget of the plans, as for `Frontier.plan_for`
+    deadline_s: Bound | None = None
+    max_changes: Changes | None = None  #: Switch budget of the plans, as for `Frontier.plan_for`
     #: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
-    power_w: float | None = None
+    power_w: Bound | None = None
     since_s: float = 0.0  #: When the job was registered
     #: The probability of the plans being on time, and within the power, as for
     #: `Frontier.plan_until`.
-    on_time: float | None = None
+    on_time: Probability | None = None
     #: The least power limit, watts, that something else than the planner has set on one of its
     #: GPUs, as the job reports it; None if none is below its default.
     gpu_power_limit_w: float | None = None
     #: The budgets that replace `power_w` later, by their moment.
     power_schedule: tuple[PowerStep, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -142,48 +175,24 @@ class Scope:
     __pydantic_config__ = STRICT
 
     kind: ScopeKind
-    value: Annotated[
-        _ScopeValue,
-        Field(description="The number of the part, the UUID of the GPU or the node's name."),
-    ]
-    pipeline: Annotated[
-        Number | None, Field(description="The pipeline of that part; null for all that have it.")
-    ] = None
+    value: _ScopeValue  #: The number of the part, the UUID of the GPU or the node's name.
+    pipeline: Number | None = None  #: The pipeline of that part; null for all that have it.
 
 
 @dataclass(frozen=True)
 class Report:
     """A report that part of a job is slow, or has recovered, as the service keeps it."""
 
-    key: Annotated[
-        str,
-        Field(description="Identifies the report. A report with the same key is the same report."),
-    ]
-    source: Annotated[
-        str,
-        Field(description="Who reports. A later report replaces an earlier one about that scope."),
-    ]
+    key: str  #: Identifies the report. A report with the same key is the same report.
+    source: str  #: Who reports. A later report replaces an earlier one about that scope.
     scope: Scope
-    slowdown: Annotated[
-        float | None,
-        Field(
-            description="Time over normal time, 1 or more; 1 means recovered. null if "
-            "`iteration_s` is given."
-        ),
-    ]
-    iteration_s: Annotated[
-        float | None, Field(description="Expected iteration time of the pipeline, seconds.")
-    ]
-    observed_s: Annotated[
-        float, Field(description="When the source observed it. The latest observation counts.")
-    ]
-    begins_s: Annotated[float, Field(description="When it begins.")]
-    begins_iteration: Annotated[
-        int | None, Field(description="The iteration in which it begins, if given.")
-    ] = None
-    expires_s: Annotated[
-        Moment, Field(description="When it expires; null if it holds until it is cleared.")
-    ] = math.inf
+    #: Time over normal time, 1 or more; 1 means recovered. null if `iteration_s` is given.
+    slowdown: float | None
+    iteration_s: float | None  #: Expected iteration time of the pipeline, seconds.
+    observed_s: float  #: When the source observed it. The latest observation counts.
+    begins_s: float  #: When it begins.
+    begins_iteration: int | None = None  #: The iteration in which it begins, if given.
+    expires_s: Moment = math.inf  #: When it expires; null if it holds until it is cleared.
     cause: Cause = "unknown"
 
     def __post_init__(self) -> None:
@@ -204,57 +213,36 @@ class Report:
 class Target:
     """The iteration that one pipeline is to be planned for."""
 
-    time_s: Annotated[float, Field(description="Deadline of an iteration, seconds.")]
-    slow_stages: Annotated[
-        Mapping[int, float],
-        Field(description="Slow stage -> slowdown; the pipeline is solved anew with these."),
-    ] = field(default_factory=dict)
-    power_w: Annotated[
-        float | None,
-        Field(
-            description="Upper bound on the average power of the pipeline, watts; it goes before "
-            "`time_s`."
-        ),
-    ] = None
-    gpu_power_limit_w: Annotated[
-        float | None,
-        Field(description="Power limit of each GPU, watts; clocks that it would cap are not used."),
-    ] = None
+    time_s: float  #: Deadline of an iteration, seconds.
+    #: Slow stage -> slowdown; the pipeline is solved anew with these.
+    slow_stages: Mapping[int, float] = field(default_factory=dict)
+    #: Upper bound on the average power of the pipeline, watts; it goes before `time_s`.
+    power_w: float | None = None
+    #: Power limit of each GPU, watts; clocks that it would cap are not used.
+    gpu_power_limit_w: float | None = None
 
 
 @dataclass(frozen=True)
 class Decision:
     """What the pipelines of a job are to do now, and why."""
 
-    targets: Annotated[tuple[Target, ...], Field(description="One for each pipeline, in order.")]
-    straggler_time_s: Annotated[
-        float, Field(description="Iteration time of the slowest pipeline, seconds.")
-    ]
-    stragglers: Annotated[
-        Mapping[int, str], Field(description="Pipeline -> key of the report that counts for it.")
-    ]
-    since_s: Annotated[float, Field(description="Since when these targets hold.")]
-    look_again_s: Annotated[
-        Moment, Field(description="When time alone may change the decision; null for never.")
-    ]
-    reason: Annotated[str, Field(description="One sentence for people.")]
+    targets: tuple[Target, ...]  #: One for each pipeline, in order.
+    straggler_time_s: float  #: Iteration time of the slowest pipeline, seconds.
+    stragglers: Mapping[int, str]  #: Pipeline -> key of the report that counts for it.
+    since_s: float  #: Since when these targets hold.
+    look_again_s: Moment  #: When time alone may change the decision; null for never.
+    reason: str  #: One sentence for people.
 
 
 @dataclass(frozen=True)
 class PlanSet:
     """One version of the plans of a job; equal plans are listed once."""
 
-    version: Annotated[int, Field(description="Rises with every change, from 1.")]
-    texts: Annotated[
-        tuple[str, ...],
-        Field(alias="plans", description="Plan files, as `planner plan` writes them."),
-    ] = field(repr=False)
-    of_pipeline: Annotated[
-        tuple[int, ...], Field(description="For each pipeline, the index of its plan in `plans`.")
-    ]
-    made_s: Annotated[float, Field(exclude=True, description="When the version was published.")] = (
-        0.0
-    )
+    version: int  #: Rises with every change, from 1.
+    #: Plan files, as `planner plan` writes them.
+    texts: Annotated[tuple[str, ...], Field(alias="plans")] = field(repr=False)
+    of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its plan in `plans`.
+    made_s: Annotated[float, Field(exclude=True)] = 0.0  #: When the version was published.
 
     def text(self, pipeline: int) -> str:
         """Return the plan of one pipeline as text."""
@@ -276,8 +264,8 @@ class Taken:
     """The version of the plans that a job runs, as it last reported."""
 
     version: int
-    iteration: Annotated[int, Field(description="The first iteration that ran this version.")]
-    at_s: Annotated[float, Field(description="When the job reported it, seconds since the epoch.")]
+    iteration: int  #: The first iteration that ran this version.
+    at_s: float  #: When the job reported it, seconds since the epoch.
 
 
 class Numbers(Protocol):

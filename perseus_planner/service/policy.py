@@ -3,39 +3,25 @@ argument.
 
 Which reports count
 
-| a report                                          | counts
-|
-|---------------------------------------------------|---------------------------------------------------------------|
-| has not begun                                     | not yet; it begins at its iteration if it
-names one, else at  |
-|                                                   | its time
-|
-| has begun                                         | until it expires, unless one of the next lines
-applies        |
-| its source has observed that scope later          | no more once the later one has begun, even
-after that expires |
-| expires before it begins                          | never
-|
-| has slowdown 1                                    | no; it ends earlier reports of its source
-about that scope    |
-| others of the same pipeline differ                | the worst one; slow stages each by their worst
-slowdown       |
+| a report | counts |
+| --- | --- |
+| has not begun | not yet; at its iteration if it names one, else at its time |
+| has begun | until it expires, unless one of the next lines applies |
+| its source has observed it later | no more once the later one has begun, even after that expires |
+| expires before it begins | never |
+| has slowdown 1 | no; it ends earlier reports of its source about that scope |
+| others of the same pipeline differ | the worst one; slow stages each by their worst slowdown |
 
 What they mean for a pipeline. `target` is the deadline of the job, or the time with all clocks at
 maximum, but at least `min_time_s` and at most `max_time_s` of that pipeline. T' is the time of the
 slowest pipeline.
 
-| known of a pipeline                               | its iteration takes     | its plan is for
-|
-|---------------------------------------------------|-------------------------|---------------------------------------|
-| nothing                                           | target                  | max(target, T'), at
-most `max_time_s` |
-| stages that compute more slowly                   | target, so slowed       | the same, planned
-anew so slowed      |
-| a slowdown of all of it                           | slowdown x target       | target
-|
-| an iteration time above its target                | that time               | target
-|
+| known of a pipeline | its iteration takes | its plan is for |
+| --- | --- | --- |
+| nothing | target | max(target, T'), at most `max_time_s` |
+| stages that compute more slowly | target, so slowed | the same, planned anew so slowed |
+| a slowdown of all of it | slowdown x target | target |
+| an iteration time above its target | that time | target |
 
 A slow rank, GPU or node is slow in all its stages. If communication or data are slow, or the stage
 is unknown, the pipeline is slower as in the third line, and its computations take their normal
@@ -44,15 +30,11 @@ its target.
 
 When plans change. The wanted time of a pipeline is `min(max(its target, T'), max_time_s)`.
 
-| before, it was planned for                        | then it is planned for
-|
-|---------------------------------------------------|---------------------------------------------------------------|
-| longer than wanted                                | the wanted time, at once
-|
-| less than its target                              | its target, at once
-|
-| less than wanted                                  | the wanted time, unless one of the following
-is true of all   |
+| before, it was planned for | then it is planned for |
+| --- | --- |
+| longer than wanted | the wanted time, at once |
+| less than its target | its target, at once |
+| less than wanted | the wanted time, unless one of the following is true of all |
 
 1. It saves nothing.
 2. Each plan would be longer by less than `least_rise`.
@@ -66,14 +48,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.service.model import Decision, Numbers, RegisteredJob, Report, Target
 from perseus_planner.service.reports import active_reports, next_turn_s, parts_concerned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _COMPUTING = ("compute", "unknown")
 _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error

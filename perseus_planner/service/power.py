@@ -17,23 +17,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.base.errors import InfeasibleError, InfeasiblePower
-from perseus_planner.service.state import Share
+from perseus_planner.service.answers import PowerBudget
+from perseus_planner.service.model import RegisteredJob, split_at
+from perseus_planner.service.state import JobState, Share
 
 if TYPE_CHECKING:
-    from perseus_planner.service.model import PowerStep, RegisteredJob
-    from perseus_planner.service.planning.curves import Curve
-    from perseus_planner.service.state import JobState
-    from perseus_planner.service.store.writer import Draft
+    from collections.abc import Callable, Iterable, Sequence
+
+    from perseus_planner.service.curves import Curve
+    from perseus_planner.service.writer import Draft
 
 Floats = NDArray[np.float64]
 
@@ -162,7 +162,7 @@ def _at_price(ranges: Sequence[_Range], price: float) -> tuple[Share, ...]:
 
 
 def _sum_w(found: Sequence[Share]) -> float:
-    return math.fsum(each.power_w for each in found)
+    return math.fsum(share.power_w for share in found)
 
 
 def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
@@ -187,8 +187,9 @@ def share_power(draft: Draft, job: str | None, reconcile: Callable[[JobState], o
         InfeasiblePower: If the budgets cannot be met.
     """
     jobs = draft.jobs()
-    states = jobs.values() if job is None or draft.power_w is not None else [jobs[job]]
-    for state in with_shares(draft.power_w, states):
+    power_w = draft.budget.power_w
+    states = jobs.values() if job is None or power_w is not None else [jobs[job]]
+    for state in with_shares(power_w, states):
         if state.share != draft.state(state.job.name).share:
             reconcile(state)
 
@@ -206,59 +207,51 @@ def begin_budgets(
         now_s: Seconds since the epoch.
         share: Shares power anew, as `share_power` does.
     """
-    due, later = _due(draft.power_schedule, now_s)
-    if due is not None:
-        draft.power_schedule = later
-        before_w = draft.power_w
-
-        def set_all(power_w: float | None) -> None:
-            draft.power_w = power_w
-
-        _begin(due, before_w, set_all, lambda: share(None), "all jobs")
-    for name in names:
-        state = draft.find(name)
-        due, later = (None, ()) if state is None else _due(state.job.power_schedule, now_s)
-        if state is None or due is None:
+    for name in (None, *names):
+        if name is None:
+            before = draft.budget
+        elif (state := draft.find(name)) is not None:
+            before = PowerBudget(state.job.power_w, state.job.power_schedule)
+        else:
             continue
-
-        def set_one(
-            power_w: float | None, name: str = name, later: tuple[PowerStep, ...] = later
-        ) -> None:
-            state = draft.state(name)
-            draft.put(replace(state, job=replace(state.job, power_w=power_w, power_schedule=later)))
-
-        _begin(due, state.job.power_w, set_one, partial(share, name), f"job {name}")
+        due, later = split_at(before.schedule, now_s)
+        if due is not None:
+            _begin(draft, name, before, PowerBudget(due.power_w, later), share)
 
 
-def _due(
-    schedule: tuple[PowerStep, ...], now_s: float
-) -> tuple[PowerStep | None, tuple[PowerStep, ...]]:
-    """Return the last step that has begun, and those that have not."""
-    begun = sum(step.start_s <= now_s for step in schedule)
-    return (schedule[begun - 1] if begun else None), schedule[begun:]
+def set_budget(draft: Draft, name: str | None, budget: PowerBudget) -> None:
+    """Set the power budget of a job, or of all jobs together, before power is shared anew."""
+    if name is None:
+        draft.budget = budget
+    else:
+        bounded = draft.state(name).with_job(power_w=budget.power_w, power_schedule=budget.schedule)
+        draft.put(bounded)
 
 
 def _begin(
-    due: PowerStep,
-    before_w: float | None,
-    set_budget: Callable[[float | None], None],
-    share: Callable[[], None],
-    whose: str,
+    draft: Draft,
+    name: str | None,
+    before: PowerBudget,
+    due: PowerBudget,
+    share: Callable[[str | None], None],
 ) -> None:
-    set_budget(due.power_w)
+    set_budget(draft, name, due)
     try:
-        share()
+        share(name)
     except InfeasibleError as error:
         # Another budget may be the one that cannot be met; then this one stays as it was.
-        power_w, text = before_w, "it stays as it was"
+        power_w, text = before.power_w, "it stays as it was"
         if isinstance(error, InfeasiblePower) and error.power_w == due.power_w:
             power_w, text = error.least_power_w * (1 + 1e-9), "the least is set"
         _log.warning(
-            "The scheduled power budget of %s cannot be met, and %s: %s", whose, text, error
+            "The scheduled power budget of %s cannot be met, and %s: %s",
+            "all jobs" if name is None else f"job {name}",
+            text,
+            error,
         )
-        set_budget(power_w)
+        set_budget(draft, name, replace(due, power_w=power_w))
         with suppress(InfeasibleError):
-            share()
+            share(name)
 
 
 def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobState]:
@@ -280,15 +273,12 @@ def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobSt
     if power_w is None and all(state.job.power_w is None for state in states):
         return [replace(state, share=None) for state in states]
     demands = [_demand(state.job, state.curve) for state in states]
-    found = shares(power_w, demands)
-    room = (
-        1.0 if power_w is None else max(1.0, power_w / math.fsum(share.power_w for share in found))
-    )
-    allowed = [
-        _allowed(state.job, share, room, power_w)
-        for state, share in zip(states, found, strict=True)
+    least = shares(power_w, demands)
+    room = 1.0 if power_w is None else max(1.0, power_w / _sum_w(least))
+    return [
+        replace(state, share=_allowed(state.job, share, room, power_w))
+        for state, share in zip(states, least, strict=True)
     ]
-    return [replace(state, share=share) for state, share in zip(states, allowed, strict=True)]
 
 
 def _allowed(job: RegisteredJob, share: Share, room: float, power_w: float | None) -> Share | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from perseus_planner.service.model import RegisteredJob, Report, Scope
 
 
@@ -169,3 +170,34 @@ def _number(kind: str, value: str) -> int:
             "next"
         )
     return int(value)
+
+
+def check_places(job: RegisteredJob, stages: int) -> None:
+    """Check the locations of the ranks of a job whose pipelines have this many stages.
+
+    Raises:
+        UsageError: If a rank is listed twice, or its pipeline or stage does not exist.
+    """
+    ranks = [place.rank for place in job.places]
+    if len(set(ranks)) < len(ranks):
+        raise UsageError("places: a rank is listed twice; list each rank once")
+    for place in job.places:
+        _check_numbers(f"rank {place.rank}, pipeline", [place.pipeline], job.pipelines)
+        _check_numbers(f"rank {place.rank}, stage", place.stages, stages)
+
+
+def _check_numbers(what: str, numbers: Iterable[int], count: int) -> None:
+    for number in numbers:
+        if number not in range(count):
+            raise UsageError(f"places: {what} {number}: does not exist; they are 0 to {count - 1}")
+
+
+def is_over(report: Report, now_s: float) -> bool:
+    """Whether a report has expired, or says that its scope has recovered."""
+    has_begun = report.begins_iteration is None and report.begins_s <= now_s
+    return report.expires_s <= now_s or (report.slowdown == 1.0 and has_begun)
+
+
+def over_s(report: Report) -> float:
+    """Return when a report that is over ended."""
+    return report.begins_s if report.slowdown == 1.0 else report.expires_s

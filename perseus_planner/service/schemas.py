@@ -24,11 +24,14 @@ from perseus_planner.service.model import (
     Line,
     Number,
     Origin,
+    Past,
     Place,
     PowerStep,
     RegisteredJob,
     Report,
     Scope,
+    Watts,
+    shared,
 )
 
 Value = TypeVar("Value")
@@ -52,7 +55,6 @@ Key = Annotated[
 Whole = Annotated[int, Strict(), Field(ge=0, le=MOST_WHOLE)]
 Span = Annotated[float, Strict(), Field(gt=0.0, le=_MOST_S)]
 Seconds = Annotated[float, Strict(), Field(ge=0.0, le=_MOST_S)]
-Watts = Annotated[float, Strict(), Field(gt=0.0, le=1e12)]
 
 
 def _decoded(value: object) -> object:
@@ -87,68 +89,29 @@ class Registration:
     __pydantic_config__ = STRICT
 
     name: JobName
-    pipelines: Annotated[
-        int, Strict(), Field(ge=1, le=2**16, description="Number of data-parallel pipelines.")
-    ]
-    frontier: Annotated[
-        FileBytes, Field(description="The file that `planner solve` writes, in base64.")
-    ] = field(default=None, repr=False)
-    places: Annotated[
-        tuple[Place, ...],
-        Field(
-            max_length=2**20,
-            description="Locations of the ranks; needed if reports name ranks, GPUs or nodes.",
-        ),
-    ] = ()
-    deadline_s: Annotated[
-        Span | None,
-        Field(
-            description="Iteration time to aim for without stragglers; null for that of all clocks "
-            "at maximum."
-        ),
-    ] = None
-    max_changes: Annotated[
-        Number | None,
-        Field(
-            description="Clock changes that each GPU may make in an iteration; null for any number."
-        ),
-    ] = None
-    power_w: Annotated[
-        Watts | None,
-        Field(
-            description="Upper bound on the average power of all GPUs of the job; null for none."
-        ),
-    ] = None
-    on_time: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=0.99,
-            description="Probability of being on time that plans are made for; null for none.",
-        ),
-    ] = None
-    profile_csv: Annotated[
-        str | None, Field(description="Instead of `frontier`: the text of profile.csv.")
-    ] = None
-    profile_yaml: Annotated[
-        str | None, Field(description="The text of the profile.yaml that names it.")
-    ] = None
-    schedule: Annotated[
-        str | None, Field(description="The name of a schedule, or a text grid.")
-    ] = None
-    microbatches: Annotated[
-        Annotated[int, Strict(), Field(ge=1, le=2**20)] | None,
-        Field(description="For a schedule given by its name."),
-    ] = None
-    take_over: Annotated[
-        Annotated[bool, Strict()] | None,
-        Field(
-            description="Whether a running job of that name goes on with this frontier and these "
-            "settings. Its reports "
-            "and totals stay, and so do a deadline and a power budget that were set since it was "
-            "registered."
-        ),
-    ] = None
+    #: Number of data-parallel pipelines.
+    pipelines: Annotated[int, Strict(), Field(ge=1, le=2**16)]
+    #: The file that `planner solve` writes, in base64.
+    frontier: FileBytes = field(default=None, repr=False)
+    #: Locations of the ranks; needed if reports name ranks, GPUs or nodes.
+    places: Annotated[tuple[Place, ...], Field(max_length=2**20)] = ()
+    #: Iteration time to aim for without stragglers; null for that of all clocks at maximum.
+    deadline_s: Span | None = None
+    #: Clock changes that each GPU may make in an iteration; null for any number.
+    max_changes: Number | None = None
+    #: Upper bound on the average power of all GPUs of the job; null for none.
+    power_w: Watts | None = None
+    #: Probability of being on time that plans are made for; null for none.
+    on_time: Annotated[float | None, Field(gt=0, le=0.99)] = None
+    profile_csv: str | None = None  #: Instead of `frontier`: the text of profile.csv.
+    profile_yaml: str | None = None  #: The text of the profile.yaml that names it.
+    schedule: str | None = None  #: The name of a schedule, or a text grid.
+    #: For a schedule given by its name.
+    microbatches: Annotated[int, Strict(), Field(ge=1, le=2**20)] | None = None
+    #: Whether a running job of that name goes on with this frontier and these settings. Its reports
+    #: and totals stay, and so do a deadline and a power budget that were set since it was
+    #: registered.
+    take_over: Annotated[bool, Strict()] | None = None
 
     def __post_init__(self) -> None:
         profile = (self.profile_csv, self.profile_yaml, self.schedule)
@@ -161,16 +124,7 @@ class Registration:
 
     def job(self) -> RegisteredJob:
         """Return the job. The service adds its frontier's digest and the time."""
-        return RegisteredJob(
-            name=self.name,
-            pipelines=self.pipelines,
-            frontier="",
-            places=self.places,
-            deadline_s=self.deadline_s,
-            max_changes=self.max_changes,
-            power_w=self.power_w,
-            on_time=self.on_time,
-        )
+        return RegisteredJob(**{**shared(RegisteredJob, self), "frontier": ""})
 
 
 @dataclass(frozen=True)
@@ -181,54 +135,25 @@ class ReportRequest:
 
     __pydantic_config__ = STRICT
 
-    source: Annotated[
-        Line,
-        Field(
-            min_length=1,
-            description="Who reports. A later report replaces an earlier one about that scope.",
-        ),
-    ]
+    #: Who reports. A later report replaces an earlier one about that scope.
+    source: Annotated[Line, Field(min_length=1)]
     scope: Scope
-    slowdown: Annotated[
-        Annotated[float, Strict(), Field(ge=1.0, le=MOST_SLOWDOWN)] | None,
-        Field(description="Time over normal time; 1 means recovered."),
-    ] = None
-    iteration_s: Annotated[
-        Span | None, Field(description="Expected iteration time of the pipeline, seconds.")
-    ] = None
-    score: Annotated[
-        Annotated[float, Strict(), Field(ge=1.0 / MOST_SLOWDOWN, le=1.0)] | None,
-        Field(description="Performance over normal performance, the inverse of a slowdown."),
-    ] = None
-    in_s: Annotated[
-        Seconds | None, Field(description="It begins in this many seconds; null for now.")
-    ] = None
-    at_iteration: Annotated[
-        Whole | None, Field(description="Or it begins with this iteration of the job.")
-    ] = None
-    ttl_s: Annotated[
-        Span | None,
-        Field(description="How long it holds once begun, seconds; null until it is cleared."),
-    ] = None
+    #: Time over normal time; 1 means recovered.
+    slowdown: Annotated[float, Strict(), Field(ge=1.0, le=MOST_SLOWDOWN)] | None = None
+    iteration_s: Span | None = None  #: Expected iteration time of the pipeline, seconds.
+    #: Performance over normal performance, the inverse of a slowdown.
+    score: Annotated[float, Strict(), Field(ge=1.0 / MOST_SLOWDOWN, le=1.0)] | None = None
+    in_s: Seconds | None = None  #: It begins in this many seconds; null for now.
+    at_iteration: Whole | None = None  #: Or it begins with this iteration of the job.
+    ttl_s: Span | None = None  #: How long it holds once begun, seconds; null until it is cleared.
     cause: Cause = "unknown"
-    observed_s: Annotated[
-        Annotated[float, Strict(), Field(ge=0.0, le=10 * _MOST_S)] | None,
-        Field(
-            description="When the source observed it, seconds since the epoch; null for now. Of "
-            "one source's reports "
-            "about one scope the latest observation counts, in whatever order they arrive. A later "
-            "moment than now "
-            "counts as now."
-        ),
-    ] = None
-    key: Annotated[
-        Key | None,
-        Field(
-            description="Identifies the report: however often it is sent, it counts once. It may "
-            "also be sent as the "
-            "header `Idempotency-Key`. Without either, the service chooses one."
-        ),
-    ] = None
+    #: When the source observed it, seconds since the epoch; null for now. Of one source's reports
+    #: about one scope the latest observation counts, in whatever order they arrive. A later moment
+    #: than now counts as now.
+    observed_s: Annotated[float, Strict(), Field(ge=0.0, le=10 * _MOST_S)] | None = None
+    #: Identifies the report: however often it is sent, it counts once. It may also be sent as the
+    #: header `Idempotency-Key`. Without either, the service chooses one.
+    key: Key | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -265,18 +190,15 @@ class ReportRequest:
         if self.key is not None and header_key is not None and self.key != header_key:
             raise UsageError("key: differs from the header Idempotency-Key; send one of them")
         begins_s = now_s + (self.in_s or 0.0)
-        return Report(
-            key=self.key or header_key or uuid.uuid4().hex,
-            source=self.source,
-            scope=self.scope,
-            slowdown=1.0 / self.score if self.score is not None else self.slowdown,
-            iteration_s=self.iteration_s,
-            observed_s=now_s if self.observed_s is None else min(self.observed_s, now_s),
-            begins_s=begins_s,
-            begins_iteration=self.at_iteration,
-            expires_s=math.inf if self.ttl_s is None else begins_s + self.ttl_s,
-            cause=self.cause,
-        )
+        kept = {
+            "key": self.key or header_key or uuid.uuid4().hex,
+            "slowdown": self.slowdown if self.score is None else 1.0 / self.score,
+            "observed_s": now_s if self.observed_s is None else min(self.observed_s, now_s),
+            "begins_s": begins_s,
+            "begins_iteration": self.at_iteration,
+            "expires_s": math.inf if self.ttl_s is None else begins_s + self.ttl_s,
+        }
+        return Report(**{**shared(Report, self), **kept})
 
 
 @dataclass(frozen=True)
@@ -285,16 +207,9 @@ class AlertGroup:
     are ignored.
     """
 
-    alerts: Annotated[
-        list[Any],
-        Field(
-            max_length=_MOST_ALERTS,
-            description="Each has `status`, `labels`, `annotations`, `startsAt`, `endsAt` and "
-            "`fingerprint`. An alert "
-            "that cannot be used is listed under `ignored` in the answer and does not affect the "
-            "others.",
-        ),
-    ]
+    #: Each has `status`, `labels`, `annotations`, `startsAt`, `endsAt` and `fingerprint`. An alert
+    #: that cannot be used is listed under `ignored` in the answer and does not affect the others.
+    alerts: Annotated[list[Any], Field(max_length=_MOST_ALERTS)]
 
 
 @dataclass(frozen=True)
@@ -304,7 +219,7 @@ class TakenRequest:
     __pydantic_config__ = STRICT
 
     version: Annotated[int, Strict(), Field(ge=1, le=MOST_WHOLE)]
-    iteration: Annotated[Whole, Field(description="The first iteration that ran this version.")]
+    iteration: Whole  #: The first iteration that ran this version.
 
 
 @dataclass(frozen=True)
@@ -315,57 +230,27 @@ class Counters:
 
     __pydantic_config__ = STRICT
 
-    run: Annotated[
-        Key, Field(description="Names the run. A restarted job counts from 0 under another name.")
-    ]
-    iterations: Annotated[Whole, Field(description="Number of iterations that have ended.")] = 0
-    time_s: Annotated[
-        Seconds, Field(description="Their total time, each from the end of the one before.")
-    ] = 0.0
-    metered_iterations: Annotated[
-        Whole, Field(description="Iterations in which the energy of all GPUs is known.")
-    ] = 0
-    metered_s: Annotated[Seconds, Field(description="Total time of the metered iterations.")] = 0.0
-    energy_j: Annotated[
-        float,
-        Strict(),
-        Field(ge=0.0, le=1e18, description="Energy of all GPUs in the metered iterations, joules."),
-    ] = 0.0
-    energy_is: Annotated[
-        Origin | None, Field(description="Origin of the energy; null without metered ones.")
-    ] = None
-    late_changes: Annotated[
-        Whole, Field(description="Clock changes that came when most of the computation was over.")
-    ] = 0
-    set_p50_s: Annotated[
-        Seconds | None,
-        Field(
-            description="Recent median time from requesting a clock until it is set; null if none."
-        ),
-    ] = None
-    set_p99_s: Annotated[Seconds | None, Field(description="The 99th percentile of that time.")] = (
-        None
-    )
-    ranks: Annotated[Whole, Field(description="Number of ranks; 0 if unknown.")] = 0
-    following: Annotated[
-        Whole, Field(description="Ranks whose last iteration ran by their plan.")
-    ] = 0
-    off_plan_since_s: Annotated[
-        Annotated[float, Strict(), Field(ge=0.0, le=1e11)] | None,
-        Field(description="Since when a rank has not followed its plan, seconds since the epoch."),
-    ] = None
-    autopilot: Annotated[
-        AutopilotStatus | None,
-        Field(description="What the autopilot of the run knows; null for a run by plans."),
-    ] = None
-    gpu_power_limit_w: Annotated[
-        Watts | None,
-        Field(
-            description="The least power limit of its GPUs that is below their default and that "
-            "the planner has not "
-            "set; null if none is. The job is planned again whenever it changes."
-        ),
-    ] = None
+    run: Key  #: Names the run. A restarted job counts from 0 under another name.
+    iterations: Whole = 0  #: Number of iterations that have ended.
+    time_s: Seconds = 0.0  #: Their total time, each from the end of the one before.
+    metered_iterations: Whole = 0  #: Iterations in which the energy of all GPUs is known.
+    metered_s: Seconds = 0.0  #: Total time of the metered iterations.
+    #: Energy of all GPUs in the metered iterations, joules.
+    energy_j: Annotated[float, Strict(), Field(ge=0.0, le=1e18)] = 0.0
+    energy_is: Origin | None = None  #: Origin of the energy; null without metered ones.
+    late_changes: Whole = 0  #: Clock changes that came when most of the computation was over.
+    #: Recent median time from requesting a clock until it is set; null if none.
+    set_p50_s: Seconds | None = None
+    set_p99_s: Seconds | None = None  #: The 99th percentile of that time.
+    ranks: Whole = 0  #: Number of ranks; 0 if unknown.
+    following: Whole = 0  #: Ranks whose last iteration ran by their plan.
+    #: Since when a rank has not followed its plan, seconds since the epoch.
+    off_plan_since_s: Past | None = None
+    #: What the autopilot of the run knows; null for a run by plans.
+    autopilot: AutopilotStatus | None = None
+    #: The least power limit of its GPUs that is below their default and that the planner has not
+    #: set; null if none is. The job is planned again whenever it changes.
+    gpu_power_limit_w: Watts | None = None
 
     def __post_init__(self) -> None:
         if self.metered_iterations > self.iterations:
@@ -385,9 +270,7 @@ class DeadlineRequest:
 
     __pydantic_config__ = STRICT
 
-    deadline_s: Annotated[
-        Span | None, Field(description="Seconds; null for that of all clocks at maximum.")
-    ]
+    deadline_s: Span | None  #: Seconds; null for that of all clocks at maximum.
 
 
 @dataclass(frozen=True)
@@ -396,16 +279,9 @@ class PowerRequest:
 
     __pydantic_config__ = STRICT
 
-    power_w: Annotated[
-        Watts | None, Field(description="Upper bound on average power, watts; null for no bound.")
-    ]
-    schedule: Annotated[
-        tuple[PowerStep, ...],
-        Field(
-            max_length=_MOST_STEPS,
-            description="What replaces it later, in order; it replaces an earlier schedule.",
-        ),
-    ] = ()
+    power_w: Watts | None  #: Upper bound on average power, watts; null for no bound.
+    #: What replaces it later, in order; it replaces an earlier schedule.
+    schedule: Annotated[tuple[PowerStep, ...], Field(max_length=_MOST_STEPS)] = ()
 
     def __post_init__(self) -> None:
         for before, after in pairwise(self.schedule):

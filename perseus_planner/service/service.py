@@ -5,28 +5,26 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, shown
-from perseus_planner.service import transitions
+from perseus_planner.base.files import sha256
 from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
 from perseus_planner.service.answers import (
     Answer,
     History,
     JobStatus,
-    JobSummary,
     JobTotals,
     PipelineStatus,
     PowerBudget,
     Registered,
 )
-from perseus_planner.service.checks import check_deadline, check_positive, check_report, check_same
-from perseus_planner.service.clock import SteadyClock
+from perseus_planner.service.clock import SteadyClock, Timers
 from perseus_planner.service.model import (
+    BOUND,
     Conflict,
     PlanSet,
     PowerStep,
@@ -35,23 +33,41 @@ from perseus_planner.service.model import (
     Taken,
     UnknownReport,
 )
-from perseus_planner.service.planning.cache import Planning, Processes
-from perseus_planner.service.planning.replanner import Replanner, replan
-from perseus_planner.service.planning.worker import Unsolved, solve_profile
-from perseus_planner.service.power import begin_budgets, share_power
-from perseus_planner.service.statuses import Statuses
-from perseus_planner.service.store.writer import Changed, Draft, Writer, unknown_job
-from perseus_planner.service.subscriptions import Subscriptions, Timers
-from perseus_planner.service.telemetry import totals_of
-from perseus_planner.service.telemetry_book import TelemetryBook
+from perseus_planner.service.planning import Ending, Planning, Processes, Replanner
+from perseus_planner.service.power import begin_budgets, set_budget, share_power
+from perseus_planner.service.state import (
+    JobState,
+    answer_registration,
+    answer_to,
+    check_deadline,
+    check_report,
+    check_same,
+    expire,
+    first_state,
+    give_up,
+    is_other_limit,
+    is_same,
+    last_moment_s,
+    next_look_s,
+    prepare,
+    recognize,
+    reconcile,
+    take_over_job,
+    until_it_begins,
+)
+from perseus_planner.service.status import Statuses, baseline_j, current_reports, pipeline_statuses
+from perseus_planner.service.telemetry import TelemetryBook, totals_of
+from perseus_planner.service.worker import Unsolved, solve_profile
+from perseus_planner.service.writer import Changed, Draft, Writer, unknown_job
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.curves import Curve
     from perseus_planner.service.schemas import Counters
-    from perseus_planner.service.state import JobState
-    from perseus_planner.service.store.storage import Storage
+    from perseus_planner.service.storage import Storage
+
 
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
 
@@ -91,14 +107,15 @@ class Service:
             StorageError: If the storage cannot be read.
         """
         stored = storage.load()
-        self._now_s = now_s or SteadyClock(
-            max(map(transitions.last_moment_s, stored.jobs.values()), default=-math.inf)
-        )
+        last_s = max(map(last_moment_s, stored.jobs.values()), default=-math.inf)
+        self._now_s = now_s or SteadyClock(last_s)
         self._processes, self._solver = Processes(workers), Processes(1)
         self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
-        self._subscriptions, self._timers = Subscriptions(), Timers()
+        self._timers = Timers()
+        self._subscribers: tuple[Callable[[str, int], None], ...] = ()
+        self._subscribing = threading.Lock()
         self._storage = storage
         self._writer = Writer(storage, stored, self._follow_up, self._now_s)
         self._telemetry = TelemetryBook(
@@ -113,12 +130,11 @@ class Service:
     def __enter__(self) -> Service:
         with ExitStack() as stack:
             stack.enter_context(self._writer)
-            stack.callback(self._write_telemetry)
+            stack.callback(self._write_all_telemetry)
             stack.enter_context(self._replanner)
             stack.enter_context(self._solver)
-            stack.enter_context(
-                self._processes
-            )  # ends first, so that nobody waits for results that are not needed
+            # ends first, so that nobody waits for results that are not needed
+            stack.enter_context(self._processes)
             self._stack = stack.pop_all()
         for name, state in self._writer.jobs.items():
             targets = state.decision.targets
@@ -154,7 +170,7 @@ class Service:
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """Return the reports of a job that count now or will count, in order of arrival."""
-        return transitions.current_reports(self._state(job), self._now_s())
+        return current_reports(self._state(job), self._now_s())
 
     def curve(self, job: str) -> Curve:
         """Return the energy curve of a job's pipelines as profiled."""
@@ -163,7 +179,7 @@ class Service:
     def pipelines(self, job: str) -> tuple[int, tuple[PipelineStatus, ...]]:
         """Return the newest version of a job's plans and the status of each pipeline, in order."""
         state = self._state(job)
-        return state.published.version, transitions.pipelines(state)
+        return state.published.version, pipeline_statuses(state)
 
     def plans(self, job: str, after: int) -> PlanSet | None:
         """Return a job's newest plans; None if their version is not above `after`."""
@@ -186,14 +202,9 @@ class Service:
         return self._writer.problem
 
     @property
-    def power_w(self) -> float | None:
-        """The power budget of all jobs, watts; None for no budget."""
-        return self._writer.power_w
-
-    @property
     def power_budget(self) -> PowerBudget:
         """The power budget of all jobs, and what replaces it later."""
-        return PowerBudget(self._writer.power_w, self._writer.power_schedule)
+        return self._writer.budget
 
     # Jobs
 
@@ -228,26 +239,23 @@ class Service:
             InfeasibleError: If no plan meets its deadline, switch budget or power, or the power
                 budget of all jobs.
         """
-        job = transitions.checked(job, frontier, self._now_s())
+        job = replace(job, frontier=sha256(frontier), since_s=self._now_s())
         state = self._writer.jobs.get(job.name)
-        if state is not None and (not take_over or transitions.is_same(state, job)):
-            return transitions.registered_again(state, job)
-        first = transitions.first_state(job, frontier, self._planning)
+        if state is not None and (not take_over or is_same(state, job)):
+            return recognize(state, job)
+        first = first_state(job, frontier, self._planning)
 
         def command(draft: Draft) -> Registered:
             known = draft.find(job.name)
             if known is not None and not take_over:
-                return transitions.registered_again(known, job)
+                return recognize(known, job)
             draft.frontiers[job.frontier] = frontier, first.curve
             if known is None:
                 draft.put(first)
             else:
-                self._reconcile(draft, transitions.taken_over(known, first))
+                self._reconcile(draft, take_over_job(known, first))
             self._share_power(draft, job.name)
-            state = draft.state(job.name)
-            return Registered(
-                JobSummary.of(state.job), state.published.version, is_new=known is None
-            )
+            return answer_registration(draft.state(job.name), is_new=known is None)
 
         return self._writer.do(command)
 
@@ -258,7 +266,7 @@ class Service:
             ended = draft.state(job).job
             draft.remove(job)
             draft.ended.append(totals_of(ended, self._telemetry.of(ended), self._now_s()))
-            if draft.power_w is not None:
+            if draft.budget.power_w is not None:
                 self._share_power(draft, None)
 
         self._writer.do(command)
@@ -273,14 +281,14 @@ class Service:
             InfeasibleError: If no plan is that fast, or the power budgets cannot be met with it.
             UsageError: If it is not a time.
         """
-        check_positive("deadline_s", deadline_s)
 
         def command(draft: Draft) -> Answer:
             before = draft.state(job)
+            after = before.with_job(deadline_s=deadline_s)
             check_deadline(deadline_s, before.curve)
-            draft.put(replace(before, job=replace(before.job, deadline_s=deadline_s)))
+            draft.put(after)
             self._share_power(draft, job)
-            return transitions.answer_to(before, self._reconcile(draft, draft.state(job)))
+            return answer_to(before, self._reconcile(draft, draft.state(job)))
 
         return self._writer.do(command)
 
@@ -300,20 +308,14 @@ class Service:
             InfeasiblePower: If no plans draw so little; names the least.
             UsageError: If it is not a power.
         """
-        check_positive("power_w", power_w)
+        if power_w is not None:
+            BOUND.check(power_w, "power_w")
 
         def command(draft: Draft) -> tuple[Answer, ...]:
-            if job is None:
-                draft.power_w, draft.power_schedule = power_w, schedule
-                before = tuple(draft.jobs().values())
-            else:
-                before = (draft.state(job),)
-                bounded = replace(before[0].job, power_w=power_w, power_schedule=schedule)
-                draft.put(replace(before[0], job=bounded))
+            before = draft.jobs().values() if job is None else [draft.state(job)]
+            set_budget(draft, job, PowerBudget(power_w, schedule))
             self._share_power(draft, job)
-            return tuple(
-                transitions.answer_to(state, draft.state(state.job.name)) for state in before
-            )
+            return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
 
         return self._writer.do(command)
 
@@ -338,19 +340,14 @@ class Service:
             known = before.reports.get(report.key) or before.past.get(report.key)
             if known is not None:
                 check_same(known, report)
-                return transitions.answer_to(
-                    before, before, known, "the report was received before"
-                )
+                return answer_to(before, before, known, "the report was received before")
             check_report(before, report)
-            after = self._reconcile(
-                draft, replace(before, reports={**before.reports, report.key: report})
-            )
+            after = self._reconcile(draft, before.with_report(report))
             if report.key in after.reports:
-                return transitions.answer_to(
-                    before, after, report, transitions.until_it_begins(after, report, self._now_s())
-                )
-            reason = "it expires before it begins, or its source has observed the scope later"
-            return transitions.answer_to(before, after, report, reason)
+                reason = until_it_begins(after, report, self._now_s())
+            else:
+                reason = "it expires before it begins, or its source has observed the scope later"
+            return answer_to(before, after, report, reason)
 
         return self._writer.submit(command)
 
@@ -369,11 +366,8 @@ class Service:
                 before = draft.state(name)
                 after, refused = with_alerts(before, alerts, self._now_s())
                 ignored |= refused
-                answers.append(
-                    transitions.answer_to(
-                        before, before if after is before else self._reconcile(draft, after)
-                    )
-                )
+                after = before if after is before else self._reconcile(draft, after)
+                answers.append(answer_to(before, after))
             return AlertEffects(tuple(answers), ignored)
 
         return self._writer.do(command)
@@ -394,12 +388,10 @@ class Service:
                     raise UnknownReport(
                         f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
                     )
-                return transitions.answer_to(
-                    before, before, past, "the report did not count any more"
-                )
-            report = transitions.cleared(report, now_s)
-            after = self._reconcile(draft, replace(before, reports={**before.reports, key: report}))
-            return transitions.answer_to(before, after, report)
+                return answer_to(before, before, past, "the report did not count any more")
+            report = expire(report, now_s)
+            after = self._reconcile(draft, before.with_report(report))
+            return answer_to(before, after, report)
 
         return self._writer.do(command)
 
@@ -421,13 +413,10 @@ class Service:
                     f"job {shown(job)} has no version {version} of its plans; the newest is "
                     f"{newest}"
                 )
-            if state.taken is None or (state.taken.version, state.taken.iteration) < (
-                version,
-                iteration,
-            ):
-                self._reconcile(
-                    draft, replace(state, taken=Taken(version, iteration, self._now_s()))
-                )
+            before = state.taken
+            if before is None or (before.version, before.iteration) < (version, iteration):
+                taken = Taken(version, iteration, self._now_s())
+                self._reconcile(draft, replace(state, taken=taken))
 
         self._writer.do(command)
 
@@ -440,15 +429,15 @@ class Service:
         Raises:
             Conflict: If they contradict what the same run sent before.
         """
-        state = self._state(job)
+        state, limit_w = self._state(job), sent.gpu_power_limit_w
         version = None if state.taken is None else state.taken.version
-        self._telemetry.add(
-            state.job, sent, partial(transitions.baseline_j, state), self._now_s(), version
-        )
-        if transitions.is_other_limit(state.job.gpu_power_limit_w, sent.gpu_power_limit_w):
-            self._writer.do(
-                lambda draft: self._limit_gpus(draft, draft.state(job), sent.gpu_power_limit_w)
-            )
+        self._telemetry.add(state.job, sent, partial(baseline_j, state), self._now_s(), version)
+
+        def limit_gpus(draft: Draft) -> None:
+            self._reconcile(draft, draft.state(job).with_job(gpu_power_limit_w=limit_w))
+
+        if is_other_limit(state.job.gpu_power_limit_w, limit_w):
+            self._writer.do(limit_gpus)
 
     # News and time
 
@@ -462,7 +451,16 @@ class Service:
         Returns:
             The function that ends the subscription.
         """
-        return self._subscriptions.add(callback)
+        told = partial(callback)  # another object each time
+
+        def end() -> None:
+            with self._subscribing:
+                others = (each for each in self._subscribers if each is not told)
+                self._subscribers = tuple(others)
+
+        with self._subscribing:
+            self._subscribers = (*self._subscribers, told)
+        return end
 
     def tick(self) -> float:
         """Do what is due by now: reports begin or expire, holding times end, budgets begin,
@@ -485,7 +483,7 @@ class Service:
                 self._timers.set(name, now_s)
             raise
         if self._telemetry.write_s <= now_s:
-            self._telemetry.write(self._writer)
+            self._write_telemetry()
         self._writer.check()
         return self.next_tick_s()
 
@@ -493,16 +491,14 @@ class Service:
         """Return when to call `tick`, taking into account what has changed since it last said
         so.
         """
-        return (
-            -math.inf
-            if self.problem
-            else min(self._timers.next_s(), self._telemetry.write_s, self._budget_s)
-        )
+        if self.problem:
+            return -math.inf
+        return min(self._timers.next_s(), self._telemetry.write_s, self._budget_s)
 
     @property
     def _budget_s(self) -> float:
         """When the next scheduled budget of all jobs together begins; infinite if there is none."""
-        schedule = self._writer.power_schedule
+        schedule = self._writer.budget.schedule
         return schedule[0].start_s if schedule else math.inf
 
     def _carry_out(self, names: Sequence[str], now_s: float, draft: Draft) -> None:
@@ -522,20 +518,41 @@ class Service:
         return self._statuses.of(state, self._telemetry.of(state.job), now_s)
 
     def _reconcile(self, draft: Draft, state: JobState) -> JobState:
-        after = transitions.reconciled(state, self._planning, self._now_s())
+        after = reconcile(state, self._planning, self._now_s())
         draft.put(after)
         return after
-
-    def _limit_gpus(self, draft: Draft, state: JobState, limit_w: float | None) -> None:
-        self._reconcile(draft, replace(state, job=replace(state.job, gpu_power_limit_w=limit_w)))
 
     def _share_power(self, draft: Draft, job: str | None) -> None:
         share_power(draft, job, partial(self._reconcile, draft))
 
     def _replan(self, name: str) -> None:
+        """Solve or plan once for a job, and publish its plans if that was the last of them; takes
+        up to minutes.
+        """
+        state, problem = self._writer.jobs.get(name), ""
+        if state is None:
+            return
         try:
-            if replan(name, self._writer, self._planning, self._now_s):
+            if prepare(state, self._planning, self._now_s()):
                 self._replanner.request(name)  # after those that wait
+                return
+        except Ending:
+            return
+        except PlannerError as error:
+            problem = str(error)
+        except Exception as error:
+            _log.exception("Planning failed for job %r", name)
+            problem = repr(error)
+
+        def command(draft: Draft) -> None:
+            state = draft.find(name)
+            if state is not None and problem:
+                draft.put(give_up(state, problem, self._now_s()))
+            elif state is not None:
+                self._reconcile(draft, state)
+
+        try:
+            self._writer.do(command)
         except Exception:
             self._timers.set(name, self._now_s() + _RETRY_S)
             raise
@@ -546,7 +563,7 @@ class Service:
         """
         look_s = math.inf
         if state is not None:
-            look_s = transitions.next_look_s(state, now_s := self._now_s())
+            look_s = next_look_s(state, now_s := self._now_s())
             if not state.is_planned and look_s <= now_s:
                 look_s = math.inf
         self._timers.set(name, look_s)
@@ -558,17 +575,39 @@ class Service:
             _log_events(name, before, after)
             if after is not None and not after.is_planned:
                 self._replanner.request(name)
-            if after is None and before is not None:
-                self._subscriptions.notify(name, before.published.version)
-            elif after is not None and (
-                before is None or after.published.version > before.published.version
-            ):
-                self._subscriptions.notify(name, after.published.version)
+            versions = [each.published.version for each in (before, after) if each is not None]
+            # also of a job that is new, or has ended
+            if versions[0] < versions[-1] or len(versions) == 1:
+                self._notify(name, versions[-1])
+
+    def _notify(self, name: str, version: int) -> None:
+        for callback in self._subscribers:
+            try:
+                callback(name, version)
+            except Exception:
+                _log.exception("A subscriber failed on version %d of job %r", version, name)
 
     def _write_telemetry(self) -> None:
+        """Write the telemetry of a few jobs, unless they have ended since it was sent.
+
+        Raises:
+            StorageError: If it cannot be written. It is written with the job's next message.
+        """
+        unwritten = self._telemetry.take_unwritten()
+
+        def command(draft: Draft) -> None:
+            for name, (since_s, tally) in unwritten.items():
+                state = draft.find(name)
+                if state is not None and state.job.since_s == since_s:
+                    draft.telemetry[name] = tally
+
+        if unwritten:
+            self._writer.do(command)
+
+    def _write_all_telemetry(self) -> None:
         try:
             while self._telemetry.write_s < math.inf:
-                self._telemetry.write(self._writer)
+                self._write_telemetry()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
 

@@ -1,17 +1,41 @@
-"""All that the service knows of one running job, as one frozen value."""
+"""All that the service knows of one running job, and how one state of it follows another:
+registered, reconciled with reports and budgets, planned, or given up.
+
+Everything here takes a `JobState` and returns another one or an answer; nothing is written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from perseus_planner.service.model import REMEMBERED
+from perseus_planner.base.errors import InfeasibleDeadline, UsageError, shown
+from perseus_planner.base.prefixes import si
+from perseus_planner.service.answers import Answer, Effect, Event, JobSummary, Registered
+from perseus_planner.service.curves import Curve, NotSolved
+from perseus_planner.service.model import (
+    REMEMBERED,
+    Conflict,
+    Decision,
+    PlanSet,
+    RegisteredJob,
+    Report,
+    Taken,
+    check_name,
+)
+from perseus_planner.service.planning import Planning, deduplicated, requests_of
+from perseus_planner.service.policy import decide, saving_w
+from perseus_planner.service.reports import (
+    check_places,
+    check_scope,
+    is_over,
+    lasting_reports,
+    over_s,
+)
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import Event
-    from perseus_planner.service.model import Decision, PlanSet, RegisteredJob, Report, Taken
-    from perseus_planner.service.planning.curves import Curve
+    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,14 @@ class JobState:
         """Whether all promised plans have been published."""
         return self.promised == self.published.version
 
+    def with_job(self, **settings: Any) -> JobState:
+        """Return the state with these fields of its job replaced."""
+        return replace(self, job=replace(self.job, **settings))
+
+    def with_report(self, report: Report) -> JobState:
+        """Return the state with a report added, or replaced."""
+        return replace(self, reports={**self.reports, report.key: report})
+
     def keeping(self, lasting: Iterable[Report]) -> JobState:
         """Return the state in which only the reports in `lasting` count; the others become past
         reports.
@@ -66,4 +98,344 @@ class JobState:
             self,
             reports={key: report for key, report in self.reports.items() if key in kept},
             past=past,
+        )
+
+
+_FORGOTTEN_AFTER_S = 3600.0
+"""For so long a report that is over still keeps earlier observations that arrive late from
+counting.
+"""
+_LIMIT_CHANGE = 0.01
+
+
+def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobState:
+    """Return a new job with the first version of its plans; takes seconds if they have to be
+    computed.
+
+    Raises:
+        FrontierError: If `frontier` is not a frontier file.
+        UsageError: If the job does not fit it.
+        InfeasibleError: If no plan meets the job's deadline or switch budget.
+    """
+    curve = planning.curve(job.frontier, frontier)
+    check_places(job, curve.stages)
+    check_deadline(job.deadline_s, curve)
+    without_budget = replace(job, power_w=None)  # power is shared once the job is known
+    decision = decide(without_budget, (), planning.numbers(job, curve), None, job.since_s)
+    asked = requests_of(job, curve, decision)
+    texts, of_pipeline = deduplicated(planning.first_plan(request, frontier) for request in asked)
+    return JobState(
+        registered=job,
+        job=job,
+        curve=curve,
+        decision=decision,
+        saving_w=0.0,  # the pipelines do what they would do anyway
+        published=PlanSet(1, texts, of_pipeline, job.since_s),
+        planned=decision,
+        promised=1,
+    )
+
+
+def is_same(state: JobState, job: RegisteredJob) -> bool:
+    """Return whether a registration is the one of the job in `state`."""
+    return replace(job, since_s=state.registered.since_s) == state.registered
+
+
+def recognize(state: JobState, job: RegisteredJob) -> Registered:
+    """Return the answer to a repeated registration of the job in `state`.
+
+    Raises:
+        Conflict: If `job` is another job of that name.
+    """
+    if not is_same(state, job):
+        raise Conflict(
+            f"another job {shown(job.name)} runs, with another frontier or other settings; end "
+            "that one, or choose another name"
+        )
+    return answer_registration(state, is_new=False)
+
+
+def answer_registration(state: JobState, *, is_new: bool) -> Registered:
+    """Return the answer to the registration of the job in `state`."""
+    return Registered(JobSummary.of(state.job), state.published.version, is_new)
+
+
+def take_over_job(state: JobState, first: JobState) -> JobState:
+    """Return the job in `state` with the frontier, settings and plans of `first`, to be
+    reconciled with its reports.
+    """
+    before, now = state.job, first.job
+    if before.deadline_s != state.registered.deadline_s:  # set since then
+        now = replace(now, deadline_s=before.deadline_s)
+    version = state.promised + 1
+    return replace(
+        first,
+        registered=replace(first.registered, since_s=before.since_s),
+        job=replace(now, power_w=before.power_w, since_s=before.since_s),
+        published=replace(first.published, version=version),
+        promised=version,
+        reports=state.reports,
+        past=state.past,
+        taken=state.taken,
+    )
+
+
+def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
+    """Return the job after the policy has decided again.
+
+    If all its plans are known, they are published. Otherwise their version is promised, and the
+    caller has them made with `prepare`.
+    """
+    state = _without_forgotten(state, now_s)
+    try:
+        decision = _decided(state, planning, now_s)
+    except NotSolved:
+        return replace(state, promised=state.published.version + 1)
+    saved_w = saving_w(_within_budgets(state), decision, planning.numbers(state.job, state.curve))
+    state = replace(state, decision=decision, saving_w=saved_w)
+    if state.is_planned and decision.targets == state.planned.targets:
+        return state
+    asked = requests_of(state.job, state.curve, decision)
+    if state.is_planned and asked == requests_of(state.job, state.curve, state.planned):
+        return state
+    version = state.published.version + 1
+    texts = [planning.text(request) for request in asked]
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
+        return replace(state, promised=version)
+    published = PlanSet(version, *deduplicated(known), now_s)
+    return replace(state, published=published, planned=decision, promised=version)
+
+
+def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
+    """Make one of the things that `reconciled` needs to publish the state's plans; takes up to
+    minutes.
+
+    Returns:
+        Whether more is needed.
+    """
+    try:
+        decision = _decided(state, planning, now_s)
+    except NotSolved as missing:
+        planning.solve(state.job, missing.slow)
+        return True
+    asked = dict.fromkeys(requests_of(state.job, state.curve, decision))
+    missing_plans = [request for request in asked if planning.text(request) is None]
+    for request in missing_plans[:1]:
+        planning.plan(request)
+    return len(missing_plans) > 1
+
+
+def give_up(state: JobState, reason: str, now_s: float) -> JobState:
+    """Return the job after planning failed: its unchanged plans, published as the version that was
+    promised.
+
+    The next time it is reconciled, the plans are requested again.
+    """
+    if state.is_planned:
+        return state
+    published = replace(state.published, version=state.promised, made_s=now_s)
+    decision = replace(
+        state.decision, reason=f"the plans stay unchanged because planning failed: {reason}"
+    )
+    return replace(state, published=published, decision=decision)
+
+
+def answer_to(
+    before: JobState, after: JobState, report: Report | None = None, reason: str = ""
+) -> Answer:
+    """Return the answer to a change; `reason` replaces that of the decision."""
+    unsolved = not after.is_planned and after.decision is before.decision
+    decided = (
+        "slow stages are solved anew before it is decided" if unsolved else after.decision.reason
+    )
+    return Answer(
+        job=after.job.name,
+        report=report,
+        version=after.promised,
+        changed=after.promised > before.promised
+        or after.decision.targets != before.decision.targets,
+        takes_effect=_effect(after),
+        expected_saving_w=None if unsolved else after.saving_w,
+        reason=reason or decided,
+    )
+
+
+def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
+    """Say when a report begins and what holds until then; empty if it has begun."""
+    if report.begins_iteration is None:
+        left_s = report.begins_s - now_s
+        waits = f"it begins in {si(left_s, 's', 3)}" if left_s > 0.0 else ""
+    elif (iteration := _iteration(state, now_s)) is None:
+        waits = (
+            f"it begins with iteration {report.begins_iteration}, and the job has not reported "
+            "its iteration yet"
+        )
+    else:
+        left_s = (report.begins_iteration - iteration) * state.decision.straggler_time_s
+        waits = (
+            f"it begins with iteration {report.begins_iteration}, in about {si(left_s, 's', 3)}"
+            if left_s > 0.0
+            else ""
+        )
+    return waits and f"{waits}; until then {state.decision.reason}"
+
+
+def last_moment_s(state: JobState) -> float:
+    """Return the last moment at which the state has changed or heard of something, as far as it
+    remembers.
+    """
+    taken_s = state.job.since_s if state.taken is None else state.taken.at_s
+    observed_s = (report.observed_s for report in state.reports.values())
+    return max(
+        state.job.since_s, state.decision.since_s, state.published.made_s, taken_s, *observed_s
+    )
+
+
+def is_other_limit(planned_w: float | None, told_w: float | None) -> bool:
+    """Return whether a power limit of the GPUs differs so much from the one planned for that it is
+    planned again.
+
+    A site may adjust its limit all the time; a difference within the error of a power sensor
+    changes no clock.
+    """
+    if planned_w is None or told_w is None:
+        return planned_w != told_w
+    return abs(told_w - planned_w) > _LIMIT_CHANGE * planned_w
+
+
+def next_look_s(state: JobState, now_s: float) -> float:
+    """Return when time alone may change the decision; infinite for never."""
+    budget_s = state.job.power_schedule[0].start_s if state.job.power_schedule else math.inf
+    return min(state.decision.look_again_s, _next_beginning_s(state, now_s), budget_s)
+
+
+def expire(report: Report, now_s: float) -> Report:
+    """Return the report, expired now. If it had begun, it still counts as begun and so ends its
+    source's older ones.
+    """
+    begins_s = (
+        report.begins_s
+        if report.begins_s > now_s
+        else min(report.begins_s, math.nextafter(now_s, 0.0))
+    )
+    return replace(report, begins_s=begins_s, expires_s=now_s)
+
+
+def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
+    """Decide what the job's pipelines are to do.
+
+    Raises:
+        NotSolved: If slow stages have to be solved first.
+    """
+    numbers = planning.numbers(state.job, state.curve)
+    reports, iteration = state.reports.values(), _iteration(state, now_s)
+    return decide(
+        _within_budgets(state), reports, numbers, state.decision, now_s, iteration=iteration
+    )
+
+
+def _without_forgotten(state: JobState, now_s: float) -> JobState:
+    lasting = lasting_reports(state.reports.values(), now_s, _iteration(state, now_s))
+    oldest_s = (
+        now_s - _FORGOTTEN_AFTER_S
+    )  # by the service's clock: that of a source may be hours behind
+    return state.keeping(
+        report for report in lasting if not is_over(report, now_s) or over_s(report) >= oldest_s
+    )
+
+
+def _within_budgets(state: JobState) -> RegisteredJob:
+    """Return the job with the iteration time and the power that budgets leave it, if there are
+    any.
+    """
+    share = state.share
+    if share is None:
+        return state.job
+    return replace(state.job, deadline_s=share.time_s, power_w=share.power_w)
+
+
+def _iteration(state: JobState, now_s: float) -> int | None:
+    """Estimate the first iteration that can still be changed; None if the job has not reported one.
+
+    The job is assumed to continue at the pace that was decided.
+    """
+    if state.taken is None:
+        return None
+    return (
+        state.taken.iteration
+        + int(max(now_s - state.taken.at_s, 0.0) / state.decision.straggler_time_s)
+        + 1
+    )
+
+
+def _next_beginning_s(state: JobState, now_s: float) -> float:
+    """Estimate when the next iteration with which a report begins will run; infinite if that is
+    unknown.
+    """
+    iteration, taken = _iteration(state, now_s), state.taken
+    if iteration is None or taken is None:
+        return math.inf
+    waiting = [
+        report.begins_iteration
+        for report in state.reports.values()
+        if report.begins_iteration is not None
+    ]
+    ahead = [number - taken.iteration - 1 for number in waiting if number > iteration]
+    return taken.at_s + min(ahead) * state.decision.straggler_time_s if ahead else math.inf
+
+
+def _effect(state: JobState) -> Effect:
+    if not state.is_planned:
+        return "planning"
+    is_taken = state.taken is not None and state.taken.version >= state.promised
+    return "already" if is_taken else "next iteration"
+
+
+_MOST_REPORTS = 4096
+
+
+def check_deadline(deadline_s: float | None, curve: Curve) -> None:
+    """Check that a plan can meet a deadline.
+
+    Raises:
+        InfeasibleDeadline: If none can; names the least deadline.
+    """
+    if deadline_s is not None and deadline_s < curve.min_time_s:
+        raise InfeasibleDeadline(deadline_s, curve.min_time_s)
+
+
+def check_report(state: JobState, report: Report) -> None:
+    """Check a new report of a job.
+
+    Raises:
+        UsageError: If the job does not have the scope, or a time is not finite.
+        Conflict: If the job has too many reports.
+    """
+    check_name("key", report.key)
+    check_scope(state.job, report.scope, state.curve.stages)
+    if not (math.isfinite(report.observed_s) and math.isfinite(report.begins_s)) or math.isnan(
+        report.expires_s
+    ):
+        raise UsageError(
+            f"report {shown(report.key)}: a time is not finite; give seconds since the epoch"
+        )
+    if len(state.reports) >= _MOST_REPORTS:
+        raise Conflict(f"job {shown(state.job.name)} has {len(state.reports)} reports; clear some")
+
+
+def check_same(known: Report, report: Report) -> None:
+    """Check that a report with a known key is the same report. Its times may differ, as they count
+    from its arrival.
+
+    Raises:
+        Conflict: If it is another report.
+    """
+    if any(
+        getattr(known, name) != getattr(report, name)
+        for name in ("source", "scope", "slowdown", "iteration_s", "cause")
+    ):
+        raise Conflict(
+            f"report {shown(report.key)} differs from what was received with that key; give "
+            "another report another key"
         )

@@ -20,7 +20,7 @@ from perseus_planner.base.errors import PlannerError, ServiceAway, ServiceRefusa
 from perseus_planner.runtime.agent.outbox import Detections, JobCounts
 from perseus_planner.runtime.agent.store import RankLocation, StoreMessages
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
-from perseus_planner.service.client.client import TIMEOUT_S, Client
+from perseus_planner.service.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
     from perseus_planner.service.answers import PipelineStatus
-    from perseus_planner.service.client.client import Client
+    from perseus_planner.service.client import Client
 
 GROWTH = 1.5
 """How many times as many rows must be known before the service plans on them."""

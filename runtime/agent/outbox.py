@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from perseus_planner.runtime.telemetry.counters import Counts, common_counts
-from perseus_planner.service.client.sources import straggling_report
 from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.schemas import Counters
+from perseus_planner.service.sources import straggling_report
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.agent.store import Detection, StoreMessages

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.schedules.grid import parse_grid
-from perseus_planner.service.client.client import Client
+from perseus_planner.service.client import Client
 from perseus_planner.service.model import Place
 from perseus_planner.service.schemas import Registration
 from perseus_planner.solver.frontier import Frontier

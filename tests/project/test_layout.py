@@ -75,7 +75,7 @@ def test_no_files_import_each_other_in_a_circle():
         "import perseus_planner",
         "from perseus_planner import Frontier, Job, Plan, Profile",
         "from perseus_planner.runtime import planner_runtime",
-        "from perseus_planner.service.client.client import Client",
+        "from perseus_planner.service.client import Client",
         'from perseus_planner.cli import main; main(["--help"], standalone_mode=False)',
         'from perseus_planner.cli import main; main(["show", "profile.yaml"], '
         "standalone_mode=False)",

@@ -18,7 +18,7 @@ from commands import done
 from launching import Ended, ranks
 from serving import Serving
 
-from perseus_planner.service.client.client import Client
+from perseus_planner.service.client import Client
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")

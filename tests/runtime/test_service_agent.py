@@ -547,11 +547,11 @@ def test_a_rank_without_the_packages_of_a_service_says_what_to_install(
 
     for name in [name for name in sys.modules if name.startswith("perseus_planner.runtime.agent")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "perseus_planner.service.client.client", None)
+    monkeypatch.setitem(sys.modules, "perseus_planner.service.client", None)
     with pytest.raises(UsageError) as refused:
         session._service_link(SimpleNamespace(service="http://127.0.0.1:1"), None, None)
     assert str(refused.value) == (
-        "service='http://127.0.0.1:1' needs perseus_planner.service.client.client, which is not "
+        "service='http://127.0.0.1:1' needs perseus_planner.service.client, which is not "
         "installed; run `pip install '.[service]'` in your clone of perseus-planner on every rank"
     )
 

@@ -22,15 +22,15 @@ from strategies import fixed
 from perseus_planner.base.errors import PlannerError, ServiceAway, UsageError
 from perseus_planner.cli import main
 from perseus_planner.runs.straggler import StragglerDetection
-from perseus_planner.service.client.client import Client
-from perseus_planner.service.client.sources import (
+from perseus_planner.service.client import Client
+from perseus_planner.service.model import Scope
+from perseus_planner.service.schemas import ReportRequest
+from perseus_planner.service.sources import (
     Feed,
     megatron_reports,
     resiliency_reports,
     straggling_report,
 )
-from perseus_planner.service.model import Scope
-from perseus_planner.service.schemas import ReportRequest
 
 
 def rank(source: str, number: int, **fields: Any) -> ReportRequest:

@@ -22,14 +22,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_stand_in import asking, opened
-from services import NOW_S, Clock, at_once, frontier_file, job, planned, report
+from services import NOW_S, Clock, frontier_file, job, planned, report, service_at
 from strategies import fixed
 
 from perseus_planner.service import alertmanager as webhook
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, read_tokens
 from perseus_planner.service.model import Place, Scope
 from perseus_planner.service.service import Service
-from perseus_planner.service.store.storage import Storage
 
 httpx = pytest.importorskip("httpx")
 
@@ -93,8 +92,7 @@ def served(place: Path) -> Iterator[tuple[Service, Clock, Callable[..., httpx.Re
     """
     clock = Clock()
     with (
-        Storage(place) as storage,
-        Service(storage, now_s=clock, run=at_once) as service,
+        service_at(place, clock) as service,
         asking(service, now_s=clock) as ask,
     ):
         service.register(job(), frontier_file())
@@ -177,7 +175,7 @@ def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(
     service, _, ask = running
     service.register(job("bloom"), frontier_file())
     service.report("gpt", report("one"))
-    monkeypatch.setattr("perseus_planner.service.checks._MOST_REPORTS", 1)
+    monkeypatch.setattr("perseus_planner.service.state._MOST_REPORTS", 1)
     found = posted(ask, FIRING)
     assert [each["problem"] for each in found["ignored"]] == ["job 'gpt' has 1 reports; clear some"]
     assert (slowdowns(service), slowdowns(service, "bloom")) == ([1.3], [1.4042553191489362])
@@ -389,10 +387,7 @@ def test_what_is_no_group_of_alerts_is_refused_and_a_large_one_is_taken(tmp_path
             assert await post("0123456789abcdef", body(*many * 9)) == 413
             assert len(service.reports("gpt")) == 400
 
-    with (
-        Storage(tmp_path / "service.sqlite") as storage,
-        Service(storage, now_s=Clock(), run=at_once) as service,
-    ):
+    with service_at(tmp_path / "service.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
         asyncio.run(conversation(service))
 
@@ -438,5 +433,5 @@ def test_alerts_survive_the_service(tmp_path: Path):
             posted(ask, FIRING)
             planned(service)
             before = service.status("gpt")
-        with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+        with service_at(place, Clock()) as service:
             assert service.status("gpt") == before

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 from http_stand_in import stand_in
-from services import NOW_S, Clock, at_once, frontier_file, job, planned, report
+from services import NOW_S, Clock, frontier_file, job, planned, report, service_at
 
 from perseus_planner.base.errors import ServiceRefusal
-from perseus_planner.service.client.client import Client
+from perseus_planner.service.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Scope
 from perseus_planner.service.schemas import ReportRequest
 from perseus_planner.service.service import Service
-from perseus_planner.service.store.storage import Storage
 from perseus_planner.views.service_text import answer_text
 
 pytest.importorskip("httpx")
@@ -40,10 +39,7 @@ class Held:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    with (
-        Storage(tmp_path / "service.sqlite") as storage,
-        Service(storage, now_s=Clock(), run=at_once) as service,
-    ):
+    with service_at(tmp_path / "service.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
         yield service
 
@@ -51,7 +47,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 def test_what_slow_stages_save_is_said_when_they_are_solved_and_not_before(tmp_path: Path):
     held = Held()
     held.goes_on.set()
-    with Storage(tmp_path / "service.sqlite") as storage, Service(storage, run=held) as service:
+    with service_at(tmp_path / "service.sqlite", run=held) as service:
         service.register(job(), frontier_file())
         held.goes_on.clear()
         with serving(service, Address(port=0)) as url, Client(url) as client:
@@ -73,7 +69,7 @@ def test_what_slow_stages_save_is_said_when_they_are_solved_and_not_before(tmp_p
 def test_an_answer_that_waits_in_vain_says_what_is_known(tmp_path: Path):
     held = Held()
     held.goes_on.set()
-    with Storage(tmp_path / "service.sqlite") as storage, Service(storage, run=held) as service:
+    with service_at(tmp_path / "service.sqlite", run=held) as service:
         service.register(job(), frontier_file())
         held.goes_on.clear()
         with serving(service, Address(port=0)) as url, Client(url) as client:

@@ -10,11 +10,11 @@ import pytest
 from services import NOW_S, PIPELINES, Clock, at_once, frontier_file, job, planned
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.service.client.budget_file import read_budgets, replaced, split_at
-from perseus_planner.service.model import PowerStep
+from perseus_planner.service.budget_file import read_budgets, replaced
+from perseus_planner.service.model import PowerStep, split_at
 from perseus_planner.service.schemas import PowerRequest
 from perseus_planner.service.service import Service
-from perseus_planner.service.store.storage import Storage
+from perseus_planner.service.storage import Storage
 
 
 def written(folder: Path, text: str) -> Path:
@@ -38,7 +38,7 @@ def test_a_file_has_powers_or_a_signal_and_a_target(tmp_path: Path):
         PowerStep(0.0, 40000.0),
     )
     assert split_at(powers, 6.0) == (None, powers)
-    assert split_at(powers, at_s) == (30000.0, powers[2:])
+    assert split_at(powers, at_s) == (powers[1], powers[2:])
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from http_stand_in import StandIn, stand_in
 from service_answers import ANSWER, KEPT, STATUS, api, refused
 
 from perseus_planner.base.errors import ServiceAway, ServiceRefusal, UsageError
-from perseus_planner.service.client import budget_file
-from perseus_planner.service.client.client import Client
+from perseus_planner.service import budget_file
+from perseus_planner.service.client import Client
 from perseus_planner.service.model import Decision, Place, Scope, Taken, Target
 from perseus_planner.service.schemas import Registration, ReportRequest
 

@@ -37,6 +37,7 @@ from services import (
     job,
     planned,
     report,
+    service_at,
     small_frontier,
     versions_told,
 )
@@ -52,7 +53,9 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.service import tables, worker, writer
 from perseus_planner.service.clock import SteadyClock
+from perseus_planner.service.curves import Curve, KnownNumbers
 from perseus_planner.service.model import (
     Conflict,
     Fenced,
@@ -62,14 +65,11 @@ from perseus_planner.service.model import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.service.planning import worker
-from perseus_planner.service.planning.cache import NotPlanned, Processes
-from perseus_planner.service.planning.curves import Curve, KnownNumbers
-from perseus_planner.service.planning.worker import PlanRequest, curve_of, nearest_plan_text
+from perseus_planner.service.planning import NotPlanned, Processes
 from perseus_planner.service.schemas import Counters, to_json
 from perseus_planner.service.service import Service
-from perseus_planner.service.store import tables, writer
-from perseus_planner.service.store.storage import Change, Storage
+from perseus_planner.service.storage import Change, Storage
+from perseus_planner.service.worker import PlanRequest, curve_of, nearest_plan_text
 from perseus_planner.solver.frontier import solve_dag
 
 PROGRAM = Path(__file__).parents[1] / "support" / "service_program.py"
@@ -99,39 +99,47 @@ def one(tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
+@pytest.fixture
+def service(one: Run) -> Service:
+    return one.service
+
+
 def plans(service: Service, name: str = "gpt") -> tuple[Plan, ...]:
     found = service.plans(name, 0)
     assert found is not None
     return found.plans
 
 
-def test_a_job_begins_with_plans_that_are_no_slower_than_all_clocks_at_maximum(one: Run):
-    found = one.service.plans("gpt", 0)
+def test_a_job_begins_with_plans_that_are_no_slower_than_all_clocks_at_maximum(service: Service):
+    found = service.plans("gpt", 0)
     assert found is not None
     assert (found.version, len(found.texts), found.of_pipeline) == (1, 1, (0,) * PIPELINES)
     assert found.plans[0] == small_frontier().plan_for(small_frontier().baseline_time_s)
-    assert one.service.plans("gpt", 1) is None
+    assert service.plans("gpt", 1) is None
 
 
-def test_a_job_is_registered_once_however_often_it_is_said(one: Run):
-    one.service.set_deadline("gpt", 1.2 * small_frontier().baseline_time_s)
-    again = one.service.register(job(), frontier_file())
-    planned(one.service)
+def test_a_job_is_registered_once_however_often_it_is_said(service: Service):
+    service.set_deadline("gpt", 1.2 * small_frontier().baseline_time_s)
+    again = service.register(job(), frontier_file())
+    planned(service)
     assert (again.is_new, again.version) == (False, 1)
     assert again.job.deadline_s == 1.2 * small_frontier().baseline_time_s
 
 
 @pytest.mark.parametrize(("other", "step_mhz"), [(job(max_changes=2), 90), (job(), 180)])
-def test_another_job_of_the_same_name_is_refused(one: Run, other: Any, step_mhz: int):
+def test_another_job_of_the_same_name_is_refused(service: Service, other: Any, step_mhz: int):
     with pytest.raises(
         Conflict, match=r"another job 'gpt' runs, with another frontier or other settings; end that"
     ):
-        one.service.register(other, frontier_file(step_mhz))
+        service.register(other, frontier_file(step_mhz))
 
 
 def test_the_same_job_registered_by_many_at_once_is_new_to_one(tmp_path: Path):
-    with running(tmp_path / "service.sqlite") as run, ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: run.service.register(job(), frontier_file()), range(8)))
+    with (
+        service_at(tmp_path / "service.sqlite", Clock()) as service,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        found = list(threads.map(lambda _: service.register(job(), frontier_file()), range(8)))
         assert sum(each.is_new for each in found) == 1
         assert {each.version for each in found} == {1}
 
@@ -142,39 +150,39 @@ BASELINE_S = baseline_s()
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        (job(""), UsageError, "name: '' is not a name"),
-        (job("a\nb"), UsageError, "is not a name"),
-        (job("n" * 256), UsageError, "is not a name"),
-        (replace(job(), pipelines=0), UsageError, "pipelines: 0 is not a whole number"),
-        (replace(job(), pipelines=2), UsageError, "pipeline 2: does not exist; they are 0 to 1"),
+        ({"name": ""}, UsageError, "name: '' is not a name"),
+        ({"name": "a\nb"}, UsageError, "is not a name"),
+        ({"name": "n" * 256}, UsageError, "is not a name"),
+        ({"pipelines": 0}, UsageError, "pipelines: 0 is not a whole number"),
+        ({"pipelines": 2}, UsageError, "pipeline 2: does not exist; they are 0 to 1"),
         (
-            replace(job(), places=(replace(job().places[0], stages=(7,)),)),
+            {"places": (replace(job().places[0], stages=(7,)),)},
             UsageError,
             "stage 7: does not exist",
         ),
-        (replace(job(), places=job().places[:1] * 2), UsageError, "a rank is listed twice"),
-        (job(max_changes=-1), UsageError, "max_changes: -1"),
-        (job(deadline_s=math.inf), UsageError, "deadline_s: inf"),
-        (job(power_w=0.0), UsageError, "power_w: 0.0"),
-        (job(on_time=1.0), UsageError, "on_time: 1.0 is not a probability"),
+        ({"places": job().places[:1] * 2}, UsageError, "a rank is listed twice"),
+        ({"max_changes": -1}, UsageError, "max_changes: -1"),
         (
-            job(deadline_s=0.01 * BASELINE_S),
+            {"deadline_s": math.inf},
+            UsageError,
+            "deadline_s: inf is not a finite number",
+        ),
+        ({"power_w": 0.0}, UsageError, "power_w: 0.0"),
+        ({"on_time": 1.0}, UsageError, "on_time: 1.0 is not a probability"),
+        (
+            {"deadline_s": 0.01 * BASELINE_S},
             InfeasibleDeadline,
             "no plan finishes an iteration within",
         ),
-        (
-            job(max_changes=0, deadline_s=0.9999 * BASELINE_S),
-            InfeasibleDeadline,
-            "no plan",
-        ),
-        (job(power_w=1.0), InfeasiblePower, "no plan draws 1 W or less"),
+        ({"max_changes": 0, "deadline_s": 0.9999 * BASELINE_S}, InfeasibleDeadline, "no plan"),
+        ({"power_w": 1.0}, InfeasiblePower, "no plan draws 1 W or less"),
     ],
 )
-def test_what_is_no_job_is_refused(tmp_path: Path, wrong: Any, error: type[Exception], text: str):
-    with running(tmp_path / "service.sqlite") as run:
-        with pytest.raises(error, match=text):
-            run.service.register(wrong, frontier_file())
-        assert run.service.jobs() == ()
+def test_what_is_no_job_is_refused(service: Service, wrong: Any, error: type[Exception], text: str):
+    service.end("gpt")
+    with pytest.raises(error, match=text):
+        service.register(replace(job(), **wrong), frontier_file())
+    assert service.jobs() == ()
 
 
 @pytest.mark.parametrize(
@@ -184,24 +192,26 @@ def test_what_is_no_frontier_is_refused_without_a_path_of_this_machine(
     tmp_path: Path, file: Callable[[], bytes]
 ):
     with (
-        running(tmp_path / "service.sqlite") as run,
+        service_at(tmp_path / "service.sqlite", Clock()) as service,
         pytest.raises(FrontierError, match=r"^frontier\.npz: "),
     ):
-        run.service.register(job(), file())
+        service.register(job(), file())
 
 
-def test_beside_a_slow_pipeline_the_others_take_as_long_and_go_back_when_it_recovers(one: Run):
-    calm = plans(one.service)
-    with versions_told(one.service) as told:
-        answer = one.service.report("gpt", report("a", pipeline=1, slowdown=1.2))
+def test_beside_a_slow_pipeline_the_others_take_as_long_and_go_back_when_it_recovers(
+    service: Service,
+):
+    calm = plans(service)
+    with versions_told(service) as told:
+        answer = service.report("gpt", report("a", pipeline=1, slowdown=1.2))
         assert (answer.version, answer.changed, answer.takes_effect) == (2, True, "planning")
         assert answer.expected_saving_w > 0.0
-        planned(one.service)
+        planned(service)
         beside = small_frontier().plan_beside_straggler(1.2 * BASELINE_S)
-        assert plans(one.service) == (beside, calm[1], beside)
-        back = one.service.report("gpt", report("b", slowdown=1.0, observed_s=NOW_S + 1.0))
+        assert plans(service) == (beside, calm[1], beside)
+        back = service.report("gpt", report("b", slowdown=1.0, observed_s=NOW_S + 1.0))
         assert (back.version, back.takes_effect) == (3, "next iteration")  # those plans are known
-        assert plans(one.service) == calm
+        assert plans(service) == calm
     assert told == {"gpt": [2, 3]}
 
 
@@ -214,45 +224,43 @@ def test_plans_for_a_probability_keep_deadline_straggler_and_power_in_spite_of_n
     for seed in range(3):
         noisy = solve(noisy_rows(truth.profile, 0.005, 12, seed), schedule)
         noisy.save(tmp_path / "frontier.npz")
-        with running(tmp_path / f"{seed}.sqlite") as run:
-            run.service.register(job(on_time=0.95), (tmp_path / "frontier.npz").read_bytes())
-            sure = plans(run.service)[0]
+        with service_at(tmp_path / f"{seed}.sqlite", Clock()) as service:
+            service.register(job(on_time=0.95), (tmp_path / "frontier.npz").read_bytes())
+            sure = plans(service)[0]
             assert sure == noisy.plan_for(noisy.baseline_time_s, on_time=0.95)
             assert truth.plan_of(sure.clocks).time_s < 1.002 * truth.baseline_time_s
-            run.service.report("gpt", report("a", pipeline=1, slowdown=1.06))
-            planned(run.service)
-            beside = truth.plan_of(plans(run.service)[0].clocks)
+            service.report("gpt", report("a", pipeline=1, slowdown=1.06))
+            planned(service)
+            beside = truth.plan_of(plans(service)[0].clocks)
             assert 1.03 * truth.baseline_time_s < beside.time_s < 1.061 * truth.baseline_time_s
-            run.service.clear("gpt", "a")
-            run.service.set_power("gpt", PIPELINES * budget_w)
-            planned(run.service)
-            within = plans(run.service)[0]
+            service.clear("gpt", "a")
+            service.set_power("gpt", PIPELINES * budget_w)
+            planned(service)
+            within = plans(service)[0]
             assert 0.97 * budget_w < truth.plan_of(within.clocks).power_w < 1.001 * budget_w
             assert within.on_time is not None
 
 
-def test_a_job_without_a_plan_that_is_surely_fast_enough_runs_at_maximum(one: Run):
-    fast = PlanRequest(
-        one.service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.95
-    )
+def test_a_job_without_a_plan_that_is_surely_fast_enough_runs_at_maximum(service: Service):
+    fast = PlanRequest(service.status("gpt").job.frontier, 0.999 * BASELINE_S, (), None, None, 0.95)
     plan = Plan.loads(nearest_plan_text(fast, frontier_file()))
     assert plan.time_s <= 1.001 * BASELINE_S
 
 
-def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes(one: Run):
+def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes(service: Service):
     slowdowns = {1: 1.3}
-    answer = one.service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
+    answer = service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
     assert (answer.version, answer.takes_effect) == (2, "planning")
     assert answer.reason == "slow stages are solved anew before it is decided"
-    planned(one.service)
+    planned(service)
     frontier = small_frontier()
     slow = solve_dag(PipelineDag(slowed(frontier.profile, slowdowns), frontier.dag.iteration))
-    decision = one.service.status("gpt").decision
+    decision = service.status("gpt").decision
     assert decision.straggler_time_s == max(slow.min_time_s, BASELINE_S)
     assert decision.targets[2].slow_stages == slowdowns
     own = slow.plan_until(decision.targets[2].time_s)
     beside = frontier.plan_beside_straggler(decision.straggler_time_s)
-    assert plans(one.service) == (beside, beside, own)
+    assert plans(service) == (beside, beside, own)
 
 
 def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: Path):
@@ -265,71 +273,67 @@ def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: P
         PipelineDag(within_power_limit(frontier.profile, limit_w), frontier.dag.iteration)
     )
     assert limited.min_time_s > 1.001 * BASELINE_S
-    with running(tmp_path / "service.sqlite") as run:
-        run.service.register(job(), frontier_file())
-        run.service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0))
-        assert run.service.status("gpt").promised == 1
-        run.service.telemetry(
-            "gpt", Counters("a", iterations=2, time_s=2.0, gpu_power_limit_w=limit_w)
-        )
-        planned(run.service)
-        assert plans(run.service) == (limited.plan_for(limited.baseline_time_s),) * PIPELINES
-        version = run.service.status("gpt").version
-        run.service.telemetry(
+    with service_at(tmp_path / "service.sqlite", Clock()) as service:
+        service.register(job(), frontier_file())
+        service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0))
+        assert service.status("gpt").promised == 1
+        service.telemetry("gpt", Counters("a", iterations=2, time_s=2.0, gpu_power_limit_w=limit_w))
+        planned(service)
+        assert plans(service) == (limited.plan_for(limited.baseline_time_s),) * PIPELINES
+        version = service.status("gpt").version
+        service.telemetry(
             "gpt", Counters("a", iterations=3, time_s=3.0, gpu_power_limit_w=0.995 * limit_w)
         )
-        assert (
-            run.service.status("gpt").promised == version
-        )  # a site may adjust its limit all the time
-        run.service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
-        planned(run.service)
+        assert service.status("gpt").promised == version  # a site may adjust its limit all the time
+        service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
+        planned(service)
         slow = solve_dag(PipelineDag(slowed(limited.profile, {1: 1.3}), limited.dag.iteration))
-        assert plans(run.service)[2] == slow.plan_until(
-            run.service.status("gpt").decision.targets[2].time_s
+        assert plans(service)[2] == slow.plan_until(
+            service.status("gpt").decision.targets[2].time_s
         )
-        run.service.clear("gpt", "a")
-    with running(tmp_path / "service.sqlite") as run:
-        planned(run.service)
-        status = run.service.status("gpt")
+        service.clear("gpt", "a")
+    with service_at(tmp_path / "service.sqlite", Clock()) as service:
+        planned(service)
+        status = service.status("gpt")
         assert (status.job.gpu_power_limit_w, status.decision.targets[0].time_s) == (
             limit_w,
             limited.baseline_time_s,
         )
-        run.service.telemetry("gpt", Counters("a", iterations=4, time_s=4.0))
-        planned(run.service)
-        assert plans(run.service)[0] == frontier.plan_for(BASELINE_S)
+        service.telemetry("gpt", Counters("a", iterations=4, time_s=4.0))
+        planned(service)
+        assert plans(service)[0] == frontier.plan_for(BASELINE_S)
 
 
-def test_a_power_limit_that_nothing_can_keep_leaves_the_plans_as_they_are(one: Run):
-    before = plans(one.service)
-    one.service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0, gpu_power_limit_w=1.0))
-    planned(one.service)
-    assert plans(one.service) == before
-    reason = one.service.status("gpt").decision.reason
+def test_a_power_limit_that_nothing_can_keep_leaves_the_plans_as_they_are(service: Service):
+    before = plans(service)
+    service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0, gpu_power_limit_w=1.0))
+    planned(service)
+    assert plans(service) == before
+    reason = service.status("gpt").decision.reason
     assert reason.startswith(
         "the plans stay unchanged because planning failed: stage 0 forward: draws"
     )
 
 
-def test_no_plan_is_slower_than_is_of_use(one: Run):
-    one.service.report("gpt", report("a", slowdown=50.0))
-    planned(one.service)
-    assert plans(one.service)[0] == small_frontier().plan_until(small_frontier().max_time_s)
-    version = one.service.status("gpt").version
-    answer = one.service.report("gpt", report("b", slowdown=60.0, source="another"))
+def test_no_plan_is_slower_than_is_of_use(service: Service):
+    service.report("gpt", report("a", slowdown=50.0))
+    planned(service)
+    assert plans(service)[0] == small_frontier().plan_until(small_frontier().max_time_s)
+    version = service.status("gpt").version
+    answer = service.report("gpt", report("b", slowdown=60.0, source="another"))
     assert answer.version == version  # the plans are the same
 
 
-def test_the_same_report_again_changes_nothing(one: Run):
-    first = one.service.report("gpt", report("a"))
-    planned(one.service)
-    again = one.service.report("gpt", report("a", begins_s=NOW_S + 5.0))
+def test_the_same_report_again_changes_nothing(service: Service):
+    first = service.report("gpt", report("a"))
+    planned(service)
+    again = service.report("gpt", report("a", begins_s=NOW_S + 5.0))
     assert (again.version, again.changed, again.report) == (first.version, False, first.report)
     assert again.reason == "the report was received before"
-    one.service.clear("gpt", "a")
-    resent = one.service.report("gpt", report("a"))
+    service.clear("gpt", "a")
+    resent = service.report("gpt", report("a"))
     assert not resent.changed
-    assert one.service.reports("gpt") == ()
+    assert service.reports("gpt") == ()
 
 
 @pytest.mark.parametrize(
@@ -341,22 +345,22 @@ def test_the_same_report_again_changes_nothing(one: Run):
         report("a", cause="data"),
     ],
 )
-def test_another_report_of_the_same_key_is_refused(one: Run, other: Any):
-    one.service.report("gpt", report("a"))
+def test_another_report_of_the_same_key_is_refused(service: Service, other: Any):
+    service.report("gpt", report("a"))
     with pytest.raises(
         Conflict,
         match="report 'a' differs from what was received with that key; give another report "
         "another key",
     ):
-        one.service.report("gpt", other)
+        service.report("gpt", other)
 
 
-def test_what_a_source_observed_later_counts_in_whatever_order_it_comes(one: Run):
-    one.service.report("gpt", report("new", slowdown=1.0, observed_s=NOW_S))
-    late = one.service.report("gpt", report("old", slowdown=1.5, observed_s=NOW_S - 10.0))
+def test_what_a_source_observed_later_counts_in_whatever_order_it_comes(service: Service):
+    service.report("gpt", report("new", slowdown=1.0, observed_s=NOW_S))
+    late = service.report("gpt", report("old", slowdown=1.5, observed_s=NOW_S - 10.0))
     assert not late.changed
     assert "its source has observed the scope later" in late.reason
-    assert one.service.reports("gpt") == ()
+    assert service.reports("gpt") == ()
 
 
 def test_a_cleared_report_keeps_older_ones_from_counting(one: Run):
@@ -385,14 +389,13 @@ def test_a_cleared_report_keeps_older_ones_from_counting(one: Run):
         (report("a", begins_s=math.inf), "a time is not finite"),
     ],
 )
-def test_a_report_that_says_nothing_of_the_job_is_refused(one: Run, wrong: Any, text: str):
+def test_a_report_that_says_nothing_of_the_job_is_refused(service: Service, wrong: Any, text: str):
     with pytest.raises(UsageError, match=text):
-        one.service.report("gpt", wrong)
-    assert one.service.status("gpt").promised == 1
+        service.report("gpt", wrong)
+    assert service.status("gpt").promised == 1
 
 
-def test_what_is_not_there_is_said_to_be_unknown(one: Run):
-    service = one.service
+def test_what_is_not_there_is_said_to_be_unknown(service: Service):
     for call in (service.status, service.reports, service.end):
         with pytest.raises(UnknownJob, match="no job 'other' runs here"):
             call("other")
@@ -438,18 +441,18 @@ def test_a_report_begins_at_its_iteration_as_far_as_the_job_has_told(one: Run):
     assert one.service.status("gpt").promised == 2
 
 
-def test_a_deadline_moves_all_pipelines_and_back(one: Run):
-    calm = plans(one.service)
-    answer = one.service.set_deadline("gpt", 1.1 * BASELINE_S)
+def test_a_deadline_moves_all_pipelines_and_back(service: Service):
+    calm = plans(service)
+    answer = service.set_deadline("gpt", 1.1 * BASELINE_S)
     assert (answer.report, answer.version) == (None, 2)
-    planned(one.service)
-    assert plans(one.service) == (small_frontier().plan_until(1.1 * BASELINE_S),) * PIPELINES
-    one.service.set_deadline("gpt", None)
-    assert plans(one.service) == calm
+    planned(service)
+    assert plans(service) == (small_frontier().plan_until(1.1 * BASELINE_S),) * PIPELINES
+    service.set_deadline("gpt", None)
+    assert plans(service) == calm
     for wrong, error in ((1e-6, InfeasibleDeadline), (-1.0, UsageError), (math.nan, UsageError)):
         with pytest.raises(error):
-            one.service.set_deadline("gpt", wrong)
-    assert one.service.status("gpt").job.deadline_s is None
+            service.set_deadline("gpt", wrong)
+    assert service.status("gpt").job.deadline_s is None
 
 
 def drawn_w(service: Service) -> float:
@@ -463,77 +466,77 @@ def drawn_w(service: Service) -> float:
     return found
 
 
-def test_a_power_budget_of_all_jobs_is_kept_by_all_together_and_lifted(one: Run):
-    one.service.register(job("bloom", deadline_s=1.05 * BASELINE_S), frontier_file())
-    before, before_w = plans(one.service), drawn_w(one.service)
-    answers = one.service.set_power(None, 0.85 * before_w)
+def test_a_power_budget_of_all_jobs_is_kept_by_all_together_and_lifted(service: Service):
+    service.register(job("bloom", deadline_s=1.05 * BASELINE_S), frontier_file())
+    before, before_w = plans(service), drawn_w(service)
+    answers = service.set_power(None, 0.85 * before_w)
     assert [each.job for each in answers] == ["gpt", "bloom"]
-    planned(one.service)
-    assert drawn_w(one.service) <= 0.85 * before_w
-    assert one.service.power_w == 0.85 * before_w
+    planned(service)
+    assert drawn_w(service) <= 0.85 * before_w
+    assert service.power_budget.power_w == 0.85 * before_w
     with pytest.raises(InfeasiblePower):
-        one.service.register(job("third"), frontier_file())
+        service.register(job("third"), frontier_file())
     with pytest.raises(InfeasiblePower) as refused:
-        one.service.set_power(None, 1.0)
-    one.service.set_power(
+        service.set_power(None, 1.0)
+    service.set_power(
         None, refused.value.least_power_w * (1 + 1e-9)
     )  # the least that was named is feasible
-    planned(one.service)
-    assert drawn_w(one.service) <= refused.value.least_power_w * (1 + 1e-9)
-    one.service.end("bloom")  # its power is for the others
-    planned(one.service)
-    assert plans(one.service) == before
-    one.service.set_power(None, None)
-    assert plans(one.service) == before
+    planned(service)
+    assert drawn_w(service) <= refused.value.least_power_w * (1 + 1e-9)
+    service.end("bloom")  # its power is for the others
+    planned(service)
+    assert plans(service) == before
+    service.set_power(None, None)
+    assert plans(service) == before
 
 
-def test_a_power_budget_of_all_jobs_is_set_and_stays_while_no_job_runs(one: Run):
-    budget_w = 0.85 * drawn_w(one.service)
-    one.service.set_power(None, budget_w)
-    one.service.end("gpt")
-    assert one.service.set_power(None, 0.5 * budget_w) == ()
-    assert one.service.set_power(None, budget_w) == ()
-    one.service.register(job(), frontier_file())
-    planned(one.service)
-    assert drawn_w(one.service) <= budget_w
+def test_a_power_budget_of_all_jobs_is_set_and_stays_while_no_job_runs(service: Service):
+    budget_w = 0.85 * drawn_w(service)
+    service.set_power(None, budget_w)
+    service.end("gpt")
+    assert service.set_power(None, 0.5 * budget_w) == ()
+    assert service.set_power(None, budget_w) == ()
+    service.register(job(), frontier_file())
+    planned(service)
+    assert drawn_w(service) <= budget_w
 
 
-def test_a_power_budget_of_a_job_is_its_own(one: Run):
-    one.service.register(job("bloom"), frontier_file())
-    (answer,) = one.service.set_power("gpt", 0.8 * drawn_w(one.service) / 2)
+def test_a_power_budget_of_a_job_is_its_own(service: Service):
+    service.register(job("bloom"), frontier_file())
+    (answer,) = service.set_power("gpt", 0.8 * drawn_w(service) / 2)
     assert answer.job == "gpt"
-    planned(one.service)
-    status = {each.job.name: each for each in one.service.jobs()}
+    planned(service)
+    status = {each.job.name: each for each in service.jobs()}
     assert (
         status["gpt"].decision.straggler_time_s
         > BASELINE_S
         == status["bloom"].decision.straggler_time_s
     )
     with pytest.raises(InfeasiblePower):
-        one.service.set_power("gpt", 1.0)
-    one.service.set_power("gpt", None)
-    assert one.service.status("gpt").decision.straggler_time_s == BASELINE_S
+        service.set_power("gpt", 1.0)
+    service.set_power("gpt", None)
+    assert service.status("gpt").decision.straggler_time_s == BASELINE_S
 
 
-def test_which_version_a_job_runs_by_is_noted_and_never_goes_back(one: Run):
+def test_which_version_a_job_runs_by_is_noted_and_never_goes_back(service: Service):
     with pytest.raises(Conflict, match="job 'gpt' has no version 2 of its plans; the newest is 1"):
-        one.service.taken("gpt", 2, 10)
-    one.service.set_deadline("gpt", 1.1 * BASELINE_S)
-    planned(one.service)
-    one.service.taken("gpt", 2, 20)
-    one.service.taken("gpt", 1, 10)
-    taken = one.service.status("gpt").taken
+        service.taken("gpt", 2, 10)
+    service.set_deadline("gpt", 1.1 * BASELINE_S)
+    planned(service)
+    service.taken("gpt", 2, 20)
+    service.taken("gpt", 1, 10)
+    taken = service.status("gpt").taken
     assert taken is not None
     assert (taken.version, taken.iteration) == (2, 20)
-    assert one.service.set_deadline("gpt", 1.1 * BASELINE_S).takes_effect == "already"
+    assert service.set_deadline("gpt", 1.1 * BASELINE_S).takes_effect == "already"
 
 
-def test_those_who_wait_are_told_that_a_job_has_ended(one: Run):
-    with versions_told(one.service) as told:
-        one.service.end("gpt")
+def test_those_who_wait_are_told_that_a_job_has_ended(service: Service):
+    with versions_told(service) as told:
+        service.end("gpt")
     assert told == {"gpt": [1]}
-    assert one.service.jobs() == ()
-    assert one.service.register(job(max_changes=4), frontier_file()).is_new
+    assert service.jobs() == ()
+    assert service.register(job(max_changes=4), frontier_file()).is_new
 
 
 def test_a_status_is_made_once_for_each_change(one: Run):
@@ -551,28 +554,28 @@ def test_a_status_is_made_once_for_each_change(one: Run):
 
 
 def test_of_a_job_that_is_there_the_registration_is_not_written_again(
-    one: Run, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ):
     written: list[object] = []
     monkeypatch.setattr(tables, "to_json", lambda value: written.append(value) or to_json(value))
-    one.service.report("gpt", report("a"))
+    service.report("gpt", report("a"))
     assert written
     assert not any(isinstance(each, RegisteredJob) for each in written)
 
 
-def test_a_subscriber_that_fails_harms_nobody(one: Run, caplog: pytest.LogCaptureFixture):
+def test_a_subscriber_that_fails_harms_nobody(service: Service, caplog: pytest.LogCaptureFixture):
     def fail(*_: object) -> None:
         raise RuntimeError("no")
 
-    unsubscribe = one.service.subscribe(fail)
-    with versions_told(one.service) as told:
-        one.service.set_deadline("gpt", 1.1 * BASELINE_S)
-        planned(one.service)
+    unsubscribe = service.subscribe(fail)
+    with versions_told(service) as told:
+        service.set_deadline("gpt", 1.1 * BASELINE_S)
+        planned(service)
     assert told == {"gpt": [2]}
     assert "A subscriber failed on version 2" in caplog.text
     caplog.clear()
     unsubscribe()
-    one.service.set_deadline("gpt", None)
+    service.set_deadline("gpt", None)
     assert caplog.text == ""
 
 
@@ -592,25 +595,25 @@ class Slow:
 
 def test_nobody_waits_for_plans_that_are_being_made(tmp_path: Path):
     slow = Slow()
-    with running(tmp_path / "service.sqlite", slow) as run:
-        run.service.register(job(), frontier_file())
-        run.service.register(job("bloom"), frontier_file())
+    with service_at(tmp_path / "service.sqlite", Clock(), run=slow) as service:
+        service.register(job(), frontier_file())
+        service.register(job("bloom"), frontier_file())
         slow.let.clear()
         slow.begun.clear()
-        first = run.service.report("gpt", report("a", slowdown=1.2))
+        first = service.report("gpt", report("a", slowdown=1.2))
         assert slow.begun.wait(LONG_S)
         # What comes meanwhile joins it: one version has it all.
-        second = run.service.report("gpt", report("b", pipeline=2, slowdown=1.4))
+        second = service.report("gpt", report("b", pipeline=2, slowdown=1.4))
         assert (first.version, second.version, second.takes_effect) == (2, 2, "planning")
-        assert run.service.report("bloom", report("a")).version == 2
-        assert run.service.plans("gpt", 1) is None
-        assert run.service.status("gpt").promised == 2
+        assert service.report("bloom", report("a")).version == 2
+        assert service.plans("gpt", 1) is None
+        assert service.status("gpt").promised == 2
         slow.let.set()
-        planned(run.service)
-        status = run.service.status("gpt")
+        planned(service)
+        status = service.status("gpt")
         assert status.version == 2
         assert status.decision.stragglers == {1: "a", 2: "b"}
-        assert plans(run.service)[0] == small_frontier().plan_beside_straggler(1.4 * BASELINE_S)
+        assert plans(service)[0] == small_frontier().plan_beside_straggler(1.4 * BASELINE_S)
 
 
 def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
@@ -621,22 +624,22 @@ def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
             solved.append(of_frontier[arguments[0]])
         return slow(function, *arguments)
 
-    with running(tmp_path / "service.sqlite", run_one) as run:
+    with service_at(tmp_path / "service.sqlite", Clock(), run=run_one) as service:
         of_frontier = {
-            run.service.register(job("gpt"), frontier_file()).job.frontier: "gpt",
-            run.service.register(job("bloom"), frontier_file(180)).job.frontier: "bloom",
+            service.register(job("gpt"), frontier_file()).job.frontier: "gpt",
+            service.register(job("bloom"), frontier_file(180)).job.frontier: "bloom",
         }
         slow.let.clear()
         slow.begun.clear()
         for pipeline, slowdown in enumerate((1.1, 1.2, 1.3)):
             scope = Scope("stage", "1", pipeline)
-            run.service.report(
+            service.report(
                 "gpt", report(f"a{pipeline}", slowdown=slowdown, source=f"{pipeline}", scope=scope)
             )
         assert slow.begun.wait(LONG_S)
-        run.service.report("bloom", report("b", scope=Scope("stage", "0", 0)))
+        service.report("bloom", report("b", scope=Scope("stage", "0", 0)))
         slow.let.set()
-        planned(run.service)
+        planned(service)
         assert sorted(solved) == ["bloom", "gpt", "gpt", "gpt"]
         assert solved[-1] == "gpt"
 
@@ -685,14 +688,14 @@ def test_a_report_counts_for_its_time_although_the_clock_of_the_machine_is_set(t
         planned(service)
         return bool(service.status("gpt").decision.stragglers)
 
-    with running(tmp_path / "service.sqlite", clock=monotonic) as run:
-        run.service.register(job(), frontier_file())
+    with service_at(tmp_path / "service.sqlite", monotonic) as service:
+        service.register(job(), frontier_file())
         uptime.now_s += 100.0
-        run.service.report("gpt", replace(slow, observed_s=monotonic(), begins_s=monotonic()))
-        planned(run.service)
+        service.report("gpt", replace(slow, observed_s=monotonic(), begins_s=monotonic()))
+        planned(service)
         for step_s in (-3600.0, 7200.0, -3600.0 - 30.0):
             wall.now_s += step_s
-            assert is_slow(run.service)
+            assert is_slow(service)
     with (
         Storage(tmp_path / "service.sqlite") as storage,
         monkeypatched_time(wall),
@@ -700,9 +703,9 @@ def test_a_report_counts_for_its_time_although_the_clock_of_the_machine_is_set(t
     ):
         assert again.now_s() >= NOW_S + 100.0
         assert is_slow(again)
-    with running(tmp_path / "service.sqlite", clock=monotonic) as run:
+    with service_at(tmp_path / "service.sqlite", monotonic) as service:
         uptime.now_s += 500.0
-        assert not is_slow(run.service)
+        assert not is_slow(service)
 
 
 @contextmanager
@@ -714,17 +717,17 @@ def monkeypatched_time(wall: Clock) -> Iterator[None]:
 
 def test_speeding_up_does_not_wait_for_plans_that_are_being_made(tmp_path: Path):
     slow = Slow()
-    with running(tmp_path / "service.sqlite", slow) as run:
-        run.service.register(job(), frontier_file())
-        calm = plans(run.service)
+    with service_at(tmp_path / "service.sqlite", Clock(), run=slow) as service:
+        service.register(job(), frontier_file())
+        calm = plans(service)
         slow.let.clear()
-        run.service.report("gpt", report("a", slowdown=1.2))
-        cleared = run.service.clear("gpt", "a")
+        service.report("gpt", report("a", slowdown=1.2))
+        cleared = service.clear("gpt", "a")
         assert (cleared.version, cleared.takes_effect) == (2, "next iteration")
-        assert plans(run.service) == calm
+        assert plans(service) == calm
         slow.let.set()
-    with running(tmp_path / "service.sqlite") as run:
-        assert run.service.status("gpt").version == 2
+    with service_at(tmp_path / "service.sqlite", Clock()) as service:
+        assert service.status("gpt").version == 2
 
 
 def test_where_planning_fails_plans_stay_as_they_were_and_later_ones_are_made(
@@ -737,28 +740,28 @@ def test_where_planning_fails_plans_stay_as_they_were_and_later_ones_are_made(
             raise error[0]
         return function(*arguments)
 
-    with running(tmp_path / "service.sqlite", failing) as run:
-        run.service.register(job(), frontier_file())
-        calm = plans(run.service)
+    with service_at(tmp_path / "service.sqlite", Clock(), run=failing) as service:
+        service.register(job(), frontier_file())
+        calm = plans(service)
         for each in (NotPlanned("killed twice"), MemoryError("no room")):
             error[:] = [each]
-            answer = run.service.report(
+            answer = service.report(
                 "gpt", report(repr(each), slowdown=1.1 + 0.1 * len(repr(each)), source=repr(each))
             )
-            planned(run.service)
-            status = run.service.status("gpt")
+            planned(service)
+            status = service.status("gpt")
             assert status.version == answer.version
             assert status.decision.reason.startswith(
                 "the plans stay unchanged because planning failed: "
             )
-            assert plans(run.service) == calm
+            assert plans(service) == calm
         assert (
             "Planning failed for job 'gpt'" in caplog.text
         )  # a MemoryError is no error of the planner's own
         error.clear()
-        run.service.report("gpt", report("more", slowdown=9.0))
-        planned(run.service)
-        assert plans(run.service) != calm
+        service.report("gpt", report("more", slowdown=9.0))
+        planned(service)
+        assert plans(service) != calm
 
 
 def test_what_cannot_be_written_is_not_acknowledged_and_not_done(
@@ -809,7 +812,9 @@ def test_plans_that_cannot_be_written_are_written_later(one: Run, monkeypatch: p
     assert one.service.status("gpt").version == 2
 
 
-def test_reports_that_come_together_are_written_together(one: Run, monkeypatch: pytest.MonkeyPatch):
+def test_reports_that_come_together_are_written_together(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
     commit, commits, go = Storage.commit, [], threading.Event()
 
     def slow(self: Storage, change: Change) -> None:
@@ -824,16 +829,16 @@ def test_reports_that_come_together_are_written_together(one: Run, monkeypatch: 
         answers = []
         for name in names:
             answers.append(
-                threads.submit(one.service.report, "gpt", report(name, source=name, **later))
+                threads.submit(service.report, "gpt", report(name, source=name, **later))
             )
             while not commits:  # the first one is being written, so that the others have to wait
                 pass
-        while one.service._writer._commands.qsize() < len(names) - 1:
+        while service._writer._commands.qsize() < len(names) - 1:
             pass
         go.set()
         assert all(each.result().version == 1 for each in answers)
     assert len(commits) == 2
-    assert {each.key for each in one.service.reports("gpt")} == set(names)
+    assert {each.key for each in service.reports("gpt")} == set(names)
 
 
 def test_a_service_that_does_not_run_says_so(tmp_path: Path):
@@ -952,7 +957,7 @@ def known(service: Service) -> object:
     return [
         (replace(status, version=0, promised=0, taken=None), plans(service, status.job.name))
         for status in service.jobs()
-    ], service.power_w
+    ], service.power_budget.power_w
 
 
 def copied(place: Path, to: Path) -> Path:
@@ -1138,7 +1143,7 @@ def test_slow_stages_of_slow_pipelines_are_slow_twice():
         looked_up.append(slow)
         return curve
 
-    numbers = KnownNumbers(curve, solved)
+    numbers = KnownNumbers.on(curve, solved)
     assert numbers.slowed({1: 1.0}) is numbers
     numbers.slowed({1: 1.5}).slowed({1: 2.0, 0: 1.25})
     assert looked_up == [((1, 1.5),), ((0, 1.25), (1, 3.0))]

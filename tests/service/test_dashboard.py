@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from browsing import LONG_MS, barriers, chromium, opened
-from services import at_once, frontier_file, job, small_frontier
+from services import at_once, frontier_file, job, service_at, small_frontier
 from waiting import LONG_S
 
 pytest.importorskip("fastapi")
@@ -25,7 +25,7 @@ from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, read_token
 from perseus_planner.service.http.server import Address, serving  # noqa: E402
 from perseus_planner.service.model import PowerStep  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
-from perseus_planner.service.store.storage import Storage  # noqa: E402
+from perseus_planner.service.storage import Storage  # noqa: E402
 
 LIGHT, DARK = {"color_scheme": "light"}, {"color_scheme": "dark"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -54,7 +54,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     file = tmp_path_factory.mktemp("service") / "service.sqlite"
-    with Storage(file) as storage, Service(storage, run=at_once) as service:
+    with service_at(file) as service:
         service.register(job("calm"), frontier_file())
         yield service
 

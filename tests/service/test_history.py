@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 from command_options import ROOT
-from services import NOW_S, Clock, at_once, frontier_file, job, planned, report
+from services import NOW_S, Clock, frontier_file, job, planned, report, service_at
 
 pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
 parser = pytest.importorskip("prometheus_client.parser")
 
-from perseus_planner.service.history import EVENTS, with_events  # noqa: E402
 from perseus_planner.service.http.metrics import Metrics  # noqa: E402
 from perseus_planner.service.schemas import Counters  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
-from perseus_planner.service.store.storage import Storage  # noqa: E402
+from perseus_planner.service.status import EVENTS, with_events  # noqa: E402
 from perseus_planner.service.telemetry import POINTS, Tally, add_counters, with_point  # noqa: E402
 
 
@@ -46,7 +45,7 @@ def tally_at(at_s: float, before: Tally | None = None) -> Tally:
 
 def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_path: Path):
     clock, place = Clock(), tmp_path / "service.sqlite"
-    with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
+    with service_at(place, clock) as service:
         service.register(job(), frontier_file())
         calm_s = service.pipelines("gpt")[1][0].target_s
         clock.now_s += 60.0
@@ -65,7 +64,7 @@ def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_pat
     assert clear.startswith("pipeline 1 not slow any more")
     assert deadline.startswith(f"deadline set to {1.1 * calm_s:.4g} s")
     assert power == "power budget 1 MW"
-    with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
+    with service_at(place, clock) as service:
         events = service.history("gpt").events
         assert [event.text for event in events][:3] == [registered, slow, taken]
         assert [event.at_s for event in events][:2] == [NOW_S, NOW_S + 60.0]
@@ -73,10 +72,7 @@ def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_pat
 
 
 def test_what_has_not_changed_is_no_event(tmp_path: Path):
-    with (
-        Storage(tmp_path / "s.sqlite") as storage,
-        Service(storage, now_s=Clock(), run=at_once) as service,
-    ):
+    with service_at(tmp_path / "s.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
         service.register(job(), frontier_file())
         service.set_deadline("gpt", None)
@@ -87,10 +83,7 @@ def test_what_has_not_changed_is_no_event(tmp_path: Path):
 
 
 def test_events_are_bounded(tmp_path: Path):
-    with (
-        Storage(tmp_path / "s.sqlite") as storage,
-        Service(storage, now_s=Clock(), run=at_once) as service,
-    ):
+    with service_at(tmp_path / "s.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
         for number in range(EVENTS + 5):
             service.set_power("gpt", 1e6 + 1e4 * number)
@@ -116,7 +109,7 @@ def test_points_are_bounded_and_cover_all_of_the_job(count: int):
 
 def test_telemetry_leaves_points(tmp_path: Path):
     clock, place = Clock(), tmp_path / "service.sqlite"
-    with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
+    with service_at(place, clock) as service:
         service.register(job(), frontier_file())
         assert service.history("gpt").points == ()
         for number in (1, 2):
@@ -125,16 +118,13 @@ def test_telemetry_leaves_points(tmp_path: Path):
         (first, second) = service.history("gpt").points
     assert (first.at_s, second.at_s) == (NOW_S + 10.0, NOW_S + 20.0)
     assert (second.iteration_s, second.power_w, second.saved_j) == (2.0, None, None)
-    with Storage(place) as storage, Service(storage, now_s=clock, run=at_once) as service:
+    with service_at(place, clock) as service:
         assert service.history("gpt").points == (first, second)
 
 
 def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
     dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
-    with (
-        Storage(tmp_path / "s.sqlite") as storage,
-        Service(storage, now_s=Clock(), run=at_once) as service,
-    ):
+    with service_at(tmp_path / "s.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
         service.taken("gpt", 1, 0)
         sent = Counters("run", 1, 2.0, 1, 2.0, 900.0, "measured", 3, 0.01, 0.02)

@@ -16,13 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-from services import PIPELINES, at_once, frontier_file
+from services import PIPELINES, frontier_file, service_at
 from serving import Serving
 from waiting import LONG_S
 
 from perseus_planner.service.model import RegisteredJob
-from perseus_planner.service.service import Service
-from perseus_planner.service.store.storage import Storage
 
 httpx = pytest.importorskip("httpx")
 
@@ -237,7 +235,7 @@ def survive(folder: Path, kills: int, lives_s: tuple[float, ...]) -> Told:
     It lives for any time up to one of `lives_s`.
     """
     told, serving = Told(), Serving(folder)
-    with Storage(folder / "service.sqlite") as storage, Service(storage, run=at_once) as service:
+    with service_at(folder / "service.sqlite") as service:
         for number in range(JOBS):
             service.register(RegisteredJob(f"first-{number}", PIPELINES, ""), frontier_file())
             told.jobs[f"first-{number}"] = set()

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from service_stand_in import StandIn
-from services import at_once, frontier_file, job
+from services import frontier_file, job, service_at
 
-from perseus_planner.service.http.app import create_app
 from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, Access, Limits, read_tokens
-from perseus_planner.service.http.server import Address, serving
+from perseus_planner.service.http.server import Address, create_app, serving
 from perseus_planner.service.service import Service
-from perseus_planner.service.store.storage import Storage
 
 schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.specs.openapi.checks")
@@ -39,7 +37,7 @@ _NUMBERS: dict[str, Iterator[int]] = defaultdict(count)  #: of the next request,
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
-    with Storage(folder / "service.sqlite") as storage, Service(storage, run=at_once) as service:
+    with service_at(folder / "service.sqlite") as service:
         yield service
 
 

@@ -35,15 +35,15 @@ from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import sha256
 from perseus_planner.cli.serve import _listening, serve
+from perseus_planner.service import worker
 from perseus_planner.service.http import server
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.server import Address, listening, serving
 from perseus_planner.service.model import RegisteredJob
-from perseus_planner.service.planning import worker
-from perseus_planner.service.planning.worker import Unsolved
 from perseus_planner.service.service import Service
-from perseus_planner.service.store.storage import Storage
+from perseus_planner.service.storage import Storage
+from perseus_planner.service.worker import Unsolved
 
 httpx = pytest.importorskip("httpx")
 

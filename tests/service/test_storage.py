@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from services import NOW_S, frontier_file, job, report, small_frontier
 
+from perseus_planner.service.answers import PowerBudget
+from perseus_planner.service.curves import Curve
 from perseus_planner.service.model import REMEMBERED, Decision, PlanSet, StorageError, Taken, Target
-from perseus_planner.service.planning.curves import Curve
 from perseus_planner.service.state import JobState, Share
-from perseus_planner.service.store.storage import VERSIONS_KEPT, Change, Storage
+from perseus_planner.service.storage import VERSIONS_KEPT, Change, Storage
 
 DIGEST = "f" * 64
 
@@ -73,11 +74,11 @@ def count(place: Path, table: str) -> int:
 
 
 def test_what_is_written_is_read_again(storage: Storage, place: Path):
-    storage.commit(replace(added(state("one"), state("two")), power_w=(5000.0,)))
+    storage.commit(replace(added(state("one"), state("two")), budget=PowerBudget(5000.0, ())))
     with Storage(place) as again:
         stored = again.load()
         assert stored.jobs == {"one": state("one"), "two": state("two")}
-        assert stored.power_w == 5000.0
+        assert stored.budget.power_w == 5000.0
         assert again.frontier(DIGEST) == frontier_file()
 
 
@@ -153,11 +154,11 @@ def test_a_change_that_cannot_be_written_whole_is_not_written_at_all(storage: St
 
 
 def test_power_budgets_are_set_and_lifted(storage: Storage):
-    storage.commit(Change(power_w=(1.5,)))
-    storage.commit(Change(power_w=(2.5,)))
-    assert storage.load().power_w == 2.5
-    storage.commit(Change(power_w=(None,)))
-    assert storage.load().power_w is None
+    storage.commit(Change(budget=PowerBudget(1.5, ())))
+    storage.commit(Change(budget=PowerBudget(2.5, ())))
+    assert storage.load().budget.power_w == 2.5
+    storage.commit(Change(budget=PowerBudget(None, ())))
+    assert storage.load().budget.power_w is None
 
 
 def test_who_opened_it_before_another_service_writes_no_more(place: Path):
@@ -167,9 +168,9 @@ def test_who_opened_it_before_another_service_writes_no_more(place: Path):
             with pytest.raises(
                 StorageError, match=r"another service has opened it, so this one writes no more"
             ):
-                first.commit(Change(power_w=(1.0,)))
-            second.commit(Change(power_w=(2.0,)))
-            assert second.load().power_w == 2.0
+                first.commit(Change(budget=PowerBudget(1.0, ())))
+            second.commit(Change(budget=PowerBudget(2.0, ())))
+            assert second.load().budget.power_w == 2.0
 
 
 def test_a_database_of_another_version_is_refused(place: Path):

@@ -5,22 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from services import PIPELINES, Clock, at_once, baseline_s, frontier_file, job, planned, report
+from services import (
+    PIPELINES,
+    Clock,
+    baseline_s,
+    frontier_file,
+    job,
+    planned,
+    report,
+    service_at,
+)
 
 from perseus_planner.base.errors import ServiceRefusal
-from perseus_planner.service.client.client import Client
+from perseus_planner.service.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Conflict
 from perseus_planner.service.schemas import Counters, Registration
-from perseus_planner.service.service import Service
-from perseus_planner.service.store.storage import Storage
 
 pytest.importorskip("httpx")
 
 
 def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tmp_path: Path):
     place = tmp_path / "service.sqlite"
-    with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+    with service_at(place, Clock()) as service:
         first = service.register(job(), frontier_file(180))
         service.report("gpt", report("r1"))
         planned(service)
@@ -45,17 +52,16 @@ def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tm
             service.register(job(), frontier_file(90), take_over=True).version == after.version
         )  # nothing changes
         texts = service.plans("gpt", 0)
-    with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+    with service_at(place, Clock()) as service:
         assert service.status("gpt").decision == after.decision
         assert service.plans("gpt", 0) == texts
         with pytest.raises(Exception, match="has no frontier"):
-            storage.frontier(before.job.frontier)
+            service._storage.frontier(before.job.frontier)
 
 
 def test_a_registration_over_http_takes_over(tmp_path: Path):
     with (
-        Storage(tmp_path / "service.sqlite") as storage,
-        Service(storage, run=at_once) as service,
+        service_at(tmp_path / "service.sqlite") as service,
         serving(service, Address(port=0)) as url,
         Client(url) as client,
     ):

@@ -24,23 +24,21 @@ from services import (
     PIPELINES,
     STAGES,
     Clock,
-    at_once,
     frontier_file,
     job,
     planned,
     report,
+    service_at,
     small_frontier,
 )
 
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status, save_status
-from perseus_planner.service.client.client import Client
+from perseus_planner.service.client import Client
 from perseus_planner.service.http.server import Address, serving
 from perseus_planner.service.model import Conflict, Scope, UnknownJob
 from perseus_planner.service.schemas import Counters
 from perseus_planner.service.service import Service
-from perseus_planner.service.store.storage import Storage
-from perseus_planner.service.telemetry import Tally, add_counters
-from perseus_planner.service.telemetry_book import WRITTEN_AFTER_S
+from perseus_planner.service.telemetry import WRITTEN_AFTER_S, Tally, add_counters
 from perseus_planner.views.service_text import jobs_text, status_text, totals_text
 
 httpx = pytest.importorskip("httpx")
@@ -179,8 +177,7 @@ def test_a_run_whose_counts_fall_is_refused(name: str):
 @contextmanager
 def served(place: Path, clock: Clock) -> Iterator[tuple[Service, Callable[..., httpx.Response]]]:
     with (
-        Storage(place) as storage,
-        Service(storage, now_s=clock, run=at_once) as service,
+        service_at(place, clock) as service,
         asking(service, now_s=clock) as ask,
     ):
         yield service, ask
@@ -545,8 +542,7 @@ def test_counts_that_fall_are_refused_over_http_too(place: Path):
 
 def test_the_client_sends_counts_and_reads_what_follows(place: Path):
     with (
-        Storage(place) as storage,
-        Service(storage, run=at_once) as service,
+        service_at(place) as service,
         serving(service, Address(port=0)) as url,
         Client(url) as client,
     ):
@@ -600,8 +596,7 @@ def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path, tmp_path:
         "iteration 41 and 124 not known yet, the ledger owes -2 ms of at most 6 ms"
     )
     with (
-        Storage(place) as storage,
-        Service(storage, run=at_once) as service,
+        service_at(place) as service,
         serving(service, Address(port=0)) as url,
         Client(url) as client,
     ):
@@ -612,7 +607,7 @@ def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path, tmp_path:
         assert json.loads(done(f"status gpt --json --service {url}"))["autopilot"] == asdict(knows)
         assert f"\nAutopilot: {says}\n" in done(f"status gpt --service {url}")
         assert jobs_text(client.jobs()).endswith(f"autopilot: {says}")
-    with Storage(place) as storage, Service(storage, run=at_once) as service:
+    with service_at(place) as service:
         assert service.status("gpt").autopilot == knows
     save_status(tmp_path, knows)
     assert read_status(tmp_path) == knows

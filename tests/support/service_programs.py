@@ -24,7 +24,7 @@ from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.agent import agent, link
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.telemetry import counters
-from perseus_planner.service.client.client import Client
+from perseus_planner.service.client import Client
 
 WIDTH, ROWS, MICROBATCHES = 64, 8, 4
 STAGES = PIPELINES = 2

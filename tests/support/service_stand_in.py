@@ -37,8 +37,9 @@ from perseus_planner.service.answers import (
     PowerBudget,
     Registered,
 )
-from perseus_planner.service.http.app import create_app
+from perseus_planner.service.curves import Curve
 from perseus_planner.service.http.auth import Access, Limits
+from perseus_planner.service.http.server import create_app
 from perseus_planner.service.model import (
     Conflict,
     Decision,
@@ -50,10 +51,9 @@ from perseus_planner.service.model import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.service.planning.curves import Curve
-from perseus_planner.service.planning.worker import Unsolved, solve_profile
 from perseus_planner.service.schemas import Counters
 from perseus_planner.service.telemetry import Tally, add_counters
+from perseus_planner.service.worker import Unsolved, solve_profile
 
 httpx = pytest.importorskip("httpx")
 

@@ -5,7 +5,7 @@ for plans.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
 from perseus_planner.service.service import Service
+from perseus_planner.service.storage import Storage
 
 PIPELINES, STAGES = 3, 2
 NOW_S = 1_800_000_000.0
@@ -82,6 +83,15 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+@contextmanager
+def service_at(
+    place: str | Path, clock: Callable[[], float] | None = None, run: Any = at_once
+) -> Iterator[Service]:
+    """A service with its database at `place`, by the true time without a clock."""
+    with Storage(place) as storage, Service(storage, now_s=clock, run=run) as service:
+        yield service
 
 
 def planned(service: Service, timeout_s: float = 30.0) -> None:

@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import read_text
-from perseus_planner.service.dashboard import routes as dashboard
-from perseus_planner.service.http.errors import error_answer
+from perseus_planner.service.http.pages import error_answer, is_open
 
 Role = Literal["read", "report", "operate"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -181,7 +180,8 @@ class Guard:
                 403, "a page of another site may not do this; use the service's dashboard"
             )
         bearer = self._access.bearer(headers.get("authorization"))
-        if bearer is None and self._access.tokens and not _is_open(scope["path"]):
+        path = scope["path"]
+        if bearer is None and self._access.tokens and not (path in _OPEN_PATHS or is_open(path)):
             challenge = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(
                 401, "no valid token; send the header `Authorization: Bearer TOKEN`", challenge
@@ -203,10 +203,6 @@ class Guard:
         if route == _ALERT and role in ("report", "operate"):
             return self._limits.alerts_bytes
         return self._limits.body_bytes
-
-
-def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or dashboard.is_open(path)
 
 
 def check_role(role: Role, wanted: Role) -> None:

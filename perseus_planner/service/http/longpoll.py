@@ -11,19 +11,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
-from perseus_planner.service.model import Fenced
-
-if TYPE_CHECKING:
-    from perseus_planner.service.answers import Answer, Registered
-    from perseus_planner.service.http.auth import Limits
-    from perseus_planner.service.model import PlanSet, RegisteredJob, Report
-    from perseus_planner.service.planning.worker import Unsolved
-    from perseus_planner.service.service import Service
+from perseus_planner.service.answers import Answer, Registered
+from perseus_planner.service.http.auth import Limits
+from perseus_planner.service.model import Fenced, PlanSet, RegisteredJob, Report
+from perseus_planner.service.service import Service
+from perseus_planner.service.worker import Unsolved
 
 _THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4

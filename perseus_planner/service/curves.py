@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from perseus_planner.base.errors import InfeasibleDeadline
-from perseus_planner.service.model import Origin
+from perseus_planner.service.model import Origin, shared
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,28 +28,16 @@ class Curve:
     points.
     """
 
-    rising_s: Annotated[
-        tuple[float, ...],
-        Field(
-            alias="times_s",
-            description="(points,) Iteration times where the slope changes, rising, seconds.",
-        ),
-    ] = field(repr=False)
-    rising_j: Annotated[
-        tuple[float, ...],
-        Field(
-            alias="energies_j",
-            description="(points,) The least energy at each, waiting included, joules.",
-        ),
-    ] = field(repr=False)
-    baseline_time_s: Annotated[float, Field(description="With all clocks at maximum, seconds.")]
-    baseline_j: Annotated[float, Field(description="Energy of such an iteration, joules.")]
-    waiting_w: Annotated[
-        float, Field(description="Power of all GPUs of the pipeline while they wait, watts.")
-    ]
+    #: (points,) Iteration times where the slope changes, rising, seconds.
+    rising_s: Annotated[tuple[float, ...], Field(alias="times_s")] = field(repr=False)
+    #: (points,) The least energy at each, waiting included, joules.
+    rising_j: Annotated[tuple[float, ...], Field(alias="energies_j")] = field(repr=False)
+    baseline_time_s: float  #: With all clocks at maximum, seconds.
+    baseline_j: float  #: Energy of such an iteration, joules.
+    waiting_w: float  #: Power of all GPUs of the pipeline while they wait, watts.
     stages: int
     gpus: int
-    origin: Annotated[Origin, Field(description="Origin of the profile.")]
+    origin: Origin  #: Origin of the profile.
 
     @classmethod
     def of(cls, frontier: Frontier) -> Curve:
@@ -133,32 +121,19 @@ class NotSolved(Exception):
 
 
 @dataclass(frozen=True)
-class KnownNumbers:
+class KnownNumbers(Curve):
     """The `model.Numbers` of a job's frontier, as far as they are known without solving."""
 
-    curve: Curve  #: Of a pipeline as profiled
     #: Returns the curve of a pipeline with slow stages; None if it has not been solved.
     solved: Callable[[Slow], Curve | None] = field(repr=False)
-    slow: Slow = ()  #: The stages that are slow in `curve` already
+    slow: Slow = ()  #: The stages that are slow already
 
-    @property
-    def baseline_time_s(self) -> float:
-        """As `Frontier.baseline_time_s`."""
-        return self.curve.baseline_time_s
-
-    @property
-    def min_time_s(self) -> float:
-        """As `Frontier.min_time_s`."""
-        return self.curve.min_time_s
-
-    @property
-    def max_time_s(self) -> float:
-        """As `Frontier.max_time_s`."""
-        return self.curve.max_time_s
-
-    def bound_j(self, deadline_s: float) -> float:
-        """As `Curve.bound_j`."""
-        return self.curve.bound_j(deadline_s)
+    @classmethod
+    def on(
+        cls, curve: Curve, solved: Callable[[Slow], Curve | None], slow: Slow = ()
+    ) -> KnownNumbers:
+        """Return the numbers of a pipeline with this curve, in which these stages are slow."""
+        return cls(**shared(Curve, curve), solved=solved, slow=slow)
 
     def slowed(self, stages: Mapping[int, float]) -> KnownNumbers:
         """Return the numbers of the pipeline in which these stages are slower by these factors.
@@ -175,7 +150,7 @@ class KnownNumbers:
         curve = self.solved(slow)
         if curve is None:
             raise NotSolved(slow)
-        return KnownNumbers(curve, self.solved, slow)
+        return KnownNumbers.on(curve, self.solved, slow)
 
 
 def slow_of(stages: Mapping[int, float]) -> Slow:

@@ -19,8 +19,16 @@ from typing import Any
 from sqlalchemy import Column, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 from perseus_planner.service.answers import Event
-from perseus_planner.service.model import Decision, PlanSet, PowerStep, RegisteredJob, Report, Taken
-from perseus_planner.service.planning.curves import Curve
+from perseus_planner.service.curves import Curve
+from perseus_planner.service.model import (
+    Decision,
+    PlanSet,
+    PowerStep,
+    RegisteredJob,
+    Report,
+    Taken,
+    shared,
+)
 from perseus_planner.service.schemas import from_json, to_json
 from perseus_planner.service.state import JobState, Share
 
@@ -106,20 +114,8 @@ class StateRecord:
     @classmethod
     def of(cls, state: JobState) -> StateRecord:
         """Return the record of a job's state."""
-        return cls(
-            state.job.deadline_s,
-            state.job.power_w,
-            state.decision,
-            state.saving_w,
-            state.promised,
-            tuple(state.reports.values()),
-            tuple(state.past.values()),
-            state.taken,
-            state.share,
-            state.job.gpu_power_limit_w,
-            state.job.power_schedule,
-            state.events,
-        )
+        reports = {"reports": tuple(state.reports.values()), "past": tuple(state.past.values())}
+        return cls(**{**shared(cls, state.job), **shared(cls, state), **reports})
 
 
 def job_row(state: JobState, before: JobState | None = None) -> dict[str, str]:
@@ -141,29 +137,13 @@ def state_of(row: Any, curve: Curve, newest: tuple[PlanSet, Decision]) -> JobSta
     Raises:
         ValueError: If the row does not hold a job.
     """
-    registered, record = (
-        from_json(RegisteredJob, row.registration),
-        from_json(StateRecord, row.state),
-    )
+    registered = from_json(RegisteredJob, row.registration)
+    record = from_json(StateRecord, row.state)
+    job = replace(registered, **shared(RegisteredJob, record))
+    of_keys = {
+        name: {report.key: report for report in getattr(record, name)}
+        for name in ("reports", "past")
+    }
     published, planned = newest
-    return JobState(
-        registered=registered,
-        job=replace(
-            registered,
-            deadline_s=record.deadline_s,
-            power_w=record.power_w,
-            gpu_power_limit_w=record.gpu_power_limit_w,
-            power_schedule=record.power_schedule,
-        ),
-        curve=curve,
-        decision=record.decision,
-        saving_w=record.saving_w,
-        published=published,
-        planned=planned,
-        promised=record.promised,
-        reports={report.key: report for report in record.reports},
-        past={report.key: report for report in record.past},
-        taken=record.taken,
-        share=record.share,
-        events=record.events,
-    )
+    given = {"registered": registered, "job": job, "curve": curve, **of_keys}
+    return JobState(**{**shared(JobState, record), **given}, published=published, planned=planned)

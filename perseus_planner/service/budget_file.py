@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
 from datetime import datetime
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.tables import CsvFile, CsvRow, Text
 from perseus_planner.base.units import POWER_BUDGET, Rule
 from perseus_planner.service.model import PowerStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 _SIGNALS = ("power", "price", "carbon")
 _HEADER = "write start and one of power, price and carbon"
@@ -72,14 +75,6 @@ def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ..
             f"{path}: has no row; write one for each budget, such as 2026-11-22T18:00,30kW"
         )
     return tuple(steps)
-
-
-def split_at(
-    steps: tuple[PowerStep, ...], now_s: float
-) -> tuple[float | None, tuple[PowerStep, ...]]:
-    """Return the budget that holds now, watts, None if none has begun; and those that follow."""
-    begun = sum(step.start_s <= now_s for step in steps)
-    return (steps[begun - 1].power_w if begun else None), steps[begun:]
 
 
 def replaced(path: Path, wait: Callable[[], object]) -> Iterator[None]:

@@ -29,7 +29,7 @@ from perseus_planner.service.schemas import ReportRequest
 
 if TYPE_CHECKING:
     from perseus_planner.service.answers import Answer
-    from perseus_planner.service.client.client import Client
+    from perseus_planner.service.client import Client
 
 MEGATRON, RESILIENCY, RUNTIME = "megatron", "nvidia-resiliency-ext", "perseus-planner runtime"
 """The sources, as reports name them. That of the runtime is followed by its rank."""

@@ -15,14 +15,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.service.history import with_events
-from perseus_planner.service.model import PowerStep, UnknownJob
+from perseus_planner.base.loops import Loop
+from perseus_planner.service.model import UnknownJob
 from perseus_planner.service.state import JobState
-from perseus_planner.service.store.storage import Change, Storage, Stored
+from perseus_planner.service.status import with_events
+from perseus_planner.service.storage import Change, Storage, Stored
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import JobTotals
-    from perseus_planner.service.planning.curves import Curve
+    from perseus_planner.service.answers import JobTotals, PowerBudget
+    from perseus_planner.service.curves import Curve
     from perseus_planner.service.telemetry import Tally
 
 Result = TypeVar("Result")
@@ -39,14 +40,9 @@ _log = logging.getLogger(__name__)
 class Draft:
     """The state of the service after some commands, before it is written."""
 
-    def __init__(
-        self,
-        jobs: Mapping[str, JobState],
-        power_w: float | None,
-        power_schedule: tuple[PowerStep, ...] = (),
-    ) -> None:
+    def __init__(self, jobs: Mapping[str, JobState], budget: PowerBudget) -> None:
         self.frontiers: dict[str, tuple[bytes, Curve]] = {}
-        self.power_w, self.power_schedule = power_w, power_schedule
+        self.budget = budget
         self.telemetry: dict[str, Tally] = {}
         self.ended: list[JobTotals] = []
         self._before = jobs
@@ -69,13 +65,8 @@ class Draft:
 
     def jobs(self) -> dict[str, JobState]:
         """Return the states of all jobs by name."""
-        found = dict(self._before)
-        for name, state in self._changed.items():
-            if state is None:
-                found.pop(name, None)
-            else:
-                found[name] = state
-        return found
+        states = {**self._before, **self._changed}
+        return {name: state for name, state in states.items() if state is not None}
 
     def put(self, state: JobState) -> None:
         """Add a job, or replace its state."""
@@ -95,20 +86,24 @@ class Draft:
 
     def copy(self) -> Draft:
         """Return an independent copy."""
-        copy = Draft(self._before, self.power_w, self.power_schedule)
+        copy = Draft(self._before, self.budget)
         copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
         copy.telemetry, copy.ended = dict(self.telemetry), list(self.ended)
         return copy
 
-    def change(self, power_w: float | None, power_schedule: tuple[PowerStep, ...]) -> Change:
-        """Return what differs from the stored state, in which these were the power budgets of
-        all jobs.
-        """
+    def change(self, budget: PowerBudget) -> Change:
+        """Return what differs from the stored state, in which `budget` was that of all jobs."""
         jobs = {name: (self._before.get(name), after) for name, after in self._changed.items()}
-        changed = {name: pair for name, pair in jobs.items() if pair[0] != pair[1]}
-        budget = () if power_w == self.power_w else (self.power_w,)
-        later = () if power_schedule == self.power_schedule else (self.power_schedule,)
-        return Change(changed, self.frontiers, budget, later, self.telemetry, self.ended)
+        return Change(
+            jobs={name: pair for name, pair in jobs.items() if pair[0] != pair[1]},
+            frontiers=self.frontiers,
+            budget=None if self.budget == budget else self.budget,
+            telemetry=self.telemetry,
+            ended=self.ended,
+        )
+
+
+_Given = tuple[Callable[[Draft], Any], Future[Any]]  # a command, and its result
 
 
 class Writer:
@@ -117,8 +112,7 @@ class Writer:
     Attributes:
         jobs: Name -> state of every running job. All of it is on disk. It is replaced, never
             changed.
-        power_w: The power budget of all jobs, watts; None for no budget.
-        power_schedule: What replaces it later.
+        budget: The power budget of all jobs.
         problem: Why the last transaction could not be written; None if it was.
     """
 
@@ -131,29 +125,27 @@ class Writer:
     ) -> None:
         """Start from what is stored; `committed` is called with every change once it is on disk."""
         self.jobs: Mapping[str, JobState] = stored.jobs
-        self.power_w, self.power_schedule = stored.power_w, stored.power_schedule
+        self.budget = stored.budget
         self.problem: str | None = None
         self._written_s = time.monotonic()
         self._storage = storage
         self._committed = committed
         self._now_s = now_s
-        self._commands: queue.SimpleQueue[tuple[Callable[[Draft], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._write, name="planner-writer", daemon=True)
+        self._commands: queue.SimpleQueue[_Given] = queue.SimpleQueue()
+        self._loop = Loop(self._write, "planner-writer")
         self._lock = threading.Lock()
         self._open = False
 
     def __enter__(self) -> Writer:
-        self._thread.start()
+        self._loop.start()
         self._open = True
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._open = False
-            self._commands.put(None)
-        self._thread.join()
+        self._loop.stop()
+        self._write()  # what came while the thread ended
 
     def do(self, command: Callable[[Draft], Result]) -> Result:
         """Run `command` and return its result once its changes are on disk. If it raises, nothing
@@ -180,25 +172,20 @@ class Writer:
         with self._lock:
             if self._open:
                 self._commands.put((command, future))
+                self._loop.wake()
             else:
                 closed = "the service does not run; use it inside `with Service(...) as service:`"
                 future.set_exception(UsageError(closed))
         return future
 
     def _write(self) -> None:
-        running = True
-        while running:
-            batch = [self._commands.get()]
-            while len(batch) < _MOST_AT_ONCE and not self._commands.empty():
-                batch.append(self._commands.get())
-            running = None not in batch
-            self._write_batch([each for each in batch if each is not None])
+        """Write all commands that wait."""
+        while not self._commands.empty():
+            most = min(self._commands.qsize(), _MOST_AT_ONCE)
+            self._write_batch([self._commands.get() for _ in range(most)])
 
-    def _write_batch(self, batch: list[tuple[Callable[[Draft], Any], Future[Any]]]) -> None:
-        draft, answers = (
-            Draft(self.jobs, self.power_w, self.power_schedule),
-            list[Callable[[], None]](),
-        )
+    def _write_batch(self, batch: list[_Given]) -> None:
+        draft, answers = Draft(self.jobs, self.budget), list[Callable[[], None]]()
         for command, future in batch:
             trial = draft.copy()
             try:
@@ -209,7 +196,7 @@ class Writer:
             else:
                 draft = trial
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
-        change = draft.change(self.power_w, self.power_schedule)
+        change = draft.change(self.budget)
         try:
             if change != Change() or any(command is _check for command, _ in batch):
                 self._storage.commit(change)
@@ -219,11 +206,7 @@ class Writer:
             for _, future in batch:
                 future.set_exception(error)
             return
-        self.jobs, self.power_w, self.power_schedule = (
-            draft.jobs(),
-            draft.power_w,
-            draft.power_schedule,
-        )
+        self.jobs, self.budget = draft.jobs(), draft.budget
         try:
             self._committed(change.jobs)
         except Exception:

@@ -14,10 +14,11 @@ import tempfile
 import threading
 import zipfile
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from perseus_planner.base.errors import (
     FrontierError,
@@ -33,8 +34,11 @@ from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.planning.curves import Curve, Slow
+from perseus_planner.service.curves import Curve, Slow
 from perseus_planner.solver.frontier import Frontier, solve_dag
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 _KEPT = 32  # frontiers that a process keeps in memory
 _LARGEST_BYTES = (
@@ -154,20 +158,44 @@ def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
         return plan_text(request._replace(time_s=least_s), content)
 
 
-_frontiers: OrderedDict[tuple[str, Slow, float | None], Frontier] = OrderedDict()
+class RecentlyUsed(Generic[Key, Value]):
+    """A cache of the values that were last used, for any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        """Return the value of a key, which is then the one used last; None if it is not there."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: Key, value: Value) -> None:
+        """Add a value, in place of the one that was not used for longest if there are too many."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+
+
+_frontiers = RecentlyUsed[tuple[str, Slow, float | None], Frontier](_KEPT)
 
 
 def _frontier(digest: str, slow: Slow, limit_w: float | None, content: bytes) -> Frontier:
     """Return a frontier, kept in memory as it caches its plans."""
     key = (digest, slow, limit_w)
-    if key not in _frontiers:
-        is_changed = slow or limit_w is not None
-        frontier = _frontier(digest, (), None, content) if is_changed else _read(content)
-        _frontiers[key] = _changed(frontier, slow, limit_w) if is_changed else frontier
-    _frontiers.move_to_end(key)
-    while len(_frontiers) > _KEPT:
-        _frontiers.popitem(last=False)
-    return _frontiers[key]
+    frontier = _frontiers.get(key)
+    if frontier is None:
+        if slow or limit_w is not None:
+            frontier = _changed(_frontier(digest, (), None, content), slow, limit_w)
+        else:
+            frontier = _read(content)
+        _frontiers.put(key, frontier)
+    return frontier
 
 
 def _changed(frontier: Frontier, slow: Slow, limit_w: float | None) -> Frontier:

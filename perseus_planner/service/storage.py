@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,11 +31,11 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from perseus_planner.base.files import sha256
-from perseus_planner.service.answers import JobTotals
-from perseus_planner.service.model import Decision, Fenced, PlanSet, PowerStep, StorageError
-from perseus_planner.service.planning.curves import Curve
+from perseus_planner.service.answers import JobTotals, PowerBudget
+from perseus_planner.service.curves import Curve
+from perseus_planner.service.model import Decision, Fenced, PlanSet, StorageError
 from perseus_planner.service.schemas import PowerRequest, from_json, to_json
-from perseus_planner.service.store.tables import (
+from perseus_planner.service.tables import (
     LAYOUT,
     TABLES,
     VersionRecord,
@@ -53,6 +52,8 @@ from perseus_planner.service.store.tables import (
 from perseus_planner.service.telemetry import Tally
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from perseus_planner.service.state import JobState
 
 Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
@@ -88,10 +89,7 @@ class Change:
     jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
     #: Digest -> file and curve, for frontiers that these jobs may be the first to have.
     frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
-    #: A tuple with the new power budget of all jobs, watts or None; empty if it has not changed.
-    power_w: tuple[float | None, ...] = ()
-    #: A tuple with what replaces it later; empty if that has not changed.
-    power_schedule: tuple[tuple[PowerStep, ...], ...] = ()
+    budget: PowerBudget | None = None  #: The new power budget of all jobs; None if it is as before
     #: Name -> telemetry, for running jobs.
     telemetry: Mapping[str, Tally] = field(default_factory=dict)
     ended: Sequence[JobTotals] = ()  #: What jobs that have ended ran, used and saved
@@ -103,9 +101,8 @@ class Stored:
 
     jobs: Mapping[str, JobState]  #: Name -> state
     versions: Mapping[str, Versions]  #: Name -> the versions of its plans that are kept
-    power_w: float | None  #: The power budget of all jobs, watts; None for no budget
+    budget: PowerBudget  #: The power budget of all jobs
     telemetry: Mapping[str, Tally]  #: Name -> telemetry, for jobs that have sent some
-    power_schedule: tuple[PowerStep, ...] = ()  #: What replaces the power budget of all jobs later
 
 
 class Storage:
@@ -171,14 +168,10 @@ class Storage:
                     for row in rows
                     if row.telemetry is not None
                 }
-                power_w = connection.scalar(select(meta.c.value).where(meta.c.name == _POWER))
-                steps = connection.scalar(
-                    select(meta.c.value).where(meta.c.name == _POWER_SCHEDULE)
-                )
+                power_w, steps = _meta(connection, _POWER), _meta(connection, _POWER_SCHEDULE)
                 schedule = () if steps is None else from_json(PowerRequest, steps).schedule
-                return Stored(
-                    states, kept, None if power_w is None else float(power_w), tallies, schedule
-                )
+                budget = PowerBudget(None if power_w is None else float(power_w), schedule)
+                return Stored(states, kept, budget, tallies)
             except (KeyError, TypeError, ValueError) as error:
                 raise StorageError(
                     f"{self._name}: holds what this planner cannot read ({_one_line(error)}); "
@@ -226,14 +219,11 @@ class Storage:
                 connection.execute(
                     insert(ended), [{"totals": to_json(each).decode()} for each in change.ended]
                 )
-            for power_w in change.power_w:
+            if change.budget is not None:
+                power_w, steps = change.budget.power_w, change.budget.schedule
                 _set_meta(connection, _POWER, None if power_w is None else repr(power_w))
-            for steps in change.power_schedule:
-                _set_meta(
-                    connection,
-                    _POWER_SCHEDULE,
-                    to_json(PowerRequest(None, steps)).decode() if steps else None,
-                )
+                later = to_json(PowerRequest(None, steps)).decode() if steps else None
+                _set_meta(connection, _POWER_SCHEDULE, later)
             self._commits += 1
             sweeps = self._commits % _COMMITS_BETWEEN_SWEEPS == 0
             if sweeps:
@@ -281,7 +271,7 @@ class Storage:
             )
 
     def _check_layout(self, connection: Connection) -> None:
-        layout = connection.scalar(select(meta.c.value).where(meta.c.name == "layout"))
+        layout = _meta(connection, "layout")
         if layout is None:
             _set_meta(connection, "layout", LAYOUT)
         elif layout != LAYOUT:
@@ -381,6 +371,11 @@ def _delete_plans(connection: Connection, name: str) -> None:
 def _sweep_plans(connection: Connection) -> None:
     """Delete the plans that belong to no version."""
     connection.execute(delete(plans).where(~exists().where(version_plans.c.plan == plans.c.digest)))
+
+
+def _meta(connection: Connection, name: str) -> str | None:
+    value: str | None = connection.scalar(select(meta.c.value).where(meta.c.name == name))
+    return value
 
 
 def _set_meta(connection: Connection, name: str, value: str | None) -> None:

@@ -1,35 +1,33 @@
-"""From targets to plans: curves and plans that are known are looked up, others are made by
-worker processes.
+"""From targets to plans: curves and plans that are known are looked up, others are made by worker
+processes, one job at a time for each.
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent import futures
-from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.base.errors import PlannerError, UsageError
-from perseus_planner.service.planning import worker
-from perseus_planner.service.planning.curves import Curve, KnownNumbers, NotSolved, Slow, slow_of
-from perseus_planner.service.planning.worker import PlanRequest
+from perseus_planner.service import worker
+from perseus_planner.service.curves import Curve, KnownNumbers, NotSolved, Slow, slow_of
+from perseus_planner.service.worker import PlanRequest, RecentlyUsed
 
 if TYPE_CHECKING:
     from perseus_planner.service.model import Decision, PlanSet, RegisteredJob
 
 Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
 Result = TypeVar("Result")
 
-_PLANS, _CURVES = (
-    1024,
-    1024,
-)  # kept; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
+# curves and plans; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
+_KEPT = 1024
 
 
 class NotPlanned(PlannerError):
@@ -111,34 +109,11 @@ class Processes:
             if not self._open:
                 raise Ending("the service is ending; ask again when it runs")
             if self._pool is None or self._pool is broken:
-                context = multiprocessing.get_context(
-                    "spawn"
-                )  # a fork would inherit the service's sockets and locks
+                # a fork would inherit the service's sockets and locks
+                context = multiprocessing.get_context("spawn")
                 prepare = worker.prepare_process
                 self._pool = ProcessPoolExecutor(self._count, context, prepare, (self._theirs,))
             return self._pool
-
-
-class _RecentlyUsed(Generic[Key, Value]):
-    """A cache of the values that were last used, for any thread."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._values: OrderedDict[Key, Value] = OrderedDict()
-
-    def get(self, key: Key) -> Value | None:
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            return self._values.get(key)
-
-    def put(self, key: Key, value: Value) -> None:
-        with self._lock:
-            self._values[key] = value
-            self._values.move_to_end(key)
-            while len(self._values) > self._most:
-                self._values.popitem(last=False)
 
 
 class Planning:
@@ -155,8 +130,8 @@ class Planning:
         """
         self._frontier = frontier
         self._run = run
-        self._texts = _RecentlyUsed[PlanRequest, str](_PLANS)
-        self._curves = _RecentlyUsed[tuple[str, Slow, float | None], Curve](_CURVES)
+        self._texts = RecentlyUsed[PlanRequest, str](_KEPT)
+        self._curves = RecentlyUsed[tuple[str, Slow, float | None], Curve](_KEPT)
 
     def curve(self, digest: str, content: bytes) -> Curve:
         """Return the curve of a frontier that no job has yet.
@@ -185,7 +160,7 @@ class Planning:
         limited = curve if limit_w is None else solved(())
         if limited is None:
             raise NotSolved(())
-        return KnownNumbers(limited, solved)
+        return KnownNumbers.on(limited, solved)
 
     def solve(self, job: RegisteredJob, slow: Slow) -> None:
         """Solve the pipeline with these slow stages under its GPUs' power limit, so that
@@ -263,3 +238,45 @@ def deduplicated(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...
     indices: dict[Key, int] = {}
     of_each = tuple(indices.setdefault(value, len(indices)) for value in values)
     return tuple(indices), of_each
+
+
+_log = logging.getLogger(__name__)
+
+
+class Replanner:
+    """Prepares jobs in the order in which they were requested. Use it as a context manager, which
+    ends its threads.
+
+    A job that is requested again while it waits keeps its position, and what it needs is determined
+    when its turn comes. So jobs whose reports change often do not delay others, and outdated plans
+    are not made. A job that needs more than one solution is requested again after each, so that
+    others take turns with it.
+    """
+
+    def __init__(self, prepare: Callable[[str], None], threads: int) -> None:
+        """Call `prepare` with the name of each job."""
+        self._prepare = prepare
+        self._pool = ThreadPoolExecutor(threads, "planner-replanning")
+        self._lock = threading.Lock()
+        self._waiting: set[str] = set()
+
+    def __enter__(self) -> Replanner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def request(self, name: str) -> None:
+        """Have the plans of a job made."""
+        with self._lock, suppress(RuntimeError):  # the pool has ended
+            if name not in self._waiting:
+                self._pool.submit(self._run, name)
+                self._waiting.add(name)
+
+    def _run(self, name: str) -> None:
+        with self._lock:
+            self._waiting.remove(name)
+        try:
+            self._prepare(name)
+        except Exception:
+            _log.exception("The plans of job %r could not be made", name)
