@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 from strategies import fixed, pipelines
 
 from perseus_planner.base.errors import UsageError
@@ -433,6 +434,4 @@ def test_a_clock_that_was_not_measured_is_the_next_lower_one_or_else_the_lowest(
 )
 def test_values_that_do_not_fit_the_ranks_are_refused(values, text):
     problem = Problem([[Task({1410: Measurement(1410, 1.0, 1.0)}, 1410)]], [[]], NONE, [0], [80.0])
-    with pytest.raises(UsageError) as caught:
-        problem._replace(**values).replayed()
-    assert str(caught.value) == text
+    assert refusal(UsageError, problem._replace(**values).replayed) == text

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import waiting_w
+from refusals import refusal
 from strategies import deadline_s, fixed, jobs, pipeline, problems, shares, smooth_profile
 from validators import check_plan, check_replay
 
@@ -200,25 +201,27 @@ def test_clocks_of_any_type_are_whole_megahertz(frontier: Frontier):
     ],
 )
 def test_a_missing_clock_is_refused(frontier: Frontier, clock: dict[str, int], message: str):
-    with pytest.raises(PlanError) as caught:
-        frontier.plan_of(clock)
-    assert str(caught.value) == message
+    assert refusal(PlanError, frontier.plan_of, clock) == message
 
 
 def test_an_overhead_that_leaves_no_iteration_is_refused():
     profile = replace(smooth_profile(2), overhead_s=-3.0)
-    with pytest.raises(ProfileError) as caught:
-        solve(profile, one_f_one_b(2, 3))
-    assert str(caught.value) == (
+    assert refusal(ProfileError, solve, profile, one_f_one_b(2, 3)) == (
         "overhead_s: -3 s leave nothing of an iteration that replays to 0.653325 s at its fastest; "
         "calibrate with an iteration of this schedule"
     )
 
 
 def test_powers_for_other_stages_are_refused(frontier: Frontier):
-    with pytest.raises(PlanError) as caught:
-        replace(frontier.plan_until(frontier.min_time_s), blocking_power_w=(83.64, 70.0))
-    assert str(caught.value) == "blocking_power_w: has 2 numbers for 4 stages"
+    assert (
+        refusal(
+            PlanError,
+            replace,
+            frontier.plan_until(frontier.min_time_s),
+            blocking_power_w=(83.64, 70.0),
+        )
+        == "blocking_power_w: has 2 numbers for 4 stages"
+    )
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 1.0])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 from strategies import fixed, profiles, smooth_profile
 
 from perseus_planner import schedules
@@ -161,9 +162,7 @@ def test_only_the_slow_stage_is_slower():
     ],
 )
 def test_profiles_that_do_not_fit_together_are_refused(make, message: str):
-    with pytest.raises(ProfileError) as caught:
-        make()
-    assert str(caught.value) == message
+    assert refusal(ProfileError, make) == message
 
 
 def test_clocks_that_a_power_limit_would_cap_are_no_operating_points():
@@ -188,9 +187,7 @@ def test_clocks_that_a_power_limit_would_cap_are_no_operating_points():
 
 
 def test_a_power_limit_under_which_nothing_can_run_is_refused():
-    with pytest.raises(ProfileError) as raised:
-        within_power_limit(FAST, 100.0)
-    assert str(raised.value) == (
+    assert refusal(ProfileError, within_power_limit, FAST, 100.0) == (
         "stage 0 forward: draws 133 W at its least clock, and the power limit of its GPU is 100 W; "
         "measure lower clocks, or raise the limit"
     )

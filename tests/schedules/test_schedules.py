@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 from strategies import fixed
 
 from perseus_planner import schedules
@@ -72,10 +73,8 @@ def test_a_computation_reads_back_from_its_text(stage: int, kind: str, microbatc
     ["", "F", "3F", "F17", "3X17", "3f17", " 3F17", "3F17 ", "3F17\n", "3F17F1", "-3F1", "٣F1"],
 )
 def test_other_text_is_not_a_computation(text: str):
-    with pytest.raises(ScheduleError) as caught:
-        Computation.parse(text)
     assert (
-        str(caught.value)
+        refusal(ScheduleError, Computation.parse, text)
         == f"{text!r} is not a computation; write stage, kind (F, B, I or W) and microbatch, e.g. "
         "3F17"
     )
@@ -95,10 +94,8 @@ def parsed(*ranks: str) -> Schedule:
     return Schedule("by hand", tuple(tuple(map(Computation.parse, rank.split())) for rank in ranks))
 
 
-def refusal(*ranks: str) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        check_pipeline(parsed(*ranks))
-    return str(caught.value)
+def flaw_of(*ranks: str) -> str:
+    return refusal(ScheduleError, check_pipeline, parsed(*ranks))
 
 
 def test_a_schedule_describes_itself():
@@ -133,9 +130,7 @@ def test_a_schedule_describes_itself():
     ],
 )
 def test_a_malformed_schedule_is_refused_at_birth(ranks: tuple[str, ...], message: str):
-    with pytest.raises(ScheduleError) as caught:
-        parsed(*ranks)
-    assert str(caught.value) == message
+    assert refusal(ScheduleError, parsed, *ranks) == message
 
 
 @pytest.mark.parametrize(
@@ -187,7 +182,7 @@ def test_a_schedule_of_malformed_computations_is_refused(bad: Computation):
 def test_an_incomplete_pipeline_is_refused_with_the_computation_at_fault(
     ranks: tuple[str, ...], message: str
 ):
-    assert refusal(*ranks) == f"schedule by hand, {message}"
+    assert flaw_of(*ranks) == f"schedule by hand, {message}"
 
 
 def test_a_backward_follows_one_in_parts_and_the_other_way_round():
@@ -265,9 +260,9 @@ def test_a_name_gives_its_schedule(name: str):
     ],
 )
 def test_a_name_or_size_that_gives_no_schedule_is_refused(arguments: dict, message: str):
-    with pytest.raises(ScheduleError) as caught:
-        generate(**({"ranks": 4, "microbatches": 8} | arguments))
-    assert str(caught.value) == message
+    assert (
+        refusal(ScheduleError, generate, **{"ranks": 4, "microbatches": 8} | arguments) == message
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
