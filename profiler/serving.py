@@ -9,8 +9,6 @@ edge of a window lies between the two.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,7 +20,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.files import replacing
+from perseus_planner.base.files import write_file
+from perseus_planner.base.tables import csv_text
 from perseus_planner.base.units import COUNT, TIME, check_fields
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.monitor import Monitor
@@ -335,17 +334,12 @@ def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path
         ),
         *("batch", "energy_error_j", "prefill_j", "ttft_p50_s", "tbt_p50_s"),
     )
-    with replacing(path, UsageError) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-        text.write(f"# {origin} by planner inference profile\n")
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(header)
-        for row in rows:
-            numbers = (
-                *(row.tokens_per_s, row.energy_j, row.ttft_p95_s, row.tbt_p95_s, row.idle_w),
-                *(row.batch, row.error_j, row.prefill_j, row.ttft_p50_s, row.tbt_p50_s),
-            )
-            cells = ("" if value is None else f"{value:.6g}" for value in numbers)
-            table.writerow((*row.shape, row.tensor_degree, row.setting, *cells))
-        text.flush()
-        text.detach()
+    lines: list[tuple[object, ...]] = [header]
+    for row in rows:
+        numbers = (
+            *(row.tokens_per_s, row.energy_j, row.ttft_p95_s, row.tbt_p95_s, row.idle_w),
+            *(row.batch, row.error_j, row.prefill_j, row.ttft_p50_s, row.tbt_p50_s),
+        )
+        cells = (None if value is None else f"{value:.6g}" for value in numbers)
+        lines.append((*row.shape, row.tensor_degree, row.setting, *cells))
+    write_file(path, f"# {origin} by planner inference profile\n{csv_text(lines)}", UsageError)

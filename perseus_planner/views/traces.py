@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import RunError
-from perseus_planner.plans.replay import ALL_MAXIMUM, Span, Timeline, origin_text
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.profiles.csv_file import setting_of, unit_of
 from perseus_planner.views.context import pipeline_text
 from perseus_planner.views.perfetto import (
@@ -67,26 +67,29 @@ def trace_plan(plan: Plan, path: str | os.PathLike[str], baseline: Plan | None =
 
 
 def _planned_process(name: str, plan: Plan) -> Process:
-    timeline = plan.timeline
-    ranks = range(len(plan.schedule.ranks))
-    slices = [list(_planned_slices(plan, timeline, rank)) for rank in ranks]
-    powers = [_planned_power(f"rank {rank} power", slices[rank]) for rank in ranks]
-    clocks = [_planned_clock(plan, rank, slices[rank]) for rank in ranks]
     gpus = "" if plan.gpus_per_stage == 1 else f" ({plan.gpus_per_stage} GPUs)"
-    threads = [Thread(f"rank {rank}{gpus}", slices[rank]) for rank in ranks]
-    return Process(
-        name,
-        threads,
-        [total(powers, "pipeline power"), *powers, *clocks],
-        list(_transfers(plan, timeline)),
-    )
+    threads, powers, clocks = list[Thread](), list[Counter](), list[Counter]()
+    for rank in range(len(plan.schedule.ranks)):
+        slices = list(_planned_slices(plan, rank))
+        end_ns = slices[-1].end_ns
+        threads.append(Thread(f"rank {rank}{gpus}", slices))
+        watts = ((each.start_ns, each.details["watts"]) for each in slices)
+        powers.append(Counter(f"rank {rank} power", "W", steps(watts, end_ns)))
+        # The clock of a computation lasts until the next one begins.
+        setting = setting_of(plan.control)
+        spans = [
+            (each.start_ns, each.details[setting]) for each in slices if setting in each.details
+        ]
+        clocks.append(_clock_counter(plan, rank, [(0, spans[0][1]), *spans], end_ns))
+    counters = [total(powers, "pipeline power"), *powers, *clocks]
+    return Process(name, threads, counters, list(_transfers(plan)))
 
 
-def _transfers(plan: Plan, timeline: Timeline) -> Iterator[Flow]:
+def _transfers(plan: Plan) -> Iterator[Flow]:
     """Yield what each computation gets from another rank: activations for a forward, else
     gradients.
     """
-    iteration, spans = plan.iteration, list(timeline.spans.values())
+    iteration, spans = plan.iteration, list(plan.timeline.spans.values())
     for place, computation in enumerate(iteration.computations):
         for other in iteration.predecessors[place]:
             ranks = iteration.rank_of[other], iteration.rank_of[place]
@@ -104,58 +107,30 @@ def _transfers(plan: Plan, timeline: Timeline) -> Iterator[Flow]:
                 )
 
 
-def _planned_slices(plan: Plan, timeline: Timeline, rank: int) -> Iterator[Slice]:
+def _planned_slices(plan: Plan, rank: int) -> Iterator[Slice]:
     """Yield what the rank runs, and its waiting in between."""
+    iteration, timeline = plan.iteration, plan.timeline
     waiting_w, done_s = plan.rank_waiting_w[rank], 0.0
-    for place in plan.iteration.programs[rank]:
-        name = plan.iteration.names[place]
-        span = timeline.spans[name]
+    for place in iteration.programs[rank]:
+        name = iteration.names[place]
+        span, category = timeline.spans[name], "operation of fixed time"
+        details: dict[str, Any] = {}
+        if place < len(iteration.computations):
+            one, category = iteration.computations[place], "computation"
+            details = {"stage": one.stage, "kind": iteration.keys[place][1]}
+            details |= {"microbatch": one.microbatch, setting_of(plan.control): plan.clocks[name]}
+        details |= {"joules": span.energy_j, "watts": span.power_w}
         yield from _planned_waiting("waiting", done_s, span.start_s, waiting_w)
-        yield _planned_slice(plan, place, name, span)
+        yield Slice(name, category, _ns(span.start_s), _ns(span.end_s), details)
         done_s = span.end_s
     replayed_s = max(span.end_s for span in timeline.spans.values())
     yield from _planned_waiting("waiting", done_s, replayed_s, waiting_w)
     yield from _planned_waiting("calibrated overhead", replayed_s, timeline.time_s, waiting_w)
 
 
-def _planned_slice(plan: Plan, place: int, name: str, span: Span) -> Slice:
-    computations = plan.iteration.computations
-    details: dict[str, Any] = {
-        "joules": span.energy_j,
-        "watts": span.power_w,
-    }
-    if place >= len(computations):
-        return Slice(name, "operation of fixed time", _ns(span.start_s), _ns(span.end_s), details)
-    one, (_, kind) = computations[place], plan.iteration.keys[place]
-    what = {
-        "stage": one.stage,
-        "kind": kind,
-        "microbatch": one.microbatch,
-        setting_of(plan.control): plan.clocks[name],
-    }
-    return Slice(name, "computation", _ns(span.start_s), _ns(span.end_s), {**what, **details})
-
-
 def _planned_waiting(name: str, start_s: float, end_s: float, power_w: float) -> Iterator[Slice]:
     details = {"joules": power_w * (end_s - start_s), "watts": power_w}
     yield from _waiting(name, _ns(start_s), _ns(end_s), details)
-
-
-def _planned_power(name: str, slices: list[Slice]) -> Counter:
-    return Counter(
-        name,
-        "W",
-        steps(((each.start_ns, each.details["watts"]) for each in slices), slices[-1].end_ns),
-    )
-
-
-def _planned_clock(plan: Plan, rank: int, slices: list[Slice]) -> Counter:
-    """Return the clock or the power limit: that of a computation lasts until the next one
-    begins.
-    """
-    setting = setting_of(plan.control)
-    spans = [(each.start_ns, each.details[setting]) for each in slices if setting in each.details]
-    return _clock_counter(plan, rank, [(0, spans[0][1]), *spans], slices[-1].end_ns)
 
 
 def _clock_counter(

@@ -90,18 +90,7 @@ def test_what_is_printed_of_all_attempts_is_their_sum(tmp_path: Path):
         "All attempts, energy simulated, saved against all clocks at maximum in as much time:"
     )
     heading, older, *others, whole = [line.split() for line in lines[begin + 2 :]]
-    assert heading == [
-        "attempt",
-        "iterations",
-        "time",
-        "s",
-        "energy",
-        "kJ",
-        "saved",
-        "kJ",
-        "saved",
-        "%",
-    ]
+    assert " ".join(heading) == "attempt iterations time s energy kJ saved kJ saved %"
     assert (older[:2], len(others), whole[:2]) == (["older", "5"], 10, ["all", "90"])
     assert others[-1][:2] == [attempt_in(tmp_path).name, "13"]
     saved_j = plan.baseline_j(plan.time_s) - plan.energy_j
@@ -139,11 +128,8 @@ def test_an_attempt_without_iterations_shows_the_one_before(tmp_path: Path):
 
 def test_attempts_rise_even_if_the_clock_was_set_back(tmp_path: Path):
     numbers = []
-    for now in (
-        datetime(2026, 11, 22, 13, 35, 2),
-        datetime(2026, 11, 22, 13, 35, 2),
-        datetime(2020, 1, 1),
-    ):
+    same = datetime(2026, 11, 22, 13, 35, 2)
+    for now in (same, same, datetime(2020, 1, 1)):
         attempt = Attempt.next_in(tmp_path, now)
         attempt_path(tmp_path, attempt.number).mkdir()
         numbers.append(attempt.number)

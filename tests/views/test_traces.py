@@ -378,10 +378,3 @@ def test_show_writes_traces_of_plans_and_runs_beside_what_it_says(folder: Path):
     }.items():
         assert refusal(command) == (2, "", f"Error: {message}\n")
     assert not Path("a.json").exists()
-
-
-def test_a_long_iteration_of_many_ranks_is_whole(tmp_path: Path):
-    dag = PipelineDag.from_schedule(smooth_profile(16, step_mhz=150), schedules.one_f_one_b(16, 64))
-    trace = read(numbered(any_plan(dag, Random(1))), tmp_path)
-    drawn = sum(each[2]["cat"] == "computation" for row in trace.slices.values() for each in row)
-    assert drawn == 16 * 2 * 64

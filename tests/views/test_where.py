@@ -64,20 +64,11 @@ def test_ranks_and_phases_add_up_to_the_energy_of_the_plan(frontier: Frontier):
 def test_phases_are_those_of_1f1b():
     plan = frontier_of(1.0, 1.0, 1.0).plan_for(1e9)
     spans, found = replay(plan).spans, energy_of_plan("plan", plan)
-    first = {0: "0F0 0F1 0F2", 1: "1F0 1F1", 2: "2F0"}  # before the first backward of each rank
-    computing_j = math.fsum(
-        spans[name].power_w * (spans[name].end_s - spans[name].start_s)
-        for names in first.values()
-        for name in names.split()
-    )
-    assert found.phases[0].computing_j == pytest.approx(computing_j)
-    last = {0: "0B5 0B6 0B7", 1: "1B6 1B7", 2: "2B7"}
-    computing_j = math.fsum(
-        spans[name].power_w * (spans[name].end_s - spans[name].start_s)
-        for names in last.values()
-        for name in names.split()
-    )
-    assert found.phases[2].computing_j == pytest.approx(computing_j)
+    first = "0F0 0F1 0F2 1F0 1F1 2F0"  # before the first backward of each rank
+    for phase, names in ((0, first), (2, "0B5 0B6 0B7 1B6 1B7 2B7")):
+        ran = [spans[name] for name in names.split()]
+        computing_j = math.fsum(span.power_w * (span.end_s - span.start_s) for span in ran)
+        assert found.phases[phase].computing_j == pytest.approx(computing_j)
 
 
 def test_the_first_sentence_says_what_is_saved_and_why():
