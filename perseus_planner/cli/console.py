@@ -244,13 +244,6 @@ def gpu_names() -> list[str]:
     return [*(f"{name}:" for name in BACK_ENDS), *(f"simulated:{name}" for name in CATALOG)]
 
 
-def model_names() -> list[str]:
-    """Return the names of published models."""
-    from perseus_planner.estimate.presets import PRESETS
-
-    return list(PRESETS)
-
-
 def chip_names() -> list[str]:
     """Return the names of kinds of GPUs."""
     from perseus_planner.gpu.simulated.catalog import CATALOG

@@ -13,7 +13,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 
 if TYPE_CHECKING:
-    from perseus_planner.views.report.savings import EnergyRates, IterationSize
+    from perseus_planner.views.report.savings import IterationSize
     from perseus_planner.views.report.sources import Sources
 
 
@@ -104,6 +104,7 @@ def report(
     The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give
     the numbers of the place where your GPUs are.
     """
+    from perseus_planner.base import registry
     from perseus_planner.base.documents import kind_of
     from perseus_planner.base.files import write_file
     from perseus_planner.views.report.page import page
@@ -113,30 +114,16 @@ def report(
 
     console.refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon)
-    if any(kind_of(path) == "inference" for path in source):
-        _report_pools(source, rates, output, as_json=as_json)
+    for kind in registry.REPORTED.keys() & set(map(kind_of, source)):
+        content, text, html = registry.load(registry.REPORTED[kind])(source, rates)
+        write_file(output, html, UsageError)
+        console.report(content, text, [output], as_json=as_json)
         return
     with console.progress("Reporting"):
         sources = read_sources(source, blocking_power)
         made = make_report(sources, rates, _size(sources, size))
         write_file(output, page(made), UsageError)
     console.report(made, report_text(made), [output], as_json=as_json)
-
-
-def _report_pools(
-    source: tuple[Path, ...], rates: EnergyRates, output: Path, *, as_json: bool
-) -> None:
-    """Write the page of a plan for inference."""
-    from perseus_planner.base.files import write_file
-    from perseus_planner.inference.plan import InferencePlan
-    from perseus_planner.views.inference import plan_view
-    from perseus_planner.views.report.pools import make_pools_report, pools_page, pools_text
-
-    if len(source) > 1:
-        raise UsageError("a plan for inference has a report of its own; name it alone")
-    made = make_pools_report(source[0].name, plan_view(InferencePlan.load(source[0])), rates)
-    write_file(output, pools_page(made), UsageError)
-    console.report(made, pools_text(made), [output], as_json=as_json)
 
 
 def _size(sources: Sources, given: dict[str, Any]) -> IterationSize:

@@ -121,15 +121,14 @@ def _draw(name: str, files: tuple[Path, ...]) -> Figure:
 
 def _view(path: Path) -> _View:
     """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
+    from perseus_planner.base import registry
     from perseus_planner.base.documents import kind_of
 
-    readers = {
-        "run": _run_view,
-        "frontier": _frontier_view,
-        "profile": _profile_view,
-        "inference": _pools_view,
-    }
+    readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
     kind = kind_of(path)
+    if kind is not None and kind in registry.SHOWN:
+        summary, text, draw = registry.load(registry.SHOWN[kind])(path)
+        return _View(summary, text, draw, None)
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(
             f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run "
@@ -197,7 +196,7 @@ def _plan_view(file: Path) -> _View:
         return draw_gantt([chart], plan.control)
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
-        from perseus_planner.cluster.baselines import all_maximum
+        from perseus_planner.plans.replay import all_maximum
         from perseus_planner.views.report.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
@@ -206,14 +205,6 @@ def _plan_view(file: Path) -> _View:
         )
 
     return _View(summary, timeline_text(summary), draw, write_trace)
-
-
-def _pools_view(file: Path) -> _View:
-    from perseus_planner.inference.plan import InferencePlan
-    from perseus_planner.views.inference import plan_figure, plan_text, plan_view
-
-    summary = plan_view(InferencePlan.load(file))
-    return _View(summary, plan_text(summary), lambda: plan_figure(summary), None)
 
 
 def _run_view(folder: Path) -> _View:

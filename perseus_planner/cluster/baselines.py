@@ -10,23 +10,21 @@ waited instead, since the other pipelines wait until the deadline anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import TIME
 from perseus_planner.cluster.envpipe import reconfigure
-from perseus_planner.plans.replay import time_and_energy
+from perseus_planner.plans.replay import all_maximum, time_and_energy
 from perseus_planner.schedules import one_f_one_b
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.schedules.dag import PipelineDag
 
-
-def all_maximum(dag: PipelineDag) -> dict[str, int]:
-    """Run every computation at its highest measured clock: the baseline of every saving."""
-    return _clocks(dag, [points[0] for points in _measured(dag)])
+_BRIEF = 2000
+"""EnvPipe replays the iteration up to computations x clocks times; more take minutes."""
 
 
 def one_clock(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
@@ -182,3 +180,21 @@ def _nearest_below(times_s: Sequence[float], start: int, target_s: float) -> int
         if farther and times_s[i] >= times_s[i - 1]:
             return i - 1
     return len(times_s) - 1
+
+
+def _brief_envpipe(dag: PipelineDag, _: float) -> dict[str, int]:
+    count = len(dag.computations)
+    if count > _BRIEF:
+        raise UsageError(
+            f"its walk over {count:,} computations takes minutes; `planner simulate --policy "
+            "envpipe` replays it"
+        )
+    return envpipe(dag)
+
+
+OTHER_PLANNERS: Mapping[str, Callable[[PipelineDag, float], Mapping[str, int]]] = {
+    "one clock for the job": one_clock,
+    "one clock per stage (Zeus)": one_per_stage,
+    "EnvPipe": _brief_envpipe,
+}
+"""How other planners choose clocks for a deadline, by what reports call them."""

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Protocol
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.cluster import baselines
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition
+from perseus_planner.plans.replay import all_maximum
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.solve import solve_dag
@@ -137,7 +138,7 @@ def make_policy(
     if name == "planner-fixed":
         return FixedPolicy(name, _clocks(frontier, target_s))
     if name == "max":
-        return FixedPolicy(name, _checked_clocks(frontier, baselines.all_maximum(frontier.dag)))
+        return FixedPolicy(name, _checked_clocks(frontier, all_maximum(frontier.dag)))
     if name == "envpipe":
         return FixedPolicy(name, _checked_clocks(frontier, baselines.envpipe(frontier.dag)))
     clocks_for = _BaselineClocks(_RULES[name], frontier, replays)

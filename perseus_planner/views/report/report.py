@@ -10,10 +10,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from perseus_planner.base import __version__
+from perseus_planner.base import __version__, registry
 from perseus_planner.base.errors import RunError, UsageError
-from perseus_planner.cluster import baselines
-from perseus_planner.plans.replay import ALL_MAXIMUM
+from perseus_planner.plans.replay import ALL_MAXIMUM, all_maximum
 from perseus_planner.views.columns import column, numbers, quantities, table
 from perseus_planner.views.context import Context, origin_label
 from perseus_planner.views.figures import draw_curves, draw_frontier, draw_gantt
@@ -37,10 +36,6 @@ if TYPE_CHECKING:
     from perseus_planner.runs.run import Run
     from perseus_planner.solver.frontier import Frontier
     from perseus_planner.views.report.sources import Sources
-
-_ENVPIPE_COMPUTATIONS = (
-    2000  #: EnvPipe replays the iteration up to computations x clocks times; more take minutes
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ def chart_iterations(sources: Sources) -> tuple[tuple[GanttChart, ...], tuple[st
     """
     charts, left_out = list[GanttChart](), list[str]()
     if sources.frontier is not None:
-        plan = sources.frontier.plan_of(baselines.all_maximum(sources.frontier.dag))
+        plan = sources.frontier.plan_of(all_maximum(sources.frontier.dag))
         charts.append(chart_plan(ALL_MAXIMUM, plan, "before: the baseline of every saving"))
     charts += [chart_plan(name, plan, "as planned") for name, plan in sources.plans.items()]
     for name, run in sources.runs.items():
@@ -169,9 +164,9 @@ def _peer_points(
     frontier: Frontier, deadline_s: float
 ) -> tuple[tuple[IterationPoint, ...], tuple[str, ...]]:
     found, left_out = [], []
-    for name, choose in _CHOICES.items():
+    for name, choose in registry.load(registry.OTHER_PLANNERS).items():
         try:
-            plan = frontier.plan_of(choose(frontier, deadline_s))
+            plan = frontier.plan_of(choose(frontier.dag, deadline_s))
         except UsageError as error:
             left_out.append(f"{name}: {error}")
         else:
@@ -179,27 +174,6 @@ def _peer_points(
                 IterationPoint(name, "peer", plan.time_s, plan.energy_j, origin_label(plan.origin))
             )
     return tuple(found), tuple(left_out)
-
-
-def _envpipe(frontier: Frontier, _: float) -> Mapping[str, int]:
-    count = len(frontier.dag.computations)
-    if count > _ENVPIPE_COMPUTATIONS:
-        raise UsageError(
-            f"its walk over {count:,} computations takes minutes; `planner simulate --policy "
-            "envpipe` replays it"
-        )
-    return baselines.envpipe(frontier.dag)
-
-
-_CHOICES: Mapping[str, Callable[[Frontier, float], Mapping[str, int]]] = {
-    "one clock for the job": lambda frontier, deadline_s: baselines.one_clock(
-        frontier.dag, deadline_s
-    ),
-    "one clock per stage (Zeus)": lambda frontier, deadline_s: baselines.one_per_stage(
-        frontier.dag, deadline_s
-    ),
-    "EnvPipe": _envpipe,
-}
 
 
 def report_text(report: EnergyReport) -> str:

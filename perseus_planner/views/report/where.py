@@ -11,8 +11,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.cluster import baselines
-from perseus_planner.plans.replay import ALL_MAXIMUM, end_times, replay
+from perseus_planner.plans.replay import ALL_MAXIMUM, all_maximum, end_times, replay
 from perseus_planner.views.context import origin_label, share
 from perseus_planner.views.report.savings import pipelines_of_run
 from perseus_planner.views.run import summarize_run
@@ -110,7 +109,7 @@ def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnerg
         return WhereEnergyGoes((), None, ())
     before = bottleneck = None
     if sources.frontier is not None:
-        plan = sources.frontier.plan_of(baselines.all_maximum(sources.frontier.dag))
+        plan = sources.frontier.plan_of(all_maximum(sources.frontier.dag))
         before = energy_of_plan(ALL_MAXIMUM, plan, "baseline")
         bottleneck = find_bottleneck(sources.frontier, plan, before)
     planned = next((energy_of_plan(name, plan) for name, plan in sources.plans.items()), None)

@@ -12,7 +12,7 @@ from commands import done, refusal
 from inference_cases import PROFILE, RATES, steady, write_trace
 
 from perseus_planner.base.errors import PlanError
-from perseus_planner.cli.inference import inference
+from perseus_planner.inference.command import inference
 from perseus_planner.inference.plan import POLICIES, InferencePlan
 
 PLAN = "inference plan inference.csv --rates rates.csv"

@@ -15,12 +15,12 @@ from commands import done, run
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
-from perseus_planner.cli.simulate import simulate as command
+from perseus_planner.cluster.command import simulate as command
 from perseus_planner.cluster.policies import POLICIES
 from perseus_planner.cluster.replay import Cluster, simulate
 from perseus_planner.cluster.stragglers import read_stragglers
+from perseus_planner.cluster.views import cluster_text, summarize_cluster
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
-from perseus_planner.views.cluster import cluster_text, summarize_cluster
 
 STRAGGLERS = "start,end,slowdown,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"
 SIMULATE = (

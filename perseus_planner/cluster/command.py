@@ -93,8 +93,8 @@ def simulate(
     from perseus_planner.base.files import write_file
     from perseus_planner.cluster.replay import Cluster
     from perseus_planner.cluster.stragglers import read_stragglers
+    from perseus_planner.cluster.views import cluster_text, gpu_csv, summarize_cluster
     from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.views.cluster import cluster_text, gpu_csv, summarize_cluster
 
     for source in filter(None, (frontier, stragglers)):
         if table is not None:
