@@ -14,15 +14,14 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 
 if TYPE_CHECKING:
-    from perseus_planner.estimate.calibration import StageCalibration
     from perseus_planner.estimate.candidates import Choices
+    from perseus_planner.estimate.estimate import StageCalibration, TransformerPipeline
     from perseus_planner.estimate.explore import Objective
-    from perseus_planner.estimate.op_costs import TransformerPipeline
     from perseus_planner.estimate.system import System
 
 
 def _model_names() -> list[str]:
-    from perseus_planner.estimate.presets import PRESETS
+    from perseus_planner.estimate.transformer import PRESETS
 
     return list(PRESETS)
 
@@ -165,9 +164,8 @@ def _pipeline(
     recompute: str | None,
     **others: Any,
 ) -> TransformerPipeline:
-    from perseus_planner.estimate.op_costs import TransformerPipeline
-    from perseus_planner.estimate.presets import name_of, named_transformer
-    from perseus_planner.estimate.transformer import check_split
+    from perseus_planner.estimate.estimate import TransformerPipeline
+    from perseus_planner.estimate.transformer import check_split, name_of, named_transformer
 
     others["tensor_degree"], others["recomputation"] = others.pop("tensor_parallel"), recompute
     transformer = replace(
@@ -187,7 +185,7 @@ def _pipeline(
 def _calibration(
     text: str, stage: int | None, pipeline: TransformerPipeline, system: System, output: Path
 ) -> StageCalibration:
-    from perseus_planner.estimate.calibration import stage_calibration
+    from perseus_planner.estimate.estimate import stage_calibration
     from perseus_planner.profiles.profiles import Profile
 
     path, tokens = _split_tokens(text)
@@ -312,9 +310,9 @@ def explore(
     measure the first three.
     """
     from perseus_planner.estimate import views
+    from perseus_planner.estimate.explore import Prices
     from perseus_planner.estimate.explore import explore as exploring
-    from perseus_planner.estimate.forecast import Prices
-    from perseus_planner.estimate.presets import name_of, named_transformer
+    from perseus_planner.estimate.transformer import name_of, named_transformer
     from perseus_planner.views.figures import check_figure_path, save_figure
 
     plot, output = options["plot"], options["output"]
@@ -346,8 +344,7 @@ def explore(
 
 
 def _system(gpu: str | None, path: Path | None) -> System:
-    from perseus_planner.estimate.system import system_of
-    from perseus_planner.estimate.system_file import load_system
+    from perseus_planner.estimate.system import load_system, system_of
 
     if path is not None:
         system = load_system(path)
@@ -411,9 +408,8 @@ def measure_kernels_of(
     """
     from perseus_planner.base.units import TIME
     from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
-    from perseus_planner.estimate.presets import named_transformer
-    from perseus_planner.estimate.system import system_of
-    from perseus_planner.estimate.system_file import save_system, system_view
+    from perseus_planner.estimate.system import save_system, system_of, system_view
+    from perseus_planner.estimate.transformer import named_transformer
     from perseus_planner.estimate.views import system_text
     from perseus_planner.profiler.ranks.group import process_group
 

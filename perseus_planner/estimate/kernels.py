@@ -16,7 +16,7 @@ from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.estimate.system import KernelKey, KernelTimes, System
+from perseus_planner.estimate.system import KernelTimes, System, kernel_key
 
 if TYPE_CHECKING:
     import torch
@@ -45,12 +45,7 @@ def measure_kernels(plan: KernelPlan, system: System) -> System:
     calls it.
     """
     ranks = _ranks()
-    kernels = {}
-    for shape in plan.shapes:
-        key = KernelKey(
-            shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
-        )
-        kernels[key] = _measure_shape(shape, plan.repetitions)
+    kernels = {kernel_key(each): _measure_shape(each, plan.repetitions) for each in plan.shapes}
     copied = _copy_bytes_per_s(plan) / system.gpu.bytes_per_s
     found = replace(system, kernels=kernels, memory_share=min(1.0, copied))
     return found if ranks == 1 else _with_links(found, plan, ranks)

@@ -13,14 +13,15 @@ import yaml
 from perseus_planner.base.errors import JobError
 from perseus_planner.base.files import write_file
 from perseus_planner.base.prefixes import si
-from perseus_planner.estimate.forecast import Prices, forecast
-from perseus_planner.estimate.op_costs import TransformerPipeline, stage_op_costs, stage_traffic
+from perseus_planner.estimate.explore import Prices, forecast
+from perseus_planner.estimate.operations import stage_op_costs, stage_traffic
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.views.columns import Sheet, column, numbers, quantities, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from perseus_planner.estimate.estimate import TransformerPipeline
     from perseus_planner.estimate.explore import Exploration, Row
     from perseus_planner.profiles.profiles import Profile
 
@@ -182,10 +183,11 @@ def exploration_view(
 ) -> dict[str, Any]:
     """Return what is printed of an exploration."""
     view = [_row_view(row, found, tokens, prices) for row in (*found.first, *found.frontier)]
+    system = found.maker.system
     return {
         "model": name,
-        "gpu": found.system.gpu.name,
-        "origin": "simulated" if not found.system.kernels else "estimated from measured kernels",
+        "gpu": system.gpu.name,
+        "origin": "estimated from measured kernels" if system.kernels else "simulated",
         "configurations": found.configurations,
         "solved": found.solved,
         "gap": found.gap,
@@ -284,9 +286,9 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     """
     job, maker = row.candidate.job, found.maker
     profile_path = path.with_name(f"{path.stem}-profile.yaml")
-    stages = job.stage_phases(found.system, row.candidate.times)
+    stages = job.stage_phases(found.maker.system, row.candidate.times)
     maker.profile(job, stages).save(profile_path)
-    hop_s = job.transfer_s(found.system)
+    hop_s = job.transfer_s(found.maker.system)
     ends_s = maker.ends_s(row.candidate)
     content: dict[str, object] = {
         "format": "perseus-planner/job",
@@ -338,7 +340,7 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
         "gpu_power_w": row.power_w / job.gpus,
         "saved_share": found.maker.saved_share(row.candidate, slowdown),
         "clocks_mhz": found.maker.clocks_mhz(row.candidate, slowdown),
-        "forecast": None if tokens is None else forecast(row, tokens, found.system, prices),
+        "forecast": None if tokens is None else forecast(row, tokens, found.maker.system, prices),
     }
 
 

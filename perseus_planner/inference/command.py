@@ -18,7 +18,7 @@ from perseus_planner.cli import console
 
 if TYPE_CHECKING:
     from perseus_planner.inference.cells import InferenceProfile
-    from perseus_planner.inference.pools import ChangeCosts
+    from perseus_planner.inference.programme import ChangeCosts
     from perseus_planner.inference.serving import ServedRow, Shape
 
 
@@ -270,7 +270,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _profile_and_costs(path: Path, options: dict[str, Any]) -> tuple[InferenceProfile, ChangeCosts]:
     from perseus_planner.inference.cells import Objectives, read_inference_profile
-    from perseus_planner.inference.pools import Change, ChangeCosts
+    from perseus_planner.inference.programme import Change, ChangeCosts
 
     times_s = [options[name] for name in ("new_instance", "resharding", "clock_change")]
     costs = ChangeCosts(*(Change(time_s, time_s * options["change_power"]) for time_s in times_s))

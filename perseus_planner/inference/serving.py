@@ -22,8 +22,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.fields import Checked
 from perseus_planner.base.files import replacing
-from perseus_planner.base.units import COUNT, TIME, check_fields
+from perseus_planner.base.units import Count, Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.monitor import Monitor
 from perseus_planner.profiler.control import common_settings, opened_control
@@ -54,7 +55,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ServingSettings:
+class ServingSettings(Checked):
     """How requests are measured.
 
     Raises:
@@ -67,11 +68,11 @@ class ServingSettings:
     #: Clocks in MHz or power limits in watts, highest first; empty for six, down to 40 % of the
     #: highest.
     settings: tuple[int, ...] = ()
-    window_s: float = 10.0  #: The minimum length of a window, seconds
-    windows: int = 3  #: Number of windows of each measurement
+    window_s: Seconds = 10.0  #: The minimum length of a window, seconds
+    windows: Count = 3  #: Number of windows of each measurement
 
     def __post_init__(self) -> None:
-        check_fields(self, {"window_s": TIME, "windows": COUNT})
+        super().__post_init__()
         if self.control not in ("clock", "power-limit", "observed"):
             raise UsageError(
                 f"control: {self.control!r} is unknown; choose one of: clock, power-limit, observed"

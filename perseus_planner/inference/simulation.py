@@ -22,8 +22,13 @@ import numpy as np
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.inference.plan import BASELINE, allowed, plan_policy
-from perseus_planner.inference.pools import PUBLISHED, ChangeCosts, Pool, changed_gpus
-from perseus_planner.inference.programme import largest_share
+from perseus_planner.inference.programme import (
+    PUBLISHED,
+    ChangeCosts,
+    Pool,
+    changed_gpus,
+    largest_share,
+)
 from perseus_planner.inference.servers import Request, Server
 from perseus_planner.inference.workload import Load, scaled
 

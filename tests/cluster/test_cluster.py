@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.cluster.iterations import Clocks
+from perseus_planner.cluster.policies import Clocks
 from perseus_planner.cluster.replay import Cluster, Outcome, replay_under, simulate
 from perseus_planner.cluster.stragglers import Condition, Straggler
 from perseus_planner.profiles.profiles import ClockChange, Profile
@@ -42,12 +42,10 @@ EXTRAS: dict[str, Any] = {
 class RandomPolicy:
     """A policy that draws random clocks for each set of known conditions."""
 
-    name = "whim"
-
     def __init__(self, dag: PipelineDag) -> None:
         self.dag = dag
 
-    def clocks_in(self, known: frozenset[Condition]) -> Mapping[Condition, Clocks]:
+    def __call__(self, known: frozenset[Condition]) -> Mapping[Condition, Clocks]:
         return {condition: self.clocks(condition, known) for condition in known}
 
     def clocks(self, condition: Condition, known: frozenset[Condition]) -> Clocks:
@@ -176,7 +174,7 @@ def test_a_replay_equals_stepping_through_every_iteration_and_gpu(
     cluster = Cluster(
         frontier, 3, iterations, stragglers, data.draw(st.sampled_from((0.0, 0.05, 0.4))) * job_s
     )
-    outcome = replay_under(cluster, RandomPolicy(frontier.dag))
+    outcome = replay_under(cluster, "whim", RandomPolicy(frontier.dag))
     time_s, totals = stepped(cluster, RandomPolicy(frontier.dag))
     assert math.isclose(outcome.time_s, time_s, rel_tol=1e-12)
     assert len(totals) == cluster.gpus

@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.op_costs import KINDS, stage_op_costs, stage_traffic
-from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.estimate.transformer import CHOICES, Transformer, check_split, split_layers
+from perseus_planner.estimate.estimate import KINDS
+from perseus_planner.estimate.operations import stage_op_costs, stage_traffic
+from perseus_planner.estimate.transformer import (
+    CHOICES,
+    PRESETS,
+    Transformer,
+    check_split,
+    split_layers,
+)
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.profiler.simulated_pipeline import _small_gpt
 
