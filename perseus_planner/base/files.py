@@ -1,18 +1,15 @@
-"""Read and write files: text and CSV read strictly, files replaced whole, and digests of what they
-hold.
+"""Read and write files: text read strictly, files replaced whole, and digests of what they hold.
 
 Functions that take `error` raise that type when the system refuses, with one text for one cause.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -20,8 +17,6 @@ if TYPE_CHECKING:
     from perseus_planner.base.errors import PlannerError
 
 _MAX_BYTES = 64 * 2**20
-# No real row comes near this; it keeps a file without line ends from being read whole.
-_MAX_LINE_BYTES = 65536
 
 
 @contextmanager
@@ -68,70 +63,6 @@ def read_text(
     except UnicodeDecodeError as reason:
         line = data.count(b"\n", 0, reason.start) + 1
         raise error(f"{path}, line {line}: is not UTF-8 text; save the file as UTF-8") from reason
-
-
-def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place of each row of a CSV file, for error texts, and its cells without surrounding
-    blanks.
-
-    Blank lines and lines that begin with `#` are skipped. The file is read line by line, so that a
-    wrong header is found before the rest is read.
-
-    Raises:
-        PlannerError: If the file cannot be read or is not CSV in UTF-8; of the type `error`.
-    """
-    with reading(path, error), path.open("rb") as file:
-        reader = csv.reader(_lines(path, file, error), strict=True)
-        try:
-            for cells in filter(None, reader):
-                yield f"{path}, line {reader.line_num}", [cell.strip() for cell in cells]
-        except csv.Error as reason:
-            wrong = f"{reason}; correct its quotes"
-            if "new-line" in wrong:
-                wrong = "has a carriage return in the middle; end rows with a line feed"
-            raise error(f"{path}, line {reader.line_num}: {wrong}") from reason
-
-
-def by_column(
-    where: str, header: Sequence[str], cells: Sequence[str], error: type[PlannerError]
-) -> dict[str, str]:
-    """Return the cells of a row by their columns.
-
-    Raises:
-        PlannerError: If the row has more or fewer cells than the header; of the type `error`.
-    """
-    if len(cells) != len(header):
-        raise error(
-            f"{where}: has {len(cells)} cells where the header has {len(header)}; "
-            "give each column one cell, with a point as decimal mark"
-        )
-    return dict(zip(header, cells, strict=True))
-
-
-def _lines(path: Path, file: BinaryIO, error: type[PlannerError]) -> Iterator[str]:
-    for number in count(1):
-        line = file.readline(_MAX_LINE_BYTES + 1)
-        if not line:
-            return
-        if b"\0" in line:
-            raise error(
-                f"{path}, line {number}: has a NUL byte, so the file is damaged or not text; write "
-                "it again"
-            )
-        if len(line) > _MAX_LINE_BYTES:
-            raise error(
-                f"{path}, line {number}: is longer than {_MAX_LINE_BYTES} bytes; write one row a "
-                "line"
-            )
-        if line.startswith(b"#"):
-            yield "\n"  # an empty line, so that line numbers stay
-            continue
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as reason:
-            raise error(
-                f"{path}, line {number}: is not UTF-8 text; save the file as UTF-8"
-            ) from reason
 
 
 @contextmanager

@@ -114,6 +114,7 @@ LIMIT = Rule(int, False, "a power limit: write whole watts above 0, such as 250"
 TEMPERATURE = Rule(float, True, "a temperature: write degrees Celsius of 0 or more, such as 61")
 TIME = Rule(float, False, "a time: write finite seconds above 0, such as 0.0512")
 ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as 23.8")
+FINITE = Rule(float, True, "a finite number", negative=True)
 POWER = Rule(float, True, "a power: give finite watts of 0 or more, such as 83.64")
 POWER_BOUND = Rule(float, False, "a power: give finite watts above 0, such as 400")
 WAIT = Rule(float, True, "a wait: give finite seconds of 0 or more, such as 0.002")
@@ -240,6 +241,7 @@ Count = Annotated[int, COUNT]
 Changes = Annotated[int, CHANGES]
 ClockMhz = Annotated[int, CLOCK]
 Seconds = Annotated[float, TIME]  #: above 0
+Finite = Annotated[float, FINITE]
 Wait = Annotated[float, WAIT]  #: seconds, 0 or more
 Offset = Annotated[float, OFFSET]  #: seconds, also below 0
 Joules = Annotated[float, ENERGY]

@@ -163,8 +163,8 @@ def _content(
 
 
 def _text(window: Window, counts: dict[str, float]) -> str:
+    from perseus_planner.base import tables as columns
     from perseus_planner.base.prefixes import si
-    from perseus_planner.views import columns
 
     def peak(peak_w: float | None) -> str:
         return "-" if peak_w is None else f"{peak_w:.1f}"

@@ -40,7 +40,7 @@ def rehearse_and_report(
 
 
 def _text(result: Rehearsal) -> str:
-    from perseus_planner.views.columns import table
+    from perseus_planner.base.tables import table
 
     nodes = len({rank.node for rank in result.ranks})
     sizes = ", ".join(

@@ -10,15 +10,15 @@ pipeline is slow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.files import by_column, csv_rows
-from perseus_planner.base.units import FACTOR, STAGE, TIME, WAIT, Rule
+from perseus_planner.base.tables import CsvFile, CsvRow
+from perseus_planner.base.units import FACTOR, STAGE, TIME, WAIT
 
 _COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)
@@ -121,41 +121,32 @@ def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler,
         UsageError: If the file cannot be read or a row is wrong. The text names file, line, column
             and remedy.
     """
-    rows = csv_rows(path, UsageError)
-    where, header = next(rows, ("", []))
-    if not header:
-        raise UsageError(
-            f"{path}: is empty; write the header {_HEADER} and a row for each straggler"
-        )
+    table = CsvFile(path, UsageError, f"the header {_HEADER} and a row for each straggler")
     for column in _COLUMNS:
-        if header.count(column) != 1:
-            wrong = "there twice" if column in header else "missing"
-            raise UsageError(f"{where}: column {column!r} is {wrong}; write {_HEADER}")
-    found = []
-    for place, cells in rows:
-        found.append(_straggler(place, by_column(place, header, cells, UsageError)))
+        if table.header.count(column) != 1:
+            wrong = "there twice" if column in table.header else "missing"
+            raise UsageError(f"{table.where}: column {column!r} is {wrong}; write {_HEADER}")
+    stragglers = []
+    for row in table:
+        stragglers.append(_straggler(row))
         counts = {"pipeline": pipelines, "stage": stages}
         for column, count in counts.items():
-            if (value := getattr(found[-1], column)) is not None and value >= count:
+            if (value := getattr(stragglers[-1], column)) is not None and value >= count:
                 raise UsageError(
-                    f"{place}, column {column!r}: there is no {column} {value}; {column}s are 0 to "
+                    f"{row.place(column)}: there is no {column} {value}; {column}s are 0 to "
                     f"{count - 1}"
                 )
-    return tuple(found)
+    return tuple(stragglers)
 
 
-def _straggler(place: str, cells: Mapping[str, str]) -> Straggler:
-    start_s = _parsed(place, "start", cells, _START)
-    end_s = _parsed(place, "end", cells, _END) if cells["end"] else math.inf
+def _straggler(row: CsvRow) -> Straggler:
+    start_s = row.read("start", _START)
+    end_s = row.read("end", _END) if row["end"] else math.inf
     if end_s <= start_s:
         raise UsageError(
-            f"{place}, column 'end': {cells['end']!r} is not after the start {cells['start']!r}; "
-            "correct one of them"
+            f"{row.place('end')}: {row['end']!r} is not after the start {row['start']!r}; correct "
+            "one of them"
         )
-    slowdown = _parsed(place, "slowdown", cells, _SLOWDOWN)
-    stage = _parsed(place, "stage", cells, _STAGE) if cells["stage"] else None
-    return Straggler(start_s, end_s, slowdown, _parsed(place, "pipeline", cells, _PIPELINE), stage)
-
-
-def _parsed(place: str, column: str, cells: Mapping[str, str], rule: Rule) -> Any:
-    return rule.read(cells[column], f"{place}, column {column!r}")
+    slowdown = row.read("slowdown", _SLOWDOWN)
+    stage = row.read("stage", _STAGE) if row["stage"] else None
+    return Straggler(start_s, end_s, slowdown, row.read("pipeline", _PIPELINE), stage)

@@ -13,10 +13,10 @@ import yaml
 from perseus_planner.base.errors import JobError
 from perseus_planner.base.files import write_file
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Column, Sheet, column, lay_out, numbers, quantities, table
 from perseus_planner.estimate.explore import Prices, forecast
 from perseus_planner.estimate.operations import stage_op_costs, stage_traffic
 from perseus_planner.profiles.csv_file import word_of
-from perseus_planner.views.columns import Sheet, column, numbers, quantities, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,19 +65,20 @@ def estimate_text(summary: dict[str, Any]) -> str:
     )
     rows, gpus = summary["computations"], summary["gpus_per_stage"]
     columns = [
-        column("stage", [str(row["stage"]) for row in rows]),
-        column("layers", [str(row["layers"]) for row in rows]),
-        ["computation", *(row["instruction"] for row in rows)],
-        *(
-            quantities(["{}"], unit, [row[name] for row in rows])[0]
-            for name, unit in (
-                ("flops", "FLOPs"),
-                ("bytes", "B"),
-                ("time_s", "s"),
-                ("energy_j", "J"),
-            )
+        *lay_out(
+            rows,
+            Column("stage", "stage"),
+            Column("layers", "layers"),
+            Column("computation", "instruction", "<"),
         ),
-        column("x fastest", [f"{row['time_ratio']:.3f}" for row in rows]),
+        *quantities(["{}"], "FLOPs", [row["flops"] for row in rows]),
+        *lay_out(
+            rows,
+            Column("{}", "bytes", "B"),
+            Column("{}", "time_s", "s"),
+            Column("{}", "energy_j", "J"),
+            Column("x fastest", "time_ratio", ".3f"),
+        ),
     ]
     reached = [
         f"{row['instruction']} {si(row['flops_per_s'], 'FLOPS')} and "
@@ -104,21 +105,15 @@ def estimate_text(summary: dict[str, Any]) -> str:
 
 def system_text(view: dict[str, Any]) -> str:
     """Return what was measured of a system, as a table."""
-    kernels = view["kernels"]
-    columns = [
-        column("tensor", [str(each["tensor_degree"]) for each in kernels]),
-        column("microbatch", [str(each["microbatch"]) for each in kernels]),
-        ["recomputation", *(each["recomputation"] for each in kernels)],
-        *quantities(
-            ["forward {}", "backward {}", "head {}"],
-            "s",
-            *(
-                [each[name] for each in kernels]
-                for name in ("layer_forward_s", "layer_backward_s", "head_s")
-            ),
-            digits=4,
-        ),
-    ]
+    columns = lay_out(
+        view["kernels"],
+        Column("tensor", "tensor_degree"),
+        Column("microbatch", "microbatch"),
+        Column("recomputation", "recomputation", "<"),
+        Column("forward {}", "layer_forward_s", "s4"),
+        Column("backward {}", "layer_backward_s", "s4"),
+        Column("head {}", "head_s", "s4"),
+    )
     title = (
         f"Measured for {view['gpu']}: a layer, and embedding with head and loss, per microbatch:"
     )
@@ -203,12 +198,12 @@ def exploration_text(view: dict[str, Any]) -> str:
         f"memory; {view['solved']} exact frontiers were computed.",
         f"{view['origin'].upper()}: no estimate ranks configurations surely. Measure these:",
         "",
-        _table(view["first"], numbered=True),
+        table([["#", *map(str, range(1, 1 + len(view["first"])))], *_table(view["first"])]),
         "",
         "Frontier of all configurations; energy saved is against all clocks at maximum in the same "
         "configuration:",
         "",
-        _table(view["frontier"], numbered=False),
+        table(_table(view["frontier"])),
     ]
     if view["gap"] > 0:
         lines += [
@@ -344,27 +339,21 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
     }
 
 
-def _table(rows: Sequence[dict[str, Any]], *, numbered: bool) -> str:
-    def of(name: str) -> list[Any]:
-        return [row[name] for row in rows]
-
-    return table(
-        [
-            *(
-                [column("#", [str(number) for number in range(1, len(rows) + 1)])]
-                if numbered
-                else []
-            ),
-            ["configuration", *of("configuration")],
-            column("GPUs", list(map(str, of("gpus")))),
-            column("GB/GPU", [f"{size:.1f}" for size in of("memory_gb")]),
-            *quantities(["iteration {}"], "s", of("time_s"), digits=_DIGITS),
-            column("tokens/s", [f"{rate:.0f}" for rate in of("tokens_per_s")]),
-            *quantities(["{}"], "J/token", of("j_per_token"), digits=_DIGITS),
-            column("W/GPU", [f"{power:.0f}" for power in of("gpu_power_w")]),
-            column(
-                "saved %", [f"{round(100 * share, 1) + 0.0:.1f}" for share in of("saved_share")]
-            ),
-            column("clocks MHz", [f"{low}-{high}" for low, high in of("clocks_mhz")]),
-        ]
-    )
+def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    return [
+        *lay_out(
+            rows,
+            Column("configuration", "configuration", "<"),
+            Column("GPUs", "gpus"),
+            Column("GB/GPU", "memory_gb", ".1f"),
+            Column("iteration {}", "time_s", f"s{_DIGITS}"),
+            Column("tokens/s", "tokens_per_s", ".0f"),
+        ),
+        *quantities(["{}"], "J/token", [row["j_per_token"] for row in rows], digits=_DIGITS),
+        *lay_out(
+            rows,
+            Column("W/GPU", "gpu_power_w", ".0f"),
+            Column("saved %", lambda row: round(100 * row["saved_share"], 1) + 0.0, ".1f"),
+            Column("clocks MHz", lambda row: "{}-{}".format(*row["clocks_mhz"])),
+        ),
+    ]

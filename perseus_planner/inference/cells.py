@@ -18,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from perseus_planner.base.errors import ProfileError, UsageError, shown
-from perseus_planner.base.files import by_column, csv_rows, sha256
+from perseus_planner.base.errors import ProfileError, UsageError
+from perseus_planner.base.files import sha256
+from perseus_planner.base.tables import CsvFile, CsvRow, Text
 from perseus_planner.base.units import CLOCK, COUNT, ENERGY, LIMIT, POWER, TIME, Rule
 
 INPUT_BOUNDS, OUTPUT_BOUNDS = (256, 1024), (100, 350)
@@ -29,6 +30,9 @@ INPUT_BOUNDS, OUTPUT_BOUNDS = (256, 1024), (100, 350)
 LOAD_TOKENS_PER_S = 2000.0
 """The load of a row without `tokens_per_s`: that of table I of DynamoLLM."""
 _WORDS = ("short", "medium", "long")
+_CLASS = (
+    "a class of requests; write short, medium or long, or the most tokens of the class, such as 256"
+)
 _HEADER = "input,output,tensor_degree,clock_mhz,energy_j"
 _LOAD = Rule(float, False, "a load: write tokens per second above 0, such as 2000")
 _SETTINGS = {"clock_mhz": ("clock", CLOCK), "power_limit_w": ("power-limit", LIMIT)}
@@ -176,86 +180,58 @@ def read_inference_profile(
     Raises:
         ProfileError: If the file cannot be read, or a row is wrong.
     """
-    lines = csv_rows(path, ProfileError)
-    where, header = next(lines, ("", []))
-    if not header:
-        raise ProfileError(
-            f"{path}: is empty; write the header {_HEADER} and a row for each measurement"
-        )
-    setting, energy = _checked_header(where, header)
+    table = CsvFile(path, ProfileError, f"the header {_HEADER} and a row for each measurement")
+    setting, energy = _checked_header(table)
     cells: dict[tuple[RequestClass, Configuration], dict[float, Cell]] = {}
     rows, names = list[str](), dict[RequestClass, str]()
-    for where, texts in lines:
-        row = by_column(where, header, texts, ProfileError)
-        longest = (
-            _bound(where, "input", input_bounds, row),
-            _bound(where, "output", output_bounds, row),
-        )
+    for row in table:
+        longest = _bound(row, "input", input_bounds), _bound(row, "output", output_bounds)
         of = RequestClass(*longest, f"{row['input']}/{row['output']}")
         if (other := names.setdefault(of, of.name)) != of.name:
             raise ProfileError(f"{path}: {other} and {of.name} are one class; write it in one way")
-        degree = _number(where, "tensor_degree", COUNT, row)
-        at = Configuration(degree, _number(where, setting, _SETTINGS[setting][1], row))
+        degree = row.read("tensor_degree", COUNT)
+        at = Configuration(degree, row.read(setting, _SETTINGS[setting][1]))
         extra = {
-            name: _number(where, name, rule, row)
-            for name, rule in _OPTIONAL.items()
-            if row.get(name)
+            name: row.read(name, rule) for name, rule in _OPTIONAL.items() if row.cells.get(name)
         }
         load = extra.pop("tokens_per_s", load_tokens_per_s)
-        joules = _number(where, energy, _ENERGY, row) * _ENERGIES[energy] if row[energy] else None
+        joules = row.read(energy, _ENERGY) * _ENERGIES[energy] if row[energy] else None
         known = cells.setdefault((of, at), {})
         if load in known:
             unit = "MHz" if setting == "clock_mhz" else "W"
             raise ProfileError(
-                f"{where}: {of.name} at tensor degree {degree}, {at.setting} {unit} and {load:g} "
-                "tokens/s is there twice; keep one of them"
+                f"{row.where}: {of.name} at tensor degree {degree}, {at.setting} {unit} and "
+                f"{load:g} tokens/s is there twice; keep one of them"
             )
         known[load] = Cell(load, joules, **extra)
-        rows.append(",".join(texts))
+        rows.append(",".join(row.cells.values()))
     if not cells:
         raise ProfileError(
             f"{path}: has no rows; write one for each class, tensor degree and {setting}"
         )
-    digest = sha256(",".join(header).encode(), *map(str.encode, rows))
+    digest = sha256(",".join(table.header).encode(), *map(str.encode, rows))
     frozen = {key: tuple(by_load.values()) for key, by_load in cells.items()}
     return InferenceProfile(
-        frozen, _SETTINGS[setting][0], objectives, digest, "tokens_per_s" not in header
+        frozen, _SETTINGS[setting][0], objectives, digest, "tokens_per_s" not in table.header
     )
 
 
-def _checked_header(where: str, header: Sequence[str]) -> tuple[str, str]:
+def _checked_header(table: CsvFile) -> tuple[str, str]:
     """Return the columns of the setting and of the energy."""
-    if twice := [column for column in header if header.count(column) > 1]:
-        raise ProfileError(f"{where}: column {twice[0]!r} is there twice; keep one of them")
-    missing = [column for column in ("input", "output", "tensor_degree") if column not in header]
-    choices = [[column for column in known if column in header] for known in (_SETTINGS, _ENERGIES)]
-    for known, found in zip((tuple(_SETTINGS), tuple(_ENERGIES)), choices, strict=True):
-        if len(found) > 1:
-            raise ProfileError(
-                f"{where}: has the columns {' and '.join(map(repr, found))}; keep one of them"
-            )
-        missing += [] if found else [" or ".join(known)]
-    if missing:
-        raise ProfileError(
-            f"{where}: no column {', '.join(map(repr, missing))} in the header "
-            f"{shown(','.join(header))}; write {_HEADER}, separated by commas"
-        )
-    return choices[0][0], choices[1][0]
+    table.refuse_twice(table.header)
+    choices, missing = list[str](), list[str]()
+    for names in (tuple(_SETTINGS), tuple(_ENERGIES)):
+        columns = [name for name in names if name in table.header]
+        if len(columns) > 1:
+            both = " and ".join(map(repr, columns))
+            raise ProfileError(f"{table.where}: has the columns {both}; keep one of them")
+        missing += [] if columns else [" or ".join(names)]
+        choices += columns
+    table.need(["input", "output", "tensor_degree", *missing], _HEADER)
+    return choices[0], choices[1]
 
 
-def _bound(where: str, column: str, bounds: Sequence[int], row: Mapping[str, str]) -> float:
+def _bound(row: CsvRow, column: str, bounds: Sequence[int]) -> float:
     """Return the most tokens of the class that the row names."""
-    label = row[column]
-    if label in _WORDS:
-        return (*bounds, math.inf)[_WORDS.index(label)]
-    tokens = COUNT.parse(label)
-    if tokens is None:
-        raise ProfileError(
-            f"{where}, column {column!r}: {shown(label)} is not a class of requests; write short, "
-            "medium or long, or the most tokens of the class, such as 256"
-        )
-    return float(tokens)
-
-
-def _number(where: str, column: str, rule: Rule, row: Mapping[str, str]) -> Any:
-    return rule.read(row[column], f"{where}, column {column!r}", ProfileError)
+    words = dict(zip(_WORDS, (*bounds, math.inf), strict=True))
+    return float(row.read(column, Text(lambda text: words.get(text, COUNT.parse(text)), _CLASS)))

@@ -155,48 +155,28 @@ def profile(
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
-    from perseus_planner.views import columns
+    from perseus_planner.base.tables import Column, lay_out, table
 
-    unit = "W" if control == "power-limit" else "MHz"
-    cells = [
-        [
-            "{}/{}".format(*row.shape),
-            str(row.batch),
-            str(row.setting),
-            f"{row.energy_j:.4g}",
-            f"{row.error_j:.2g}",
-            f"{row.input_token_j:.4g}",
-            "-" if row.output_token_j is None else f"{row.output_token_j:.4g}",
-            f"{row.tokens_per_j:.4g}",
-            f"{row.tokens_per_s:.4g}",
-            f"{1e3 * row.ttft_p50_s:.4g}",
-            f"{1e3 * row.ttft_p95_s:.4g}",
-            "-" if row.tbt_p50_s is None else f"{1e3 * row.tbt_p50_s:.4g}",
-            "-" if row.tbt_p95_s is None else f"{1e3 * row.tbt_p95_s:.4g}",
-        ]
-        for row in rows
-    ]
-    heads = (
-        *(
-            "class",
-            "batch",
-            unit,
-            "J/request",
-            "+- J",
-            "J/input token",
-            "J/output token",
-            "tokens/J",
-            "tokens/s",
-        ),
-        *("TTFT p50 (ms)", "p95", "TBT p50 (ms)", "p95"),
-    )
-    table = columns.table(
-        [columns.column(head, cells) for head, *cells in zip(heads, *cells, strict=True)]
+    columns = lay_out(
+        rows,
+        Column("class", lambda row: "{}/{}".format(*row.shape)),
+        Column("batch", "batch"),
+        Column("W" if control == "power-limit" else "MHz", "setting"),
+        Column("J/request", "energy_j", ".4g"),
+        Column("+- J", "error_j", ".2g"),
+        Column("J/input token", "input_token_j", ".4g"),
+        Column("J/output token", "output_token_j", ".4g"),
+        Column("tokens/J", "tokens_per_j", ".4g"),
+        Column("tokens/s", "tokens_per_s", ".4g"),
+        Column("TTFT p50 (ms)", lambda row: 1e3 * row.ttft_p50_s, ".4g"),
+        Column("p95", lambda row: 1e3 * row.ttft_p95_s, ".4g"),
+        Column("TBT p50 (ms)", lambda row: row.tbt_p50_s and 1e3 * row.tbt_p50_s, ".4g"),
+        Column("p95", lambda row: row.tbt_p95_s and 1e3 * row.tbt_p95_s, ".4g"),
     )
     gpus = rows[0].tensor_degree
     return (
         f"Requests on {gpus} GPU{'s' * (gpus > 1)}, {origin}; tokens/J is also tokens/s per "
-        f"W\n\n{table}\n"
+        f"W\n\n{table(columns)}\n"
     )
 
 

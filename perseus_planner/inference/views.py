@@ -12,9 +12,9 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
 from perseus_planner.profiles.csv_file import unit_of
-from perseus_planner.views.columns import Sheet, column
 from perseus_planner.views.report.page import content_policy, report_file
 from perseus_planner.views.web import page_file
 
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 _MOST_EPOCHS = 3  #: whose pools are printed
 AGAINST = "the highest clock and the largest tensor degree for all classes"
 """The baseline of savings, in a sentence."""
+
+
+_CHANGES = ("instance_changes", "sharding_changes", "clock_changes")
+_SAVING = (
+    Column("chosen how", "description", "<"),
+    Column("energy kWh", lambda row: row["energy_j"] and row["energy_j"] / 3.6e6, ".4g"),
+    Column("saved %", lambda row: _percent(row["saved_share"])),
+)
 
 
 def plan_view(plan: InferencePlan) -> dict[str, Any]:
@@ -82,7 +90,7 @@ def plan_text(view: dict[str, Any]) -> str:
 def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     """Return the tables of a plan: the policies, and the pools of the first periods."""
     rows = view["policies"]
-    columns = [*_saving_columns(rows), column("GPUs", [str(row["gpus"]) for row in rows])]
+    columns = lay_out(rows, *_SAVING, Column("GPUs", "gpus"))
     proved = (
         f"at most {100 * view['gap']:.2g} % above its bound"
         if view["gap"] > 1e-6
@@ -132,20 +140,21 @@ def plan_figure(view: dict[str, Any]) -> Figure:
 
 def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
     pools = epoch["pools"]
-    gpus = [pool["instances"] * pool["tensor_degree"] for pool in pools]
+    gpus = sum(pool["instances"] * pool["tensor_degree"] for pool in pools)
     changes = f", {si(epoch['change_j'], 'J')} of changes" if epoch["change_j"] else ""
     return Sheet(
         f"From {epoch['start_s'] / 60:.0f} min, for {epoch['length_s'] / 60:.0f} min: "
-        f"{sum(gpus)} GPUs, {si(epoch['power_w'], 'W')}{changes}",
+        f"{gpus} GPUs, {si(epoch['power_w'], 'W')}{changes}",
         "",
-        [
-            ["classes", *(", ".join(pool["serves"]) for pool in pools)],
-            column("instances", [str(pool["instances"]) for pool in pools]),
-            column("TP", [str(pool["tensor_degree"]) for pool in pools]),
-            column(unit_of(control), [str(pool["setting"]) for pool in pools]),
-            column("GPUs", list(map(str, gpus))),
-            column("tokens/s", [f"{sum(pool['serves'].values()):.0f}" for pool in pools]),
-        ],
+        lay_out(
+            pools,
+            Column("classes", lambda pool: ", ".join(pool["serves"]), "<"),
+            Column("instances", "instances"),
+            Column("TP", "tensor_degree"),
+            Column(unit_of(control), "setting"),
+            Column("GPUs", lambda pool: pool["instances"] * pool["tensor_degree"]),
+            Column("tokens/s", lambda pool: sum(pool["serves"].values()), ".0f"),
+        ),
     )
 
 
@@ -169,7 +178,6 @@ def simulation_view(
 
 
 def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
-    names = ("instance_changes", "sharding_changes", "clock_changes")
     fields = {
         name: value
         for name, value in vars(replay).items()
@@ -177,7 +185,7 @@ def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
     }
     return {
         **fields,
-        **dict(zip(names, replay.changes, strict=True)),
+        **dict(zip(_CHANGES, replay.changes, strict=True)),
         "description": POLICIES[replay.policy],
         "saved_share": 1 - replay.energy_j / baseline_j if baseline_j else None,
         "late_share": replay.late / replay.requests,
@@ -189,17 +197,15 @@ def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
 def simulation_text(view: dict[str, Any]) -> str:
     """Return the table of a replay: a row for each policy."""
     rows = view["policies"]
-    columns = [
-        *_saving_columns(rows),
-        column("late %", [f"{100 * row['late_share']:.2f}" for row in rows]),
-        column("moved %", [f"{100 * row['moved'] / view['requests']:.2f}" for row in rows]),
-        column("GPUs", [f"{row['gpus']:.0f}" for row in rows]),
-        column("most", [str(row["most_gpus"]) for row in rows]),
-        column(
-            "changes",
-            [f"{r['instance_changes']}/{r['sharding_changes']}/{r['clock_changes']}" for r in rows],
-        ),
-    ]
+    columns = lay_out(
+        rows,
+        *_SAVING,
+        Column("late %", "late_share", "%"),
+        Column("moved %", lambda row: 100 * row["moved"] / view["requests"], ".2f"),
+        Column("GPUs", "gpus", ".0f"),
+        Column("most", "most_gpus"),
+        Column("changes", lambda row: "/".join(str(row[name]) for name in _CHANGES)),
+    )
     predicted = "as it will be" if view["prediction"] == "perfect" else "as the one before"
     notes = [
         f"Savings are against {AGAINST}.",
@@ -251,17 +257,6 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
         f"{view['requests']} requests on {view['gpus']} GPUs (replayed)", fontsize="medium"
     )
     return figure
-
-
-def _saving_columns(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    energies_kwh = [
-        "-" if row["energy_j"] is None else f"{row['energy_j'] / 3.6e6:.4g}" for row in rows
-    ]
-    return [
-        ["chosen how", *(row["description"] for row in rows)],
-        column("energy kWh", energies_kwh),
-        column("saved %", [_percent(row["saved_share"]) for row in rows]),
-    ]
 
 
 def _percent(share: float | None) -> str:

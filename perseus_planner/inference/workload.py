@@ -9,7 +9,7 @@ those of the Azure LLM inference traces, `TIMESTAMP`, `ContextTokens` and `Gener
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import UsageError, shown
-from perseus_planner.base.files import by_column, csv_rows
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import CsvFile, Text
 from perseus_planner.base.units import INDEX, WAIT, Rule
 
 if TYPE_CHECKING:
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
     from perseus_planner.inference.cells import InferenceProfile, RequestClass
 
-_COLUMNS = {
-    "time": ("time", "timestamp"),
-    "input": ("input_tokens", "contexttokens"),
-    "output": ("output_tokens", "generatedtokens"),
-}
+_COLUMNS = (
+    ("time", "timestamp"),
+    ("input_tokens", "contexttokens"),
+    ("output_tokens", "generatedtokens"),
+)
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d+)?(?:(Z)|([+-])(\d\d):?(\d\d))?")
-_TIME = "a time: write seconds such as 12.5, or a date such as 2023-11-16 18:17:03.979"
 _TOKENS = INDEX._replace(wanted="a number of tokens: write a whole number of 0 or more")
 _RATE = Rule(float, True, "a rate: write a number of 0 or more in a second, such as 12.5")
 _DAY_S = 86400
@@ -159,41 +158,40 @@ def read_trace(path: Path) -> Trace:
     Raises:
         UsageError: If the file cannot be read, a row is wrong, or rows are out of order.
     """
-    lines = csv_rows(path, UsageError)
-    where, header = next(lines, ("", []))
-    columns = {}
-    for name, known in _COLUMNS.items():
-        found = [column for column in header if column.lower() in known]
-        if len(found) != 1:
-            problem = (
-                f"columns {' and '.join(map(repr, found))}" if found else f"no column {known[0]!r}"
-            )
-            raise UsageError(
-                f"{where or path}: has {problem}; write the header "
-                "time,input_tokens,output_tokens, or TIMESTAMP,ContextTokens,GeneratedTokens, "
-                "separated by commas"
-            )
-        columns[name] = found[0]
+    table = CsvFile(path, UsageError)
+    time, first, last = (_column_of(table, known) for known in _COLUMNS)
     times, inputs, outputs, kinds = list[float](), list[int](), list[int](), set[bool]()
-    for where, texts in lines:
-        row = by_column(where, header, texts, UsageError)
-        place = f"{where}, column {columns['time']!r}"
-        time_s, is_date = _seconds(row[columns["time"]], place)
+    for row in table:
+        time_s, is_date = row.read(time, _TIME)
         kinds.add(is_date)
         if len(kinds) > 1:
             raise UsageError(
-                f"{place}: {shown(row[columns['time']])} is another kind of time than before; "
-                "write one"
+                f"{row.place(time)}: {shown(row[time])} is another kind of time than before; write "
+                "one"
             )
         if times and time_s < times[-1]:
             back = si(times[-1] - time_s, "s", 6)
-            raise UsageError(f"{where}: is {back} before the row above; sort the rows by time")
+            raise UsageError(f"{row.where}: is {back} before the row above; sort the rows by time")
         times.append(time_s)
-        for name, tokens in (("input", inputs), ("output", outputs)):
-            tokens.append(_TOKENS.read(row[columns[name]], f"{where}, column {columns[name]!r}"))
+        inputs.append(row.read(first, _TOKENS))
+        outputs.append(row.read(last, _TOKENS))
     if not times:
         raise UsageError(f"{path}: has no requests; write a row for each")
     return Trace(np.array(times) - times[0], np.array(inputs), np.array(outputs))
+
+
+def _column_of(table: CsvFile, names: Sequence[str]) -> str:
+    """Return the column of a trace that has one of the names."""
+    columns = [column for column in table.header if column.lower() in names]
+    if len(columns) != 1:
+        problem = (
+            f"columns {' and '.join(map(repr, columns))}" if columns else f"no column {names[0]!r}"
+        )
+        raise UsageError(
+            f"{table.where}: has {problem}; write the header time,input_tokens,output_tokens, or "
+            "TIMESTAMP,ContextTokens,GeneratedTokens, separated by commas"
+        )
+    return columns[0]
 
 
 def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load]:
@@ -202,15 +200,13 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
     Raises:
         UsageError: If the file cannot be read, a row is wrong, or the profile has no such class.
     """
-    lines = csv_rows(path, UsageError)
-    where, header = next(lines, ("", []))
+    table = CsvFile(path, UsageError)
     wanted = ("input", "output", "requests_per_s", "tokens_per_s")
-    if sorted(header) != sorted(wanted):
-        raise UsageError(f"{where or path}: is not a header of rates; write {','.join(wanted)}")
+    if sorted(table.header) != sorted(wanted):
+        raise UsageError(f"{table.where}: is not a header of rates; write {','.join(wanted)}")
     names = {each.name: each for each in profile.classes}
     found: dict[RequestClass, Load] = {}
-    for where, texts in lines:
-        row = by_column(where, header, texts, UsageError)
+    for row in table:
         name = f"{row['input']}/{row['output']}"
         if name not in names or names[name] in found:
             problem = (
@@ -218,11 +214,12 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
                 if name in names
                 else f"is no class of the profile, which has {', '.join(names)}"
             )
-            raise UsageError(f"{where}: {name} {problem}; correct the row")
-        requests, tokens = (_RATE.read(row[key], f"{where}, column {key!r}") for key in wanted[2:])
+            raise UsageError(f"{row.where}: {name} {problem}; correct the row")
+        requests, tokens = (row.read(column, _RATE) for column in wanted[2:])
         if (requests > 0) != (tokens > 0):
             raise UsageError(
-                f"{where}: has requests without tokens, or tokens without requests; correct the row"
+                f"{row.where}: has requests without tokens, or tokens without requests; correct "
+                "the row"
             )
         if requests > 0:
             found[names[name]] = Load(requests, tokens)
@@ -238,16 +235,22 @@ def scaled(demand: Mapping[RequestClass, Load], share: float) -> dict[RequestCla
     }
 
 
-def _seconds(text: str, place: str) -> tuple[float, bool]:
-    """Return the time that `text` writes, seconds, and whether it is a date."""
+def _parse_time(text: str) -> tuple[float, bool] | None:
+    """Return the time that `text` writes, seconds, and whether it is a date; None if it is none."""
     if (seconds := WAIT.parse(text)) is not None:
         return seconds, False
     found = _DATE.fullmatch(text)
     moment_s = _moment_s(found[1], found[2]) if found else None
     offset_s = 3600 * int(found[6] or 0) + 60 * int(found[7] or 0) if found else 0
     if found is None or moment_s is None or offset_s >= _DAY_S:
-        raise UsageError(f"{place}: {shown(text)} is not {_TIME}")
+        return None
     return moment_s - (-offset_s if found[5] == "-" else offset_s) + float(found[3] or 0), True
+
+
+_TIME = Text(
+    _parse_time,
+    "a time: write seconds such as 12.5, or a date such as 2023-11-16 18:17:03.979",
+)
 
 
 @lru_cache(1024)

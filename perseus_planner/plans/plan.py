@@ -17,8 +17,8 @@ import yaml
 from perseus_planner.base.documents import check_digest, read_document
 from perseus_planner.base.errors import PlanError, PlannerError
 from perseus_planner.base.files import sha256, write_file
-from perseus_planner.base.frames import WHOLE, make_frame
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.plans.on_time import OnTime
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, replay
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank

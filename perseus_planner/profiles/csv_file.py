@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from perseus_planner.base.errors import ProfileError, shown
-from perseus_planner.base.files import by_column, csv_rows
-from perseus_planner.base.units import CLOCK, ENERGY, LIMIT, STAGE, TIME, Rule
+from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.tables import CsvFile, CsvRow, Text, csv_text
+from perseus_planner.base.units import CLOCK, ENERGY, LIMIT, STAGE, TIME
 from perseus_planner.profiles.measurement import EVIDENCE, Evidence
 
 CONTROLS = MappingProxyType(
@@ -18,10 +18,6 @@ CONTROLS = MappingProxyType(
 )
 """What was set for each measurement -> the column of its value, in MHz or watts."""
 _HEADER = "stage,instruction,frequency,time,energy"
-_RULES = MappingProxyType({"stage": STAGE, "time": TIME, "energy": ENERGY})
-_CONTROL_RULES = MappingProxyType(
-    {"frequency": CLOCK, "power_limit": LIMIT, "observed_frequency": CLOCK}
-)
 _EVIDENCE = MappingProxyType(
     {
         "achieved_mhz": "achieved_frequency",
@@ -39,9 +35,6 @@ _KINDS = MappingProxyType(
     {**{word: kind for kind, word in WORDS.items()}, **{kind: kind for kind in WORDS}}
 )
 _SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
-_INSTRUCTIONS = (
-    "forward or backward (or input-gradient, weight-gradient; with a suffix such as backward.sync)"
-)
 
 
 class Row(NamedTuple):
@@ -73,27 +66,28 @@ def parse_kind(instruction: str) -> str | None:
     return None if kind is None or _SUFFIX.fullmatch(dot + suffix) is None else kind + dot + suffix
 
 
+_INSTRUCTION = Text(
+    parse_kind,
+    "an instruction: write forward or backward (or input-gradient, weight-gradient; with a suffix "
+    "such as backward.sync)",
+)
+
+
 def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
     """Return the CSV file that holds `rows`; reading it gives the same floats."""
-    columns = ["stage", "instruction", CONTROLS[control], "time", "energy"]
-    with_evidence = any(row.evidence is not None for row in rows)
-    lines = [",".join([*columns, *(_EVIDENCE.values() if with_evidence else [])])]
+    has_evidence = any(row.evidence is not None for row in rows)
+    header = ["stage", "instruction", CONTROLS[control], "time", "energy"]
+    lines: list[list[object]] = [[*header, *(_EVIDENCE.values() if has_evidence else [])]]
     for row in rows:
-        cells = [
-            str(row.stage),
-            word_of(row.kind),
-            str(row.clock_mhz),
-            repr(row.time_s),
-            repr(row.energy_j),
-        ]
-        lines.append(",".join([*cells, *(_evidence_cells(row.evidence) if with_evidence else [])]))
-    return "".join(f"{line}\n" for line in lines).encode()
+        cells = [row.stage, word_of(row.kind), *row[2:5]]
+        lines.append([*cells, *(_evidence_cells(row.evidence) if has_evidence else [])])
+    return csv_text(lines).encode()
 
 
-def _evidence_cells(evidence: Evidence | None) -> list[str]:
+def _evidence_cells(evidence: Evidence | None) -> list[object]:
     if evidence is None:
-        return [""] * len(_EVIDENCE)
-    return [*(repr(getattr(evidence, name)) for name in EVIDENCE), "+".join(evidence.throttle)]
+        return [None] * len(_EVIDENCE)
+    return [*(getattr(evidence, name) for name in EVIDENCE), "+".join(evidence.throttle)]
 
 
 def read_table(path: Path) -> tuple[list[Row], str]:
@@ -106,80 +100,52 @@ def read_table(path: Path) -> tuple[list[Row], str]:
     Raises:
         ProfileError: If the file cannot be read, or a row is wrong.
     """
-    lines = csv_rows(path, ProfileError)
-    where, header = next(lines, ("", []))
-    if not header:
-        raise ProfileError(
-            f"{path}: is empty; write the header {_HEADER} and a row for each measurement"
-        )
-    control = _checked_header(where, header)
+    table = CsvFile(path, ProfileError, f"the header {_HEADER} and a row for each measurement")
+    controls = [control for control, column in CONTROLS.items() if column in table.header]
+    setting = CONTROLS[controls[0] if controls else "clock"]
+    columns = ["stage", "instruction", setting, "time", "energy"]
+    table.need(columns, _HEADER)
+    if len(controls) > 1:
+        both = " and ".join(repr(CONTROLS[control]) for control in controls)
+        raise ProfileError(f"{table.where}: has the columns {both}; keep the one that was set")
+    table.refuse_twice([*columns, *_EVIDENCE.values()])
+    (control,) = controls
     rows = []
     seen: dict[tuple[int, str, int], str] = {}
-    for where, cells in lines:
-        row = _row(where, CONTROLS[control], by_column(where, header, cells, ProfileError))
-        earlier = seen.setdefault(row[:3], where)
-        if earlier != where:
-            place = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(control)}"
+    for cells in table:
+        row = _row(cells, setting)
+        earlier = seen.setdefault(row[:3], cells.where)
+        if earlier != cells.where:
+            what = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(control)}"
             raise ProfileError(
-                f"{where}: {place} is on {earlier.removeprefix(f'{path}, ')} too; keep one of them"
+                f"{cells.where}: {what} is on {earlier.removeprefix(f'{path}, ')} too; keep one of "
+                "them"
             )
         rows.append(row)
     return rows, control
 
 
-def _checked_header(where: str, header: list[str]) -> str:
-    """Return the control that the header names."""
-    controls = [control for control, column in CONTROLS.items() if column in header]
-    columns = [
-        "stage",
-        "instruction",
-        CONTROLS[controls[0]] if controls else "frequency",
-        "time",
-        "energy",
-    ]
-    missing = [column for column in columns if column not in header]
-    if missing:
-        raise ProfileError(
-            f"{where}: no column {', '.join(map(repr, missing))} in the header "
-            f"{shown(','.join(header))}; write {_HEADER}, separated by commas"
+def _row(cells: CsvRow, setting: str) -> Row:
+    stage, time_s, energy_j, value = (
+        cells.read(column, rule)
+        for column, rule in (
+            ("stage", STAGE),
+            ("time", TIME),
+            ("energy", ENERGY),
+            (setting, LIMIT if setting == "power_limit" else CLOCK),
         )
-    if len(controls) > 1:
-        both = " and ".join(repr(CONTROLS[control]) for control in controls)
-        raise ProfileError(f"{where}: has the columns {both}; keep the one that was set")
-    for column in [*columns, *_EVIDENCE.values()]:
-        if header.count(column) > 1:
-            raise ProfileError(f"{where}: column {column!r} is there twice; keep one of them")
-    return controls[0]
-
-
-def _row(place: str, control_column: str, cells: Mapping[str, str]) -> Row:
-    found = {column: _number(place, column, rule, cells) for column, rule in _RULES.items()}
-    setting = _number(place, control_column, _CONTROL_RULES[control_column], cells)
-    kind = parse_kind(cells["instruction"])
-    if kind is None:
-        word = shown(cells["instruction"])
-        raise ProfileError(
-            f"{place}, column 'instruction': {word} is not an instruction: write {_INSTRUCTIONS}"
-        )
-    return Row(
-        found["stage"], kind, setting, found["time"], found["energy"], _evidence(place, cells)
     )
+    kind = cells.read("instruction", _INSTRUCTION)
+    return Row(stage, kind, value, time_s, energy_j, _evidence(cells))
 
 
-def _evidence(place: str, cells: Mapping[str, str]) -> Evidence | None:
+def _evidence(cells: CsvRow) -> Evidence | None:
     """Return the evidence of a row, or None if one of its cells is missing or empty."""
-    if not all(cells.get(_EVIDENCE[name], "").strip() for name in EVIDENCE):
+    if not all(cells.cells.get(_EVIDENCE[name]) for name in EVIDENCE):
         return None
-    numbers = {
-        name: _number(place, _EVIDENCE[name], rule, cells) for name, rule in EVIDENCE.items()
-    }
-    return Evidence(
-        **numbers, throttle=tuple(filter(None, cells.get("throttle", "").strip().split("+")))
-    )
-
-
-def _number(place: str, column: str, rule: Rule, cells: Mapping[str, str]) -> Any:
-    return rule.read(cells[column], f"{place}, column {column!r}", ProfileError)
+    numbers = {name: cells.read(_EVIDENCE[name], rule) for name, rule in EVIDENCE.items()}
+    throttle = tuple(filter(None, cells.cells.get("throttle", "").split("+")))
+    return Evidence(**numbers, throttle=throttle)
 
 
 def unit_of(control: str) -> str:

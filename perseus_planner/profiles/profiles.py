@@ -24,7 +24,7 @@ import yaml
 from perseus_planner.base.documents import Document, read_document
 from perseus_planner.base.errors import ProfileError, shown
 from perseus_planner.base.files import sha256, write_file
-from perseus_planner.base.frames import WHOLE, make_frame
+from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.base.units import COUNT, OFFSET, POWER, STAGE
 from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
 from perseus_planner.profiles.csv_file import (

@@ -4,6 +4,6 @@ slow.
 
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
 from perseus_planner.runs.run import RankRecord, Run
-from perseus_planner.runs.totals import Total
+from perseus_planner.runs.tables import Total
 
 __all__ = ["ComputationRecord", "IterationRecord", "RankRecord", "Run", "Total"]

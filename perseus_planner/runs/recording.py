@@ -38,8 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import replacing
 from perseus_planner.runs.autopilot import save_status
-from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, TOTALS
-from perseus_planner.runs.totals import RankTotals
+from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, TOTALS, RankTotals
 
 if TYPE_CHECKING:
     from typing import BinaryIO

@@ -2,15 +2,22 @@
 
 Times are seconds since the epoch by the clock of the rank's node. A clock is in the unit of the
 plan's control: MHz, or watts of a power limit. Achieved clocks are always in MHz.
+
+Clock changes are matched to the computations that they were for. A change names the position of the
+rank's program that it was made for, but not the iteration, and no change is made for a clock that
+is in force. Successive computations at one clock need one change, made while any of them runs.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from perseus_planner.base.units import Finite, Index
 
 if TYPE_CHECKING:
     from perseus_planner.schedules import Computation
@@ -26,19 +33,19 @@ _MAX_CHARACTERS = 300  #: of a deviation
 class ComputationRecord:
     """One computation."""
 
-    iteration: int  #: Number of the iteration
+    iteration: Index  #: Number of the iteration
     computation: Computation  #: What ran
-    begin_s: float  #: When it began
-    end_s: float  #: When it ended
+    begin_s: Finite  #: When it began
+    end_s: Finite  #: When it ended
     #: The clock that it should run at; None if no clock was requested for it.
-    clock: int | None = None
+    clock: Index | None = None
     #: When that clock was first requested; None if it was in force already.
-    asked_s: float | None = None
+    asked_s: Finite | None = None
     #: When the call that set the clock began; None if another clock was requested before.
-    set_begin_s: float | None = None
-    set_end_s: float | None = None  #: When that call returned
+    set_begin_s: Finite | None = None
+    set_end_s: Finite | None = None  #: When that call returned
     #: Achieved clock, read after most of the computation had run; None if it is not known.
-    achieved_mhz: int | None = None
+    achieved_mhz: Index | None = None
 
     @property
     def duration_s(self) -> float:
@@ -60,22 +67,22 @@ class ComputationRecord:
 class ChangeStatistics:
     """Statistics of the clock changes of one rank in an iteration, and of its clocks."""
 
-    changes_asked: int = 0  #: Number of clock changes that were requested
-    changes_set: int = 0  #: Number of them that were made before another clock was requested
+    changes_asked: Index = 0  #: Number of clock changes that were requested
+    changes_set: Index = 0  #: Number of them that were made before another clock was requested
     #: Number of those made after more than `LATE` of the first computation had run.
-    changes_late: int = 0
+    changes_late: Index = 0
     #: Number of requested changes that were not made before another clock was requested.
-    changes_overtaken: int = 0
-    off_clock_s: float = 0.0  #: Seconds of computation before the requested clock was set
+    changes_overtaken: Index = 0
+    off_clock_s: Finite = 0.0  #: Seconds of computation before the requested clock was set
     #: Median seconds from the request of a clock to the return of the call that sets it; None if no
     #: clock was set.
-    latency_p50_s: float | None = None
-    latency_p99_s: float | None = None  #: The same for the 99th percentile
+    latency_p50_s: Finite | None = None
+    latency_p99_s: Finite | None = None  #: The same for the 99th percentile
     #: Mean requested clock, weighted by time, over the computations whose achieved clock is known;
     #: None if no achieved clock is known.
-    clock: float | None = None
+    clock: Finite | None = None
     #: Mean achieved clock of the same computations, weighted by time.
-    achieved_mhz: float | None = None
+    achieved_mhz: Finite | None = None
 
     @classmethod
     def of(cls, computations: Sequence[ComputationRecord]) -> ChangeStatistics:
@@ -113,22 +120,22 @@ class IterationRecord(ChangeStatistics):
     A value that is not known is None.
     """
 
-    iteration: int  #: Number of the iteration
-    version: int | None  #: Version of the plan that it ran by; None if it ran without a plan
-    pipeline: int  #: Number of the rank's pipeline, unique among the pipelines
-    pipeline_rank: int  #: Rank in the pipeline
-    begin_s: float  #: When it began
-    end_s: float  #: When it ended
-    busy_s: float  #: Seconds of its computations
+    iteration: Index  #: Number of the iteration
+    version: Index | None  #: Version of the plan that it ran by; None if it ran without a plan
+    pipeline: Index  #: Number of the rank's pipeline, unique among the pipelines
+    pipeline_rank: Index  #: Rank in the pipeline
+    begin_s: Finite  #: When it began
+    end_s: Finite  #: When it ended
+    busy_s: Finite  #: Seconds of its computations
     #: Seconds of its computations by the measurements in the plan; None if it did not run as
     #: planned.
-    planned_busy_s: float | None = None
-    energy_j: float | None = None  #: Joules of this rank's GPU from begin to end
+    planned_busy_s: Finite | None = None
+    energy_j: Finite | None = None  #: Joules of this rank's GPU from begin to end
     #: Joules of a GPU with all clocks at maximum, by the profile, in an iteration that takes as
     #: long: the mean over the GPUs of the pipeline. With the autopilot, the mean over the last
     #: iterations of this GPU that ran so. None if it did not run as planned.
-    baseline_j: float | None = None
-    temperature_c: float | None = None  #: Degrees Celsius at its end
+    baseline_j: Finite | None = None
+    temperature_c: Finite | None = None  #: Degrees Celsius at its end
     #: Throttle reason -> seconds in which it held the GPU back, for the reasons that the GPU
     #: counts.
     throttled_s: Mapping[str, float] = field(default_factory=dict)
@@ -178,3 +185,142 @@ def _mean_by_time(
     weights_s = [each.duration_s for each in computations]
     whole_s = math.fsum(weights_s)
     return math.fsum(map(operator.mul, weights_s, values)) / whole_s if whole_s > 0 else None
+
+
+class SetCall(NamedTuple):
+    """A call that set a GPU to another value; its times are by the clock of the computations."""
+
+    position: int | None  #: in the rank's program, for which it was made; None for a reset
+    value: int  #: MHz or watts; 0 for a reset
+    seen_s: float  #: when the request was seen
+    begun_s: float  #: when the call began
+    ended_s: float  #: when the call returned
+    before_mhz: int | None  #: achieved clock right before; None if it is not known
+
+
+class ClockSample(NamedTuple):
+    """An achieved clock that was read."""
+
+    time_s: float
+    clock_mhz: int | None
+
+
+def match_changes(
+    iteration: int,
+    computations: Sequence[Computation],
+    clocks: Sequence[int] | None,
+    spans_s: Sequence[tuple[float, float]],
+    calls: Sequence[SetCall],
+    *,
+    first_asked_s: float,
+    in_force: int | None,
+    samples: Sequence[ClockSample] = (),
+) -> tuple[ComputationRecord, ...]:
+    """Return the computations of one rank in an iteration, with the changes made for them; O(n log
+    n).
+
+    Args:
+        iteration: Number of the iteration.
+        computations: What ran, in order.
+        clocks: The requested clock of each computation; None if no clocks were requested.
+        spans_s: When each computation began and ended.
+        calls: Calls that set the rank's GPU, in order, from the middle of the last computation of
+            the previous iteration on.
+        first_asked_s: When the clock of the first computation was requested; the clock of any other
+            computation is requested when the one before it ends.
+        in_force: The clock that was set before the first of `calls`; None if it is not known.
+        samples: Clocks that were read in addition to those of `calls`.
+    """
+    index = _CallIndex(calls, in_force)
+    requests = {} if clocks is None else dict(_requests(clocks, spans_s, index, first_asked_s))
+    achieved = _achieved_mhz(spans_s, calls, samples)
+    records, no_request = [], _Request()
+    for position, (computation, span, mhz) in enumerate(
+        zip(computations, spans_s, achieved, strict=True)
+    ):
+        clock = None if clocks is None else clocks[position]
+        request = requests.get(position, no_request)
+        records.append(ComputationRecord(iteration, computation, *span, clock, *request, mhz))
+    return tuple(records)
+
+
+def _requests(
+    clocks: Sequence[int],
+    spans_s: Sequence[tuple[float, float]],
+    index: _CallIndex,
+    first_asked_s: float,
+) -> Iterator[tuple[int, _Request]]:
+    """Yield the positions for which a change was requested, with the request."""
+    for first, last in _segments(clocks):
+        asked_s = spans_s[first - 1][1] if first else first_asked_s
+        since_s = spans_s[first - 1][0] if first else -math.inf
+        call = index.find(range(first, last + 1), clocks[first], since_s, spans_s[last][1])
+        if call is not None:
+            # Times of the device are not exact: the end of a computation may seem later than the
+            # request that follows.
+            yield first, _Request(min(asked_s, call.seen_s), call.begun_s, call.ended_s)
+        elif index.in_force(asked_s) != clocks[first]:
+            yield first, _Request(asked_s)
+
+
+class _Request(NamedTuple):
+    """When the clock of a computation was requested, and when the call that set it began and
+    returned.
+    """
+
+    asked_s: float | None = None
+    set_begin_s: float | None = None
+    set_end_s: float | None = None
+
+
+class _CallIndex:
+    """Finds calls by position and by time."""
+
+    def __init__(self, calls: Sequence[SetCall], before: int | None) -> None:
+        self._calls, self._before = calls, before
+        self._begun_s = [call.begun_s for call in calls]
+        self._by_position: dict[int | None, list[SetCall]] = {}
+        for call in calls:
+            self._by_position.setdefault(call.position, []).append(call)
+
+    def find(self, positions: range, value: int, since_s: float, until_s: float) -> SetCall | None:
+        """Return the call to set `value` that was made for one of the positions and seen in this
+        span of time.
+        """
+        calls = (call for position in positions for call in self._by_position.get(position, ()))
+        return next(
+            (call for call in calls if call.value == value and since_s <= call.seen_s <= until_s),
+            None,
+        )
+
+    def in_force(self, at_s: float) -> int | None:
+        """Return the value that was set last before `at_s`."""
+        count = bisect_right(self._begun_s, at_s)
+        return self._calls[count - 1].value if count else self._before
+
+
+def _segments(clocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last position of each segment of equal clocks."""
+    first = 0
+    for position in range(1, len(clocks) + 1):
+        if position == len(clocks) or clocks[position] != clocks[first]:
+            yield first, position - 1
+            first = position
+
+
+def _achieved_mhz(
+    spans_s: Sequence[tuple[float, float]], calls: Sequence[SetCall], samples: Sequence[ClockSample]
+) -> Iterator[int | None]:
+    """Yield the first clock that was read after the middle of each computation: no call was made
+    in between.
+    """
+    ordered = sorted(
+        [*samples, *(ClockSample(call.begun_s, call.before_mhz) for call in calls)], key=_time_s
+    )
+    for begin_s, end_s in spans_s:
+        index = bisect_left(ordered, (begin_s + end_s) / 2, key=_time_s)
+        yield ordered[index].clock_mhz if index < len(ordered) else None
+
+
+def _time_s(sample: ClockSample) -> float:
+    return sample.time_s

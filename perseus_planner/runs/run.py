@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import reading
-from perseus_planner.base.frames import WHOLE, make_frame
+from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status
@@ -27,8 +27,7 @@ from perseus_planner.runs.recording import (
     ranks_in,
     read_totals,
 )
-from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, ends_whole
-from perseus_planner.runs.totals import Total, of_all_ranks
+from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, Total, ends_whole, of_all_ranks
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,4 +1,5 @@
-"""Detects whether a rank's GPU is slow, from how long its computations took.
+"""Detects whether a rank's GPU is slow, from how long its computations took; and whether a plan is
+of the machine that ran it.
 
 The slowdown is how many times as long as normal the computations take. Normal is learned from the
 rank's first iterations, because a profile never matches a job exactly. If the GPU is throttled from
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from perseus_planner.base.prefixes import si
+
 if TYPE_CHECKING:
     from perseus_planner.runs import IterationRecord
 
@@ -22,6 +25,10 @@ SLOW = 1.05
 """A GPU is reported as slow if its slowdown is above this."""
 RECOVERED = 1.02
 """A GPU that was slow is reported as recovered if its slowdown is below this."""
+MOST_APART = 2.0
+"""Iterations that take more than this times as long or as short as planned did not run on what
+the plan is of.
+"""
 _THROTTLED = 0.05  #: share of the time above which a throttle reason is named
 _NORMAL = "sw-power-cap"  #: many GPUs are at their power limit whenever they work hard
 
@@ -115,4 +122,23 @@ def _reason(rows: Iterable[IterationRecord]) -> str:
         return "its computations take longer; no throttling was counted"
     return "throttled: " + ", ".join(
         f"{reason} {100 * min(share, 1.0):.0f} % of the time" for reason, share in shares.items()
+    )
+
+
+def of_another_machine(time_s: float | None, planned_s: float) -> str | None:
+    """Return a sentence if iterations of `time_s` are far from those of `planned_s` of their plan;
+    None otherwise.
+
+    Nothing that the plan promises holds then, so no saving against it is shown.
+
+    Args:
+        time_s: Measured time of an iteration, seconds; None if it is not known.
+        planned_s: Its time by the plan, seconds.
+    """
+    if time_s is None or planned_s / MOST_APART <= time_s <= MOST_APART * planned_s:
+        return None
+    return (
+        f"This plan is of another machine: iterations take {si(time_s, 's')} here, "
+        f"{si(planned_s, 's')} by the plan, so no saving is shown; profile where you train, and "
+        "plan again"
     )

@@ -1,81 +1,78 @@
-"""The tables of a run folder: CSV files whose rows are read back as they were written.
+"""The tables of a run folder, and the totals of a run: sums over all iterations that there ever
+were, also over those whose rows are gone.
 
-A reader finds whole rows at any time, and at most one at the end that is cut off, because the rank
-was killed, the disk was full or it is being written. That one has no end of line, and is not read.
-An empty cell is a value that is unknown.
+A reader of a table finds whole rows at any time, and at most one at the end that is cut off,
+because the rank was killed, the disk was full or it is being written. That one has no end of line,
+and is not read. An empty cell is a value that is unknown.
+
+A rank adds the iterations of a file of rows to its totals before the file is replaced or removed.
+Its totals say which iteration was the last to be added, so a row that is still there counts once,
+wherever the rank was killed.
 """
 
 from __future__ import annotations
 
 import csv
-import io
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from perseus_planner.base.errors import RunError, ScheduleError, shown
+from perseus_planner.base.errors import RunError, ScheduleError
+from perseus_planner.base.fields import rules
 from perseus_planner.base.files import reading
+from perseus_planner.base.tables import Text, csv_text
+from perseus_planner.base.units import Finite, Index, Rule
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
-from perseus_planner.runs.totals import Total
 from perseus_planner.schedules import Computation
 
 _MAX_READ_BYTES = 64 * 2**20  #: far above the size of a file that a run writes
 _THROTTLED = "throttled_s_"  #: before a throttle reason, as the name of a column
+_CHANGED = "the file was changed"
 
 Row = TypeVar("Row")
 
 
-class _Cell(NamedTuple):
-    """The values of a column: `read` returns None for a wrong text, and `expected` describes a
-    right one.
-    """
-
-    read: Callable[[str], Any]
-    expected: str
-    is_optional: bool = False
-
-    def or_empty(self) -> _Cell:
-        return self._replace(is_optional=True)
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
-
-
-def _finite(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and "_" not in text else None
-
-
-def _computation(text: str) -> Computation | None:
+def _parse_computation(text: str) -> Computation | None:
     try:
         return Computation.parse(text)
     except ScheduleError:
         return None
 
 
-def _origin(text: str) -> str | None:
-    return text if text in ("measured", "simulated") else None
+class _Cell(NamedTuple):
+    rule: Rule | Text
+    is_optional: bool
 
 
-_WHOLE, _NUMBER = _Cell(_whole, "a whole number of 0 or more"), _Cell(_finite, "a finite number")
-_TEXT, _ORIGIN = _Cell(str, "a text"), _Cell(_origin, "measured or simulated")
-_COMPUTATION = _Cell(_computation, "a computation such as 3F17")
+_TEXTS = {
+    "computation": _Cell(Text(_parse_computation, "a computation such as 3F17"), False),
+    "deviation": _Cell(Text(str, "a text"), True),
+    "origin": _Cell(
+        Text({each: each for each in ("measured", "simulated")}.get, "measured or simulated"), True
+    ),
+}
+_SECONDS = _Cell(rules(IterationRecord)["energy_j"].rule, True)
 
 
-@dataclass(frozen=True)
 class Table(Generic[Row]):
-    """The format of one kind of CSV file."""
+    """The format of one kind of CSV file.
 
-    columns: Mapping[str, _Cell]  #: Name -> its cells
-    values_of: Callable[[Row], Sequence[object]]  #: Returns the value of each column of a row
-    row_of: Callable[[dict[str, Any]], Row]  #: Returns the row with these values by column
+    Args:
+        kind: what a row is.
+        names: the fields that are columns, in their order; all of them if empty. A field is read by
+            the rule in its type; "throttled_s_" and a reason is the entry of `throttled_s`.
+    """
+
+    def __init__(self, kind: Callable[..., Row], *names: str) -> None:
+        self._kind, of_fields = kind, rules(kind)  # it is a class
+        self.columns = {
+            name: _Cell(of_fields[name].rule, of_fields[name].is_optional)
+            if name in of_fields
+            else _TEXTS.get(name, _SECONDS)
+            for name in names or [each.name for each in fields(kind)]  # type: ignore[arg-type]
+        }
 
     @property
     def header(self) -> str:
@@ -84,10 +81,7 @@ class Table(Generic[Row]):
 
     def line(self, row: Row) -> str:
         """Return the line that `read` reads as an equal row."""
-        text = io.StringIO()
-        values = ["" if value is None else value for value in self.values_of(row)]
-        csv.writer(text, lineterminator="\n").writerow(values)
-        return text.getvalue()
+        return csv_text([[_cell(row, name) for name in self.columns]])
 
     def read(self, path: Path) -> list[Row]:
         """Return the whole rows of a file, which may be written meanwhile.
@@ -111,18 +105,25 @@ class Table(Generic[Row]):
             texts = []
         if len(texts) != len(self.columns):
             raise RunError(
-                f"{where}: is not a row of {len(self.columns)} cells; the file was changed: record "
-                "it again"
+                f"{where}: is not a row of {len(self.columns)} cells; {_CHANGED}: record it again"
             )
-        values = {}
+        values: dict[str, Any] = {}
         for (name, cell), text in zip(self.columns.items(), texts, strict=True):
-            values[name] = cell.read(text) if text else None
-            if values[name] is None and (text or not cell.is_optional):
-                raise RunError(
-                    f"{where}, column {name!r}: {shown(text)} is not {cell.expected}; the file was "
-                    "changed"
-                )
-        return self.row_of(values)
+            value = cell.rule.parse(text) if text else None
+            if value is None and (text or not cell.is_optional):
+                wanted = f"{cell.rule.wanted}; {_CHANGED}"
+                cell.rule._replace(wanted=wanted).read(text, f"{where}, column {name!r}", RunError)
+            if not name.startswith(_THROTTLED):
+                values[name] = value
+            elif value is not None:
+                values.setdefault("throttled_s", {})[name.removeprefix(_THROTTLED)] = value
+        return self._kind(**values)
+
+
+def _cell(row: Any, name: str) -> object:
+    if name.startswith(_THROTTLED):
+        return row.throttled_s.get(name.removeprefix(_THROTTLED))
+    return getattr(row, name)
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -144,76 +145,155 @@ def ends_whole(path: Path) -> bool:
         return file.read() in (b"", b"\n")
 
 
-_ITERATION_COLUMNS = {
-    "iteration": _WHOLE,
-    "version": _WHOLE.or_empty(),
-    "pipeline": _WHOLE,
-    "pipeline_rank": _WHOLE,
-    "begin_s": _NUMBER,
-    "end_s": _NUMBER,
-    "busy_s": _NUMBER,
-    "planned_busy_s": _NUMBER.or_empty(),
-    "energy_j": _NUMBER.or_empty(),
-    "baseline_j": _NUMBER.or_empty(),
-    "clock": _NUMBER.or_empty(),
-    "achieved_mhz": _NUMBER.or_empty(),
-    "temperature_c": _NUMBER.or_empty(),
-    "changes_asked": _WHOLE,
-    "changes_set": _WHOLE,
-    "changes_late": _WHOLE,
-    "changes_overtaken": _WHOLE,
-    "off_clock_s": _NUMBER,
-    "latency_p50_s": _NUMBER.or_empty(),
-    "latency_p99_s": _NUMBER.or_empty(),
-    "origin": _ORIGIN.or_empty(),
-    "deviation": _TEXT.or_empty(),
-}
-_REASON_COLUMNS = {f"{_THROTTLED}{reason}": _NUMBER.or_empty() for reason in THROTTLE_REASONS}
+MOST_TOTALS = 1000
+"""How many totals of a rank are kept apart, by attempt and version; older ones are added up to
+one.
+"""
 
 
-def _iteration_values(row: IterationRecord) -> list[object]:
-    values = [getattr(row, name) for name in _ITERATION_COLUMNS]
-    return [*values, *(row.throttled_s.get(reason) for reason in THROTTLE_REASONS)]
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """The iterations by one plan in one attempt of a job, added up: of one rank, or of all ranks
+    together.
+    """
+
+    attempt: Index  #: Number of the attempt; 0 for several attempts together
+    #: Version of the plan; None for iterations without a plan, and for several plans together.
+    version: Index | None
+    iterations: Index  #: Number of iterations; of all ranks, on the rank that has most
+    #: Seconds from their begins to their ends; of all ranks, on the rank that has most.
+    time_s: Finite
+    #: Number of iterations whose energy is known; of all ranks, on the rank that has fewest.
+    metered_iterations: Index
+    energy_j: Finite  #: Joules of the GPUs in iterations whose energy is known
+    #: Joules that iterations which ran as planned used less than they would have with all clocks at
+    #: maximum, by the profile, in as much time. Negative if they used more.
+    saved_j: Finite
+    begin_s: Finite  #: When the first of them began, seconds since the epoch
+    end_s: Finite  #: When the last of them ended, seconds since the epoch
+    last_iteration: Index  #: Number of the last of them; of several attempts, the greatest
+    #: "measured" or "simulated", for the energy; "simulated" if any of it is, None if none is
+    #: known.
+    origin: str | None
+
+    @classmethod
+    def of(cls, attempt: int, row: IterationRecord) -> Total:
+        """Return the total of a single iteration."""
+        is_metered = row.energy_j is not None
+        energy_j = row.energy_j or 0.0
+        return cls(
+            attempt=attempt,
+            version=row.version,
+            iterations=1,
+            time_s=row.time_s,
+            metered_iterations=int(is_metered),
+            energy_j=energy_j,
+            saved_j=row.baseline_j - energy_j if is_metered and row.baseline_j is not None else 0.0,
+            begin_s=row.begin_s,
+            end_s=row.end_s,
+            last_iteration=row.iteration,
+            origin=row.origin if is_metered else None,
+        )
+
+    @property
+    def saved_share(self) -> float:
+        """`saved_j` over the energy that there would have been, or 0 if no energy is known."""
+        whole_j = self.energy_j + self.saved_j
+        return self.saved_j / whole_j if whole_j > 0.0 else 0.0
+
+    def plus(self, other: Total) -> Total:
+        """Add iterations of the same ranks; attempt and version stay if they are equal."""
+        return replace(
+            self,
+            iterations=self.iterations + other.iterations,
+            time_s=self.time_s + other.time_s,
+            metered_iterations=self.metered_iterations + other.metered_iterations,
+            attempt=self.attempt if self.attempt == other.attempt else 0,
+            version=self.version if self.version == other.version else None,
+            **self._sums(other),
+        )
+
+    def beside(self, other: Total) -> Total:
+        """Add the same iterations of another rank."""
+        return replace(
+            self,
+            iterations=max(self.iterations, other.iterations),
+            time_s=max(self.time_s, other.time_s),
+            metered_iterations=min(self.metered_iterations, other.metered_iterations),
+            **self._sums(other),
+        )
+
+    def _sums(self, other: Total) -> dict[str, Any]:
+        origins = self.origin, other.origin
+        return {
+            "energy_j": self.energy_j + other.energy_j,
+            "saved_j": self.saved_j + other.saved_j,
+            "begin_s": min(self.begin_s, other.begin_s),
+            "end_s": max(self.end_s, other.end_s),
+            "last_iteration": max(self.last_iteration, other.last_iteration),
+            "origin": "simulated" if "simulated" in origins else self.origin or other.origin,
+        }
 
 
-def _iteration_of(values: dict[str, Any]) -> IterationRecord:
-    throttled_s = {name.removeprefix(_THROTTLED): values.pop(name) for name in _REASON_COLUMNS}
-    known_s = {reason: seconds for reason, seconds in throttled_s.items() if seconds is not None}
-    return IterationRecord(**values, throttled_s=known_s)
+class RankTotals:
+    """The totals of one rank.
+
+    Args:
+        totals: Those that were saved.
+    """
+
+    def __init__(self, totals: Iterable[Total] = ()) -> None:
+        self._totals = {(each.attempt, each.version): each for each in totals}
+
+    def __iter__(self) -> Iterator[Total]:
+        """Yield the totals, oldest first."""
+        yield from (self._totals[key] for key in sorted(self._totals, key=_age))
+
+    def add(self, attempt: int, rows: Iterable[IterationRecord]) -> None:
+        """Add those iterations of an attempt that were not added before."""
+        last = max(
+            (each.last_iteration for each in self._totals.values() if each.attempt == attempt),
+            default=-1,
+        )
+        for row in rows:
+            if row.iteration > last:
+                self._add(Total.of(attempt, row))
+        while len(self._totals) > MOST_TOTALS:
+            oldest = min((key for key in self._totals if key != _OLDER), key=_age)
+            self._add(replace(self._totals.pop(oldest), attempt=0, version=None))
+
+    def _add(self, total: Total) -> None:
+        key = total.attempt, total.version
+        self._totals[key] = self._totals[key].plus(total) if key in self._totals else total
 
 
-_COMPUTATION_COLUMNS = {
-    "iteration": _WHOLE,
-    "computation": _COMPUTATION,
-    "begin_s": _NUMBER,
-    "end_s": _NUMBER,
-    "clock": _WHOLE.or_empty(),
-    "asked_s": _NUMBER.or_empty(),
-    "set_begin_s": _NUMBER.or_empty(),
-    "set_end_s": _NUMBER.or_empty(),
-    "achieved_mhz": _WHOLE.or_empty(),
-}
+def of_all_ranks(ranks: Iterable[Iterable[Total]]) -> tuple[Total, ...]:
+    """Return the totals of all ranks together, oldest first."""
+    found: dict[tuple[int, int | None], Total] = {}
+    for totals in ranks:
+        for each in totals:
+            key = each.attempt, each.version
+            found[key] = found[key].beside(each) if key in found else each
+    return tuple(found[key] for key in sorted(found, key=_age))
 
-ITERATIONS = Table({**_ITERATION_COLUMNS, **_REASON_COLUMNS}, _iteration_values, _iteration_of)
+
+_OLDER = (0, None)
+
+
+def _age(key: tuple[int, int | None]) -> tuple[int, int]:
+    return key[0], key[1] or 0
+
+
+ITERATIONS = Table(
+    IterationRecord,
+    *("iteration", "version", "pipeline", "pipeline_rank", "begin_s", "end_s", "busy_s"),
+    *("planned_busy_s", "energy_j", "baseline_j", "clock", "achieved_mhz", "temperature_c"),
+    *("changes_asked", "changes_set", "changes_late", "changes_overtaken", "off_clock_s"),
+    *("latency_p50_s", "latency_p99_s", "origin", "deviation"),
+    *(f"{_THROTTLED}{reason}" for reason in THROTTLE_REASONS),
+)
 """The format of `IterationRecord`s."""
-
-COMPUTATIONS = Table(
-    _COMPUTATION_COLUMNS,
-    lambda row: [getattr(row, name) for name in _COMPUTATION_COLUMNS],
-    lambda values: ComputationRecord(**values),
-)
+COMPUTATIONS = Table(ComputationRecord)
 """The format of `ComputationRecord`s."""
-
-_TOTAL_CELLS = {"version": _WHOLE.or_empty(), "origin": _ORIGIN.or_empty()}
-_COUNTS = ("attempt", "iterations", "metered_iterations", "last_iteration")
-_TOTAL_COLUMNS = {
-    each.name: _TOTAL_CELLS.get(each.name, _WHOLE if each.name in _COUNTS else _NUMBER)
-    for each in fields(Total)
-}
-
-TOTALS = Table(
-    _TOTAL_COLUMNS,
-    lambda row: [getattr(row, name) for name in _TOTAL_COLUMNS],
-    lambda values: Total(**values),
-)
+TOTALS = Table(Total)
 """The format of `Total`s."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.runs.another_machine import of_another_machine
+from perseus_planner.runs.straggler import of_another_machine
 from perseus_planner.service.answers import (
     Answer,
     Effect,

@@ -13,8 +13,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlanError
-from perseus_planner.base.frames import make_frame
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import make_frame
 from perseus_planner.base.units import CHANGES, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.solver.curve import TimeEnergyCurve

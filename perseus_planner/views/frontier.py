@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Sheet, column, quantities, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
-from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import (
     Comparison,
     Context,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Sheet, column, quantities, table
 from perseus_planner.plans.on_time import INTERVAL, OnTime
 from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, replay
 from perseus_planner.profiles.csv_file import WORDS, unit_of
 from perseus_planner.schedules import Computation
-from perseus_planner.views.columns import Sheet, column, quantities, table
 from perseus_planner.views.context import (
     Comparison,
     Context,

@@ -11,9 +11,8 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from perseus_planner.plans.replay import clock_calls, replay
-from perseus_planner.runs.another_machine import of_another_machine
-from perseus_planner.runs.matching import SetCall, match_changes
-from perseus_planner.runs.records import ChangeStatistics, IterationRecord
+from perseus_planner.runs.records import ChangeStatistics, IterationRecord, SetCall, match_changes
+from perseus_planner.runs.straggler import of_another_machine
 from perseus_planner.views.context import Context, context_of_plan
 from perseus_planner.views.plan import summarize_plan
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import RankRecord, Run
-    from perseus_planner.runs.totals import Total
+    from perseus_planner.runs.tables import Total
 
 NO_PLAN = "no plan was in force"
 """Why an iteration without a plan did not run as planned."""

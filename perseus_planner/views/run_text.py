@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Sheet, column, quantities, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE
-from perseus_planner.runs.totals import Total
-from perseus_planner.views.columns import Sheet, column, quantities, table
+from perseus_planner.runs.tables import Total
 from perseus_planner.views.context import pipeline_text
 
 if TYPE_CHECKING:

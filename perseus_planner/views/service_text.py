@@ -8,8 +8,8 @@ from math import isinf
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import column, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
-from perseus_planner.views.columns import column, table
 from perseus_planner.views.context import share
 
 if TYPE_CHECKING:

@@ -16,8 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from perseus_planner.runs.matching import ClockSample, SetCall, match_changes
-from perseus_planner.runs.records import ChangeStatistics, ComputationRecord, IterationRecord
+from perseus_planner.runs.records import (
+    ChangeStatistics,
+    ClockSample,
+    ComputationRecord,
+    IterationRecord,
+    SetCall,
+    match_changes,
+)
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.controller.protocol import (
     AttachReply,

@@ -13,7 +13,7 @@ from strategies import smooth_profile
 
 from perseus_planner import schedules, solve
 from perseus_planner.runs import Run
-from perseus_planner.runs.another_machine import of_another_machine
+from perseus_planner.runs.straggler import of_another_machine
 from perseus_planner.views.report.page import page
 from perseus_planner.views.report.report import make_report, report_text
 from perseus_planner.views.report.savings import EnergyRates, IterationSize

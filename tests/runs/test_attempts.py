@@ -33,8 +33,7 @@ from perseus_planner.runs.recording import (
     attempts_in,
     read_totals,
 )
-from perseus_planner.runs.tables import ITERATIONS, TOTALS
-from perseus_planner.runs.totals import MOST_TOTALS, RankTotals, Total
+from perseus_planner.runs.tables import ITERATIONS, MOST_TOTALS, TOTALS, RankTotals, Total
 from perseus_planner.views.run import summarize_run
 from perseus_planner.views.run_text import run_text
 

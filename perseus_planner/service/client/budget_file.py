@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 
 from perseus_planner.base.errors import UsageError, shown
-from perseus_planner.base.files import by_column, csv_rows
+from perseus_planner.base.tables import CsvFile, CsvRow, Text
 from perseus_planner.base.units import POWER_BUDGET, Rule
 from perseus_planner.service.model import PowerStep
 
@@ -45,14 +45,12 @@ def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ..
         UsageError: If the file cannot be read, a row is wrong, or the target is missing or does not
             apply. The text names file, line, column and remedy.
     """
-    rows = csv_rows(path, UsageError)
-    where, header = next(rows, ("", []))
-    found = [name for name in _SIGNALS if name in header]
-    if sorted(header) != sorted(["start", *found]) or len(found) != 1:
-        raise UsageError(
-            f"{where or path}: has the columns {', '.join(header) or 'of no header'}; {_HEADER}"
-        )
-    signal = found[0]
+    table = CsvFile(path, UsageError)
+    signals = [name for name in _SIGNALS if name in table.header]
+    if sorted(table.header) != sorted(["start", *signals]) or len(signals) != 1:
+        columns = ", ".join(table.header) or "of no header"
+        raise UsageError(f"{table.where}: has the columns {columns}; {_HEADER}")
+    signal = signals[0]
     if (target is None) != (signal == "power"):
         needed = (
             "do not give one for powers"
@@ -61,17 +59,14 @@ def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ..
         )
         raise UsageError(f"--target: {needed}, as {path} has the column {signal!r}")
     steps: list[PowerStep] = []
-    for place, cells in rows:
-        row = by_column(place, header, cells, UsageError)
-        start_s = _moment(row["start"], f"{place}, column 'start'")
+    for row in table:
+        start_s = row.read("start", _MOMENT)
         if steps and start_s <= steps[-1].start_s:
             raise UsageError(
-                f"{place}, column 'start': {shown(row['start'])} is not after the row before; sort "
+                f"{row.place('start')}: {shown(row['start'])} is not after the row before; sort "
                 "the rows"
             )
-        steps.append(
-            PowerStep(start_s, _power_w(signal, row[signal], f"{place}, column {signal!r}", target))
-        )
+        steps.append(PowerStep(start_s, _power_w(signal, row, target)))
     if not steps:
         raise UsageError(
             f"{path}: has no row; write one for each budget, such as 2026-11-22T18:00,30kW"
@@ -107,24 +102,26 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _moment(text: str, where: str) -> float:
-    try:
-        return float(Rule(float, True, "").read(text, where))
-    except UsageError:
-        pass
+def _parse_moment(text: str) -> float | None:
+    if (seconds := Rule(float, True, "").parse(text)) is not None:
+        return float(seconds)
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError, OSError):
-        raise UsageError(
-            f"{where}: {shown(text)} is not a moment: write such as 2026-11-22T18:00+01:00, or "
-            "seconds since the epoch"
-        ) from None
+        return None
 
 
-def _power_w(signal: str, text: str, where: str, target: float | None) -> float | None:
+_MOMENT = Text(
+    _parse_moment,
+    "a moment: write such as 2026-11-22T18:00+01:00, or seconds since the epoch",
+)
+
+
+def _power_w(signal: str, row: CsvRow, target: float | None) -> float | None:
     if signal == "power":
-        return None if text == "none" else POWER_BUDGET.read(text, where)
-    value = (_PRICE if signal == "price" else _CARBON).read(text, where)
+        text = row[signal]
+        return None if text == "none" else POWER_BUDGET.read(text, row.place(signal))
+    value = row.read(signal, _PRICE if signal == "price" else _CARBON)
     if value <= 0 or target is None:  # energy that costs nothing needs no budget
         return None
     power_w = 1000.0 * target / value * (1000.0 if signal == "carbon" else 1.0)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base import __version__, registry
 from perseus_planner.base.errors import RunError, UsageError
+from perseus_planner.base.tables import column, numbers, quantities, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, all_maximum
-from perseus_planner.views.columns import column, numbers, quantities, table
 from perseus_planner.views.context import Context, origin_label
 from perseus_planner.views.figures import draw_curves, draw_frontier, draw_gantt
 from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier

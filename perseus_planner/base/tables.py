@@ -1,0 +1,365 @@
+"""Tables: CSV files that are read and written by their columns, and tables for people as text, as
+HTML and as pandas frames.
+
+A column is a heading, what a row has in it, and its form:
+
+    lay_out(
+        plans,
+        Column("plan", "version"),
+        Column("time {}", "time_s", "s"),
+        Column("planned", "planned_time_s", "s"),
+    )
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count, groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from perseus_planner.base.errors import PlannerError, UsageError, how_to_install, shown
+from perseus_planner.base.files import reading
+from perseus_planner.base.prefixes import si_unit
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+    import pandas as pd
+
+    from perseus_planner.base.units import Rule
+
+# No real row comes near this; it keeps a file without line ends from being read whole.
+_MAX_LINE_BYTES = 65536
+_DIGITS = 6  #: shown of the largest number in a column
+_MOST_ROWS = 24  #: of a table on a page
+WHOLE = "Int64"  #: pandas' type of whole numbers that may be missing
+
+
+class Text(NamedTuple):
+    """What a text in a file must be, as a `Rule` says it of a number."""
+
+    parse: Callable[[str], Any]  #: Returns the value of a text, None for a wrong one
+    wanted: str  #: what the text must be, in words; completes the sentence "5 is not ..."
+
+    def read(self, text: str, where: str, error: type[PlannerError] = UsageError) -> Any:
+        """Return what `text` writes; see `Rule.read`."""
+        if (value := self.parse(text)) is None:
+            raise error(f"{where}: {shown(text)} is not {self.wanted}")
+        return value
+
+
+@dataclass(frozen=True)
+class CsvRow:
+    """A row of a CSV file."""
+
+    where: str  #: the file and the line, for error texts
+    cells: Mapping[str, str]  #: column -> its text, without surrounding blanks
+    error: type[PlannerError]  #: what a wrong cell raises
+
+    def __getitem__(self, column: str) -> str:
+        return self.cells[column]
+
+    def place(self, column: str) -> str:
+        """Return the place of a cell, for error texts."""
+        return f"{self.where}, column {column!r}"
+
+    def read(self, column: str, rule: Rule | Text) -> Any:
+        """Return the value of a cell.
+
+        Raises:
+            PlannerError: If it breaks the rule; of the type `error`.
+        """
+        return rule.read(self.cells[column], self.place(column), self.error)
+
+
+class CsvFile:
+    """A CSV file with a header, read row by row: a wrong header is found before the rest is read.
+
+    Args:
+        path: the file.
+        error: the type of error to raise.
+        empty: what to write into a file without a header; if empty, such a file is read, and its
+            header is empty.
+
+    Raises:
+        PlannerError: If the file cannot be read or is not CSV in UTF-8, or a row has more or fewer
+            cells than the header; of the type `error`.
+    """
+
+    def __init__(self, path: Path, error: type[PlannerError], empty: str = "") -> None:
+        self._error, self._rows = error, csv_rows(path, error)
+        self.where, self.header = next(self._rows, (str(path), []))
+        if empty and not self.header:
+            raise error(f"{path}: is empty; write {empty}")
+
+    def need(self, columns: Iterable[str], header: str) -> None:
+        """Refuse a header without one of the columns; `header` is a right one."""
+        if missing := [each for each in columns if each not in self.header]:
+            raise self._error(
+                f"{self.where}: no column {', '.join(map(repr, missing))} in the header "
+                f"{shown(','.join(self.header))}; write {header}, separated by commas"
+            )
+
+    def refuse_twice(self, columns: Iterable[str]) -> None:
+        """Refuse a header that has one of the columns twice."""
+        for each in columns:
+            if self.header.count(each) > 1:
+                raise self._error(f"{self.where}: column {each!r} is there twice; keep one of them")
+
+    def __iter__(self) -> Iterator[CsvRow]:
+        for where, cells in self._rows:
+            if len(cells) != len(self.header):
+                raise self._error(
+                    f"{where}: has {len(cells)} cells where the header has {len(self.header)}; "
+                    "give each column one cell, with a point as decimal mark"
+                )
+            yield CsvRow(where, dict(zip(self.header, cells, strict=True)), self._error)
+
+
+def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the place of each row of a CSV file, for error texts, and its cells without surrounding
+    blanks.
+
+    Blank lines and lines that begin with `#` are skipped. The file is read line by line, so that a
+    wrong header is found before the rest is read.
+
+    Raises:
+        PlannerError: If the file cannot be read or is not CSV in UTF-8; of the type `error`.
+    """
+    with reading(path, error), path.open("rb") as file:
+        reader = csv.reader(_lines(path, file, error), strict=True)
+        try:
+            for cells in filter(None, reader):
+                yield f"{path}, line {reader.line_num}", [cell.strip() for cell in cells]
+        except csv.Error as reason:
+            wrong = f"{reason}; correct its quotes"
+            if "new-line" in wrong:
+                wrong = "has a carriage return in the middle; end rows with a line feed"
+            raise error(f"{path}, line {reader.line_num}: {wrong}") from reason
+
+
+def _lines(path: Path, file: BinaryIO, error: type[PlannerError]) -> Iterator[str]:
+    for number in count(1):
+        line = file.readline(_MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if b"\0" in line:
+            raise error(
+                f"{path}, line {number}: has a NUL byte, so the file is damaged or not text; write "
+                "it again"
+            )
+        if len(line) > _MAX_LINE_BYTES:
+            raise error(
+                f"{path}, line {number}: is longer than {_MAX_LINE_BYTES} bytes; write one row a "
+                "line"
+            )
+        if line.startswith(b"#"):
+            yield "\n"  # an empty line, so that line numbers stay
+            continue
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as reason:
+            raise error(
+                f"{path}, line {number}: is not UTF-8 text; save the file as UTF-8"
+            ) from reason
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as lines of CSV: None is an empty cell, and reading a float gives the same
+    one.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+class Column(NamedTuple):
+    """A column of a table for people."""
+
+    heading: str  #: its heading, where {} stands for the unit of a quantity
+    #: name of an attribute of a row, or of a cell if rows are mappings; or a function of a row
+    value: str | Callable[[Any], Any]
+    #: how values are written: a unit, such as "s", "J" or "W4" for four digits, for a quantity,
+    #: with one SI prefix for all columns side by side that have that form; "#" for six digits; "%"
+    #: for a share in percent; a format such as ".4f"; "<" for texts to the left, which get the
+    #: blanks before the heading
+    form: str = ""
+
+
+def lay_out(rows: Iterable[Any], *columns: Column) -> list[list[str]]:
+    """Return the cells of each column, the heading first; an unknown value is a hyphen."""
+    rows, cells = list(rows), list[list[str]]()
+    for form, group in groupby(columns, key=lambda each: each.form):
+        beside = list(group)
+        values = [[_value(row, each.value) for row in rows] for each in beside]
+        if unit := re.fullmatch(r"([A-Zs])(\d?)", form):
+            names, digits = [each.heading for each in beside], int(unit[2] or _DIGITS)
+            cells += quantities(names, unit[1], *values, digits=digits)
+        else:
+            cells += [
+                _cells(each.heading, each.form, of_column)
+                for each, of_column in zip(beside, values, strict=True)
+            ]
+    return cells
+
+
+def _value(row: Any, of: str | Callable[[Any], Any]) -> Any:
+    if callable(of):
+        return of(row)
+    return row[of] if isinstance(row, Mapping) else attrgetter(of)(row)
+
+
+def _cells(heading: str, form: str, values: Sequence[Any]) -> list[str]:
+    if form == "<":
+        indent = " " * (len(heading) - len(heading.lstrip()))
+        return [heading, *(f"{indent}{'-' if each is None else each}" for each in values)]
+    if form == "#":
+        return column(heading, numbers(values))
+    if form == "%":
+        values, form = [None if each is None else 100 * each for each in values], ".2f"
+    return column(heading, ["-" if each is None else format(each, form) for each in values])
+
+
+class Sheet(NamedTuple):
+    """A table with what is written around it."""
+
+    title: str  #: one line
+    source: str  #: where the numbers come from; may be empty
+    columns: Sequence[Sequence[str]]  #: each with its heading first
+    notes: str = ""  #: text below the table; may be empty
+
+    def text(self) -> str:
+        """Return the sheet as plain text for a terminal."""
+        head = f"{self.title}\n{self.source}" if self.source else self.title
+        return "\n\n".join(part for part in (head, table(self.columns), self.notes) if part) + "\n"
+
+    def html(self) -> Element:
+        """Return the sheet without its title as an HTML element with at most `_MOST_ROWS` rows."""
+        from xml.etree.ElementTree import Element, SubElement
+
+        whole = Element("div")
+        _paragraph(whole, self.source)
+        (heading, *rows) = zip(*self.columns, strict=True)
+        grid = SubElement(whole, "table")
+        names = SubElement(SubElement(grid, "thead"), "tr")
+        for name in heading:
+            SubElement(names, "th", scope="col").text = name.strip()
+        body = SubElement(grid, "tbody")
+        for cells in rows[:_MOST_ROWS]:
+            row = SubElement(body, "tr")
+            for cell in cells:
+                SubElement(row, "td").text = cell.strip()
+        cut = f"Shown are {_MOST_ROWS} of {len(rows)} rows." if len(rows) > _MOST_ROWS else ""
+        _paragraph(whole, cut)
+        _paragraph(whole, self.notes)
+        return whole
+
+
+def _paragraph(whole: Element, text: str) -> None:
+    from xml.etree.ElementTree import SubElement
+
+    if text:
+        SubElement(SubElement(whole, "p"), "small").text = text
+
+
+def number(value: float) -> str:
+    """Write `value` with six digits."""
+    return f"{value:.{_decimals(abs(value))}f}"
+
+
+def numbers(values: Sequence[float | None], digits: int = _DIGITS) -> list[str]:
+    """Write `values` with as many decimals as give the largest so many digits; None becomes a
+    hyphen.
+    """
+    decimals = _decimals(
+        max((abs(value) for value in values if value is not None), default=0.0), digits
+    )
+    return ["-" if value is None else f"{value:.{decimals}f}" for value in values]
+
+
+def quantities(
+    names: Sequence[str], unit: str, *columns: Sequence[float | None], digits: int = _DIGITS
+) -> list[list[str]]:
+    """Write columns of one quantity with one SI prefix, which the unit in the headings has, and
+    equal digits.
+
+    Args:
+        names: the heading of each column, where {} stands for the unit.
+        unit: s, J or W.
+        columns: the values of each column.
+        digits: digits of the largest value.
+    """
+    known = [abs(value) for values in columns for value in values if value is not None]
+    factor, name = si_unit(max(known, default=0.0), unit)
+    cells = numbers(
+        [None if value is None else value / factor for values in columns for value in values],
+        digits,
+    )
+    ends = list(accumulate(map(len, columns)))
+    parts = [cells[end - len(values) : end] for end, values in zip(ends, columns, strict=True)]
+    return [column(heading.format(name), part) for heading, part in zip(names, parts, strict=True)]
+
+
+def ranges(name: str, unit: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
+    """Write a column of pairs as "first to last"; its heading and its unit are as for
+    `quantities`.
+    """
+    (heading, *cells), *_ = quantities([name], unit, [value for pair in pairs for value in pair])
+    first, last = (list(map(str.strip, each)) for each in (cells[::2], cells[1::2]))
+    return column(
+        heading.strip(), [f"{one} to {other}" for one, other in zip(first, last, strict=True)]
+    )
+
+
+def column(name: str, cells: Sequence[str]) -> list[str]:
+    """Return a column of a table, aligned to the right."""
+    width = max(map(len, (name, *cells)))
+    return [cell.rjust(width) for cell in (name, *cells)]
+
+
+def table(columns: Sequence[Sequence[str]]) -> str:
+    """Lay out the columns side by side."""
+    widths = [max(map(len, cells)) for cells in columns]
+    rows = zip(*columns, strict=True)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _decimals(largest: float, digits: int = _DIGITS) -> int:
+    magnitude = math.floor(math.log10(largest)) if largest > 0 else 0
+    return min(max(digits - 1 - magnitude, 0), 12)
+
+
+def make_frame(
+    rows: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+    types: Mapping[str, Any] | None = None,
+    **attrs: Any,
+) -> pd.DataFrame:
+    """Return a frame, in which values that are not known are missing.
+
+    Args:
+        rows: its rows, at least one; or its columns.
+        types: the types of columns in which values may be missing.
+        attrs: its `attrs`.
+
+    Raises:
+        UsageError: If pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        remedy = how_to_install("frames")
+        raise UsageError(f"to_frame() needs pandas, which is not installed; {remedy}") from error
+    columns = rows if isinstance(rows, Mapping) else rows[0]
+    frame = pd.DataFrame(rows, columns=list(columns)).astype(types or {})
+    frame.attrs = attrs
+    return frame
