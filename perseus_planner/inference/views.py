@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from xml.etree.ElementTree import Element, SubElement, tostring
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
 from perseus_planner.profiles.csv_file import unit_of
-from perseus_planner.views.report.page import content_policy, report_file
-from perseus_planner.views.web import page_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -270,7 +268,6 @@ _STYLE = """
 .bars text { fill: var(--ink); font-size: 13px; }
 .panel p { white-space: pre-line; }
 """
-_ROW = 26  #: height of a bar with its gap
 
 
 @dataclass(frozen=True)
@@ -298,45 +295,32 @@ def pools_text(report: PoolsReport) -> str:
 
 def pools_page(report: PoolsReport) -> str:
     """Return the page of a report. Names are escaped, whatever they contain."""
-    html = Element("html", lang="en")
+    from xml.etree.ElementTree import tostring
+
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    from perseus_planner.views.report.page import content_policy, report_file
+    from perseus_planner.views.web import page_file
+
+    rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
     styles = [page_file("theme.css"), report_file("report.css"), _STYLE]
-    head = SubElement(html, "head")
-    SubElement(head, "meta", charset="utf-8")
-    SubElement(
-        head,
-        "meta",
-        {"http-equiv": "Content-Security-Policy", "content": content_policy([], styles)},
+    sheets = plan_sheets(report.plan)[::-1]
+    tables = [tostring(sheet.html(), encoding="unicode", method="html") for sheet in sheets]
+    template = (files("perseus_planner.inference") / "pools.html.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    SubElement(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
-    SubElement(head, "title").text = f"Pools for inference: {report.file}"
-    body = SubElement(html, "body")
-    header = SubElement(body, "header", {"class": "wide"})
-    SubElement(header, "h1").text = "Energy of pools for inference"
-    main = SubElement(body, "main", {"class": "wide"})
-    first = _panel(main, "Where the energy goes")
-    SubElement(first, "p", {"class": "lead"}).text = _headline(report)
-    bars = _bars([row for row in report.plan["policies"] if row["energy_j"] is not None])
-    _scrolling(first, "Energy of each way to choose pools").append(bars)
-    SubElement(first, "p", {"class": "small soft"}).text = _assumed(report)
-    for sheet in plan_sheets(report.plan)[::-1]:
-        _scrolling(_panel(main, sheet.title), sheet.title).append(sheet.html())
-    text = tostring(html, encoding="unicode", method="html")
-    styled = "".join(
-        f"<style>{style}</style>" for style in styles
-    )  # written as they are, which their digests need
-    return f"<!doctype html>\n{text.replace('<title>', f'{styled}<title>', 1)}\n"
-
-
-def _panel(main: Element, title: str) -> Element:
-    panel = SubElement(main, "section", {"class": "panel"})
-    SubElement(panel, "h2").text = title
-    return panel
-
-
-def _scrolling(panel: Element, name: str) -> Element:
-    region = SubElement(panel, "div", {"class": "scroll", "tabindex": "0", "role": "region"})
-    region.set("aria-label", name)
-    return region
+    return environment.from_string(template).render(
+        report=report,
+        headline=_headline(report),
+        assumed=_assumed(report),
+        rows=rows,
+        most_j=max(row["energy_j"] for row in rows),
+        sheets=[(sheet.title, Markup(text)) for sheet, text in zip(sheets, tables, strict=True)],
+        styles=[Markup(style) for style in styles],
+        policy=Markup(content_policy([], styles)),
+    )
 
 
 def _headline(report: PoolsReport) -> str:
@@ -357,30 +341,3 @@ def _assumed(report: PoolsReport) -> str:
         f"Replayed from the inference profile. Assumed: {rates.price_usd_per_kwh:g} USD and "
         f"{rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, PUE {rates.pue:g}."
     )
-
-
-def _bars(rows: list[dict[str, Any]]) -> Element:
-    """Return a bar for the energy of each policy."""
-    most = max(row["energy_j"] or 0.0 for row in rows)
-    told = ", ".join(
-        f"{row['description']} {(row['energy_j'] or 0.0) / 3.6e6:.4g} kWh" for row in rows
-    )
-    svg = Element("svg", {"class": "bars", "role": "img", "viewBox": f"0 0 640 {_ROW * len(rows)}"})
-    svg.set("aria-label", f"Energy: {told}")
-    for number, row in enumerate(rows):
-        kwh, width = (row["energy_j"] or 0.0) / 3.6e6, 300 * (row["energy_j"] or 0.0) / most
-        place = {
-            "x": "250",
-            "y": str(_ROW * number + 3),
-            "width": f"{width:.1f}",
-            "height": str(_ROW - 8),
-        }
-        SubElement(
-            svg, "rect", {**place, "class": "plan" if row["policy"] == "planner" else "other"}
-        )
-        line = str(_ROW * number + 17)
-        SubElement(svg, "text", {"x": "242", "y": line, "text-anchor": "end"}).text = row[
-            "description"
-        ]
-        SubElement(svg, "text", {"x": f"{256 + width:.1f}", "y": line}).text = f"{kwh:.4g} kWh"
-    return svg
