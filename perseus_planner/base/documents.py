@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import yaml
 
 from perseus_planner.base.errors import PlannerError, UsageError, did_you_mean, shown
+from perseus_planner.base.fields import Check, keys, load
 from perseus_planner.base.files import read_text, reading
 
-if TYPE_CHECKING:
-    from perseus_planner.base.units import Rule
+T = TypeVar("T")
 
 # The C parser is ten times faster, but PyYAML can be built without it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -53,7 +53,7 @@ class Document:
         """
         return self.error(f"{self.where(key)}: {problem}")
 
-    def number(self, key: str, rule: Rule) -> Any:
+    def number(self, key: str, rule: Check) -> Any:
         """Return the number under `key`.
 
         Raises:
@@ -61,7 +61,7 @@ class Document:
         """
         return rule.check(self.values[key], self.where(key), self.error)
 
-    def number_or_list(self, key: str, rule: Rule) -> Any:
+    def number_or_list(self, key: str, rule: Check) -> Any:
         """Return the number under `key`, or a tuple of the numbers in the list that stands there.
 
         Raises:
@@ -73,7 +73,7 @@ class Document:
             else self.number(key, rule)
         )
 
-    def numbers(self, key: str, rule: Rule) -> tuple[Any, ...]:
+    def numbers(self, key: str, rule: Check) -> tuple[Any, ...]:
         """Return the numbers in the list under `key`.
 
         Raises:
@@ -138,6 +138,16 @@ class Document:
             )
         entries = zip(self._nodes[key].value, self.values[key], strict=True)
         return tuple(self._section(key, node, value, required, optional) for node, value in entries)
+
+    def part(self, key: str, kind: type[T]) -> T:
+        """Return the dataclass of which the mapping under `key` holds the fields; see
+        `fields.load`.
+        """
+        return load(kind, self.section(key, *keys(kind)))
+
+    def parts(self, key: str, kind: type[T]) -> tuple[T, ...]:
+        """Return such dataclasses of the mappings in the list under `key`."""
+        return tuple(load(kind, entry) for entry in self.sections(key, *keys(kind)))
 
     @property
     def _of(self) -> str:

@@ -1,4 +1,4 @@
-"""Fields of dataclasses: what a number must be stands once, in the type of its field.
+"""Fields of dataclasses: what a value must be stands once, in the type of its field.
 
     @dataclass(frozen=True)
     class ClockChange(Checked, error=ProfileError, prefix="clock_change, "):
@@ -6,25 +6,83 @@
         gpus_per_node: Count = 8  #: GPUs that share a lock
 
 `Wait` is `Annotated[float, WAIT]`: a float for type checkers, with the rule of `base.units` that
-every reader of the field obeys. A field may also be such a number or None, or a tuple of them.
+every reader of the field obeys. A rule is anything that has the method `check` of `units.Rule`. A
+field may also be such a value or None, or a tuple of them.
+
+`load` makes such a dataclass of a mapping in a YAML file, and `dump` plain values of a dataclass.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from inspect import get_annotations
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
-from perseus_planner.base.errors import PlannerError, UsageError
-from perseus_planner.base.units import Rule
+from perseus_planner.base.errors import PlannerError, UsageError, shown
+
+if TYPE_CHECKING:
+    from perseus_planner.base.documents import Document
+
+T = TypeVar("T")
+
+
+class Check(Protocol):
+    """A rule of a field."""
+
+    def check(self, value: Any, where: str, error: type[PlannerError] = UsageError) -> Any:
+        """Return the value as it is stored, or raise `error` with a text that begins with
+        `where`.
+        """
+
+
+class Choice:
+    """The rule of a text that is one of several."""
+
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
+
+    def check(self, value: Any, where: str, error: type[PlannerError] = UsageError) -> Any:
+        """Return the value; see `units.Rule.check`."""
+        if value not in self.choices:
+            raise error(f"{where}: {shown(value)} is unknown: give {' or '.join(self.choices)}")
+        return value
+
+
+class CheckedBy(NamedTuple):
+    """The rule of a field that a function checks, with the arguments and the result of
+    `units.Rule.check`.
+    """
+
+    check: Callable[[Any, str, type[PlannerError]], Any]
+
+
+class Reader(NamedTuple):
+    """How `load` reads a field that is neither a number, a text nor a dataclass; stands in its
+    type, `Annotated[Source, Reader(read_source)]`.
+    """
+
+    read: Callable[[Document, str], Any]  #: called with the document and the key
 
 
 class Checked:
-    """A frozen dataclass that checks its numbers by their rules when it is made, and stores them as
-    plain ints and floats.
+    """A frozen dataclass that checks its fields by their rules when it is made, and stores what the
+    rules return: plain ints and floats.
 
     Args:
         error: the type of error that it raises.
@@ -48,64 +106,148 @@ class Checked:
             cls._prefix = prefix
 
     def __post_init__(self) -> None:
-        for name, rule in rules(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
-            value = getattr(self, name)
-            if value is not None or not rule.is_optional:
-                checked = rule.check(value, f"{self._prefix}{name}", self._error)
-                object.__setattr__(self, name, checked)
+        for name, rule in rules(type(self)).items():
+            checked = rule.check(getattr(self, name), f"{self._prefix}{name}", self._error)
+            object.__setattr__(self, name, checked)
 
 
-class FieldRule:
-    """The rule of a field, and whether the field may be None or is a tuple of numbers."""
+class FieldType(NamedTuple):
+    """What the type of a field says about its values."""
 
-    __slots__ = ("is_optional", "is_tuple", "rule")
-
-    def __init__(self, rule: Rule, *, is_optional: bool, is_tuple: bool) -> None:
-        self.rule, self.is_optional, self.is_tuple = rule, is_optional, is_tuple
+    inner: Any  #: the type without None, tuple and rule
+    rule: Any  #: a `Check`, or None
+    reader: Reader | None
+    is_optional: bool  #: it may be None
+    is_tuple: bool  #: it may be a tuple
+    is_one: bool  #: it may be a single value
 
     def check(self, value: Any, where: str, error: type[PlannerError]) -> Any:
-        """Return the value as plain numbers; see `Rule.check`."""
+        """Return a value, or a tuple of them, as the rule stores it."""
+        if value is None and self.is_optional:
+            return None
+        check = self.rule.check
         if self.is_tuple and isinstance(value, (tuple, list)):
-            return tuple(self.rule.check(each, where, error) for each in value)
-        return self.rule.check(value, where, error)
+            return tuple(check(entry, where, error) for entry in value)
+        return check(value, where, error)
+
+    def read(self, document: Document, key: str) -> Any:
+        """Return the value that a document has under a key."""
+        if self.reader is not None:
+            return self.reader.read(document, key)
+        if self.rule is not None:
+            if self.is_tuple and (not self.is_one or isinstance(document.values[key], list)):
+                return document.numbers(key, self.rule)
+            return document.number(key, self.rule)
+        if not is_dataclass(self.inner):
+            return document.text(key)
+        if self.is_one:
+            return document.part(key, cast("type[Any]", self.inner))
+        return document.parts(key, cast("type[Any]", self.inner))
 
 
 @cache
-def rules(kind: type) -> dict[str, FieldRule]:
-    """Return the rule of each field of a dataclass whose type has one."""
+def types(kind: type) -> dict[str, FieldType]:
+    """Return what the type of each field of a dataclass says; without those fields whose type is
+    imported for type checkers only.
+    """
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} is not a dataclass")
-    found = {}
-    for each in fields(kind):
-        rule = _rule(_type(kind, each.name, each.type))
-        if rule is not None:
-            found[each.name] = rule
-    return found
+    hints = {field.name: _evaluated(kind, field.name, field.type) for field in fields(kind)}
+    return {name: _field_type(hint) for name, hint in hints.items() if hint is not None}
 
 
-def _type(kind: type, name: str, declared: Any) -> Any:
-    """Return the type of a field; None if it is imported for type checkers only, so has no rule."""
+@cache
+def rules(kind: type) -> dict[str, FieldType]:
+    """Return the fields of a dataclass that have a rule."""
+    return {name: field for name, field in types(kind).items() if field.rule is not None}
+
+
+@cache
+def keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the keys that a mapping must have for `load`, and those that it may have."""
+    required, optional = list[str](), list[str]()
+    for field in fields(kind):
+        if field.init and field.name in types(kind):
+            has_default = field.default is not MISSING or field.default_factory is not MISSING
+            (optional if has_default else required).append(field.name)
+    return tuple(required), tuple(optional)
+
+
+def load(kind: type[T], document: Document, **given: Any) -> T:
+    """Make a dataclass of the values that a document has under the names of its fields.
+
+    Args:
+        kind: a dataclass. What its fields may be: numbers with a rule, texts, dataclasses, tuples
+            of those; or anything that has a `Reader`.
+        document: a mapping in a YAML file. Its keys have been checked, by `keys(kind)` say.
+        given: fields that the document does not hold.
+
+    Raises:
+        PlannerError: If a value is not that of its field; of the document's type of error.
+    """
+    read = {
+        name: field.read(document, name)
+        for name, field in types(kind).items()
+        if name in document.values and name not in given
+    }
+    return kind(**read, **given)
+
+
+def dump(value: Any, names: Iterable[str] | None = None, optional: Collection[str] = ()) -> Any:
+    """Return plain values of a dataclass: a dictionary of its fields, with lists for tuples and
+    text for paths; other values as they are.
+
+    Args:
+        value: a dataclass, or one of those that fields may be.
+        names: the fields, in the order of the dictionary; None for all.
+        optional: the fields that are left out at their default.
+    """
+    if is_dataclass(value):
+        defaults = {field.name: field for field in fields(value) if field.init}
+        return {
+            name: dump(getattr(value, name))
+            for name in (defaults if names is None else names)
+            if name not in optional or not _is_default(defaults[name], getattr(value, name))
+        }
+    if isinstance(value, Mapping):
+        return {key: dump(entry) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [dump(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _is_default(field: Field[Any], value: Any) -> bool:
+    if field.default_factory is not MISSING:
+        return bool(value == field.default_factory())
+    return bool(value == field.default)
+
+
+def _evaluated(kind: type, name: str, declared: Any) -> Any:
+    """Return the type of a field; None if it is imported for type checkers only."""
     if not isinstance(declared, str):
         return declared
-    home = next(each for each in kind.__mro__ if name in get_annotations(each))
+    home = next(base for base in kind.__mro__ if name in get_annotations(base))
     try:
         return eval(declared, vars(sys.modules[home.__module__]))
     except NameError:
         return None
 
 
-def _rule(hint: Any) -> FieldRule | None:
-    is_optional = is_tuple = False
-    if get_origin(hint) in (Union, UnionType):
-        others = [each for each in get_args(hint) if each is not NoneType]
-        is_optional = len(others) < len(get_args(hint))
-        hint = others[0]
-        # A number, or one for each stage.
-        is_tuple = len(others) == 2 and get_origin(others[1]) is tuple
-    if get_origin(hint) is tuple:
-        is_tuple, hint = True, get_args(hint)[0]
-    if get_origin(hint) is Annotated:
-        rule = next((each for each in get_args(hint)[1:] if isinstance(each, Rule)), None)
-        if rule is not None:
-            return FieldRule(rule, is_optional=is_optional, is_tuple=is_tuple)
-    return None
+def _field_type(hint: Any) -> FieldType:
+    """Take a type apart."""
+    rule = reader = None
+    is_optional, is_tuple, is_one = False, False, True
+    while get_origin(hint) in (Union, UnionType, tuple, Annotated):
+        origin, args = get_origin(hint), get_args(hint)
+        hint = args[0]
+        if origin is tuple:
+            is_tuple, is_one = True, False
+        elif origin is Annotated:
+            for extra in args[1:]:
+                reader = extra if isinstance(extra, Reader) else reader
+                rule = extra if hasattr(extra, "check") else rule
+        else:
+            is_optional |= NoneType in args
+            # A number, or one for each stage.
+            is_tuple |= any(get_origin(other) is tuple for other in args[1:])
+    return FieldType(hint, rule, reader, is_optional, is_tuple, is_one)

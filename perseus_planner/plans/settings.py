@@ -21,7 +21,7 @@ from perseus_planner.base.units import (
     TIME,
     WAIT,
 )
-from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
+from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 _FORMAT = "perseus-planner/job"
@@ -272,7 +272,7 @@ _READERS: Mapping[str, Callable[[Document, str], Any]] = {
     "gpu_power_limit_w": lambda document, key: document.number(key, POWER_BOUND),
     "overhead_s": lambda document, key: document.number(key, OFFSET),
     "correction": _correction,
-    "clock_change": read_clock_change,
+    "clock_change": lambda document, key: document.part(key, ClockChange),
     "replicas": _replicas,
     "stage": _stage,
     "gpu": Document.text,

@@ -7,20 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import ProfileError
-from perseus_planner.base.units import COUNT, WAIT, check_fields
-
-if TYPE_CHECKING:
-    from perseus_planner.base.documents import Document
-
-_RULES = MappingProxyType({"call_s": WAIT, "settle_s": WAIT, "gpus_per_node": COUNT})
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.units import Count, Wait
 
 
 @dataclass(frozen=True)
-class ClockChange:
+class ClockChange(Checked, error=ProfileError, prefix="clock_change, "):
     """The cost of setting the clock of one GPU.
 
     Raises:
@@ -29,13 +23,10 @@ class ClockChange:
 
     #: how long the call holds the driver's lock, seconds, 0 or more. A node has one such lock:
     #: calls for its GPUs run one after another.
-    call_s: float
+    call_s: Wait
     #: from the return of the call until the GPU runs at the new clock, seconds, 0 or more.
-    settle_s: float = 0.0
-    gpus_per_node: int = 8  #: number of GPUs that share a lock; ranks fill nodes in order
-
-    def __post_init__(self) -> None:
-        check_fields(self, _RULES, ProfileError, "clock_change, ")
+    settle_s: Wait = 0.0
+    gpus_per_node: Count = 8  #: number of GPUs that share a lock; ranks fill nodes in order
 
     def node_of_rank(self, ranks: int, gpus_per_rank: int) -> list[int]:
         """Return the node of each of `ranks` ranks with that many GPUs; the first one if a rank
@@ -46,17 +37,6 @@ class ClockChange:
     def calls_per_change(self, gpus_per_rank: int) -> int:
         """Return how many calls on one node a change of a rank's clock takes."""
         return min(gpus_per_rank, self.gpus_per_node)
-
-
-def read_clock_change(document: Document, key: str) -> ClockChange:
-    """Return the costs of a clock change that a file gives under `key`.
-
-    Raises:
-        PlannerError: If it is not a mapping with `call_s`, or a number breaks its rule; of the
-            document's type.
-    """
-    section = document.section(key, ("call_s",), ("settle_s", "gpus_per_node"))
-    return ClockChange(**{name: section.number(name, _RULES[name]) for name in section.values})
 
 
 def changes_per_rank(clocks_mhz: Sequence[int | None]) -> int:

@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.fields import rules
 from perseus_planner.base.tables import CsvFile, CsvRow, Text, csv_text
 from perseus_planner.base.units import CLOCK, ENERGY, LIMIT, STAGE, TIME
-from perseus_planner.profiles.measurement import EVIDENCE, Evidence
+from perseus_planner.profiles.measurement import Evidence
 
 CONTROLS = MappingProxyType(
     {"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"}
@@ -28,6 +29,7 @@ _EVIDENCE = MappingProxyType(
         "throttle": "throttle",
     }
 )
+"""Field of `Evidence` -> its column."""
 WORDS = MappingProxyType(
     {"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
 )
@@ -87,7 +89,7 @@ def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
 def _evidence_cells(evidence: Evidence | None) -> list[object]:
     if evidence is None:
         return [None] * len(_EVIDENCE)
-    return [*(getattr(evidence, name) for name in EVIDENCE), "+".join(evidence.throttle)]
+    return [*(getattr(evidence, name) for name in rules(Evidence)), "+".join(evidence.throttle)]
 
 
 def read_table(path: Path) -> tuple[list[Row], str]:
@@ -141,9 +143,10 @@ def _row(cells: CsvRow, setting: str) -> Row:
 
 def _evidence(cells: CsvRow) -> Evidence | None:
     """Return the evidence of a row, or None if one of its cells is missing or empty."""
-    if not all(cells.cells.get(_EVIDENCE[name]) for name in EVIDENCE):
+    if not all(cells.cells.get(_EVIDENCE[name]) for name in rules(Evidence)):
         return None
-    numbers = {name: cells.read(_EVIDENCE[name], rule) for name, rule in EVIDENCE.items()}
+    fields = rules(Evidence).items()
+    numbers = {name: cells.read(_EVIDENCE[name], field.rule) for name, field in fields}
     throttle = tuple(filter(None, cells.cells.get("throttle", "").split("+")))
     return Evidence(**numbers, throttle=throttle)
 

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import Annotated
 
 from perseus_planner.base.errors import ProfileError
-from perseus_planner.base.units import (
-    CLOCK,
-    COUNT,
-    ENERGY,
-    TEMPERATURE,
-    TIME,
-    WAIT,
-    Rule,
-    check_fields,
-)
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.units import Celsius, ClockMhz, Count, Joules, Rule, Seconds, Wait
+
+_ACHIEVED = Rule(float, False, "a clock: write MHz above 0, such as 1395")
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(Checked, error=ProfileError):
     """How a measurement was made; plans do not depend on it.
 
     Raises:
         ProfileError: If a value is out of range.
     """
 
-    achieved_mhz: float  #: the SM clock at which the GPU ran, MHz, mean over the windows
-    time_stderr_s: float  #: standard error of the time, seconds
-    energy_stderr_j: float  #: standard error of the energy, joules
-    windows: int  #: number of measuring windows
-    temperature_c: float  #: core temperature, degrees Celsius, mean over the windows
+    #: the SM clock at which the GPU ran, MHz, mean over the windows.
+    achieved_mhz: Annotated[float, _ACHIEVED]
+    time_stderr_s: Wait  #: standard error of the time, seconds
+    energy_stderr_j: Joules  #: standard error of the energy, joules
+    windows: Count  #: number of measuring windows
+    temperature_c: Celsius  #: core temperature, degrees Celsius, mean over the windows
     #: the reasons of `gpu.THROTTLE_REASONS` that were seen, in their order.
     throttle: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_fields(self, EVIDENCE, ProfileError)
-
-
-EVIDENCE: Mapping[str, Rule] = MappingProxyType(
-    {
-        "achieved_mhz": Rule(float, False, "a clock: write MHz above 0, such as 1395"),
-        "time_stderr_s": WAIT,
-        "energy_stderr_j": ENERGY,
-        "windows": COUNT,
-        "temperature_c": TEMPERATURE,
-    }
-)
-"""The rule of each number of an `Evidence`."""
-
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Checked, error=ProfileError):
     """One computation at one clock.
 
     Raises:
@@ -60,14 +40,11 @@ class Measurement:
     """
 
     #: the SM clock that was set, MHz, above 0; in a profile of power limits the limit, watts.
-    clock_mhz: int
-    time_s: float  #: its duration, seconds, above 0
-    energy_j: float  #: the energy that the GPU used for it, joules, 0 or more
+    clock_mhz: ClockMhz
+    time_s: Seconds  #: its duration, seconds, above 0
+    energy_j: Joules  #: the energy that the GPU used for it, joules, 0 or more
     #: how it was measured, if that is known; measurements that differ only in it are equal.
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check_fields(self, {"clock_mhz": CLOCK, "time_s": TIME, "energy_j": ENERGY}, ProfileError)
 
 
 def nearest_clock(measured: Collection[int], clock_mhz: int) -> int:

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 
 from perseus_planner.base.documents import Document, read_document
-from perseus_planner.base.errors import ProfileError, shown
+from perseus_planner.base.errors import PlannerError, ProfileError, shown
+from perseus_planner.base.fields import Checked, CheckedBy, Choice, dump, rules
 from perseus_planner.base.files import sha256, write_file
 from perseus_planner.base.tables import WHOLE, make_frame
-from perseus_planner.base.units import COUNT, OFFSET, POWER, STAGE
-from perseus_planner.profiles.clock_changes import ClockChange, read_clock_change
+from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Watts
+from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.csv_file import (
     CONTROLS,
     WORDS,
@@ -37,7 +38,7 @@ from perseus_planner.profiles.csv_file import (
     setting_of,
     word_of,
 )
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import Evidence, Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,12 +48,11 @@ if TYPE_CHECKING:
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
 _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the iteration
-_MEASURED = ("achieved_mhz", "time_stderr_s", "energy_stderr_j", "windows", "temperature_c")
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Checked, error=ProfileError):
     """The measurements of every computation of a pipeline; immutable, and checked when it is made.
 
     Raises:
@@ -66,25 +66,31 @@ class Profile:
     measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
     #: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
     #: number for each stage.
-    blocking_power_w: float | tuple[float, ...]
-    gpu: str | None = None  #: the GPU's name, one line of printable text
-    origin: str = "measured"  #: the source of the numbers, "measured" or "simulated"
+    blocking_power_w: Watts | tuple[Watts, ...]
+    #: the GPU's name, one line of printable text.
+    gpu: Annotated[str, CheckedBy(_checked_gpu)] | None = None
+    #: the source of the numbers, "measured" or "simulated".
+    origin: Annotated[str, Choice("measured", "simulated")] = "measured"
     #: number of GPUs of a stage (tensor parallelism). Energies and powers are sums over them.
-    gpus_per_stage: int = 1
+    gpus_per_stage: Count = 1
     #: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
-    overhead_s: float = 0.0
+    overhead_s: Offset = 0.0
     #: the cost of a clock change; None if it was not measured.
-    clock_change: ClockChange | None = None
+    clock_change: Annotated[ClockChange, CheckedBy(_checked_change)] | None = None
     #: what was set for each measurement: "clock", "power-limit", or "observed" if nothing was set
     #: and the GPU chose the clocks.
-    control: str = "clock"
+    control: Annotated[str, Choice(*CONTROLS)] = "clock"
     #: the schedule in which the stages were measured, in the words of a job file: schedule,
     #: microbatches, virtual_stages and microbatch_group; empty if it is not known. Profiles that
     #: differ only in it are equal.
-    iteration: Mapping[str, str | int] = field(default_factory=dict, compare=False, repr=False)
+    iteration: Annotated[Mapping[str, str | int], CheckedBy(_checked_iteration)] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     #: the conditions of the measurement, such as driver and time, as text; profiles that differ
     #: only in them are equal.
-    conditions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    conditions: Annotated[Mapping[str, str], CheckedBy(_checked_conditions)] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         table = {
@@ -97,8 +103,7 @@ class Profile:
         object.__setattr__(
             self, "measurements", MappingProxyType({key: table[key] for key in order})
         )
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(getattr(self, name), name))
+        super().__post_init__()
         if isinstance(self.blocking_power_w, tuple) and len(self.blocking_power_w) != self.stages:
             raise ProfileError(
                 f"blocking_power_w: has {len(self.blocking_power_w)} numbers for {self.stages} "
@@ -123,7 +128,7 @@ class Profile:
         rest = repr(
             {
                 name: getattr(self, name)
-                for name in _CHECKS
+                for name in rules(Profile)
                 if name not in ("iteration", "conditions")
             }
         )
@@ -173,13 +178,13 @@ class Profile:
                 setting_of(self.control): row.clock_mhz,
                 "time_s": row.time_s,
                 "energy_j": row.energy_j,
-                **{name: getattr(row.evidence, name, None) for name in _MEASURED},
+                **{name: getattr(row.evidence, name, None) for name in rules(Evidence)},
                 "throttle": None if row.evidence is None else " ".join(row.evidence.throttle),
             }
             for (stage, kind), measured in self.measurements.items()
             for row in measured
         ]
-        types = {**dict.fromkeys(_MEASURED, float), "windows": WHOLE}
+        types = {**dict.fromkeys(rules(Evidence), float), "windows": WHOLE}
         return make_frame(rows, types, origin=self.origin, gpu=self.gpu)
 
     @classmethod
@@ -199,7 +204,7 @@ class Profile:
         """
         path = Path(path)
         if blocking_power_w is not None:
-            _checked_power(blocking_power_w, "blocking_power_w")
+            _check("blocking_power_w", blocking_power_w, "blocking_power_w")
         if path.suffix.lower() in _YAML_SUFFIXES:
             return _load_yaml(path, blocking_power_w)
         if blocking_power_w is None and path.exists() and not path.is_dir():
@@ -237,24 +242,8 @@ class Profile:
         """Return everything but the measurements as plain values; rarely used fields are left
         out at their defaults.
         """
-        power_w, change = self.blocking_power_w, self.clock_change
-        content: dict[str, Any] = {
-            "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
-            "gpu": self.gpu,
-            "origin": self.origin,
-        }
-        if self.gpus_per_stage != 1:
-            content["gpus_per_stage"] = self.gpus_per_stage
-        if self.overhead_s:
-            content["overhead_s"] = self.overhead_s
-        if change is not None:
-            content["clock_change"] = asdict(change)
-        if self.control != "clock":
-            content["control"] = self.control
-        if self.iteration:
-            content["iteration"] = dict(self.iteration)
-        if self.conditions:
-            content["conditions"] = dict(self.conditions)
+        names = rules(Profile)
+        content: dict[str, Any] = dump(self, names, names.keys() - {"gpu", "origin"})
         return content
 
     def _csv(self, *, evidence: bool = True) -> bytes:
@@ -273,75 +262,46 @@ class Profile:
         return csv_bytes(rows, self.control)
 
 
-def _checked_power(value: object, where: str) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(POWER.check(power_w, where, ProfileError) for power_w in value)
-    return POWER.check(value, where, ProfileError)
-
-
-def _checked_change(value: object, where: str) -> ClockChange | None:
-    if value is None or isinstance(value, ClockChange):
+def _checked_change(value: Any, where: str, error: type[PlannerError]) -> ClockChange:
+    if isinstance(value, ClockChange):
         return value
-    raise ProfileError(
+    raise error(
         f"{where}: {shown(value)} is not a ClockChange; give one, such as ClockChange(call_s=0.006)"
     )
 
 
-def _checked_gpu(value: object, where: str) -> object:
-    if value is None or (isinstance(value, str) and value and value.isprintable()):
+def _checked_gpu(value: Any, where: str, error: type[PlannerError]) -> str:
+    if isinstance(value, str) and value and value.isprintable():
         return value
-    raise ProfileError(
+    raise error(
         f"{where}: {shown(value)} is not the name of a GPU: give one line of text, or leave it out"
     )
 
 
-def _one_of(choices: Collection[str]) -> Callable[[object, str], object]:
-    def check(value: object, where: str) -> object:
-        if value not in choices:
-            raise ProfileError(f"{where}: {shown(value)} is unknown: give {' or '.join(choices)}")
-        return value
-
-    return check
-
-
-def _checked_conditions(value: object, where: str) -> Mapping[str, str]:
+def _checked_conditions(value: Any, where: str, error: type[PlannerError]) -> Mapping[str, str]:
     if not isinstance(value, Mapping) or not all(
         isinstance(text, str) for pair in value.items() for text in pair
     ):
-        raise ProfileError(
+        raise error(
             f"{where}: {shown(value)} is not a mapping of texts: write `name: text`, one on each "
             "line"
         )
     return MappingProxyType(dict(value))
 
 
-def _checked_iteration(value: object, where: str) -> Mapping[str, str | int]:
+def _checked_iteration(
+    value: Any, where: str, error: type[PlannerError]
+) -> Mapping[str, str | int]:
     if value == {}:
         return MappingProxyType({})
     if not (isinstance(value, Mapping) and {"schedule"} <= value.keys() <= {"schedule", *_COUNTS}):
-        raise ProfileError(
+        raise error(
             f"{where}: {shown(value)} is not a schedule; write `schedule: 1f1b`, "
             f"{', '.join(_COUNTS)}, or leave it out"
         )
     for name in value.keys() & set(_COUNTS):
-        COUNT.check(value[name], f"{where}, {name}", ProfileError)
+        COUNT.check(value[name], f"{where}, {name}", error)
     return MappingProxyType(dict(value))
-
-
-_CHECKS: Mapping[str, Callable[[object, str], object]] = MappingProxyType(
-    {
-        "blocking_power_w": _checked_power,
-        "gpu": _checked_gpu,
-        "origin": _one_of(("measured", "simulated")),
-        "gpus_per_stage": lambda value, where: COUNT.check(value, where, ProfileError),
-        "overhead_s": lambda value, where: OFFSET.check(value, where, ProfileError),
-        "clock_change": _checked_change,
-        "control": _one_of(CONTROLS),
-        "iteration": _checked_iteration,
-        "conditions": _checked_conditions,
-    }
-)
-"""Field -> the function that checks its value; error texts begin with the second argument."""
 
 
 def _checked_key(key: object) -> tuple[int, str]:
@@ -403,6 +363,10 @@ def _built(path: Path, **rest: Any) -> Profile:
         raise ProfileError(f"{path}: {error}") from None
 
 
+def _check(name: str, value: object, where: str) -> None:
+    rules(Profile)[name].check(value, where, ProfileError)
+
+
 def _without_power(path: Path) -> str:
     beside = [file for file in map(path.with_suffix, _YAML_SUFFIXES) if file.exists()]
     remedy = (
@@ -421,17 +385,17 @@ def profile_document(path: Path) -> Document:
         ProfileError: If the file cannot be read, or is not such a file.
     """
     required = ("measurements", "blocking_power_w")
-    optional = tuple(key for key in _CHECKS if key not in (*required, "control"))
+    optional = tuple(key for key in rules(Profile) if key not in (*required, "control"))
     return read_document(path, _FORMAT, _VERSION, required, optional, ProfileError)
 
 
 def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile:
     document = profile_document(path)
-    rest = {key: value for key, value in document.values.items() if key in _CHECKS}
+    rest = {key: value for key, value in document.values.items() if key in rules(Profile)}
     if rest.get("clock_change") is not None:
-        rest["clock_change"] = read_clock_change(document, "clock_change")
+        rest["clock_change"] = document.part("clock_change", ClockChange)
     for key, value in rest.items():
-        _CHECKS[key](value, document.where(key))
+        _check(key, value, document.where(key))
     table = _table_path(document)
     if power_w is not None:
         rest["blocking_power_w"] = power_w

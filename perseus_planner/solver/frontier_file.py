@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from perseus_planner.base.errors import FrontierError, PlannerError
+from perseus_planner.base.fields import rules
 from perseus_planner.base.files import reading, replacing, sha256
 from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.profiles.measurement import EVIDENCE, Evidence, Measurement
+from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
@@ -52,7 +53,9 @@ def write_frontier(
     }
     rows = [row.evidence for points in dag.profile.measurements.values() for row in points]
     if any(rows):
-        evidence = [[getattr(each, name) if each else np.nan for name in EVIDENCE] for each in rows]
+        evidence = [
+            [getattr(each, name) if each else np.nan for name in rules(Evidence)] for each in rows
+        ]
         arrays["evidence"] = np.array(evidence, dtype=np.float64)
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
     with replacing(path, FrontierError) as file:
