@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +33,7 @@ from perseus_planner.cluster.policies import (
     make_policy,
 )
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler, condition_of
-
-if TYPE_CHECKING:
-    from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.frontier import Frontier
 
 Floats = NDArray[np.float64]
 
