@@ -135,7 +135,7 @@ def replay_under(cluster: Cluster, name: str, policy: Policy) -> Outcome:
             )
         time_s += count * Fraction(longest_s)
     gpus = cluster.frontier.profile.gpus_per_stage
-    return Outcome(policy.name, cluster.iterations, float(time_s), busy_s, energy_j / gpus, gpus)
+    return Outcome(name, cluster.iterations, float(time_s), busy_s, energy_j / gpus, gpus)
 
 
 def _equal_iterations(

@@ -36,8 +36,10 @@ _STAGE = STAGE._replace(
     wanted="a stage: write 0 for the first one, or nothing for the whole pipeline"
 )
 
-_Start, _Slowdown = Annotated[float, _START], Annotated[float, _SLOWDOWN]
-_Pipeline, _Stage = Annotated[int, _PIPELINE], Annotated[int, _STAGE]
+_Start = Annotated[float, _START]
+_Slowdown = Annotated[float, _SLOWDOWN]
+_Pipeline = Annotated[int, _PIPELINE]
+_Stage = Annotated[int, _STAGE]
 
 
 @dataclass(frozen=True)
