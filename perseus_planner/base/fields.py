@@ -9,7 +9,8 @@
 every reader of the field obeys. A rule is anything that has the method `check` of `units.Rule`. A
 field may also be such a value or None, or a tuple of them.
 
-`load` makes such a dataclass of a mapping in a YAML file, and `dump` plain values of a dataclass.
+`load` makes such a dataclass of a mapping in a YAML file. `dump` makes plain values of one, of
+which `restore` makes it again.
 """
 
 from __future__ import annotations
@@ -214,6 +215,25 @@ def dump(value: Any, names: Iterable[str] | None = None, optional: Collection[st
     if isinstance(value, (tuple, list)):
         return [dump(entry) for entry in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def restore(kind: type[T], values: Mapping[str, Any], **given: Any) -> T:
+    """Make a dataclass again of what `dump` returned, and of the fields that are `given`.
+
+    Raises:
+        TypeError: If the fields are not those of the dataclass.
+    """
+    hints = types(kind)
+    restored = {name: _restored(hints.get(name), value) for name, value in values.items()}
+    return kind(**restored, **given)
+
+
+def _restored(hint: FieldType | None, value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_restored(hint, entry) for entry in value)
+    if hint is not None and is_dataclass(hint.inner) and isinstance(value, Mapping):
+        return restore(cast("type[Any]", hint.inner), value)
+    return value
 
 
 def _is_default(field: Field[Any], value: Any) -> bool:

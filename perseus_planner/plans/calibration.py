@@ -4,9 +4,7 @@ measured ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +18,9 @@ from perseus_planner.plans.settings import Correction, job_document, read_settin
 from perseus_planner.profiles.profiles import Profile, profile_document
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from perseus_planner.plans.plan import Plan
     from perseus_planner.schedules.iteration import Iteration
 

@@ -21,7 +21,6 @@ request that still waits for the lock when the iteration ends is served after it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -32,6 +31,8 @@ from perseus_planner.base.units import COUNT
 from perseus_planner.profiles.measurement import nearest_clock
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from perseus_planner.profiles.clock_changes import ClockChange
     from perseus_planner.profiles.measurement import Measurement
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from perseus_planner.profiles.estimation import Draws
     from perseus_planner.profiles.smoothing import Floats
     from perseus_planner.schedules.dag import PipelineDag

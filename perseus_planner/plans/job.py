@@ -4,8 +4,6 @@ run.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,9 @@ from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
     from perseus_planner.schedules import Schedule
 
 
@@ -76,7 +77,7 @@ class Job:
             JobError: If they do not fit together, or something is missing.
             PlannerError: If a file that they name cannot be used.
         """
-        replicas = settings.replicas or (ReplicaSettings(),)
+        replicas = settings.replicas or (ReplicaSettings(1),)
         profiles: dict[str, Profile] = {}
         counts: dict[str, int] = {}
         for number, replica in enumerate(replicas):

@@ -4,9 +4,7 @@ uncertain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 INTERVAL = 0.9
 """The probability of each `Interval`: the truth is below it in 5 % of cases, and above it in 5
@@ -52,15 +50,3 @@ class OnTime:
     interpolated: int  #: how many of them were not measured, but estimated from others
     #: whether the profile has standard errors, or its noise is taken from how its rows scatter.
     has_errors: bool
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> OnTime:
-        """Return what `dataclasses.asdict` turned into plain values.
-
-        Raises:
-            TypeError: If they are others.
-        """
-        intervals = {
-            name: Interval(**values[name]) for name in ("time_ratio", "saved_share", "power_w")
-        }
-        return cls(**{**values, **intervals})

@@ -5,9 +5,8 @@ files, plan.yaml.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,18 @@ import yaml
 
 from perseus_planner.base.documents import check_digest, read_document
 from perseus_planner.base.errors import PlanError, PlannerError
+from perseus_planner.base.fields import Checked, dump, restore
 from perseus_planner.base.files import sha256, write_file
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import WHOLE, make_frame
+from perseus_planner.base.units import Count, Finite, Offset, Watts
 from perseus_planner.plans.on_time import OnTime
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, replay
 from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.profiles.csv_file import setting_of
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.iteration_text import (
     ITERATION_KEYS,
     iteration_from_dict,
@@ -33,34 +35,34 @@ from perseus_planner.schedules.iteration_text import (
 )
 
 if TYPE_CHECKING:
+    import os
+
     import pandas as pd
 
-    from perseus_planner.schedules.iteration import Iteration
 
 _FORMAT = "perseus-planner/plan"
 _VERSION = 1
-_NUMBERS = ("deadline_s", "time_s", "energy_j", "bound_j", "baseline_time_s", "baseline_energy_j")
-_KEYS = (
-    "profile",
-    "gpu",
-    "origin",
-    "control",
-    "gpus_per_stage",
-    "schedule",
+# The fields that stand in a file as they are, before and after the schedule's name.
+_ORIGIN = ("gpu", "origin", "control", "gpus_per_stage")
+_NUMBERS = (
     "blocking_power_w",
     "overhead_s",
-    *_NUMBERS,
+    "deadline_s",
+    "time_s",
+    "energy_j",
+    "bound_j",
+    "baseline_time_s",
+    "baseline_energy_j",
     "clock_change",
-    "changes",
-    "measurements",
-    "ranks",
 )
-_OPTIONAL_KEYS = (*ITERATION_KEYS, "point_bound_j", "on_time", "min_dwell_s")
+_OPTIONAL = ("point_bound_j", "on_time")
+_KEYS = ("profile", *_ORIGIN, "schedule", *_NUMBERS, "changes", "measurements", "ranks")
+_OPTIONAL_KEYS = (*ITERATION_KEYS, *_OPTIONAL, "min_dwell_s")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Checked, error=PlanError):
     """One clock per computation, and the replayed time and energy of an iteration with these
     clocks.
 
@@ -79,18 +81,20 @@ class Plan:
     gpu: str | None  #: the GPU's name, if the profile has one
     origin: str  #: the source of the profile, "measured" or "simulated"
     #: what a stage's GPUs draw while they wait, watts; or one number for each stage.
-    blocking_power_w: float | tuple[float, ...]
-    deadline_s: float  #: the requested iteration time, seconds
-    time_s: float  #: replayed iteration time, seconds; at most `deadline_s`
-    energy_j: float  #: replayed energy of such an iteration over all GPUs, joules, waiting included
+    blocking_power_w: Watts | tuple[Watts, ...]
+    deadline_s: Finite  #: the requested iteration time, seconds
+    time_s: Finite  #: replayed iteration time, seconds; at most `deadline_s`
+    energy_j: (
+        Finite  #: replayed energy of such an iteration over all GPUs, joules, waiting included
+    )
     #: the least relaxed energy of an iteration of `time_s`, joules; no plan of that time is below
     #: it.
-    bound_j: float
-    baseline_time_s: float  #: replayed iteration time with all clocks at their maximum, seconds
-    baseline_energy_j: float  #: its energy, joules
-    gpus_per_stage: int = 1  #: number of GPUs of a stage
+    bound_j: Finite
+    baseline_time_s: Finite  #: replayed iteration time with all clocks at their maximum, seconds
+    baseline_energy_j: Finite  #: its energy, joules
+    gpus_per_stage: Count = 1  #: number of GPUs of a stage
     #: calibrated seconds of an iteration that are not replayed; part of all times above.
-    overhead_s: float = 0.0
+    overhead_s: Offset = 0.0
     #: the cost of a clock change, which `time_s` and `energy_j` include; None for nothing.
     clock_change: ClockChange | None = None
     #: what the profile set: "clock"; "power-limit", and the clocks here are limits in watts; or
@@ -98,13 +102,14 @@ class Plan:
     control: str = "clock"
     #: a closer bound, for plans of measured clocks alone, joules; no plan of `time_s` is below it.
     #: None if the clocks were given, not chosen.
-    point_bound_j: float | None = None
+    point_bound_j: Finite | None = None
     #: how sure it is of its time and its saving, if it was made for a probability. Its numbers are
     #: expected ones then, and operating points in `measurements` may be estimates.
     on_time: OnTime | None = None
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "clocks", MappingProxyType(dict(self.clocks)))
         points = {key: MappingProxyType(dict(clocks)) for key, clocks in self.measurements.items()}
         object.__setattr__(self, "measurements", MappingProxyType(points))
@@ -274,20 +279,11 @@ class Plan:
         return _from_content(values, "the plan that was sent")
 
     def _content(self) -> dict[str, Any]:
-        power_w, iteration = self.blocking_power_w, self.iteration
         return {
             "profile": self.profile_digest,
-            "gpu": self.gpu,
-            "origin": self.origin,
-            "control": self.control,
-            "gpus_per_stage": self.gpus_per_stage,
+            **dump(self, _ORIGIN),
             "schedule": self.schedule.name,
-            "blocking_power_w": list(power_w) if isinstance(power_w, tuple) else power_w,
-            "overhead_s": self.overhead_s,
-            **{name: getattr(self, name) for name in _NUMBERS},
-            "clock_change": None if self.clock_change is None else asdict(self.clock_change),
-            **({} if self.point_bound_j is None else {"point_bound_j": self.point_bound_j}),
-            **({} if self.on_time is None else {"on_time": asdict(self.on_time)}),
+            **dump(self, (*_NUMBERS, *_OPTIONAL), _OPTIONAL),
             "changes": list(self.changes),
             "measurements": {
                 f"{stage}{kind}": {
@@ -295,7 +291,7 @@ class Plan:
                 }
                 for (stage, kind), clocks in self.measurements.items()
             },
-            **iteration_to_dict(iteration),
+            **iteration_to_dict(self.iteration),
             "ranks": [
                 {str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks
             ],
@@ -307,7 +303,6 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _from_content(values: Mapping[str, Any], name: str) -> Plan:
-    power_w = values["blocking_power_w"]
     if values.get("min_dwell_s"):  # 0 or more until 0.2
         raise PlanError(
             f"{name}: min_dwell_s: plans keep no least time at a clock any more; plan again with "
@@ -322,25 +317,14 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             }
             for text, clocks in values["measurements"].items()
         }
-        return Plan(
+        fields = (*_ORIGIN, *_NUMBERS, *_OPTIONAL)
+        return restore(
+            Plan,
+            {name: values[name] for name in fields if name in values},
             iteration=iteration_from_dict(Schedule(str(values["schedule"]), ranks), values),
             clocks={text: clock for rank in values["ranks"] for text, clock in rank.items()},
             measurements=measurements,
             profile_digest=str(values["profile"]),
-            gpu=None if values["gpu"] is None else str(values["gpu"]),
-            origin=str(values["origin"]),
-            control=str(values["control"]),
-            blocking_power_w=tuple(map(float, power_w))
-            if isinstance(power_w, list)
-            else float(power_w),
-            gpus_per_stage=int(values["gpus_per_stage"]),
-            overhead_s=float(values["overhead_s"]),
-            clock_change=None
-            if values["clock_change"] is None
-            else ClockChange(**values["clock_change"]),
-            point_bound_j=float(values["point_bound_j"]) if "point_bound_j" in values else None,
-            on_time=OnTime.from_dict(values["on_time"]) if "on_time" in values else None,
-            **{name: float(values[name]) for name in _NUMBERS},
         )
     except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise PlanError(

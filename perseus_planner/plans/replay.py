@@ -7,7 +7,6 @@ checked against.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -21,6 +20,8 @@ from perseus_planner.plans.clock_replay import (
 from perseus_planner.profiles.clock_changes import ClockChange
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.schedules import Computation
     from perseus_planner.schedules.dag import PipelineDag

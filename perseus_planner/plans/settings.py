@@ -6,20 +6,22 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from perseus_planner.base.documents import Document, read_document
 from perseus_planner.base.errors import JobError, PlannerError, shown
+from perseus_planner.base.fields import Checked, Reader, keys, load
 from perseus_planner.base.units import (
     COUNT,
     ENERGY,
     FACTOR,
-    OFFSET,
-    POWER,
-    POWER_BOUND,
     STAGE,
     TIME,
-    WAIT,
+    Count,
+    Offset,
+    PowerBound,
+    Wait,
+    Watts,
 )
 from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
@@ -29,11 +31,6 @@ _VERSION = 1
 _GRIDS = (".csv", ".txt")
 _OPERATION = re.compile(r"[a-z][a-z-]*")
 _BUILDER = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-
-_COUNTS = (
-    "microbatches", "ranks", "virtual_stages", "microbatch_group", "stages", "tensor_parallel",
-    "tokens_per_iteration", "samples_per_iteration",
-)  # fmt: skip
 
 Source = Path | tuple[Path, ...] | tuple[tuple[Path, ...], ...]
 """One profile of all stages; or one for each stage; or for each stage one for each GPU of its
@@ -47,10 +44,12 @@ T = TypeVar("T")
 class ReplicaSettings:
     """The settings of one kind of data-parallel pipelines; None for those of the job."""
 
-    count: int = 1  #: number of pipelines
-    profile: Source | None = None  #: their measurements
-    blocking_power_w: Power | None = None  #: what their GPUs draw while they wait, watts
-    slow_stages: Mapping[int, float] | None = None  #: stage -> slowdown
+    count: Count  #: number of pipelines
+    profile: Annotated[Source, Reader(_source)] | None = None  #: their measurements
+    #: what their GPUs draw while they wait, watts.
+    blocking_power_w: Watts | tuple[Watts, ...] | None = None
+    #: stage -> how many times as long its computations take.
+    slow_stages: Annotated[Mapping[int, float], Reader(_slow_stages)] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,62 +58,63 @@ class Correction:
 
     #: seconds that each transfer between stages on different ranks takes beside the job's
     #: `transfer`.
-    hop_latency_s: float = 0.0
+    hop_latency_s: Wait = 0.0
     #: kind, such as "F" -> how many times as long as profiled a computation of it takes. Its GPUs
     #: wait in the time that is added.
-    time_factors: Mapping[str, float] = field(default_factory=dict)
+    time_factors: Annotated[Mapping[str, float], Reader(_time_factors)] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Checked, error=JobError):
     """The content of a job file; fields that it leaves out are None or empty.
 
     Raises:
-        JobError: If a count is not a whole number of at least 1.
+        JobError: If a number breaks its rule.
     """
 
-    profile: Source  #: measurements of the stages; `planner profile` writes them there
+    #: measurements of the stages; `planner profile` writes them there.
+    profile: Annotated[Source, Reader(_source)]
     #: what a GPU of the profile draws while it waits, watts, or one number for each stage; replaces
     #: the profile's. Required for a CSV.
-    blocking_power_w: Power | None = None
-    schedule: str | Path | None = None  #: a name of `schedules.NAMES`, or the path of a text grid
-    microbatches: int | None = None  #: number of microbatches of one iteration
+    blocking_power_w: Watts | tuple[Watts, ...] | None = None
+    #: a name of `schedules.NAMES`, or the path of a text grid.
+    schedule: Annotated[str | Path, Reader(_schedule)] | None = None
+    microbatches: Count | None = None  #: number of microbatches of one iteration
     #: number of pipeline ranks; None for as many as the stages of the profile need.
-    ranks: int | None = None
-    virtual_stages: int | None = None  #: number of stages of each rank
+    ranks: Count | None = None
+    virtual_stages: Count | None = None  #: number of stages of each rank
     #: microbatches that go through a stage before the rank's next one gets its turn (interleaved
     #: 1F1B).
-    microbatch_group: int | None = None
-    stages: int | None = None  #: number of pipeline stages, to be checked
+    microbatch_group: Count | None = None
+    stages: Count | None = None  #: number of pipeline stages, to be checked
     #: number of GPUs of a stage; a profile that was measured on one GPU holds for each of them.
-    tensor_parallel: int | None = None
+    tensor_parallel: Count | None = None
     transfer: Transfer = field(default_factory=Transfer)  #: the time of transfers between stages
-    operations: tuple[FixedOperation, ...] = ()  #: operations that are neither forward nor backward
-    variants: tuple[Variant, ...] = ()  #: computations that are measured apart
+    #: operations that are neither forward nor backward.
+    operations: Annotated[tuple[FixedOperation, ...], Reader(_operations)] = ()
+    #: computations that are measured apart.
+    variants: Annotated[tuple[Variant, ...], Reader(_variants)] = ()
     #: stage -> how many times as long its computations take now.
-    slow_stages: Mapping[int, float] = field(default_factory=dict)
+    slow_stages: Annotated[Mapping[int, float], Reader(_slow_stages)] = field(default_factory=dict)
     #: the power limit under which the GPUs will run, watts, if it is lower than when they were
     #: profiled: clocks that it would cap are not used.
-    gpu_power_limit_w: float | None = None
+    gpu_power_limit_w: PowerBound | None = None
     #: calibrated seconds of an iteration that are not replayed; replaces the profile's.
-    overhead_s: float | None = None
+    overhead_s: Offset | None = None
     #: what the calibration found beside the overhead.
     correction: Correction = field(default_factory=Correction)
     clock_change: ClockChange | None = None  #: the cost of a clock change; replaces the profile's
-    replicas: tuple[ReplicaSettings, ...] = ()  #: the pipelines; empty for one
+    #: the pipelines; empty for one.
+    replicas: Annotated[tuple[ReplicaSettings, ...], Reader(_replicas)] = ()
     #: tokens that all pipelines together train on in an iteration.
-    tokens_per_iteration: int | None = None
-    samples_per_iteration: int | None = None  #: likewise, samples
+    tokens_per_iteration: Count | None = None
+    samples_per_iteration: Count | None = None  #: likewise, samples
     #: the function that builds a stage to be profiled, "package.module:function".
-    stage: str | None = None
+    stage: Annotated[str, Reader(_stage)] | None = None
     gpu: str | None = None  #: the GPU that stages are profiled on, as `gpu.open_gpu` reads it
     file: Path | None = None  #: the job file
-
-    def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None:
-                COUNT.check(value, name, JobError)
 
 
 def schedule_of(text: str, folder: Path) -> str | Path:
@@ -130,7 +130,7 @@ def job_document(path: Path) -> Document:
     Raises:
         JobError: If it cannot be read, or is not a job file.
     """
-    return read_document(path, _FORMAT, _VERSION, ("profile",), tuple(_READERS), JobError)
+    return read_document(path, _FORMAT, _VERSION, *_KEYS, JobError)
 
 
 def read_settings(path: Path) -> Settings:
@@ -139,11 +139,7 @@ def read_settings(path: Path) -> Settings:
     Raises:
         JobError: If it cannot be read or is not a job file; names the line and the remedy.
     """
-    document = job_document(path)
-    return Settings(
-        **{key: _READERS[key](document, key) for key in _READERS if key in document.values},
-        file=path,
-    )
+    return load(Settings, job_document(path), file=path)
 
 
 def _make(document: Document, key: str, make: Callable[[], T]) -> T:
@@ -174,11 +170,6 @@ def _source(document: Document, key: str) -> Source:
 
 def _schedule(document: Document, key: str) -> str | Path:
     return schedule_of(document.text(key), document.path.parent)
-
-
-def _transfer(document: Document, key: str) -> Transfer:
-    inner = document.section(key, (), ("forward_s", "backward_s"))
-    return Transfer(**{each: inner.number_or_list(each, WAIT) for each in inner.values})
 
 
 def _operations(document: Document, key: str) -> tuple[FixedOperation, ...]:
@@ -215,13 +206,9 @@ def _variant(entry: Document) -> Variant:
     return _make(entry, "microbatches", lambda: Variant(entry.values["kind"], chosen, stages))
 
 
-def _correction(document: Document, key: str) -> Correction:
-    inner = document.section(key, (), ("hop_latency_s", "time_factors"))
-    latency_s = inner.number("hop_latency_s", WAIT) if "hop_latency_s" in inner.values else 0.0
-    if "time_factors" not in inner.values:
-        return Correction(latency_s)
-    factors = inner.section("time_factors", (), tuple("FBIW"))
-    return Correction(latency_s, {kind: factors.number(kind, FACTOR) for kind in factors.values})
+def _time_factors(document: Document, key: str) -> Mapping[str, float]:
+    factors = document.section(key, (), tuple("FBIW"))
+    return {kind: factors.number(kind, FACTOR) for kind in factors.values}
 
 
 def _slow_stages(document: Document, key: str) -> Mapping[int, float]:
@@ -243,37 +230,13 @@ def _stage(document: Document, key: str) -> str:
 def _replicas(document: Document, key: str) -> tuple[ReplicaSettings, ...]:
     if not isinstance(document.values[key], list):
         return (ReplicaSettings(document.number(key, COUNT)),)
-    entries = document.sections(
-        key, ("count",), [each for each in _OF_A_REPLICA if each != "count"]
-    )
+    entries = document.parts(key, ReplicaSettings)
     if not entries:
         raise document.refusal(
             key, "is empty; give how many pipelines there are, or an entry for each kind of them"
         )
-    return tuple(
-        ReplicaSettings(**{of: _OF_A_REPLICA[of](entry, of) for of in entry.values})
-        for entry in entries
-    )
+    return entries
 
 
-_OF_A_REPLICA: Mapping[str, Callable[[Document, str], Any]] = {
-    "count": lambda document, key: document.number(key, COUNT),
-    "profile": _source,
-    "blocking_power_w": lambda document, key: document.number_or_list(key, POWER),
-    "slow_stages": _slow_stages,
-}
-_READERS: Mapping[str, Callable[[Document, str], Any]] = {
-    **{key: read for key, read in _OF_A_REPLICA.items() if key != "count"},
-    "schedule": _schedule,
-    **dict.fromkeys(_COUNTS, _OF_A_REPLICA["count"]),
-    "transfer": _transfer,
-    "operations": _operations,
-    "variants": _variants,
-    "gpu_power_limit_w": lambda document, key: document.number(key, POWER_BOUND),
-    "overhead_s": lambda document, key: document.number(key, OFFSET),
-    "correction": _correction,
-    "clock_change": lambda document, key: document.part(key, ClockChange),
-    "replicas": _replicas,
-    "stage": _stage,
-    "gpu": Document.text,
-}
+_REQUIRED, _OPTIONAL = keys(Settings)
+_KEYS = _REQUIRED, [key for key in _OPTIONAL if key != "file"]

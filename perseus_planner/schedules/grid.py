@@ -12,17 +12,19 @@ are read as their parts, one after the other.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import ScheduleError, shown
 from perseus_planner.base.files import read_text, write_file
 from perseus_planner.schedules.checks import Flaw, find_layout_flaw, find_pipeline_flaw
 from perseus_planner.schedules.computation import Computation
 from perseus_planner.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +14,8 @@ from perseus_planner.base.errors import ScheduleError, shown
 from perseus_planner.base.units import ENERGY, TIME, WAIT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from perseus_planner.schedules import Computation, Schedule
 
 _OPERATION = re.compile(r"(\d+)([a-z][a-z-]*)(\d+)?")

@@ -5,7 +5,6 @@ operations and waits.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, ScheduleError
@@ -13,6 +12,8 @@ from perseus_planner.schedules.iteration import Iteration, parse_operation
 from perseus_planner.schedules.pipeline import KIND, pipeline_iteration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from perseus_planner.schedules import Schedule
 
 _KEY = re.compile(rf"(\d+)({KIND.pattern})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +15,8 @@ from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from perseus_planner.schedules.schedule import Schedule
 
 

@@ -5,21 +5,24 @@ operations and variants.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.base.errors import ScheduleError, shown
-from perseus_planner.base.units import STAGE, WAIT
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.units import STAGE, Wait
 from perseus_planner.schedules import Computation, Schedule, check_pipeline, dependency_of
 from perseus_planner.schedules.iteration import Iteration, Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
 KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: the kind of a computation in a profile
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Transfer(Checked, error=ScheduleError, prefix="transfer, "):
     """The time that activations and gradients take between two stages on different ranks.
 
     Raises:
@@ -28,19 +31,9 @@ class Transfer:
 
     #: seconds that an activation takes to the next stage, 0 or more; or one number for each
     #: boundary between stages, first to last.
-    forward_s: float | tuple[float, ...] = 0.0
+    forward_s: Wait | tuple[Wait, ...] = 0.0
     #: seconds that a gradient takes to the previous stage, likewise.
-    backward_s: float | tuple[float, ...] = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s"):
-            value = getattr(self, name)
-            where = f"transfer, {name}"
-            if isinstance(value, (tuple, list)):
-                checked = tuple(WAIT.check(each, where, ScheduleError) for each in value)
-            else:
-                checked = WAIT.check(value, where, ScheduleError)
-            object.__setattr__(self, name, checked)
+    backward_s: Wait | tuple[Wait, ...] = 0.0
 
     def later(self, latency_s: float) -> Transfer:
         """Return the transfers that take `latency_s` seconds more, each."""

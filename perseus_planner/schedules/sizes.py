@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import ScheduleError
 from perseus_planner.base.units import COUNT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from perseus_planner.schedules.computation import Computation
 
 # Far beyond any job, and still small enough for memory; a mistyped number is refused, not tried.

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from perseus_planner.base.errors import FrontierError, PlannerError
-from perseus_planner.base.fields import rules
+from perseus_planner.base.fields import restore, rules
 from perseus_planner.base.files import reading, replacing, sha256
-from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule
@@ -164,10 +163,7 @@ def _parts(arrays: dict[str, Any]) -> Parts:
         )
         for text, points in header["measurements"].items()
     }
-    rest, change = header["profile"], header["profile"].get("clock_change")
-    profile = Profile(
-        measurements, **{**rest, "clock_change": None if change is None else ClockChange(**change)}
-    )
+    profile = restore(Profile, header["profile"], measurements=measurements)
     ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
     operations = tuple(parse_operation(*each) for each in header["operations"])
     waits, lags = arrays["waits"].tolist(), arrays["lags_s"].tolist()

@@ -1,0 +1,276 @@
+"""Options of commands, each declared once: in the type of a parameter of the command, or of a field
+of a dataclass that the command takes.
+
+    @dataclass(frozen=True)
+    class PlanLimits:
+        on_time: Annotated[Certainty | None, "The probability of being on time, e.g. 95%."] = None
+
+    @command("planner plan frontier.npz --on-time 95% -o plan.yaml")
+    def plan(
+        frontier: Path,  # FRONTIER, an argument; parameters after the * are options
+        *,
+        limits: PlanLimits,
+        replicas: Annotated[Counts, "The number of pipelines of each FRONTIER."] = (),
+        output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
+        as_json: AsJson,
+    ) -> None:
+
+The type says how the text is read: `Time` and the others below obey a rule of `base.units`, a bool
+is a flag, a `Literal` is a choice, and a tuple an option that can be repeated. A text beside it is
+its help, and `Option` says what else click is told. The name of the option is that of the
+parameter without its unit, `--in` for `in_s`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import click
+
+from perseus_planner.base import units
+from perseus_planner.base.errors import UsageError
+
+PATH = click.Path(path_type=Path)
+PATH.name = "file"  # as the help calls it
+
+
+class Option:
+    """What click is told of an option or argument beside its type, help and default.
+
+    Args:
+        names: its names, if they do not follow from that of the parameter.
+        settings: arguments of `click.Option`.
+    """
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.settings = {**settings, "names": names} if names else settings
+
+
+def command(
+    *lines: str, name: str | None = None, **settings: Any
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Return the decorator that makes a command of a function, by the types of its parameters.
+
+    Args:
+        lines: examples of it, for its help.
+        name: its name; by default that of the function.
+        settings: arguments of `click.Command`.
+    """
+    if lines:
+        settings["epilog"] = examples(*lines)
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        hints = get_type_hints(function, include_extras=True)
+        groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
+
+        def call(**values: Any) -> None:
+            for key, group in groups.items():
+                values[key] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+            function(**values)
+
+        return click.Command(
+            name or function.__name__.replace("_", "-"),
+            params=list(_parameters(function, hints)),
+            callback=call,
+            help=function.__doc__,
+            **settings,
+        )
+
+    return decorate
+
+
+def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterator[click.Parameter]:
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints[name]
+        if is_dataclass(hint):
+            # With the signature of its `__init__`.
+            yield from _parameters(hint, get_type_hints(hint, include_extras=True))  # type: ignore[arg-type]
+            continue
+        settings = _settings(hint)
+        if parameter.default is not parameter.empty:
+            settings["default"] = parameter.default
+        settings.setdefault("required", "default" not in settings)
+        if parameter.kind is not parameter.KEYWORD_ONLY and not is_dataclass(function):
+            if settings.pop("multiple", False):
+                settings["nargs"] = -1
+            yield click.Argument([name], **settings)
+            continue
+        settings["show_default"] = settings.get("default") not in (None, ()) and not settings.get(
+            "is_flag"
+        )
+        yield click.Option([*settings.pop("names", (option_name(name),)), name], **settings)
+
+
+def _settings(hint: Any) -> dict[str, Any]:
+    """Return what the type of a parameter says of it, as arguments of `click.Option`."""
+    origin, (first, *others) = get_origin(hint), get_args(hint) or (hint,)
+    if origin is Annotated:
+        settings = _settings(first)
+        for said in others:
+            if isinstance(said, Option):
+                settings |= said.settings
+            elif isinstance(said, click.ParamType):
+                settings = {"type": said}
+            else:
+                settings["help"] = said
+        return settings
+    if origin in (Union, UnionType):  # it or None
+        return {**_settings(first), "required": False}
+    if origin is tuple:
+        return {**_settings(first), "multiple": True, "required": False}
+    if origin is Literal:
+        return {"type": click.Choice([first, *others])}
+    if hint is bool:
+        return {"is_flag": True, "default": False, "required": False}
+    return {"type": PATH if hint is Path else hint}
+
+
+def option_name(name: str) -> str:
+    """Return the name of the option for a parameter: `--ttl` for `ttl_s`."""
+    return "--" + re.sub("_[sw]$", "", name).replace("_", "-")
+
+
+def examples(*lines: str) -> str:
+    """Return the examples at the end of a command's help."""
+    return f"\b\nExample{'s' * (len(lines) > 1)}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option: a number by a rule of `base.units`, in SI units.
+
+    Args:
+        rule: the rule.
+        name: what it is called in the help.
+    """
+
+    def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
+        self.rule, self.name = rule, name
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Return the number that a text writes, in SI units."""
+        return self.rule.read(value, _option(parameter)) if isinstance(value, str) else value
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option: several quantities between commas."""
+
+    def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
+        self.one, self.name = Quantity(rule, name), f"{name},{name},…"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Return the numbers that a text writes."""
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(self.one.convert(part, parameter, context) for part in parts)
+
+
+class OutputFile(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option: a file to write, refused before any work is done if it cannot be
+    written.
+
+    Args:
+        endings: what its name must end in; none for anything.
+    """
+
+    name = "file"
+
+    def __init__(self, *endings: str) -> None:
+        self.endings = endings
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Return the path, which can be written."""
+        path, option = Path(value), _option(parameter)
+        check_writable(path, option)
+        if self.endings and path.suffix.lower() not in self.endings:
+            raise UsageError(f"{option} {path}: must end in {' or '.join(self.endings)}; rename it")
+        return path
+
+
+def _option(parameter: click.Parameter | None) -> str:
+    return "" if parameter is None else parameter.opts[0]
+
+
+def check_writable(path: Path, place: str) -> None:
+    """Check that a file can be written; `place` names the option or key that it comes from.
+
+    Raises:
+        UsageError: If it is a folder, or its folder does not exist.
+    """
+    if path.is_dir():
+        raise UsageError(f"{place} {path}: is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"{place} {path}: there is no folder {path.parent}; make it, or name another"
+        )
+
+
+def refuse_same(
+    sources: Iterable[Path | None], target: Path | None, option: str = "--output"
+) -> None:
+    """Check that `target`, which `option` names, is not one of the files that are read.
+
+    Raises:
+        UsageError: If it is one of them.
+    """
+    for source in filter(None, sources):
+        if target and target.exists() and source.exists() and target.samefile(source):
+            raise UsageError(f"{option} {target}: is the file that is read; name another")
+
+
+def complete(names: Callable[[], Iterable[str]]) -> Option:
+    """Return what completes the value of an option in the shell: those of `names`, which is
+    called only then.
+    """
+    return Option(
+        shell_complete=lambda _context, _parameter, begun: [
+            name for name in names() if name.startswith(begun)
+        ]
+    )
+
+
+def gpu_names() -> list[str]:
+    """Return the texts of GPUs that can be named on any node."""
+    from perseus_planner.gpu import BACK_ENDS
+
+    return [*(f"{name}:" for name in BACK_ENDS), *(f"simulated:{name}" for name in chip_names())]
+
+
+def chip_names() -> list[str]:
+    """Return the names of kinds of GPUs."""
+    from perseus_planner.gpu.simulated.catalog import CATALOG
+
+    return list(CATALOG)
+
+
+def output_file(what: str, *endings: str) -> Option:
+    """Return the option that names the file to write, whose name must have one of the endings."""
+    text = f"File to write: {what}, {endings[0]}."
+    return Option("--output", "-o", type=OutputFile(*endings), help=text)
+
+
+Time = Annotated[float, Quantity(units.DURATION, "time")]  #: seconds above 0
+Lag = Annotated[float, Quantity(units.LAG, "time")]  #: seconds of 0 or more
+Overhead = Annotated[float, Quantity(units.OVERHEAD, "time")]  #: seconds, also below 0
+Power = Annotated[float, Quantity(units.POWER_BUDGET, "power")]  #: watts above 0
+BlockingPower = Annotated[float, Quantity(units.BLOCKING_POWER, "power")]  #: watts of 0 or more
+Slowdown = Annotated[float, Quantity(units.SLOWDOWN, "ratio")]
+Certainty = Annotated[float, Quantity(units.CERTAINTY, "percent")]
+Tolerance = Annotated[float, Quantity(units.TOLERANCE, "percent")]
+Share = Annotated[float, Quantity(units.SHARE, "share")]
+Natural = Annotated[int, click.IntRange(min=0)]
+Counts = Annotated[tuple[int, ...], Listed(units.COUNT, "n")]
+Gpu = Annotated[str, Option(metavar="GPU")]
+#: N clock changes of a GPU per iteration.
+MaxChanges = Annotated[Natural, Option(metavar="N")]
+AsJson = Annotated[bool, "Print one JSON object, in SI units, instead of text.", Option("--json")]
