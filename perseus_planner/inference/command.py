@@ -5,25 +5,40 @@ latency objectives.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
+from perseus_planner.base import units
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
+from perseus_planner.cli.options import (
+    AsJson,
+    BlockingPower,
+    Counts,
+    Lag,
+    Listed,
+    Option,
+    OutputFile,
+    Time,
+    Tolerance,
+    command,
+    examples,
+    output_file,
+    refuse_same,
+)
 
 if TYPE_CHECKING:
     from perseus_planner.inference.cells import InferenceProfile
     from perseus_planner.inference.programme import ChangeCosts
-    from perseus_planner.inference.serving import ServedRow, Shape
+    from perseus_planner.inference.serving import ServedRow
 
 
 @click.group(
-    epilog=console.examples(
+    epilog=examples(
         "planner inference plan inference.csv --rates rates.csv --gpus 64 -o pools.yaml",
         "planner inference plan inference.csv --trace trace.csv --gpus 64 -o pools.yaml",
         "planner inference simulate inference.csv trace.csv --gpus 64 --plot replay.png",
@@ -35,99 +50,145 @@ def inference() -> None:
     """
 
 
-def _shapes(
-    _: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> tuple[Shape, ...]:
-    from perseus_planner.base.units import COUNT
-    from perseus_planner.inference.serving import Shape
+class _Class(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option: input and output tokens of a class of requests."""
 
-    shapes = []
-    for text in texts:
-        given, _slash, wanted = text.partition("/")
-        tokens = COUNT.parse(given), COUNT.parse(wanted)
+    name = "in/out"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Return the class that a text writes."""
+        from perseus_planner.inference.serving import Shape
+
+        tokens = [units.COUNT.parse(each) for each in value.partition("/")[::2]]
         if None in tokens:
             raise UsageError(
-                f"{parameter.opts[0]}: {text!r} is not a class; write input/output tokens, as "
-                "256/100"
+                f"--class: {value!r} is not a class; write input/output tokens, as 256/100"
             )
-        shapes.append(Shape(*tokens))
-    return tuple(shapes)
+        return Shape(*tokens)
 
 
-@inference.command(
-    epilog=console.examples(
-        "planner inference profile http://127.0.0.1:8000/v1 --gpu nvml:0 --class 256/100 --class "
-        "1024/350 --batch 1,8 -o inference.csv",
-        "planner inference profile serving:generate --gpu nvml:0 --class 256/100 --at "
-        "1980,1590,1200 -o inference.csv",
-    )
+def _checked_bounds(
+    _: click.Context, parameter: click.Parameter, bounds: tuple[int, ...]
+) -> tuple[int, ...]:
+    if len(bounds) != 2 or bounds[0] >= bounds[1]:
+        text = ",".join(map(str, bounds))
+        raise UsageError(
+            f"{parameter.opts[0]}: {text!r} are not the most tokens of short and medium; write "
+            "two, such as 256,1024"
+        )
+    return bounds
+
+
+_Bounds = Annotated[
+    tuple[int, ...], Listed(units.COUNT, "tokens"), Option(callback=_checked_bounds)
+]
+
+
+@dataclass(frozen=True)
+class _Service:
+    """What is served, on what, and what changes cost."""
+
+    gpus: Annotated[int, click.IntRange(1), "Number of GPUs.", Option(metavar="N")]
+    ttft_s: Annotated[
+        tuple[float, ...],
+        Listed(units.DURATION, "time"),
+        "Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  "
+        "[default: DynamoLLM's]",
+        Option(default=()),
+    ]
+    tbt_s: Annotated[Time, "Most time between tokens.", Option(default="100ms")]
+    input_bounds: Annotated[
+        _Bounds,
+        "Most input tokens of the classes short and medium.",
+        Option(default="256,1024"),
+    ]
+    output_bounds: Annotated[
+        _Bounds,
+        "Most output tokens of the classes short and medium.",
+        Option(default="100,350"),
+    ]
+    load: Annotated[
+        float,
+        click.FloatRange(0, min_open=True),
+        "Load of an instance in profiles without the column tokens_per_s.",
+        Option(metavar="TOKENS/S", default=2000.0),
+    ]
+    new_instance_s: Annotated[Lag, "Time until a new instance serves.", Option(default="423s")]
+    resharding_s: Annotated[
+        Lag, "Time until an instance of another tensor degree serves.", Option(default="33s")
+    ]
+    clock_change_s: Annotated[Lag, "Time of a clock change.", Option(default="50ms")]
+    change_power_w: Annotated[
+        BlockingPower, "Power of each GPU while it changes.", Option(default="100W")
+    ]
+
+    def costs(self) -> ChangeCosts:
+        """Return what changes cost."""
+        from perseus_planner.inference.programme import Change, ChangeCosts
+
+        times_s = (self.new_instance_s, self.resharding_s, self.clock_change_s)
+        return ChangeCosts(*(Change(each, each * self.change_power_w) for each in times_s))
+
+    def read_profile(self, path: Path) -> InferenceProfile:
+        """Return the inference profile in a file."""
+        from perseus_planner.inference.cells import Objectives, read_inference_profile
+
+        return read_inference_profile(
+            path,
+            Objectives(self.ttft_s, self.tbt_s),
+            input_bounds=self.input_bounds,
+            output_bounds=self.output_bounds,
+            load_tokens_per_s=self.load,
+        )
+
+    def warn(self, profile: InferenceProfile, path: Path) -> None:
+        """Say on stderr where a load was assumed."""
+        if profile.assumed_load:
+            click.echo(
+                f"planner: {path} has no column tokens_per_s: its load is taken for {self.load:g}",
+                err=True,
+            )
+
+
+@command(
+    "planner inference profile http://127.0.0.1:8000/v1 --gpu nvml:0 --class 256/100 --class "
+    "1024/350 --batch 1,8 -o inference.csv",
+    "planner inference profile serving:generate --gpu nvml:0 --class 256/100 --at "
+    "1980,1590,1200 -o inference.csv",
 )
-@click.argument("target")
-@click.option(
-    "--gpu",
-    "gpus",
-    multiple=True,
-    required=True,
-    metavar="GPU",
-    help="GPU that it runs on; repeat it for several.",
-)
-@click.option(
-    "--class",
-    "shapes",
-    multiple=True,
-    required=True,
-    metavar="IN/OUT",
-    callback=_shapes,
-    help="Class of requests: input and output tokens; repeat it for several.",
-)
-@click.option(
-    "--batch",
-    "batches",
-    default="1",
-    show_default=True,
-    type=console.Listed("COUNT", "n"),
-    help="Requests at once.",
-)
-@click.option(
-    "--control",
-    type=click.Choice(["clock", "power-limit", "observed"]),
-    default="clock",
-    show_default=True,
-    help="What is set; observed sets nothing.",
-)
-@click.option(
-    "--at",
-    "settings",
-    default=(),
-    type=console.Listed("COUNT", "n"),
-    help="Clocks in MHz, or power limits in W.  [default: six, down to 40 % of the highest]",
-)
-@click.option(
-    "--window", default="10s", show_default=True, type=console.TIME, help="Least time of a window."
-)
-@click.option(
-    "--windows",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="Windows a row.",
-)
-@click.option("--model", metavar="NAME", help="Model of the server.  [default: its first]")
-@console.output("inference profile", ".csv")
-@console.as_json
 def profile(
     target: str,
-    gpus: tuple[str, ...],
-    shapes: tuple[Shape, ...],
-    batches: tuple[int, ...],
-    control: str,
-    settings: tuple[int, ...],
-    window: float,
-    windows: int,
-    model: str | None,
-    output: Path,
-    as_json: bool,
+    *,
+    gpus: Annotated[
+        tuple[str, ...],
+        "GPU that it runs on; repeat it for several.",
+        Option("--gpu", metavar="GPU", required=True),
+    ],
+    shapes: Annotated[
+        tuple[Annotated[Any, _Class()], ...],
+        "Class of requests: input and output tokens; repeat it for several.",
+        Option("--class", metavar="IN/OUT", required=True),
+    ],
+    batches: Annotated[Counts, "Requests at once.", Option("--batch", default="1")],
+    control: Annotated[
+        Literal["clock", "power-limit", "observed"],
+        "What is set; observed sets nothing.",
+        Option(default="clock"),
+    ],
+    settings: Annotated[
+        Counts,
+        "Clocks in MHz, or power limits in W.  [default: six, down to 40 % of the highest]",
+        Option("--at", default=()),
+    ],
+    window_s: Annotated[Time, "Least time of a window.", Option(default="10s")],
+    windows: Annotated[int, click.IntRange(1), "Windows a row.", Option(metavar="N", default=3)],
+    model: Annotated[
+        str | None, "Model of the server.  [default: its first]", Option(metavar="NAME")
+    ],
+    output: Annotated[Path, output_file("inference profile", ".csv")],
+    as_json: AsJson,
 ) -> None:
     """Measure what requests cost at several clocks: energy, throughput and latency, prefill and
     decode apart.
@@ -141,7 +202,7 @@ def profile(
     from perseus_planner.inference.targets import open_target
 
     sys.path.insert(0, "")
-    chosen = ServingSettings(shapes, batches, control, settings, window, windows)
+    chosen = ServingSettings(shapes, batches, control, settings, window_s, windows)
     with ExitStack() as stack:
         opened = [stack.enter_context(open_gpu(text)) for text in gpus]
         served = stack.enter_context(closing(open_target(target, model)))
@@ -180,115 +241,16 @@ def _text(rows: list[ServedRow], control: str, origin: str) -> str:
     )
 
 
-def _bounds(
-    _: click.Context, parameter: click.Parameter, bounds: tuple[int, ...]
-) -> tuple[int, ...]:
-    if len(bounds) != 2 or bounds[0] >= bounds[1]:
-        text = ",".join(map(str, bounds))
-        name = parameter.opts[0]
-        raise UsageError(
-            f"{name}: {text!r} are not the most tokens of short and medium; write two, such as "
-            "256,1024"
-        )
-    return bounds
-
-
-def _quantity(
-    name: str, default: str, text: str, rule: console.Quantity = console.TIME
-) -> Callable[[Any], Any]:
-    return click.option(name, default=default, show_default=True, type=rule, help=text)
-
-
-def _tokens(name: str, default: str, text: str) -> Callable[[Any], Any]:
-    counts = console.Listed("COUNT", "tokens")
-    return click.option(
-        name, default=default, show_default=True, type=counts, callback=_bounds, help=text
-    )
-
-
-_OPTIONS = (
-    click.option(
-        "--gpus", type=click.IntRange(1), required=True, metavar="N", help="Number of GPUs."
-    ),
-    click.option(
-        "--ttft",
-        type=console.Listed("DURATION", "time"),
-        default=(),
-        help="Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  "
-        "[default: DynamoLLM's]",
-    ),
-    _quantity("--tbt", "100ms", "Most time between tokens."),
-    _tokens("--input-bounds", "256,1024", "Most input tokens of the classes short and medium."),
-    _tokens("--output-bounds", "100,350", "Most output tokens of the classes short and medium."),
-    click.option(
-        "--load",
-        type=click.FloatRange(0, min_open=True),
-        default=2000.0,
-        show_default=True,
-        metavar="TOKENS/S",
-        help="Load of an instance in profiles without the column tokens_per_s.",
-    ),
-    _quantity("--new-instance", "423s", "Time until a new instance serves.", console.LAG),
-    _quantity(
-        "--resharding",
-        "33s",
-        "Time until an instance of another tensor degree serves.",
-        console.LAG,
-    ),
-    _quantity("--clock-change", "50ms", "Time of a clock change.", console.LAG),
-    _quantity(
-        "--change-power", "100W", "Power of each GPU while it changes.", console.BLOCKING_POWER
-    ),
-)
-
-
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-def _profile_and_costs(path: Path, options: dict[str, Any]) -> tuple[InferenceProfile, ChangeCosts]:
-    from perseus_planner.inference.cells import Objectives, read_inference_profile
-    from perseus_planner.inference.programme import Change, ChangeCosts
-
-    times_s = [options[name] for name in ("new_instance", "resharding", "clock_change")]
-    costs = ChangeCosts(*(Change(time_s, time_s * options["change_power"]) for time_s in times_s))
-    profile = read_inference_profile(
-        path,
-        Objectives(options["ttft"], options["tbt"]),
-        input_bounds=options["input_bounds"],
-        output_bounds=options["output_bounds"],
-        load_tokens_per_s=options["load"],
-    )
-    return profile, costs
-
-
-def _warn(profile: InferenceProfile, path: Path, load: float) -> None:
-    if profile.assumed_load:
-        click.echo(
-            f"planner: {path} has no column tokens_per_s: its load is taken for {load:g}", err=True
-        )
-
-
-@inference.command()
-@click.argument("profile", type=console.PATH)
-@click.option(
-    "--trace", type=console.PATH, help="CSV of requests, e.g. an Azure LLM inference trace."
-)
-@click.option("--rates", type=console.PATH, help="CSV with the requests and tokens of each class.")
-@_quantity("--epoch", "30min", "How long pools stay as they are.")
-@_with_options
-@console.output("the plan", ".yaml", ".yml")
-@console.as_json
+@command()
 def plan(
     profile: Path,
-    trace: Path | None,
-    rates: Path | None,
-    epoch: float,
-    output: Path,
-    as_json: bool,
-    **options: Any,
+    *,
+    trace: Annotated[Path | None, "CSV of requests, e.g. an Azure LLM inference trace."],
+    rates: Annotated[Path | None, "CSV with the requests and tokens of each class."],
+    epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
+    service: _Service,
+    output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
+    as_json: AsJson,
 ) -> None:
     """Choose instances, tensor degree and clock of the pools that serve each class of requests.
 
@@ -302,54 +264,47 @@ def plan(
 
     if (trace is None) == (rates is None):
         raise UsageError("give one of --trace and --rates")
-    console.refuse_same(filter(None, (profile, trace, rates)), output)
-    measured, costs = _profile_and_costs(profile, options)
+    refuse_same((profile, trace, rates), output)
+    costs = service.costs()
+    measured = service.read_profile(profile)
     if trace is not None:
-        periods = periods_of(read_trace(trace), measured, epoch)
+        periods = periods_of(read_trace(trace), measured, epoch_s)
     elif rates is not None:
-        periods = [(0.0, epoch, read_rates(rates, measured))]
+        periods = [(0.0, epoch_s, read_rates(rates, measured))]
     with console.progress("Planning"):
-        made = make_plan(measured, periods, options["gpus"], costs)
+        made = make_plan(measured, periods, service.gpus, costs)
     made.save(output)
     view = plan_view(made)
-    _warn(measured, profile, options["load"])
+    service.warn(measured, profile)
     console.report(view, plan_text(view), [output], as_json=as_json)
 
 
-@inference.command()
-@click.argument("profile", type=console.PATH)
-@click.argument("trace", type=console.PATH)
-@click.option(
-    "--prediction",
-    type=click.Choice(["last", "perfect"]),
-    default="last",
-    show_default=True,
-    help="What a period is predicted from: the one before, or itself.",
-)
-@_quantity(
-    "--mispredicted",
-    "0%",
-    "Share of requests whose output is predicted one class too long or too short.",
-    console.Quantity("TOLERANCE", "percent"),
-)
-@_quantity("--burst", "60s", "Over how long the load of an instance may be averaged.", console.LAG)
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    metavar="NAME",
-    help="highest, clock, degree, hierarchical or planner; can be repeated.  [default: all]",
-)
-@click.option("--plot", type=console.OutputFile(), help="Write a figure.")
-@_with_options
-@console.as_json
+@command()
 def simulate(
     profile: Path,
     trace: Path,
-    policies: tuple[str, ...],
-    plot: Path | None,
-    as_json: bool,
-    **options: Any,
+    *,
+    prediction: Annotated[
+        Literal["last", "perfect"],
+        "What a period is predicted from: the one before, or itself.",
+        Option(default="last"),
+    ],
+    mispredicted: Annotated[
+        Tolerance,
+        "Share of requests whose output is predicted one class too long or too short.",
+        Option(default="0%"),
+    ],
+    burst_s: Annotated[
+        Lag, "Over how long the load of an instance may be averaged.", Option(default="60s")
+    ],
+    policies: Annotated[
+        tuple[str, ...],
+        "highest, clock, degree, hierarchical or planner; can be repeated.  [default: all]",
+        Option("--policy", metavar="NAME"),
+    ],
+    plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
+    service: _Service,
+    as_json: AsJson,
 ) -> None:
     """Replay a trace through pools that are planned again and again.
 
@@ -365,17 +320,18 @@ def simulate(
 
     if plot is not None:
         check_figure_path(plot, "--plot")
-        console.refuse_same((profile, trace), plot, "--plot")
+        refuse_same((profile, trace), plot, "--plot")
     for name in policies:
         if name not in POLICIES:
             raise UsageError(f"--policy: {name!r} is none; give {', '.join(POLICIES)}")
-    measured, costs = _profile_and_costs(profile, options)
+    costs = service.costs()
+    measured = service.read_profile(profile)
     settings = Settings(
-        gpus=options["gpus"],
+        gpus=service.gpus,
         costs=costs,
-        prediction=options["prediction"],
-        mispredicted=options["mispredicted"],
-        burst_s=options["burst"],
+        prediction=prediction,
+        mispredicted=mispredicted,
+        burst_s=burst_s,
     )
     requests, replays, left_out = read_trace(trace), [], list[str]()
     with console.progress("Replaying") as progress:
@@ -389,8 +345,12 @@ def simulate(
                 left_out.append(f"{POLICIES[name]}: {error}")
             if progress is not None:
                 progress(done + 1, len(names))
-    _warn(measured, profile, options["load"])
+    service.warn(measured, profile)
     result = views.simulation_view(requests, settings, replays, left_out)
     if plot is not None:
         save_figure(views.simulation_figure(result), plot)
     console.report(result, views.simulation_text(result), [plot] if plot else [], as_json=as_json)
+
+
+for _command in (profile, plan, simulate):
+    inference.add_command(_command)

@@ -124,6 +124,13 @@ def twice(name: str, target: str) -> None:
     replace(profile, measurements=table, blocking_power_w=77.0, origin="measured").save(target)
 
 
+def assert_near(profile: Profile, other: Profile) -> None:
+    for key, rows in other.measurements.items():
+        wanted = [pytest.approx(value) for row in rows for value in (row.time_s, row.energy_j)]
+        found = [value for row in profile.measurements[key] for value in (row.time_s, row.energy_j)]
+        assert found == wanted
+
+
 @pytest.mark.parametrize(("file", "power_w"), [("measured.yaml", 77.0), ("measured.csv", None)])
 def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | None):
     done(f"{GPT} --stages 4")
@@ -131,12 +138,7 @@ def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | N
     text = done(f"{GPT} --stages 4 --calibrate {file} -o own.yaml")
     assert f"Calibrated by stage 1 of {file} (measured)." in text
     own, measured = Profile.load("own.yaml"), Profile.load("measured.yaml")
-    for key, rows in measured.measurements.items():
-        for row, like in zip(rows, own.measurements[key], strict=True):
-            assert (like.time_s, like.energy_j) == (
-                pytest.approx(row.time_s),
-                pytest.approx(row.energy_j),
-            )
+    assert_near(own, measured)
     assert own.blocking_power_w == (power_w or SYSTEMS["a100-sxm"].gpu.blocking_power_w)
     assert own.origin == "simulated"
 
@@ -155,12 +157,7 @@ def test_a_stage_of_another_sequence_length_calibrates(folder: Path):
         "stage 2 of short.yaml (measured) at 512 tokens; stage 2 of long@1.yaml (measured) at 1024 "
         "tokens"
     )
-    for key, rows in wanted.measurements.items():
-        for row, like in zip(rows, own.measurements[key], strict=True):
-            assert (like.time_s, like.energy_j) == (
-                pytest.approx(row.time_s),
-                pytest.approx(row.energy_j),
-            )
+    assert_near(own, wanted)
 
 
 NAMES = ", ".join(PRESETS)
