@@ -20,8 +20,7 @@ from noisy_rows import unlike_stages
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.profiles.clock_changes import ClockChange
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import ClockChange, Measurement
 from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings, Ledger
 from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 from perseus_planner.schedules.iteration import Iteration

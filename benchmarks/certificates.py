@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perseus_planner import Frontier
-from perseus_planner.profiles.operating_points import OperatingPoint
+from perseus_planner.profiles.measurement import OperatingPoint
 from perseus_planner.solver.mincut import walk
 from perseus_planner.solver.network import State
 

@@ -32,7 +32,7 @@ from perseus_planner import Profile, schedules, solve
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.profiler.pipeline import profile_pipeline
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.emulation import emulate
 

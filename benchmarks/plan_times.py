@@ -56,7 +56,7 @@ _COMPILED_COLUMNS = {
 _COMPILED = """
 import json, sys, time
 from perseus_planner import Frontier
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 dag = Frontier.load(sys.argv[1]).dag
 t = [time.process_time()]
 frontier = solve_dag(dag)

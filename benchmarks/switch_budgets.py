@@ -13,8 +13,8 @@ from data import STAGES, Case, Size, frontier_of, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, Plan, schedules, solve
-from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.groups import on_each_gpu
+from perseus_planner.profiles.measurement import ClockChange
 
 NUMBER = 8  #: of this section
 _BUDGETS = (0, 2, 4, 8, 16, 32, None)

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from perseus_planner.runs.run import Run
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.service.client.client import Client
-    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.solver.frontier import Frontier, solve, solve_dag
     from perseus_planner.solver.replicas import Replicas
-    from perseus_planner.solver.solve import solve, solve_dag
 
 __all__ = [
     "Client",
@@ -56,8 +55,8 @@ _HOME = {
     "Profile": "profiles.profiles",
     "Replicas": "solver.replicas",
     "Run": "runs.run",
-    "solve": "solver.solve",
-    "solve_dag": "solver.solve",
+    "solve": "solver.frontier",
+    "solve_dag": "solver.frontier",
 }
 _ROOMS = {"errors": "base.errors", "schedules": "schedules"}
 

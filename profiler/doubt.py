@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.plans.on_time import INTERVAL, WIDER_SAVING
+from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING
 from perseus_planner.profiler.choosing import PRICES, highest_below_cap
 from perseus_planner.profiles.profiles import Profile
 

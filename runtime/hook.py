@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.base.errors import PlanError
-from perseus_planner.profiles.clock_changes import changes_per_rank, with_fewer_changes
+from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
 from perseus_planner.runtime.marks import Marks, clock_request
 from perseus_planner.schedules import Computation
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
 from perseus_planner.base.errors import PlannerError, UsageError, did_you_mean, shown
-from perseus_planner.base.fields import Check, keys, load
+from perseus_planner.base.fields import Check, FieldType, keys, types
 from perseus_planner.base.files import read_text, reading
 
 T = TypeVar("T")
@@ -60,18 +60,6 @@ class Document:
             PlannerError: If it breaks `rule`; of the type `error`.
         """
         return rule.check(self.values[key], self.where(key), self.error)
-
-    def number_or_list(self, key: str, rule: Check) -> Any:
-        """Return the number under `key`, or a tuple of the numbers in the list that stands there.
-
-        Raises:
-            PlannerError: If one of them breaks `rule`; of the type `error`.
-        """
-        return (
-            self.numbers(key, rule)
-            if isinstance(self.values[key], list)
-            else self.number(key, rule)
-        )
 
     def numbers(self, key: str, rule: Check) -> tuple[Any, ...]:
         """Return the numbers in the list under `key`.
@@ -141,7 +129,7 @@ class Document:
 
     def part(self, key: str, kind: type[T]) -> T:
         """Return the dataclass of which the mapping under `key` holds the fields; see
-        `fields.load`.
+        `load`.
         """
         return load(kind, self.section(key, *keys(kind)))
 
@@ -170,6 +158,39 @@ class Document:
         inner = _mapping(self.path, node, self.error, key)
         _check_keys(inner, set(required), set(optional))
         return inner
+
+
+def load(kind: type[T], document: Document, **given: Any) -> T:
+    """Make a dataclass of the values that a document has under the names of its fields.
+
+    Args:
+        kind: a dataclass. What its fields may be: numbers with a rule, texts, dataclasses, tuples
+            of those; or anything that has a `Reader`.
+        document: a mapping in a YAML file. Its keys have been checked, by `keys(kind)` say.
+        given: fields that the document does not hold.
+
+    Raises:
+        PlannerError: If a value is not that of its field; of the document's type of error.
+    """
+    read = {
+        name: _read(document, name, field)
+        for name, field in types(kind).items()
+        if name in document.values and name not in given
+    }
+    return kind(**read, **given)
+
+
+def _read(document: Document, key: str, field: FieldType) -> Any:
+    if field.reader is not None:
+        return field.reader.read(document, key)
+    if field.rule is not None:
+        if field.is_tuple and (not field.is_one or isinstance(document.values[key], list)):
+            return document.numbers(key, field.rule)
+        return document.number(key, field.rule)
+    if not is_dataclass(field.inner):
+        return document.text(key)
+    kind = cast("type[Any]", field.inner)
+    return document.part(key, kind) if field.is_one else document.parts(key, kind)
 
 
 def read_document(

@@ -9,8 +9,8 @@
 every reader of the field obeys. A rule is anything that has the method `check` of `units.Rule`. A
 field may also be such a value or None, or a tuple of them.
 
-`load` makes such a dataclass of a mapping in a YAML file. `dump` makes plain values of one, of
-which `restore` makes it again.
+`documents.load` makes such a dataclass of a mapping in a YAML file. `dump` makes plain values of
+one, of which `restore` makes it again.
 """
 
 from __future__ import annotations
@@ -23,22 +23,17 @@ from inspect import get_annotations
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
-    TYPE_CHECKING,
     Annotated,
     Any,
     NamedTuple,
     Protocol,
     TypeVar,
     Union,
-    cast,
     get_args,
     get_origin,
 )
 
 from perseus_planner.base.errors import PlannerError, UsageError, shown
-
-if TYPE_CHECKING:
-    from perseus_planner.base.documents import Document
 
 T = TypeVar("T")
 
@@ -74,11 +69,11 @@ class CheckedBy(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """How `load` reads a field that is neither a number, a text nor a dataclass; stands in its
-    type, `Annotated[Source, Reader(read_source)]`.
+    """How `documents.load` reads a field that is neither a number, a text nor a dataclass; stands
+    in its type, `Annotated[Source, Reader(read_source)]`.
     """
 
-    read: Callable[[Document, str], Any]  #: called with the document and the key
+    read: Callable[[Any, str], Any]  #: called with the document and the key
 
 
 class Checked:
@@ -131,20 +126,6 @@ class FieldType(NamedTuple):
             return tuple(check(entry, where, error) for entry in value)
         return check(value, where, error)
 
-    def read(self, document: Document, key: str) -> Any:
-        """Return the value that a document has under a key."""
-        if self.reader is not None:
-            return self.reader.read(document, key)
-        if self.rule is not None:
-            if self.is_tuple and (not self.is_one or isinstance(document.values[key], list)):
-                return document.numbers(key, self.rule)
-            return document.number(key, self.rule)
-        if not is_dataclass(self.inner):
-            return document.text(key)
-        if self.is_one:
-            return document.part(key, cast("type[Any]", self.inner))
-        return document.parts(key, cast("type[Any]", self.inner))
-
 
 @cache
 def types(kind: type) -> dict[str, FieldType]:
@@ -165,33 +146,13 @@ def rules(kind: type) -> dict[str, FieldType]:
 
 @cache
 def keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the keys that a mapping must have for `load`, and those that it may have."""
+    """Return the keys that a mapping must have for `documents.load`, and those that it may have."""
     required, optional = list[str](), list[str]()
     for field in fields(kind):
         if field.init and field.name in types(kind):
             has_default = field.default is not MISSING or field.default_factory is not MISSING
             (optional if has_default else required).append(field.name)
     return tuple(required), tuple(optional)
-
-
-def load(kind: type[T], document: Document, **given: Any) -> T:
-    """Make a dataclass of the values that a document has under the names of its fields.
-
-    Args:
-        kind: a dataclass. What its fields may be: numbers with a rule, texts, dataclasses, tuples
-            of those; or anything that has a `Reader`.
-        document: a mapping in a YAML file. Its keys have been checked, by `keys(kind)` say.
-        given: fields that the document does not hold.
-
-    Raises:
-        PlannerError: If a value is not that of its field; of the document's type of error.
-    """
-    read = {
-        name: field.read(document, name)
-        for name, field in types(kind).items()
-        if name in document.values and name not in given
-    }
-    return kind(**read, **given)
 
 
 def dump(value: Any, names: Iterable[str] | None = None, optional: Collection[str] = ()) -> Any:
@@ -221,7 +182,7 @@ def restore(kind: type[T], values: Mapping[str, Any], **given: Any) -> T:
     """Make a dataclass again of what `dump` returned, and of the fields that are `given`.
 
     Raises:
-        TypeError: If the fields are not those of the dataclass.
+        TypeError, ValueError: If they are not those of the dataclass.
     """
     hints = types(kind)
     restored = {name: _restored(hints.get(name), value) for name, value in values.items()}
@@ -231,9 +192,11 @@ def restore(kind: type[T], values: Mapping[str, Any], **given: Any) -> T:
 def _restored(hint: FieldType | None, value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_restored(hint, entry) for entry in value)
-    if hint is not None and is_dataclass(hint.inner) and isinstance(value, Mapping):
-        return restore(cast("type[Any]", hint.inner), value)
-    return value
+    if hint is None or value is None:
+        return value
+    if hint.inner in (int, float):
+        return hint.inner(value)
+    return restore(hint.inner, value) if is_dataclass(hint.inner) else value
 
 
 def _is_default(field: Field[Any], value: Any) -> bool:

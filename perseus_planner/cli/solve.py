@@ -157,7 +157,7 @@ def solve(profile_or_job: Path, output: Path, as_json: bool, **flags: Any) -> No
     before its ending.
     """
     from perseus_planner.plans.job import Job
-    from perseus_planner.solver.solve import solve_dag
+    from perseus_planner.solver.frontier import solve_dag
     from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
     console.refuse_same([profile_or_job], output)

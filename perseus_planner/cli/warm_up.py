@@ -40,11 +40,11 @@ def _use_all_kernels() -> None:
     import numpy as np
 
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
-    from perseus_planner.profiles.clock_changes import ClockChange
+    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.runtime.autopilot.job import AutopilotJob
     from perseus_planner.runtime.autopilot.planning import Costs, Searcher
     from perseus_planner.schedules import one_f_one_b
-    from perseus_planner.solver.solve import solve
+    from perseus_planner.solver.frontier import solve
 
     profile = profile_simulated("simulated:a100-sxm", 2)
     for microbatches in (

@@ -37,12 +37,12 @@ from perseus_planner.plans.replay import all_maximum, end_times, replay_changes
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.profiles.clock_changes import ClockChange
+    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.solver.frontier import Frontier
 
 Clocks = tuple[int, ...]  #: the clock of each of `dag.computations`, MHz

@@ -19,11 +19,10 @@ import numpy as np
 
 from perseus_planner.estimate.configuration import stage_ranks
 from perseus_planner.profiles.groups import on_each_gpu
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.operating_points import lower_hull, pareto_front
+from perseus_planner.profiles.measurement import Measurement, lower_hull, pareto_front
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

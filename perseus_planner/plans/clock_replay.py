@@ -33,8 +33,7 @@ from perseus_planner.profiles.measurement import nearest_clock
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from perseus_planner.profiles.clock_changes import ClockChange
-    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.measurement import ClockChange, Measurement
 
 # The kinds of events, in the order in which they happen at one moment: all requests of a moment
 # reach the lock together, and a task that starts then sees the clocks that settle then.
@@ -95,17 +94,6 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankChanges:
-    """The clock changes of one rank in an iteration."""
-
-    requested: int  #: number of changes requested, including overtaken ones
-    off_plan_s: float  #: seconds that the rank computed at another clock than the planned one
-    #: the longest time from a request to the moment when its clock was in force, seconds. Overtaken
-    #: requests are left out; 0 if there was no other.
-    longest_s: float
-
-
-@dataclass(frozen=True)
 class ChangeReplay:
     """One iteration with clock changes that take time; tasks are counted as in the arguments of the
     replay.
@@ -116,7 +104,6 @@ class ChangeReplay:
     #: how long each task takes; exactly the time of its cost if no clock settled meanwhile.
     durations_s: tuple[float, ...]
     energies_j: tuple[float, ...]  #: joules of each task
-    ranks: tuple[RankChanges, ...]  #: the changes of each rank
     calls: tuple[Call, ...]  #: the changes that were made, in the order in which they began
 
 
@@ -176,7 +163,7 @@ class _Rank:
             "set_last",
             "in_force",
         ),
-        *("waiting", "requested", "off_plan_s", "longest_s"),
+        "waiting",
     )
 
     def __init__(self, program: Sequence[int], clock_mhz: int | None) -> None:
@@ -194,7 +181,6 @@ class _Rank:
         self.waiting: tuple[int, float] | None = (
             None  #: clock that waits for the lock, and when it was requested
         )
-        self.requested, self.off_plan_s, self.longest_s = 0, 0.0, 0.0
 
     @property
     def task(self) -> int:
@@ -315,11 +301,8 @@ class _Replay:
     def _account(self, rank: _Rank, share: float) -> None:
         """Count `share` of the running task at the clock in force."""
         assert rank.cost is not None
-        seconds = share * rank.cost.time_s
-        self.durations_s[rank.task] += seconds
+        self.durations_s[rank.task] += share * rank.cost.time_s
         self.energies_j[rank.task] += share * rank.cost.energy_j
-        if self.tasks[rank.task].clock_mhz not in (None, rank.in_force):
-            rank.off_plan_s += seconds
 
     def _request(self, now_s: float, number: int) -> None:
         """Request the clock of the rank's next task, unless it has none or that clock was
@@ -330,7 +313,6 @@ class _Replay:
         if clock_mhz is None or clock_mhz == rank.wanted:
             return
         rank.wanted = clock_mhz
-        rank.requested += 1
         if clock_mhz == rank.set_last:
             self.queues[node] = [entry for entry in self.queues[node] if entry[1] != number]
             heapify(self.queues[node])
@@ -355,7 +337,6 @@ class _Replay:
         end_s = now_s + self.hold_s
         settled_s = end_s + self.settle_s
         rank.set_last, self.locked[node] = clock_mhz, True
-        rank.longest_s = max(rank.longest_s, settled_s - requested_s)
         self.calls.append(Call(node, number, clock_mhz, requested_s, now_s, end_s, settled_s))
         heappush(self.events, (end_s, _LOCK, node, True))
         heappush(self.events, (settled_s, _SETTLE, number, clock_mhz))
@@ -378,9 +359,6 @@ class _Replay:
             tuple(self.ends_s),
             tuple(self.durations_s),
             tuple(self.energies_j),
-            tuple(
-                RankChanges(rank.requested, rank.off_plan_s, rank.longest_s) for rank in self.ranks
-            ),
             tuple(self.calls),
         )
 

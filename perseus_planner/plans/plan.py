@@ -1,5 +1,5 @@
-"""Plans: one measured clock for every computation of an iteration, with its cost; and their
-files, plan.yaml.
+"""Plans: one measured clock for every computation of an iteration, with its cost, and how sure it
+is if the plan was made for a probability; and their files, plan.yaml.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from perseus_planner.base.fields import Checked, dump, restore
 from perseus_planner.base.files import sha256, write_file
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import WHOLE, make_frame
-from perseus_planner.base.units import Count, Finite, Offset, Watts
-from perseus_planner.plans.on_time import OnTime
+from perseus_planner.base.units import Count, Offset, Watts
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, replay
-from perseus_planner.profiles.clock_changes import ClockChange, changes_per_rank
 from perseus_planner.profiles.csv_file import setting_of
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import ClockChange, Measurement, changes_per_rank
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration
-from perseus_planner.schedules.iteration_text import (
+from perseus_planner.schedules.pipeline import (
     ITERATION_KEYS,
     iteration_from_dict,
     iteration_to_dict,
@@ -38,6 +36,51 @@ if TYPE_CHECKING:
     import os
 
     import pandas as pd
+
+INTERVAL = 0.9
+"""The probability of each `Interval`: the truth is below it in 5 % of cases, and above it in 5
+%.
+"""
+
+WIDER_SAVING = 1.5
+"""The ends of the interval of a saving are so many times as far from the mean as those of the
+draws.
+
+No model of a GPU's curves is exact: `python benchmarks/run.py --only 19` counts how often the truth
+is in them. """
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What an uncertain number is expected to be, and the ends of its 90 % interval."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class OnTime:
+    """How sure a plan is of its time and its saving."""
+
+    probability: float  #: the probability, at least, of being within the limit
+    #: the longest iteration time that is on time, tolerance included, over the time with all clocks
+    #: at their maximum; None if the limit is a power.
+    limit_ratio: float | None
+    limit_power_w: float | None  #: the limit of the average power, watts; None if it is a time
+    #: how many standard errors were added to the times of computations below their maximum clock;
+    #: None if all clocks are at their maximum because no other plan was sure enough.
+    margin: float | None
+    time_ratio: Interval  #: the iteration time, over that with all clocks at their maximum
+    saved_share: Interval  #: the energy saved, over that with all clocks at their maximum
+    power_w: Interval  #: the average power over all GPUs of the pipeline, watts
+    #: how much more the plan without a margin is expected to save, over the same energy; a plan
+    #: within a switch budget has that of the plan without one.
+    safety_share: float
+    points: int  #: number of operating points in use
+    interpolated: int  #: how many of them were not measured, but estimated from others
+    #: whether the profile has standard errors, or its noise is taken from how its rows scatter.
+    has_errors: bool
 
 
 _FORMAT = "perseus-planner/plan"
@@ -82,16 +125,15 @@ class Plan(Checked, error=PlanError):
     origin: str  #: the source of the profile, "measured" or "simulated"
     #: what a stage's GPUs draw while they wait, watts; or one number for each stage.
     blocking_power_w: Watts | tuple[Watts, ...]
-    deadline_s: Finite  #: the requested iteration time, seconds
-    time_s: Finite  #: replayed iteration time, seconds; at most `deadline_s`
-    energy_j: (
-        Finite  #: replayed energy of such an iteration over all GPUs, joules, waiting included
-    )
+    deadline_s: float  #: the requested iteration time, seconds
+    time_s: float  #: replayed iteration time, seconds; at most `deadline_s`
+    #: replayed energy of such an iteration over all GPUs, joules, waiting included.
+    energy_j: float
     #: the least relaxed energy of an iteration of `time_s`, joules; no plan of that time is below
     #: it.
-    bound_j: Finite
-    baseline_time_s: Finite  #: replayed iteration time with all clocks at their maximum, seconds
-    baseline_energy_j: Finite  #: its energy, joules
+    bound_j: float
+    baseline_time_s: float  #: replayed iteration time with all clocks at their maximum, seconds
+    baseline_energy_j: float  #: its energy, joules
     gpus_per_stage: Count = 1  #: number of GPUs of a stage
     #: calibrated seconds of an iteration that are not replayed; part of all times above.
     overhead_s: Offset = 0.0
@@ -102,7 +144,7 @@ class Plan(Checked, error=PlanError):
     control: str = "clock"
     #: a closer bound, for plans of measured clocks alone, joules; no plan of `time_s` is below it.
     #: None if the clocks were given, not chosen.
-    point_bound_j: Finite | None = None
+    point_bound_j: float | None = None
     #: how sure it is of its time and its saving, if it was made for a probability. Its numbers are
     #: expected ones then, and operating points in `measurements` may be estimates.
     on_time: OnTime | None = None

@@ -17,7 +17,7 @@ from perseus_planner.plans.clock_replay import (
     Task,
     replay_with_changes,
 )
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from perseus_planner.base.documents import Document, read_document
+from perseus_planner.base.documents import Document, load, read_document
 from perseus_planner.base.errors import JobError, PlannerError, shown
-from perseus_planner.base.fields import Checked, Reader, keys, load
+from perseus_planner.base.fields import Checked, Reader, keys
 from perseus_planner.base.units import (
     COUNT,
     ENERGY,
@@ -23,7 +23,7 @@ from perseus_planner.base.units import (
     Wait,
     Watts,
 )
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 _FORMAT = "perseus-planner/job"

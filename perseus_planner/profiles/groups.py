@@ -130,19 +130,16 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
             )
         FACTOR.check(slowdown, f"slow stage {stage}", ProfileError)
 
-    def slower(key: tuple[int, str]) -> Callable[[Measurement], Measurement]:
-        slowdown = slowdowns.get(key[0], 1.0)
-        return lambda m: Measurement(
-            m.clock_mhz,
-            m.time_s * slowdown,
-            m.energy_j * slowdown,
-            _slower_evidence(m.evidence, slowdown),
-        )
+    def slower(key: tuple[int, str], row: Measurement) -> Measurement:
+        slowdown, evidence = slowdowns.get(key[0], 1.0), row.evidence
+        if evidence is not None:
+            time_s, energy_j = evidence.time_stderr_s, evidence.energy_stderr_j
+            evidence = replace(
+                evidence, time_stderr_s=time_s * slowdown, energy_stderr_j=energy_j * slowdown
+            )
+        return Measurement(row.clock_mhz, row.time_s * slowdown, row.energy_j * slowdown, evidence)
 
-    measurements = {
-        key: tuple(map(slower(key), rows)) for key, rows in profile.measurements.items()
-    }
-    return replace(profile, measurements=measurements)
+    return _with_rows(profile, slower)
 
 
 def within_power_limit(profile: Profile, limit_w: float) -> Profile:
@@ -203,8 +200,15 @@ def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:
             row.clock_mhz, row.time_s * factor, max(0.0, row.energy_j + waiting_j), evidence
         )
 
+    return _with_rows(profile, longer)
+
+
+def _with_rows(
+    profile: Profile, change: Callable[[tuple[int, str], Measurement], Measurement]
+) -> Profile:
+    """Return the profile with each measurement of a stage and kind changed."""
     rows = {
-        key: tuple(longer(key, row) for row in each) for key, each in profile.measurements.items()
+        key: tuple(change(key, row) for row in each) for key, each in profile.measurements.items()
     }
     return replace(profile, measurements=rows)
 
@@ -246,13 +250,6 @@ def _merged(points: Sequence[Measurement]) -> Evidence | None:
         energy_stderr_j=math.fsum(each.energy_stderr_j for each in evidence),
         throttle=throttle,
     )
-
-
-def _slower_evidence(evidence: Evidence | None, slowdown: float) -> Evidence | None:
-    if evidence is None:
-        return None
-    time_s, energy_j = evidence.time_stderr_s * slowdown, evidence.energy_stderr_j * slowdown
-    return replace(evidence, time_stderr_s=time_s, energy_stderr_j=energy_j)
 
 
 def _one_or_each(powers_w: tuple[float, ...]) -> float | tuple[float, ...]:

@@ -27,7 +27,6 @@ from perseus_planner.base.fields import Checked, CheckedBy, Choice, dump, rules
 from perseus_planner.base.files import sha256, write_file
 from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Watts
-from perseus_planner.profiles.clock_changes import ClockChange
 from perseus_planner.profiles.csv_file import (
     CONTROLS,
     WORDS,
@@ -38,7 +37,7 @@ from perseus_planner.profiles.csv_file import (
     setting_of,
     word_of,
 )
-from perseus_planner.profiles.measurement import Evidence, Measurement
+from perseus_planner.profiles.measurement import ClockChange, Evidence, Measurement
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,17 +7,23 @@ joins a schedule and a profile to a `PipelineDag`, `pipeline` adds transfers, fi
 variants.
 """
 
-from perseus_planner.schedules.checks import dependency_of
-from perseus_planner.schedules.computation import KINDS, Computation
-from perseus_planner.schedules.grid import grid_text, load_grid, parse_grid, save_grid
-from perseus_planner.schedules.interleaved import (
+from perseus_planner.schedules.generators import (
+    gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
     looped_bfs,
+    one_f_one_b,
+    zb_h1,
 )
-from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
+from perseus_planner.schedules.grid import grid_text, load_grid, parse_grid, save_grid
 from perseus_planner.schedules.names import NAMES, generate, generate_for_stages
-from perseus_planner.schedules.schedule import Schedule, check_pipeline
+from perseus_planner.schedules.schedule import (
+    KINDS,
+    Computation,
+    Schedule,
+    check_pipeline,
+    dependency_of,
+)
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import ProfileError, ScheduleError, shown
 from perseus_planner.base.units import STAGE
-from perseus_planner.profiles.operating_points import OperatingPoint, pareto_front
+from perseus_planner.profiles.measurement import OperatingPoint, pareto_front
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
 from perseus_planner.schedules.pipeline import pipeline_iteration

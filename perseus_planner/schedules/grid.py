@@ -18,9 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import ScheduleError, shown
 from perseus_planner.base.files import read_text, write_file
-from perseus_planner.schedules.checks import Flaw, find_layout_flaw, find_pipeline_flaw
-from perseus_planner.schedules.computation import Computation
-from perseus_planner.schedules.schedule import Schedule
+from perseus_planner.schedules.schedule import (
+    Computation,
+    Flaw,
+    Schedule,
+    find_layout_flaw,
+    find_pipeline_flaw,
+)
 
 if TYPE_CHECKING:
     import os

@@ -6,12 +6,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import ScheduleError, did_you_mean, shown
-from perseus_planner.schedules.interleaved import (
+from perseus_planner.schedules.generators import (
+    gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
     looped_bfs,
+    one_f_one_b,
+    zb_h1,
 )
-from perseus_planner.schedules.linear import gpipe, one_f_one_b, zb_h1
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
 if TYPE_CHECKING:

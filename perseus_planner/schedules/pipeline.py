@@ -1,21 +1,23 @@
 """Make the iteration that an engine runs from a schedule: dependencies, transfers, fixed
-operations and variants.
+operations and variants; and the parts of an iteration that files hold beside its schedule.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from perseus_planner.base.errors import ScheduleError, shown
+from perseus_planner.base.errors import PlannerError, ScheduleError, shown
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import STAGE, Wait
 from perseus_planner.schedules import Computation, Schedule, check_pipeline, dependency_of
-from perseus_planner.schedules.iteration import Iteration, Operation
+from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from perseus_planner.schedules import Schedule
 
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
 KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: the kind of a computation in a profile
@@ -270,3 +272,84 @@ def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
                 )
             renamed[computation] = variant.kind
     return tuple(renamed.get(c, c.kind) for c in schedule.computations()) if renamed else ()
+
+
+_STAGE_KIND = re.compile(rf"(\d+)({KIND.pattern})")
+ITERATION_KEYS = (
+    "kinds",
+    "operations",
+    "waits",
+)  #: of `iteration_to_dict`; each only if it is not the default
+
+
+def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
+    """Return plain values from which `iteration_from_dict` makes `iteration` again.
+
+    kinds: computation -> its kind, for those with a suffix. operations: name -> [rank, seconds,
+    joules or null]. waits: node -> predecessor -> lag in seconds; left out if they are those of a
+    pipeline without lags.
+    """
+    content: dict[str, Any] = {}
+    kinds = {
+        str(computation): kind
+        for computation, (_, kind) in zip(iteration.computations, iteration.keys, strict=True)
+        if kind != computation.kind
+    }
+    if kinds:
+        content["kinds"] = kinds
+    if iteration.operations:
+        content["operations"] = {
+            str(each): [each.rank, each.time_s, each.energy_j] for each in iteration.operations
+        }
+    if not _is_plain_pipeline(iteration):
+        names = iteration.names
+        content["waits"] = {
+            names[place]: {names[other]: lag_s for other, lag_s in waits}
+            for place, waits in enumerate(iteration.waits)
+        }
+    return content
+
+
+def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Iteration:
+    """Return the iteration of `schedule` with the `content` that `iteration_to_dict` returned.
+
+    Raises:
+        ScheduleError: If `content` does not describe an iteration of `schedule`.
+    """
+    kinds = content.get("kinds", {})
+    operations = tuple(
+        parse_operation(text, *fixed) for text, fixed in content.get("operations", {}).items()
+    )
+    if "waits" not in content:
+        plain = pipeline_iteration(schedule)
+        predecessors, lags_s = plain.predecessors, plain.lags_s
+    else:
+        names = [*map(str, schedule.computations()), *map(str, operations)]
+        place = {name: i for i, name in enumerate(names)}
+        each = [content["waits"][name] for name in names]
+        predecessors = tuple(tuple(place[other] for other in waits) for waits in each)
+        lags_s = tuple(tuple(map(float, waits.values())) for waits in each)
+        lags_s = lags_s if any(map(any, lags_s)) else ()
+    own = tuple(kinds.get(str(c), c.kind) for c in schedule.computations()) if kinds else ()
+    return Iteration(schedule, predecessors, lags_s, operations, own)
+
+
+def parse_stage_kind(text: str) -> tuple[int, str]:
+    """Return stage and kind of a text such as "3B" or "3B.sync".
+
+    Raises:
+        ScheduleError: If the text is not a stage and a kind.
+    """
+    match = _STAGE_KIND.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"{text!r} is not a stage and a kind; write them as 3B, or 3B.sync")
+    return int(match[1]), match[2]
+
+
+def _is_plain_pipeline(iteration: Iteration) -> bool:
+    if iteration.operations or iteration.lags_s:
+        return False
+    try:
+        return pipeline_iteration(iteration.schedule).predecessors == iteration.predecessors
+    except PlannerError:
+        return False

@@ -1,17 +1,64 @@
-"""Schedules: the computations of one iteration, rank by rank."""
+"""Schedules: the computations of one iteration, rank by rank, and the first flaw of ranks that are
+malformed, or that an engine cannot run as a pipeline.
+
+Flaws are looked for in the ranks of a schedule, not in a `Schedule`, so that a file is checked
+before it becomes one.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from perseus_planner.base.errors import ScheduleError
-from perseus_planner.schedules.checks import Flaw, find_layout_flaw, find_pipeline_flaw
-from perseus_planner.schedules.computation import KINDS, Computation
+from perseus_planner.base.errors import ScheduleError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+KINDS = (
+    "F",
+    "B",
+    "I",
+    "W",
+)  #: forward, full backward, gradient of the input alone, gradient of the weights alone
+
+# Python limits the length of numbers that it reads, and does not read them in linear time.
+_COMPUTATION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+
+
+class Computation(NamedTuple):
+    """One forward or backward of one microbatch on one stage; its `str()` is its text, such as
+    `3F17`.
+
+    A backward is either whole, B, or in two parts: I, which the previous stage waits for, and W,
+    which nothing waits for.
+    """
+
+    stage: int
+    kind: str  #: one of `KINDS`
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Computation:
+        """Return the computation with this text.
+
+        Raises:
+            ScheduleError: If the text is not that of a computation.
+        """
+        match = _COMPUTATION.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                f"{shown(text)} is not a computation; write stage, kind (F, B, I or W) and "
+                "microbatch, e.g. 3F17"
+            )
+        return cls(int(match[1]), match[2], int(match[3]))
 
 
 @dataclass(frozen=True)
@@ -92,3 +139,209 @@ def check_pipeline(schedule: Schedule) -> None:
     flaw = schedule._pipeline_flaw
     if flaw is not None:
         raise ScheduleError(f"schedule {schedule.name}, {flaw.where}: {flaw.text}")
+
+
+Ranks: TypeAlias = Sequence[Sequence[Computation]]
+
+
+class Flaw(NamedTuple):
+    """A flaw of a schedule, with its place and remedy."""
+
+    rank: int  #: the rank, from 0
+    #: the position of the computation on its rank, from 0; None for the whole rank.
+    position: int | None
+    text: str  #: what is wrong and what to do
+
+    @property
+    def where(self) -> str:
+        """The place in words, for a schedule without a file; computations are counted from 1."""
+        return f"rank {self.rank}" + (
+            "" if self.position is None else f", computation {self.position + 1}"
+        )
+
+
+def find_layout_flaw(ranks: Ranks) -> Flaw | None:
+    """Return the first malformed, repeated or misplaced computation, empty rank or missing
+    stage.
+    """
+    seen: set[Computation] = set()
+    holder: dict[int, tuple[int, int]] = {}
+    for rank, order in enumerate(ranks):
+        if not order:
+            return Flaw(rank, None, "runs nothing; give each rank at least one computation")
+        for position, computation in enumerate(order):
+            first = holder.setdefault(computation.stage, (rank, position))
+            text = _wrong(computation, rank, first[0], computation in seen)
+            if text:
+                return Flaw(rank, position, text)
+            seen.add(computation)
+    text = _hole("stage", holder)
+    return Flaw(*holder[max(holder)], text) if text else None
+
+
+def _wrong(computation: Computation, rank: int, first_rank: int, again: bool) -> str:
+    numbers = computation.stage, computation.microbatch
+    if computation.kind not in KINDS or not all(
+        type(number) is int and number >= 0 for number in numbers
+    ):
+        return (
+            f"{computation!r} is not a computation; give whole numbers of 0 or more and a kind "
+            "F, B, I or W"
+        )
+    if again:
+        return f"{computation} is there twice; keep one"
+    if rank != first_rank:
+        return f"stage {computation.stage} is on rank {first_rank} too; keep a stage on one rank"
+    return ""
+
+
+def _hole(what: str, numbers: Collection[int]) -> str:
+    """Return a complaint if `numbers`, all 0 or more, are not 0, 1, 2 and so on; else an empty
+    text.
+    """
+    largest = max(numbers)
+    missing = next((number for number in range(largest) if number not in numbers), None)
+    if missing is None:
+        return ""
+    return (
+        f"{what} {missing} is missing though there is {what} {largest}; number them from 0 "
+        "without a hole"
+    )
+
+
+def dependency_of(
+    computation: Computation, present: Container[Computation], last_stage: int
+) -> Computation | None:
+    """Return the computation whose output `computation` takes as input in a pipeline; None for a
+    forward of stage 0.
+
+    A forward depends on the forward of the previous stage; a backward, B or I, on the backward of
+    the next stage, of either kind, or on the last stage on its own forward; W depends on its own I.
+    The order on the rank is not part of this.
+
+    Args:
+        computation: the computation that depends on the result.
+        present: all computations of the schedule; they tell whether the next stage runs B or I. B
+            if neither.
+        last_stage: the number of the last stage.
+    """
+    stage, kind, microbatch = computation
+    if kind == "W":
+        return Computation(stage, "I", microbatch)
+    if kind == "F":
+        return Computation(stage - 1, "F", microbatch) if stage else None
+    if stage == last_stage:
+        return Computation(stage, "F", microbatch)
+    part = Computation(stage + 1, "I", microbatch)
+    return part if part in present else Computation(stage + 1, "B", microbatch)
+
+
+def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
+    """Return why ranks without a layout flaw are not a pipeline that runs to its end; see
+    `check_pipeline`.
+    """
+    place = {
+        each: (rank, position)
+        for rank, order in enumerate(ranks)
+        for position, each in enumerate(order)
+    }
+    holder = {each.microbatch: place[each] for each in reversed(place)}
+    text = _hole("microbatch", holder)
+    if text:
+        return Flaw(*holder[max(holder)], text)
+    for each in place:
+        whole = Computation(each.stage, "B", each.microbatch)
+        if each.kind in ("I", "W") and whole in place:
+            return Flaw(
+                *place[each], f"{each} is a part of {whole}, which is present too; keep one of them"
+            )
+    flaw = _stuck(ranks, place)
+    if flaw is not None:
+        return flaw
+    # Everything runs, so a forward whose backward is present is present on all stages.
+    return next((Flaw(*place[each], text) for each, text in _unfinished(place)), None)
+
+
+def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw | None:
+    """Return the computation at which the ranks stop: its input is missing, or it is the first
+    of a ring.
+    """
+    last_stage = max(computation.stage for computation in place)
+    reached = _reached(ranks, place, last_stage)
+    rank = next((rank for rank, order in enumerate(ranks) if reached[rank] < len(order)), None)
+    if rank is None:
+        return None
+    chain: dict[int, Computation] = {}  # rank -> the computation that its next one waits for
+    while rank not in chain:
+        head = ranks[rank][reached[rank]]
+        other = dependency_of(head, place, last_stage)
+        assert other is not None  # else it would have run
+        if other not in place:
+            return Flaw(
+                rank, reached[rank], f"{head} can never run: it waits for {_missing(other)}"
+            )
+        chain[rank] = other
+        rank = place[other][0]
+    ring = list(chain)[list(chain).index(rank) :]
+    return _closed(ranks, reached, {rank: chain[rank] for rank in ring}, place)
+
+
+def _closed(
+    ranks: Ranks,
+    reached: Sequence[int],
+    ring: Mapping[int, Computation],
+    place: Mapping[Computation, tuple[int, int]],
+) -> Flaw:
+    """Return the first computation of a ring of ranks, each of which waits for one that the next
+    never reaches.
+    """
+    rank = min(ring)
+    head, other = ranks[rank][reached[rank]], ring[rank]
+    behind = place[other][0]
+    blocking = ranks[behind][reached[behind]]
+    if blocking == head:
+        rest = f"which comes after it on the same rank; move {other} before it"
+    elif blocking == other:
+        rest = "which in the end waits for it; reorder them"
+    else:
+        rest = f"which comes after {blocking}, which in the end waits for it; reorder them"
+    return Flaw(rank, reached[rank], f"{head} can never run: it waits for {other}, {rest}")
+
+
+def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> list[int]:
+    """Return how many computations each rank completes if all run as far as they can."""
+    reached = [0] * len(ranks)
+    done: set[Computation | None] = {None}
+    waiting: dict[Computation | None, list[int]] = defaultdict(list)
+    able = list(range(len(ranks)))
+    while able:
+        rank = able.pop()
+        while reached[rank] < len(ranks[rank]):
+            computation = ranks[rank][reached[rank]]
+            other = dependency_of(computation, present, last_stage)
+            if other not in done:
+                waiting[other].append(rank)
+                break
+            done.add(computation)
+            reached[rank] += 1
+            able += waiting.pop(computation, ())
+    return reached
+
+
+def _missing(other: Computation) -> str:
+    if other.kind == "B":
+        return f"{other} or {other._replace(kind='I')}, and both are missing; add one"
+    return f"{other}, which is missing; add it"
+
+
+def _unfinished(present: Collection[Computation]) -> Iterator[tuple[Computation, str]]:
+    """Yield forwards without a backward and I without W, each with what to do."""
+    for computation in present:
+        stage, kind, microbatch = computation
+        if kind == "F" and not any(
+            Computation(stage, other, microbatch) in present for other in "BI"
+        ):
+            remedy = f"add {stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}"
+            yield computation, f"{computation} has no backward; {remedy}"
+        if kind == "I" and Computation(stage, "W", microbatch) not in present:
+            yield computation, f"{computation} is only half a backward; add {stage}W{microbatch}"

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections import deque
 
 from perseus_planner.base.errors import ScheduleError
-from perseus_planner.schedules.computation import Computation
-from perseus_planner.schedules.schedule import Schedule
-from perseus_planner.schedules.sizes import check_sizes
+from perseus_planner.schedules.generators import check_sizes
+from perseus_planner.schedules.schedule import Computation, Schedule
 
 
 class _Rank:

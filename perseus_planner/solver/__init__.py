@@ -1,7 +1,6 @@
 """Compute the exact time-energy frontier of an iteration, and the plans along it.
 
-Others use `solve.solve` and `solve_dag`, `frontier.Frontier` and `replicas.Replicas`. `curve` holds
-the result; `network` and `mincut` walk along it. `planner` makes a plan by `rounding`
-(`point_problem`, `dispatch`) and, under a switch budget, by `budget` (`segments`, `segment_moves`,
-`segment_search`).
+Others use `frontier.solve`, `solve_dag` and `Frontier`, and `replicas.Replicas`. `curve` holds the
+result; `network` and `mincut` walk along it. `planner` makes a plan by `rounding` (`point_problem`,
+`dispatch`) and, under a switch budget, by `budget` (`segments`, `segment_search`).
 """

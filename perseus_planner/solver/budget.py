@@ -113,14 +113,26 @@ def clocks_within_budget(
         deadline_s: deadline of the replay, seconds.
         unlimited_mhz: the clock of each computation in a plan that meets the deadline without a
             budget.
-        max_changes: the budget of `within_budget`.
+        max_changes: how often each rank may change its clock in an iteration, including the change
+            back to its first clock.
+
+    Returns:
+        With equal other arguments, a larger budget never gives a larger effective energy. If
+        `unlimited_mhz` is within the budget, the result is that, or one clock per rank if that
+        costs less.
 
     Raises:
         InfeasibleBudget: If no plan found within the budget meets the deadline; names the least
             time found.
     """
     problem, clocks, unlimited = _lay_out(dag, points, unlimited_mhz)
-    chosen = within_budget(problem, deadline_s, max_changes, unlimited)
+    search = _search(problem, deadline_s, max_changes, unlimited)
+    chosen = search.unlimited
+    if not search.unlimited_fits:
+        *_, best = _candidates_by_level(problem, search, _levels(search.goal.budget))
+        if best is None or best.late_s > 0.0:
+            raise InfeasibleBudget(deadline_s, max_changes, None if best is None else best.time_s)
+        chosen = best.clock
     return [clocks[i] for i in chosen.tolist()]
 
 
@@ -150,40 +162,6 @@ def clocks_by_budget(
     found = zip(levels, _candidates_by_level(problem, search, levels), strict=True)
     chosen = {level: each.clock for level, each in found if each is not None and each.late_s == 0.0}
     return {level: [clocks[i] for i in clock.tolist()] for level, clock in chosen.items()}
-
-
-def within_budget(
-    problem: SegmentProblem,
-    deadline_s: float,
-    budget: int,
-    unlimited: Integers,
-) -> Integers:
-    """Return the best clocks found within a switch budget.
-
-    Args:
-        problem: the problem.
-        deadline_s: seconds.
-        budget: how often each rank may change its clock in an iteration, including the change back
-            to its first clock.
-        unlimited: (m,) the clock of each computation in a plan that meets the deadline without
-            a budget.
-
-    Returns:
-        (m,) the clock of each computation. With equal other arguments, a larger budget never gives
-        a larger effective energy. If `unlimited` is within the budget, the result is `unlimited`,
-        or one clock per rank if that costs less.
-
-    Raises:
-        InfeasibleBudget: If no plan found within the budget meets the deadline; names the least
-            time found.
-    """
-    search = _search(problem, deadline_s, budget, unlimited)
-    if search.unlimited_fits:
-        return search.unlimited
-    *_, best = _candidates_by_level(problem, search, _levels(search.goal.budget))
-    if best is None or best.late_s > 0.0:
-        raise InfeasibleBudget(deadline_s, budget, None if best is None else best.time_s)
-    return best.clock
 
 
 def _lay_out(

@@ -7,25 +7,32 @@ frontier stays cheap.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import PlanError
+from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import make_frame
 from perseus_planner.base.units import CHANGES, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
-from perseus_planner.solver.curve import TimeEnergyCurve
-from perseus_planner.solver.frontier_check import check_frontier
-from perseus_planner.solver.frontier_file import checking_frontier, read_frontier, write_frontier
-from perseus_planner.solver.power import fastest_within_power
+from perseus_planner.schedules import generate_for_stages
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
+from perseus_planner.solver.frontier_file import (
+    check_frontier,
+    checking_frontier,
+    read_frontier,
+    write_frontier,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules import Schedule
     from perseus_planner.solver.on_time import OnTimePlanner
     from perseus_planner.solver.planner import Planner
 
@@ -182,7 +189,7 @@ class Frontier(TimeEnergyCurve):
         It is at least `bound_j`, which also allows what lies between two measured clocks, and no
         plan of that time is below it. Waiting is included, on all GPUs. It is tighter where ranks
         wait for each other in every microbatch, as in 1F1B, and their stages are unlike
-        (`solver/point_bound.py`).
+        (`solver/point_problem.py`).
 
         Raises:
             InfeasibleDeadline: If no iteration is that fast.
@@ -252,3 +259,65 @@ class Frontier(TimeEnergyCurve):
         from perseus_planner.solver.on_time import OnTimePlanner
 
         return OnTimePlanner(self)
+
+
+def solve(
+    profile: Profile,
+    schedule: Schedule | str,
+    *,
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    virtual_stages: int | None = None,
+    group: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **extras: Any,
+) -> Frontier:
+    """Compute the exact frontier of an iteration: `solve(profile, "1f1b", microbatches=96)`.
+
+    Args:
+        profile: measurements of as many stages as the schedule has.
+        schedule: the computations of an iteration, rank by rank; or the name of a schedule, as
+            `planner solve --schedule` takes it, which then has the stages of the profile.
+        microbatches: microbatches of one iteration; for a name, and required there.
+        ranks: ranks of the pipeline; for a name. One for each stage, or as the virtual stages tell,
+            unless given.
+        virtual_stages: stages that each rank holds; for the name of an interleaved schedule.
+        group: microbatches that go through a stage at a time, as `schedules.generate` takes it; for
+            a name.
+        progress: called with (parts done, all parts) from time to time.
+        extras: `transfer`, `operations` and `variants`, as `pipeline_iteration` takes them.
+
+    Raises:
+        ProfileError: If the profile has other stages than the schedule.
+        ScheduleError: If the name is unknown, or the schedule cannot run.
+        UsageError: If `microbatches` is missing for a name, or sizes are given with a schedule that
+            has its own.
+    """
+    sizes = {
+        "microbatches": microbatches,
+        "ranks": ranks,
+        "virtual_stages": virtual_stages,
+        "group": group,
+    }
+    if isinstance(schedule, str):
+        if microbatches is None:
+            raise UsageError(
+                f'microbatches: is missing; write solve(profile, "{schedule}", microbatches=8)'
+            )
+        schedule = generate_for_stages(schedule, profile.stages, **sizes)  # type: ignore[arg-type]
+    elif given := [name for name, size in sizes.items() if size is not None]:
+        raise UsageError(
+            f"{given[0]}: the schedule has its sizes; leave it out, or name the schedule"
+        )
+    return solve_dag(PipelineDag.from_schedule(profile, schedule, **extras), progress=progress)
+
+
+def solve_dag(dag: PipelineDag, *, progress: Callable[[int, int], None] | None = None) -> Frontier:
+    """Compute the exact frontier of any graph of computations, from its slow end to its fast one,
+    by minimum cuts.
+
+    Raises:
+        ProfileError: If the overhead leaves nothing of an iteration, or the measurements cannot be
+            scaled.
+    """
+    return Frontier.of(dag, progress)

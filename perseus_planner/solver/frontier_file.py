@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,8 +21,12 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, parse_operation
-from perseus_planner.schedules.iteration_text import parse_stage_kind
-from perseus_planner.solver.network import Guides, Integers
+from perseus_planner.schedules.pipeline import parse_stage_kind
+from perseus_planner.solver.network import UNLIMITED, Guides, Integers
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 _FORMAT = "perseus-planner/frontier"
 _VERSION = 2
@@ -194,3 +198,44 @@ def _evidence(numbers: Sequence[float] | None) -> Evidence | None:
         return None
     achieved_mhz, time_s, energy_j, windows, temperature_c = numbers
     return Evidence(achieved_mhz, time_s, energy_j, int(windows), temperature_c)
+
+
+_MOST = 2**60  #: no time or flow is larger
+_LARGE = 1e30  #: no second or watt is larger
+
+
+def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: Guides) -> None:
+    """Check that the curve is convex and falls, and that the guides are numbers of its iteration.
+
+    Raises:
+        FrontierError: If they are not; names the first field that is wrong.
+    """
+    for name, each in (("times", times), ("powers", powers)):
+        _need(
+            each.dtype == np.int64 and each.ndim == 1 and len(each) == len(times) > 0,
+            name,
+            "is not a list",
+        )
+    _need(_within(times, _MOST) and bool((times[1:] < times[:-1]).all()), "times", "do not fall")
+    rising = (
+        _within(powers[:-1], _MOST)
+        and powers[-1] == UNLIMITED
+        and bool((powers[1:] >= powers[:-1]).all())
+    )
+    _need(rising, "powers", "do not rise")
+    count = len(guides.time_s)
+    shaped = guides.time_s.dtype == np.float64 and guides.time_s.shape == (count,) and count > 0
+    _need(shaped and bool((np.diff(guides.time_s) <= 0).all()), "guide_time_s", "does not fall")
+    _need(_within(guides.time_s, _LARGE), "guide_time_s", "is not a time")
+    for name, values in (("guide_end_s", guides.end_s), ("guide_price_w", guides.price_w)):
+        shaped = values.dtype == np.float32 and values.shape == (count, len(dag.keys))
+        _need(shaped and _within(values, _LARGE), name, "is not of this graph")
+
+
+def _within(values: NDArray[Any], most: float) -> bool:
+    return bool(((values >= 0) & (values <= most)).all())
+
+
+def _need(is_right: bool, field: str, problem: str) -> None:
+    if not is_right:
+        raise FrontierError(f"{field}: {problem}")

@@ -29,13 +29,15 @@ constraint is an arc with one vertex, its lag.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.heap import pop, push
 from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.network import UNLIMITED, Integers, Network, State
+
+if TYPE_CHECKING:
+    from perseus_planner.solver.network import Integers
 
 _MOST_STEPS = 4096  #: that one call of the kernel records
 
@@ -393,3 +395,33 @@ def walk(network: Network, targets: Iterable[int], state: State | None = None) -
         time, power = times[-1], powers[-1]
         if power == UNLIMITED:
             break
+
+
+@inner_kernel
+def push(far: Integers, far_node: Integers, count: int, beyond: int, node: int) -> None:
+    """Add a node to the heap of `count` nodes."""
+    at = count
+    while at > 0:
+        above = (at - 1) // 2
+        if far[above] < beyond or (far[above] == beyond and far_node[above] <= node):
+            break
+        far[at], far_node[at] = far[above], far_node[above]
+        at = above
+    far[at], far_node[at] = beyond, node
+
+
+@inner_kernel
+def pop(far: Integers, far_node: Integers, count: int) -> None:
+    """Take away the first node of the heap, which leaves `count` nodes."""
+    last, node, at, child = far[count], far_node[count], 0, 1
+    while child < count:
+        if child + 1 < count and (
+            far[child + 1] < far[child]
+            or (far[child + 1] == far[child] and far_node[child + 1] < far_node[child])
+        ):
+            child += 1
+        if last < far[child] or (last == far[child] and node < far_node[child]):
+            break
+        far[at], far_node[at] = far[child], far_node[child]
+        at, child = child, 2 * child + 1
+    far[at], far_node[at] = last, node

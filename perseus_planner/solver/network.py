@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.base.errors import ProfileError
-from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull
+from perseus_planner.profiles.measurement import OperatingPoint, lower_hull
 
 if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag

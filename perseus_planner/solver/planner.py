@@ -21,17 +21,21 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
-from perseus_planner.solver.point_bound import PRICE_ROUNDING, find_windows, point_bound_gain_j
-from perseus_planner.solver.point_problem import PointProblem, point_problem
+from perseus_planner.solver.point_problem import (
+    PRICE_ROUNDING,
+    PointProblem,
+    find_windows,
+    point_bound_gain_j,
+    point_problem,
+)
 from perseus_planner.solver.polish import polish
 from perseus_planner.solver.rounding import ANCHOR_SPAN, Anchor, round_plan
 
 if TYPE_CHECKING:
-    from perseus_planner.profiles.clock_changes import ClockChange
-    from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.measurement import ClockChange, Measurement
     from perseus_planner.solver.curve import TimeEnergyCurve
     from perseus_planner.solver.network import Integers
-    from perseus_planner.solver.point_bound import Window
+    from perseus_planner.solver.point_problem import Window
 
 _LEVELS = (
     0,

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.solver.kernels import inner_kernel, kernel
-from perseus_planner.solver.segment_moves import change_ranks, change_segment
 from perseus_planner.solver.segments import (
     SegmentProblem,
     SegmentState,
+    change_ranks,
+    change_segment,
     load_state,
     max_changes,
     replay,

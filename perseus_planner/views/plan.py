@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Sheet, column, quantities, table
-from perseus_planner.plans.on_time import INTERVAL, OnTime
+from perseus_planner.plans.plan import INTERVAL, OnTime
 from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, replay
 from perseus_planner.profiles.csv_file import WORDS, unit_of
 from perseus_planner.schedules import Computation

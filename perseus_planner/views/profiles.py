@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Sheet, column, ranges
 from perseus_planner.profiles.csv_file import unit_of, word_of
-from perseus_planner.profiles.operating_points import OperatingPoint, lower_hull, pareto_front
+from perseus_planner.profiles.measurement import OperatingPoint, lower_hull, pareto_front
 from perseus_planner.views.context import Context, context_of_profile, power_text
 
 if TYPE_CHECKING:

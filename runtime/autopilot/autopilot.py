@@ -24,7 +24,7 @@ from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.profiles.clock_changes import ClockChange
+    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.autopilot.observations import RankObservation
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import CHANGES, CLOCK, COUNT, INDEX, WAIT, Rule, check_fields
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 
 if TYPE_CHECKING:
     from perseus_planner.schedules.iteration import Iteration

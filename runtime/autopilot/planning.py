@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import InfeasibleDeadline
-from perseus_planner.profiles.clock_changes import with_fewer_changes
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import Measurement, with_fewer_changes
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.autopilot.search import anneal, changes_of, layout, replay
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import clocks_by_budget
+from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.solver.planner import Planner
 from perseus_planner.solver.point_problem import point_problem
-from perseus_planner.solver.solve import solve_dag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.profiles.clock_changes import ClockChange
+    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.runtime.autopilot.job import AutopilotJob
 
     Floats = NDArray[np.float64]

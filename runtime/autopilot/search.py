@@ -17,7 +17,7 @@ from perseus_planner.solver.kernels import allocating_kernel
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.profiles.clock_changes import ClockChange
+    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.schedules.iteration import Iteration
 
     Floats = NDArray[np.float64]

@@ -25,7 +25,7 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
-from perseus_planner.solver.solve import solve, solve_dag
+from perseus_planner.solver.frontier import solve, solve_dag
 
 MAKE = """
 import sys

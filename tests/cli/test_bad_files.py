@@ -22,7 +22,7 @@ from perseus_planner import Frontier, Plan
 from perseus_planner.base.errors import FrontierError, PlanError, PlannerError
 from perseus_planner.base.files import sha256
 from perseus_planner.schedules import one_f_one_b
-from perseus_planner.solver.solve import solve
+from perseus_planner.solver.frontier import solve
 
 # NumPy warns of odd headers before it refuses them.
 pytestmark = pytest.mark.filterwarnings("ignore:Reading `.npy`:UserWarning")

@@ -18,7 +18,7 @@ from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.plans.job import Job
 from perseus_planner.plans.replay import replay
 from perseus_planner.plans.settings import Correction
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 
 JOB = """# the job that runs tonight
 format: perseus-planner/job

@@ -20,7 +20,7 @@ from waiting import LONG_S
 from perseus_planner.gpu import inspection, latency, open_gpu
 from perseus_planner.gpu.inspection import watch_energy
 from perseus_planner.gpu.latency import measure_latency
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 
 SET = "nvmlDeviceSetGpuLockedClocks"
 

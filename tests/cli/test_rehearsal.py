@@ -41,7 +41,7 @@ def one_thread() -> Iterator[None]:
 
 def rehearsed(folder: Path, count: int, broken: str, *arguments: str) -> list[Ended]:
     """Rehearse on ranks of which rank 1 has something wrong; only rank 0 prints."""
-    everyone = ranks("rehearsal_programs:rehearse", count, folder, broken, *arguments)
+    everyone = ranks("rehearse", count, folder, broken, *arguments)
     assert len({each.code for each in everyone}) == 1, [each.stderr for each in everyone]
     assert {each.stdout for each in everyone[1:]} == {""}
     return everyone
@@ -281,7 +281,7 @@ def test_options_that_do_not_fit_are_refused(command: str, message: str):
 
 
 def test_stages_that_do_not_fit_the_ranks_are_refused(tmp_path: Path):
-    everyone = ranks("rehearsal_programs:rehearse", 3, tmp_path, "", "--stages", "2")
+    everyone = ranks("rehearse", 3, tmp_path, "", "--stages", "2")
     assert [each.code for each in everyone] == [2, 2, 2]
     assert "3 ranks cannot hold 2 stages evenly; give --stages a divisor of that" in "".join(
         each.stderr for each in everyone

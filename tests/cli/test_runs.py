@@ -16,7 +16,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Plan, Profile
 from perseus_planner.base.prefixes import si
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange

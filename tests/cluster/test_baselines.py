@@ -23,7 +23,7 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.solve import solve
+from perseus_planner.solver.frontier import solve
 
 Clocks = dict[str, int]
 Points = dict[int, tuple[float, float]]  #: MHz -> seconds, joules

@@ -25,8 +25,7 @@ from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve
+from perseus_planner.solver.frontier import Frontier, solve
 from perseus_planner.views.plan import summarize_plan
 
 QUICK = ("max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")

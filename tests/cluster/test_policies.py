@@ -18,8 +18,7 @@ from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler
 from perseus_planner.plans.replay import all_maximum
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules import one_f_one_b
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve
+from perseus_planner.solver.frontier import Frontier, solve
 
 
 @pytest.fixture(scope="module")

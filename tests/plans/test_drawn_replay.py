@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from strategies import fixed, problems
 
-from perseus_planner.plans.drawn_replay import replay_draws
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.estimation import Draws
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.on_time import replay_draws
 
 COUNT = 3
 

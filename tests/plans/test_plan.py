@@ -22,8 +22,7 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve, solve_dag
+from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 from perseus_planner.views.plan import summarize_plan, summarize_timeline, timeline_text
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import fixed
 
 from perseus_planner import Profile
-from perseus_planner.plans.regression import fit_terms
+from perseus_planner.plans.calibration import fit_terms
 from perseus_planner.profiles.measurement import Measurement
 
 TERMS = [("a",), ("b",), ("a", "b")]

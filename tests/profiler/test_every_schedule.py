@@ -71,7 +71,5 @@ def test_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.soak  # project/test_examples.py profiles, plans and trains once
 def test_megatron(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    results = results_of(
-        "profile_programs:megatron_models", 2, tmp_path, imports=["megatron_training"]
-    )
+    results = results_of("profile_programs:megatron_models", 2, tmp_path, imports=["tiny_gpt"])
     check(results, ["1f1b", "interleaved-1f1b", "groups of 4"], tmp_path)

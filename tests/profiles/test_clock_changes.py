@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import fixed
 
 from perseus_planner.base.errors import ProfileError
-from perseus_planner.profiles.clock_changes import (
+from perseus_planner.profiles.measurement import (
     ClockChange,
     changes_per_rank,
     with_fewer_changes,

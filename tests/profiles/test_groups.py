@@ -21,7 +21,7 @@ from perseus_planner.profiles.groups import (
 )
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
-from perseus_planner.solver.solve import solve
+from perseus_planner.solver.frontier import solve
 
 FAST = Profile(
     {(0, kind): (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.5, 200.0)) for kind in "FB"},

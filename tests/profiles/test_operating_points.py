@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fixed, profiles
 
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.operating_points import lower_hull, pareto_front
+from perseus_planner.profiles.measurement import Measurement, lower_hull, pareto_front
 from perseus_planner.profiles.profiles import Profile
 
 

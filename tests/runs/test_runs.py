@@ -18,7 +18,7 @@ from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import RunError
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.plans.replay import replay
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runs import ComputationRecord, IterationRecord, Run
 from perseus_planner.runs.records import ChangeStatistics
 from perseus_planner.runs.run import calibration_of

@@ -18,8 +18,7 @@ from virtual_training import Training, job_of, train
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
-from perseus_planner.profiles.clock_changes import changes_per_rank
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import Measurement, changes_per_rank
 from perseus_planner.runtime.autopilot import (
     Autopilot,
     AutopilotSettings,

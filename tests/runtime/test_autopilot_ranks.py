@@ -57,8 +57,12 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(
     assert "was trained without a plan" in refused.stderr
 
 
-def test_all_schedules_and_other_numbers_of_microbatches_are_learnt_by_watching(tmp_path: Path):
-    names = ["1f1b", "zbv", "dry"]
+@pytest.mark.parametrize(
+    "names", [["1f1b", "dry"], pytest.param(["zbv"], marks=pytest.mark.soak)], ids=" and ".join
+)
+def test_all_schedules_and_other_numbers_of_microbatches_are_learnt_by_watching(
+    names: list[str], tmp_path: Path
+):
     for result in results_of("autopilot_programs:references", 2, tmp_path, *names):
         for name in names:
             found = result[name]

@@ -15,7 +15,7 @@ from strategies import smooth_profile
 from perseus_planner import schedules
 from perseus_planner.plans.clock_replay import Task
 from perseus_planner.plans.replay import end_times, iteration_energy_j, replay_changes
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runtime.autopilot import AutopilotJob, ComputationObservation
 from perseus_planner.runtime.autopilot.observations import time_at_last_clock
 from perseus_planner.runtime.autopilot.planning import Costs, Searcher

@@ -14,7 +14,7 @@ from launching import Ended, ranks
 def run(program: str, folder: Path) -> list[Ended]:
     """Run three ranks, with all that torch prints."""
     return ranks(
-        f"ending_programs:{program}", 3, folder, str(folder / "state"), torch_says="WARNING"
+        f"runtime_faults:{program}", 3, folder, str(folder / "state"), torch_says="WARNING"
     )
 
 

@@ -4,13 +4,13 @@ engine unchanged.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from launching import ranks
+from launching import Results, results_of
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.engines import engine_of
@@ -23,46 +23,53 @@ from engine_programs import ITERATIONS, TORCH, deepspeed_schedule, schedule_of
 # Warnings on import of an engine are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-Results = list[dict[str, Any]]  #: of each rank
+SIZES = (2, 4)  #: ranks
+ENGINES = {"torch": tuple(TORCH), "deepspeed": ("1f1b", "dualpipe-v")}  #: and their schedules
 
-DEEPSPEED = ("1f1b", "dualpipe-v")
-
-
-def results_of(program: str, size: int, folder: Path, *imports: str) -> Results:
-    everyone = ranks(f"engine_programs:{program}", size, folder, imports=imports)
-    assert [each.code for each in everyone] == [0] * size, everyone
-    return [json.loads(each.stdout.splitlines()[-1]) for each in everyone]
+Launches = Callable[[str, int], Results]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def torch_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Results:
-    return results_of("torch_schedules", request.param, tmp_path_factory.mktemp("torch"))
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    """Return what so many ranks of an engine print, which are launched once."""
+
+    @cache
+    def launched(engine: str, size: int) -> Results:
+        pytest.importorskip(engine)
+        imports = ["deepspeed.pipe"] if engine == "deepspeed" else []
+        folder = tmp_path_factory.mktemp(engine)
+        return results_of(f"engine_programs:{engine}_schedules", size, folder, imports=imports)
+
+    return launched
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def deepspeed_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Results:
-    pytest.importorskip("deepspeed")
-    return results_of(
-        "deepspeed_engines", request.param, tmp_path_factory.mktemp("deepspeed"), "deepspeed.pipe"
-    )
+class Case(NamedTuple):
+    """What all ranks say of a schedule of an engine."""
+
+    engine: str
+    name: str
+    ranks: Results
+
+    def rows(self, microbatches: int) -> list[list[str]]:
+        """Return the order of our schedule on each rank."""
+        return rows(self.name, self.engine, len(self.ranks), microbatches)
 
 
-@pytest.fixture(params=TORCH)
-def torch_schedule(request: pytest.FixtureRequest, torch_ranks: Results) -> tuple[str, Results]:
-    return request.param, [each[request.param] for each in torch_ranks]
-
-
-@pytest.fixture(params=DEEPSPEED)
-def deepspeed_engine(
-    request: pytest.FixtureRequest, deepspeed_ranks: Results
-) -> tuple[str, Results]:
-    if request.param not in deepspeed_ranks[0]:
-        pytest.skip(f"this DeepSpeed has no {request.param}")
-    return request.param, [each[request.param] for each in deepspeed_ranks]
+@pytest.fixture(
+    params=[
+        (engine, size, name)
+        for engine, names in ENGINES.items()
+        for size in SIZES
+        for name in names
+    ],
+    ids=lambda param: " ".join(map(str, param)),
+)
+def case(request: pytest.FixtureRequest, launches: Launches) -> Case:
+    engine, size, name = request.param
+    ranks = launches(engine, size)
+    if name not in ranks[0]:
+        pytest.skip(f"this {engine} has no {name}")
+    return Case(engine, name, [rank[name] for rank in ranks])
 
 
 def rows(name: str, engine: str, size: int, microbatches: int) -> list[list[str]]:
@@ -72,180 +79,109 @@ def rows(name: str, engine: str, size: int, microbatches: int) -> list[list[str]
     return [[str(each) for each in row] for row in schedule.ranks]
 
 
-def check_told(name: str, engine: str, everyone: Results) -> None:
-    """Check that the hook sees two iterations, not the evaluation between them, in the announced
-    order.
-    """
-    microbatches = 2 * len(everyone)
-    for each, row in zip(everyone, rows(name, engine, len(everyone), microbatches), strict=True):
-        assert each["order"] == row
-        assert (
-            each["iterations"] == [{"microbatches": microbatches, "computations": row}] * ITERATIONS
-        )
-        assert not each["open"]
+def test_a_hook_sees_what_an_engine_runs_in_the_announced_order(case: Case) -> None:
+    """It sees two iterations, not the evaluation between them."""
+    microbatches = 2 * len(case.ranks)
+    for rank, row in zip(case.ranks, case.rows(microbatches), strict=True):
+        assert rank["order"] == row
+        iteration = {"microbatches": microbatches, "computations": row}
+        assert rank["iterations"] == [iteration] * ITERATIONS
+        assert not rank["open"]
 
 
-def check_clocks(everyone: Results) -> None:
-    """Check that the hook requests each computation's clock before it begins, and the first one
-    again at the end.
-    """
-    for each in everyone:
-        assert set(each["deviations"]) == {None}
-        assert len(each["clocks"]) == len(each["deviations"])
-        assert all(each["clocks"])
-        assert each["next"] == each["first"]
+def test_each_clock_is_asked_for_before_its_computation_and_the_first_again_at_the_end(
+    case: Case,
+) -> None:
+    for rank in case.ranks:
+        assert set(rank["deviations"]) == {None}
+        assert len(rank["clocks"]) == len(rank["deviations"])
+        assert all(rank["clocks"])
+        assert rank["next"] == rank["first"]
 
 
-def check_unchanged(everyone: Results) -> None:
-    """Check that losses, weights and random state equal those without a hook, and nothing stays
-    on the engine.
-    """
-    for each in everyone:
-        assert each["equal"]
-        assert each["wraps"]
-        assert each["restored"]
-        assert each["left"] == []
-        (refusal,) = each["refusals"]
+def test_training_is_bit_equal_and_the_engine_is_left_as_it_was(case: Case) -> None:
+    for rank in case.ranks:
+        assert rank["equal"]
+        assert rank["wraps"]
+        assert rank["restored"]
+        assert rank["left"] == []
+        (refusal,) = rank["refusals"]
         assert refusal.endswith("already; leave its block before you enter another")
 
 
-def check_seat(name: str, pipeline: int | None, everyone: Results) -> None:
-    for rank, each in enumerate(everyone):
-        assert (each["name"], each["device"]) == (name, "cpu")
-        assert each["seat"] == [rank, len(everyone), pipeline, list(range(len(everyone)))]
+def test_an_engine_gives_the_pipeline_rank(case: Case) -> None:
+    name, pipeline = {
+        "torch": ("torch.distributed.pipelining", None),
+        "deepspeed": ("DeepSpeed", 0),
+    }[case.engine]
+    size = len(case.ranks)
+    for number, rank in enumerate(case.ranks):
+        assert (rank["name"], rank["device"]) == (name, "cpu")
+        assert rank["seat"] == [number, size, pipeline, list(range(size))]
 
 
-def check_failure(error: str, everyone: Results) -> None:
-    """Check that each iteration has ended and nothing is left on the engine after a layer failed
-    on the last rank.
-    """
-    failures = [each["failure"] for each in everyone]
-    assert (failures[-1]["error"], failures[-1]["cause"]) == (
-        error,
-        "ArithmeticError: the layer fails",
-    )
-    for each in failures:
-        whole, broken = (iteration["computations"] for iteration in each["iterations"])
-        assert 0 < len(broken) < len(whole)
-        assert broken == whole[: len(broken)]
-        assert not each["open"]
-        assert each["left"] == []
-
-
-def test_a_hook_sees_what_a_torch_schedule_runs(torch_schedule: tuple[str, Results]) -> None:
-    name, everyone = torch_schedule
-    check_told(name, "torch", everyone)
-
-
-def test_a_hook_sees_what_a_deepspeed_engine_runs(deepspeed_engine: tuple[str, Results]) -> None:
-    name, everyone = deepspeed_engine
-    check_told(name, "deepspeed", everyone)
-
-
-def test_clocks_are_asked_for_before_computations_of_torch(
-    torch_schedule: tuple[str, Results],
-) -> None:
-    check_clocks(torch_schedule[1])
-
-
-def test_clocks_are_asked_for_before_computations_of_deepspeed(
-    deepspeed_engine: tuple[str, Results],
-) -> None:
-    check_clocks(deepspeed_engine[1])
-
-
-def test_training_with_torch_is_bit_equal_and_the_schedule_is_unchanged(
-    torch_schedule: tuple[str, Results],
-) -> None:
-    check_unchanged(torch_schedule[1])
-
-
-def test_training_with_deepspeed_is_bit_equal_and_the_engine_is_left_as_it_was(
-    deepspeed_engine: tuple[str, Results],
-) -> None:
-    check_unchanged(deepspeed_engine[1])
-
-
-def test_torch_gives_the_pipeline_rank(torch_schedule: tuple[str, Results]) -> None:
-    check_seat("torch.distributed.pipelining", None, torch_schedule[1])
-
-
-def test_deepspeed_gives_the_pipeline_rank(deepspeed_engine: tuple[str, Results]) -> None:
-    check_seat("DeepSpeed", 0, deepspeed_engine[1])
-
-
-def test_deepspeed_gives_the_pipeline(deepspeed_ranks: Results) -> None:
-    if len(deepspeed_ranks) != 4:
-        pytest.skip("two pipelines of two stages are four ranks")
-    replicas = [each["replicas"] for each in deepspeed_ranks]
-    assert [each["seat"] for each in replicas] == [
+def test_deepspeed_gives_the_pipeline(launches: Launches) -> None:
+    replicas = [rank["replicas"] for rank in launches("deepspeed", 4)]
+    assert [rank["seat"] for rank in replicas] == [
         [0, 2, 0, [0, 2]],
         [0, 2, 1, [1, 3]],
         [1, 2, 0, [0, 2]],
         [1, 2, 1, [1, 3]],
     ]
-    for each in replicas:
-        row = rows("1f1b", "deepspeed", 2, 3)[each["seat"][0]]
-        assert each["order"] == row
-        assert each["iterations"] == [{"microbatches": 3, "computations": row}]
+    for rank in replicas:
+        row = rows("1f1b", "deepspeed", 2, 3)[rank["seat"][0]]
+        assert rank["order"] == row
+        assert rank["iterations"] == [{"microbatches": 3, "computations": row}]
 
 
-def test_the_loss_belongs_to_the_forward_of_the_last_stage_of_torch(
-    torch_schedule: tuple[str, Results],
-) -> None:
-    _, everyone = torch_schedule
-    losses = [each["losses"] for each in everyone if each["losses"] is not None]
-    assert losses == [ITERATIONS * everyone[0]["microbatches"]]
+def test_the_number_of_microbatches_may_change(case: Case) -> None:
+    """Of an engine of DeepSpeed twice; torch has another schedule for another number."""
+    numbers = (4 * len(case.ranks), 2 * len(case.ranks))[: len(case.ranks[0]["changed"])]
+    assert len(numbers) == (2 if case.engine == "deepspeed" else 1)
+    for number, rank in enumerate(case.ranks):
+        expected = [case.rows(microbatches)[number] for microbatches in numbers]
+        assert rank["changed_orders"] == expected
+        assert rank["changed"] == [
+            {"microbatches": microbatches, "computations": row}
+            for microbatches, row in zip(numbers, expected, strict=True)
+        ]
 
 
-def test_another_schedule_of_torch_may_have_another_number_of_microbatches(
-    torch_schedule: tuple[str, Results],
-) -> None:
-    name, everyone = torch_schedule
-    microbatches = 4 * len(everyone)
-    for each, row in zip(everyone, rows(name, "torch", len(everyone), microbatches), strict=True):
-        assert each["more_order"] == row
-        assert each["more"] == [{"microbatches": microbatches, "computations": row}]
+def test_the_loss_belongs_to_the_forward_of_the_last_stage_of_torch(case: Case) -> None:
+    losses = [rank["losses"] for rank in case.ranks if rank.get("losses") is not None]
+    microbatches = case.ranks[0]["microbatches"]
+    assert losses == ([ITERATIONS * microbatches] if case.engine == "torch" else [])
 
 
-def test_what_a_backward_of_deepspeed_computes_again_is_no_forward(
-    deepspeed_engine: tuple[str, Results],
-) -> None:
-    for each in deepspeed_engine[1]:
-        microbatches = each["microbatches"]
-        assert (
-            each["calls"] == 2 * ITERATIONS * microbatches + microbatches
-        )  # forward and again; and an evaluation
+def test_what_a_backward_of_deepspeed_computes_again_is_no_forward(case: Case) -> None:
+    for rank in case.ranks if case.engine == "deepspeed" else ():
+        microbatches = rank["microbatches"]
+        # Forward and again; and an evaluation.
+        assert rank["calls"] == 2 * ITERATIONS * microbatches + microbatches
         forwards = [
-            sum("F" in cell for cell in iteration["computations"])
-            for iteration in each["iterations"]
+            sum("F" in computation for computation in iteration["computations"])
+            for iteration in rank["iterations"]
         ]
-        assert forwards == [sum("F" in cell for cell in each["order"])] * ITERATIONS
+        assert forwards == [sum("F" in computation for computation in rank["order"])] * ITERATIONS
 
 
-def test_an_engine_of_deepspeed_may_change_its_number_of_microbatches(
-    deepspeed_engine: tuple[str, Results],
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("engine", "error"),
+    [("torch", "RuntimeError"), ("deepspeed", "ArithmeticError")],  # torch adds which stage failed
+)
+def test_a_failure_in_an_iteration_is_still_that_failure_and_leaves_nothing_behind(
+    engine: str, error: str, size: int, launches: Launches
 ) -> None:
-    name, everyone = deepspeed_engine
-    numbers = (4 * len(everyone), 2 * len(everyone))
-    for rank, each in enumerate(everyone):
-        wanted = [rows(name, "deepspeed", len(everyone), number)[rank] for number in numbers]
-        assert each["changed_orders"] == wanted
-        expected = [
-            {"microbatches": number, "computations": row}
-            for number, row in zip(numbers, wanted, strict=True)
-        ]
-        assert each["changed"] == expected
-
-
-def test_a_failure_in_an_iteration_of_torch_is_still_that_failure(torch_ranks: Results) -> None:
-    check_failure("RuntimeError", torch_ranks)  # torch adds which stage failed
-
-
-def test_a_failure_in_an_iteration_of_deepspeed_is_still_that_failure(
-    deepspeed_ranks: Results,
-) -> None:
-    check_failure("ArithmeticError", deepspeed_ranks)
+    failures: list[dict[str, Any]] = [rank["failure"] for rank in launches(engine, size)]
+    cause = "ArithmeticError: the layer fails"
+    assert (failures[-1]["error"], failures[-1]["cause"]) == (error, cause)
+    for rank in failures:
+        whole, broken = (iteration["computations"] for iteration in rank["iterations"])
+        assert 0 < len(broken) < len(whole)
+        assert broken == whole[: len(broken)]
+        assert not rank["open"]
+        assert rank["left"] == []
 
 
 def test_what_an_instance_had_of_its_own_it_has_again() -> None:

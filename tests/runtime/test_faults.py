@@ -28,7 +28,7 @@ def warnings_of(everyone: Results, name: str) -> list[str]:
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("refused")
-    everyone = results_of("runtime_programs:refusals", 2, folder)
+    everyone = results_of("runtime_runs:refusals", 2, folder)
     assert files(folder / "state") == []
     return everyone
 
@@ -100,7 +100,7 @@ def test_after_refusals_a_job_may_begin(refused: Results):
 
 @pytest.fixture(scope="module")
 def unclocked(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of("runtime_programs:without", 2, tmp_path_factory.mktemp("without"))
+    return results_of("runtime_runs:without", 2, tmp_path_factory.mktemp("without"))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_rank_that_does_not_join_is_waited_for_once_and_training_begins(uncloc
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("survived")
-    everyone = results_of("runtime_programs:no_clocks_any_more", 2, folder)
+    everyone = results_of("runtime_faults:no_clocks_any_more", 2, folder)
     eventually(lambda: not planner_processes(str(folder / "state")))
     assert files(folder / "state") == []
     return everyone
@@ -191,7 +191,7 @@ def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_with
 
 
 def test_where_clock_changes_cannot_keep_up_training_goes_on_with_fewer(tmp_path: Path):
-    everyone = results_of("runtime_programs:fewer_changes", 2, tmp_path)
+    everyone = results_of("runtime_faults:fewer_changes", 2, tmp_path)
     for result in everyone:
         assert result["slow"]["equal"]
         assert result["slow"]["problem"] is None
@@ -207,7 +207,7 @@ def test_a_gpu_that_was_lost_is_reset_when_the_next_job_begins(survived: Results
 
 
 def test_after_its_controller_was_killed_twice_a_job_has_its_clocks_again(tmp_path: Path):
-    everyone = results_of("runtime_programs:clocks_come_back", 2, tmp_path)
+    everyone = results_of("runtime_faults:clocks_come_back", 2, tmp_path)
     assert [each["equal"] for each in everyone] == [True, True]
     assert [each["locked_mhz"] for each in everyone] == [None, None]
     texts = [text.partition(": ")[2] for each in everyone for text in each["warnings"]]
@@ -222,7 +222,7 @@ def test_after_its_controller_was_killed_twice_a_job_has_its_clocks_again(tmp_pa
 
 def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn, tmp_path: Path):
     everyone = results_of(
-        "runtime_programs:no_permission_any_more",
+        "runtime_faults:no_permission_any_more",
         2,
         tmp_path,
         json.dumps(dict(nvml.environment())),
@@ -235,7 +235,7 @@ def test_a_driver_that_sets_no_more_clocks_ends_them_on_all_ranks(nvml: StandIn,
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of("runtime_programs:clocks_go_on", 2, tmp_path_factory.mktemp("undisturbed"))
+    return results_of("runtime_faults:clocks_go_on", 2, tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_what_fails_beside_or_leaves_takes_no_clock_from_the_others(
 
 
 def test_without_the_store_training_goes_on_by_its_plan_and_no_new_one_is_taken(tmp_path: Path):
-    everyone = results_of("runtime_programs:store_gone", 2, tmp_path)
+    everyone = results_of("runtime_faults:store_gone", 2, tmp_path)
     assert [(rank["problem"], rank["locked_mhz"]) for rank in everyone] == [(None, None)] * 2
     assert all("the job's store can no longer be used" in rank["refused"] for rank in everyone)
     assert [len(rank["warnings"]) for rank in everyone] == [1, 0]

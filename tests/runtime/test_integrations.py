@@ -17,15 +17,14 @@ pytest.importorskip("torch")
 STEPS = 3
 
 
-@pytest.mark.parametrize("framework", ["torchtitan", "automodel"])
-def test_the_example_of_a_framework_trains_by_a_plan_with_the_same_results(
-    framework: str, tmp_path: Path
-):
-    everyone = results_of(f"integration_programs:{framework}", 2, tmp_path)
-    assert everyone == [{"1f1b": True, "interleaved-1f1b": True}] * 2
-    for name in ("1f1b", "interleaved-1f1b"):
-        for rank in Run.load(tmp_path / f"run-{name}").ranks:
-            assert [row.is_as_planned for row in rank.iterations] == [True] * STEPS
+def test_the_examples_of_frameworks_train_by_a_plan_with_the_same_results(tmp_path: Path):
+    everyone = results_of("integration_programs:examples", 2, tmp_path)
+    names = ("1f1b", "interleaved-1f1b")
+    for framework in ("torchtitan", "automodel"):
+        assert [rank[framework] for rank in everyone] == [dict.fromkeys(names, True)] * 2
+        for name in names:
+            for rank in Run.load(tmp_path / f"{framework}-{name}").ranks:
+                assert [row.is_as_planned for row in rank.iterations] == [True] * STEPS
 
 
 def test_megatron_bridge_trains_by_a_plan_and_goes_on_after_an_evaluation(tmp_path: Path):

@@ -4,23 +4,19 @@ later, nothing hangs.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import run
 from gpu_owners import await_end, files, owner
-from launching import deepspeed, forking, results_of, torchrun
+from launching import deepspeed, launched, results_of, torchrun
 from planner_processes import AUTOPILOT, CONTROLLER, GUARDIAN, has_not_ended, planner_processes
 from waiting import eventually, idle_s, soon
 
@@ -119,18 +115,8 @@ def forked_job(folder: Path, *, unplanned: bool = False) -> Iterator[Job]:
     folder.mkdir()
     if unplanned:
         (folder / "unplanned").touch()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        request = {"folder": str(folder), "port": str(free.getsockname()[1])}
-    server = _server()
-    print(json.dumps(request), file=server.stdin, flush=True)
-    with job(folder, int(server.stdout.readline())) as begun:
+    with job(folder, launched("runtime_victims:train", 2, folder, str(folder))) as begun:
         yield begun
-
-
-@cache
-def _server() -> subprocess.Popen[str]:
-    return forking(str(SCRIPT), "serve")
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
@@ -240,7 +226,7 @@ def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives
     with forked_job(folder) as job:
         trains(job)
         everyone = results_of(
-            "runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms"
+            "runtime_runs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms"
         )
         for rank in everyone:
             assert rank["held"]["error"] == "GpuInUse"
@@ -250,22 +236,22 @@ def test_a_second_job_is_refused_on_all_ranks_for_as_long_as_the_first_one_lives
         job.stop()
         assert (job.locked_mhz, files(folder / "state")) == ([None, None], [])
         everyone = results_of(
-            "runtime_programs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms"
+            "runtime_runs:beside_another_job", 2, folder, "emulated:a100-sxm?call=1ms"
         )
         assert [rank["held"]["error"] for rank in everyone] == ["NoneType"] * 2
 
 
 @pytest.mark.parametrize(
-    "launched", [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak)]
+    "launcher", [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak)]
 )  # it imports much
 def test_when_a_launcher_is_killed_its_ranks_go_on_and_clocks_are_reset(
-    launched: Callable, folder: Path
+    launcher: Callable, folder: Path
 ):
-    if launched is deepspeed:
+    if launcher is deepspeed:
         pytest.importorskip("deepspeed")
     folder.mkdir()
     with (
-        launched(2, folder, str(SCRIPT), str(folder)) as process,
+        launcher(2, folder, str(SCRIPT), str(folder)) as process,
         job(folder, process.pid) as begun,
     ):
         trains(begun)

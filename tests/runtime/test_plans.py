@@ -14,7 +14,7 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.switching.plans import Plans
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 
 
 def plan_of(dag: PipelineDag, share: float = 0.5) -> Plan:

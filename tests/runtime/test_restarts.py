@@ -200,6 +200,7 @@ def test_a_node_whose_training_is_killed_trains_again_with_the_other_node(
         begun.check_goes_on(losses)
 
 
+@pytest.mark.soak  # the test above has restarts, test_kills.py deaths of whole jobs
 def test_a_job_that_is_killed_as_a_whole_is_started_again_by_its_supervisor(
     losses: list[Any], tmp_path: Path
 ):

@@ -39,15 +39,13 @@ def check_followed(everyone: Results, *names: str) -> None:
 def test_torch_runs_every_computation_at_its_clock_and_results_stay_the_same(
     count: int, names: list[str], tmp_path: Path
 ):
-    check_followed(results_of("runtime_programs:torch_schedules", count, tmp_path, *names), *names)
+    check_followed(results_of("runtime_runs:torch_schedules", count, tmp_path, *names), *names)
 
 
 @pytest.mark.soak  # runtime/test_engines.py has its adapter
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed_runs_every_computation_at_its_clock_and_results_stay_the_same(tmp_path: Path):
-    everyone = results_of(
-        "runtime_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"]
-    )
+    everyone = results_of("runtime_runs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"])
     check_followed(everyone, "1f1b")
 
 
@@ -60,7 +58,7 @@ def test_megatron_runs_every_computation_at_its_clock_and_results_stay_the_same(
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Run a job with all kinds of changes except plans for each pipeline."""
-    return results_of("runtime_programs:changes", 2, tmp_path_factory.mktemp("changes"))
+    return results_of("runtime_runs:changes", 2, tmp_path_factory.mktemp("changes"))
 
 
 def test_other_numbers_of_microbatches_run_without_clocks_with_one_warning_in_the_whole_job(
@@ -104,7 +102,7 @@ def test_an_exception_of_the_training_reaches_its_caller_with_clocks_reset(chang
 
 
 def test_pipelines_run_by_plans_of_their_own_and_change_them_together(tmp_path: Path):
-    everyone = results_of("runtime_programs:pipelines", 4, tmp_path)
+    everyone = results_of("runtime_runs:pipelines", 4, tmp_path)
     assert [rank["pipeline"] for rank in everyone] == [0, 1, 0, 1]
     assert all(rank["ran"] == everyone[0]["ran"] == sorted(rank["ran"]) for rank in everyone)
     assert [rank["locked"] for rank in everyone] == [None] * 4
@@ -112,7 +110,7 @@ def test_pipelines_run_by_plans_of_their_own_and_change_them_together(tmp_path: 
 
 
 def test_a_dry_run_does_all_but_set_clocks(tmp_path: Path):
-    everyone = results_of("runtime_programs:dry_run", 2, tmp_path)
+    everyone = results_of("runtime_runs:dry_run", 2, tmp_path)
     for rank in everyone:
         assert (rank["plan"], rank["as planned"], rank["problem"], rank["warnings"]) == (
             True,

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launching import Ended, ended, free_port, ranks, started
+from launching import Ended, by_themselves, ended, free_port, ranks, started
 from waiting import eventually, soon
 
 from perseus_planner import Run, runtime
@@ -26,7 +26,7 @@ from perseus_planner.runs.recording import attempt_path, attempts_in
 from perseus_planner.runtime.unmodified.training import UnmodifiedTraining
 
 SUPPORT = Path(__file__).parents[1] / "support"
-SCRIPT = str(SUPPORT / "plain_training.py")
+SCRIPT = str(SUPPORT / "tiny_training.py")
 GPU = "emulated:a100-sxm?call=0"
 PLANNER = ("-m", "perseus_planner", "run")
 IMPORTS = {
@@ -58,45 +58,22 @@ def _need(engine: str) -> None:
 
 
 def torchrun(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
-    launcher = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     (folder / "fails").touch()
     # Otherwise ranks that torchrun starts again may read addresses of the ranks before them.
     store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return [
-        ended(
-            started([*run, sys.executable, *launcher, SCRIPT, engine, str(folder)], folder, **store)
-        )
-    ]
+    script = ("--max-restarts", "1", SCRIPT, engine, str(folder))
+    return [ended(started([*run, sys.executable, *launcher, *script], folder, **store))]
 
 
 def deepspeed(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
-    launcher = (
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(free_port()),
-    )
-    return [ended(started([*run, sys.executable, *launcher, SCRIPT, engine, str(folder)], folder))]
+    launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port")
+    script = (str(free_port()), SCRIPT, engine, str(folder))
+    return [ended(started([*run, sys.executable, *launcher, *script], folder))]
 
 
-def processes(folder: Path, run: Sequence[str], engine: str) -> list[Ended]:
-    """Start each rank by itself, as srun does."""
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [*run, sys.executable, SCRIPT, engine, str(folder)]
-    begun = [
-        started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)
-    ]
-    return [ended(each) for each in begun]
+def processes(folder: Path, run: Sequence[str], engine: str, count: int = 2) -> list[Ended]:
+    return by_themselves(count, folder, *run, sys.executable, SCRIPT, engine, str(folder))
 
 
 def results(folder: Path, count: int = 2) -> list[str]:
@@ -126,7 +103,12 @@ def locked_mhz(rank: int) -> int | None:
     ("engine", "launch", "plan", "attempts"),
     [
         pytest.param(
-            "torch", torchrun, ["--plan", "plan-2.yaml"], 2, id="torch, torchrun with a restart"
+            *("torch", processes, ["--plan", "plan-2.yaml"], 1), id="torch, ranks by themselves"
+        ),
+        pytest.param(
+            *("torch", torchrun, ["--plan", "plan-2.yaml"], 2),
+            id="torch, torchrun with a restart",
+            marks=pytest.mark.soak,  # test_restarts.py has torchrun with a restart
         ),
         pytest.param(
             *("deepspeed", deepspeed, [], 1),
@@ -134,10 +116,7 @@ def locked_mhz(rank: int) -> int | None:
             marks=pytest.mark.soak,
         ),
         pytest.param(
-            "megatron",
-            processes,
-            ["--plan", "plan-2.yaml"],
-            1,
+            *("megatron", processes, ["--plan", "plan-2.yaml"], 1),
             id="Megatron's loop, ranks by themselves",
             marks=pytest.mark.soak,
         ),
@@ -151,9 +130,9 @@ def test_a_script_that_knows_no_planner_trains_with_it(
     attempts: int,
 ):
     _need(engine)
-    found = launch(folder, [*PLANNER, *plan, "--gpu", GPU, "--record", "run", "--"], engine)
-    assert [each.code for each in found] == [0] * len(found), [each.stderr for each in found]
-    assert not [each.stderr for each in found if "goes on without" in each.stderr]
+    everyone = launch(folder, [*PLANNER, *plan, "--gpu", GPU, "--record", "run", "--"], engine)
+    assert {rank.code for rank in everyone} == {0}, [rank.stderr for rank in everyone]
+    assert not [rank.stderr for rank in everyone if "goes on without" in rank.stderr]
     recorded = attempts_in(folder / "run")  # each begins when the runtime attaches
     assert len(recorded) == attempts
     if plan:
@@ -178,13 +157,8 @@ def test_megatron_lm_itself_trains_by_a_plan_and_evaluates_between_iterations(fo
     run = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--record", "run", "--", sys.executable]
     losses = []
     for command in (script, [*run, *script]):
-        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        begun = [
-            started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank))
-            for rank in range(2)
-        ]
-        found = [ended(each) for each in begun]
-        assert [each.code for each in found] == [0, 0], [each.stderr for each in found]
+        everyone = by_themselves(2, folder, *command)
+        assert [each.code for each in everyone] == [0, 0], [each.stderr for each in everyone]
         losses.append(results(folder))
     assert losses[0] == losses[1]
     assert len(json.loads(losses[0][1])) > 6 * 4  # of evaluations too
@@ -195,22 +169,10 @@ def test_megatron_lm_itself_trains_by_a_plan_and_evaluates_between_iterations(fo
 
 
 def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path):
-    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    command = [
-        *PLANNER,
-        "--plan",
-        "plan-2.yaml",
-        "--gpu",
-        GPU,
-        "--",
-        sys.executable,
-        SCRIPT,
-        "torch",
-        str(folder),
-    ]
-    found = ended(started(command, folder, **job, MASTER_PORT=str(free_port())))
-    assert found.code == 0, found.stderr
-    assert [line for line in found.stderr.splitlines() if "planner" in line] == [
+    run = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--"]
+    (rank,) = processes(folder, run, "torch", 1)
+    assert rank.code == 0, rank.stderr
+    assert [line for line in rank.stderr.splitlines() if "planner" in line] == [
         "planner: the plan is for pipelines of 2 ranks, and torch.distributed.pipelining runs "
         "pipelines of 1; solve for the schedule that you train with; training goes on without the "
         "planner"
@@ -228,14 +190,9 @@ def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path
 def test_a_module_that_is_terminated_leaves_no_clock(
     engine: str, plan: Sequence[str], folder: Path
 ):
-    job = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "PYTHONPATH": str(SUPPORT),
-    }
-    script = [sys.executable, "-m", "plain_training", engine, str(folder), "1000000"]
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    job |= {"PYTHONPATH": f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    script = [sys.executable, "-m", "tiny_training", engine, str(folder), "1000000"]
     command = [*PLANNER, *plan, "--gpu", GPU, "--", *script]
     with closing(open_emulated("a100-sxm/0?call=0")) as gpu:
         process = started(command, folder, **job, MASTER_PORT=str(free_port()))
@@ -299,8 +256,9 @@ def test_an_engine_that_is_imported_but_trains_nothing_loads_no_numpy_and_no_ses
     )
     names, loader, wrapped = python(code, tmp_path, [STARTUP, str(tmp_path)])
     unmodified = "perseus_planner.runtime.unmodified"
-    assert names == [
+    assert sorted(names) == [
         "perseus_planner",
+        "perseus_planner.base",
         "perseus_planner.runtime",
         unmodified,
         f"{unmodified}.engines",

@@ -13,14 +13,13 @@ from strategies import deadline_s, fixed, jobs, problems, shares
 from perseus_planner import schedules
 from perseus_planner.base.errors import ProfileError, ScheduleError
 from perseus_planner.plans.replay import replay
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.operating_points import OperatingPoint
+from perseus_planner.profiles.measurement import Measurement, OperatingPoint
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 
 
 def same_everywhere(stages: int) -> Profile:

@@ -14,7 +14,7 @@ from perseus_planner.base.errors import ScheduleError
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
-from perseus_planner.schedules.iteration_text import (
+from perseus_planner.schedules.pipeline import (
     iteration_from_dict,
     iteration_to_dict,
     parse_stage_kind,

@@ -70,7 +70,7 @@ from perseus_planner.service.schemas import Counters, to_json
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import tables, writer
 from perseus_planner.service.store.storage import Change, Storage
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 
 PROGRAM = Path(__file__).parents[1] / "support" / "service_program.py"
 

@@ -37,7 +37,7 @@ from perseus_planner.service.reports import (
     next_turn_s,
     parts_concerned,
 )
-from perseus_planner.solver.solve import solve
+from perseus_planner.solver.frontier import solve
 
 CALM_S = Formula().baseline_time_s
 START_S = JOB.since_s

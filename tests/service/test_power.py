@@ -21,8 +21,7 @@ from perseus_planner import schedules
 from perseus_planner.base.errors import InfeasibleDeadline, InfeasiblePower
 from perseus_planner.service.power import Demand, shares
 from perseus_planner.service.state import Share
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve
+from perseus_planner.solver.frontier import Frontier, solve
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,8 +35,7 @@ from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, Operation
 from perseus_planner.solver import budget
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve, solve_dag
+from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 
 EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
 

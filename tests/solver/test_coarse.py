@@ -11,8 +11,7 @@ from strategies import fixed, graphs, shares, smooth_profile
 
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import network
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve, solve_dag
+from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve, solve_dag
+from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 
 
 def scale_j(frontier: Frontier) -> float:

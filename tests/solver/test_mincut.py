@@ -18,9 +18,8 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import mincut
-from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 from perseus_planner.solver.network import UNLIMITED
-from perseus_planner.solver.solve import solve, solve_dag
 
 #: Of two kinds: least and largest flows are what they are, whichever function of networkx finds
 #: them.

@@ -23,13 +23,13 @@ from perseus_planner.base.errors import (
     InfeasiblePower,
     UsageError,
 )
-from perseus_planner.plans.drawn_replay import replay_draws
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.on_time import replay_draws
 
 SCHEDULE = schedules.one_f_one_b(4, 8)
 SLOWDOWNS = (1.0, 1.02, 1.1)

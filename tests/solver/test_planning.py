@@ -18,8 +18,7 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.solver import budget
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve
+from perseus_planner.solver.frontier import Frontier, solve
 
 EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
 CHANGES = st.builds(

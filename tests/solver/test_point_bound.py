@@ -18,10 +18,8 @@ from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import Transfer
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.point_bound import find_windows
-from perseus_planner.solver.point_problem import point_problem
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import Frontier, solve_dag
+from perseus_planner.solver.point_problem import find_windows, point_problem
 
 _MOST_CHOICES = 300_000
 

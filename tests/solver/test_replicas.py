@@ -14,9 +14,8 @@ from perseus_planner.base.errors import InfeasibleDeadline, UsageError
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
-from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.frontier import Frontier, solve
 from perseus_planner.solver.replicas import Replicas
-from perseus_planner.solver.solve import solve
 
 Problem = tuple[Profile, Schedule]
 

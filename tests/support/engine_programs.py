@@ -7,64 +7,32 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from runtime_training import Recorder, equal, plan_of, schedule_of
 from schedule_engines import TORCH
+from tiny_training import DeepSpeed, Layer, Torch
 from torch import nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.plans.plan import Plan
-from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runtime.engines import engine_of
 from perseus_planner.runtime.engines.engine import Engine
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import HostMarks, parse_clock_request
-from perseus_planner.schedules import Computation, Schedule, generate
-from perseus_planner.schedules.pipeline import pipeline_iteration
+from perseus_planner.schedules import Schedule
 
-WIDTH = 8
-ROWS = 2  # of a microbatch
 ITERATIONS = 2
 
 #: Whose `eval` fails in torch 2.13, with or without a hook.
 V_SHAPED = (pipelining.ScheduleZBVZeroBubble, pipelining.ScheduleDualPipeV)
-
-
-class Recorder:
-    """A stand-in for a hook that records its calls by iteration."""
-
-    def __init__(self) -> None:
-        self.iterations: list[dict[str, Any]] = []
-        self.inside = self.computing = False
-
-    def begin_iteration(self, microbatches: int | None = None) -> None:
-        assert not self.inside
-        self.inside, self.computing = True, False
-        self.iterations.append({"microbatches": microbatches, "computations": []})
-
-    def begin(self, stage: int, kind: str, microbatch: int) -> None:
-        assert self.inside
-        assert not self.computing
-        self.computing = True
-        self.iterations[-1]["computations"].append(str(Computation(stage, kind, microbatch)))
-
-    def end(self) -> None:
-        assert self.computing
-        self.computing = False
-
-    def end_iteration(self) -> None:
-        assert self.inside
-        self.inside = False
-
-    def abandon_iteration(self) -> None:
-        self.inside = self.computing = False
 
 
 class Watched(Hook):
@@ -86,25 +54,6 @@ class Watched(Hook):
 
     def on_end(self, _: int, program: Program | None, deviation: str | None, *__: object) -> None:
         self.deviations.append(deviation)
-
-
-def plan_of(schedule: Schedule) -> Plan:
-    """Return a plan in which each computation of a rank has another clock."""
-    clocks = {str(each): 1000 + place for row in schedule.ranks for place, each in enumerate(row)}
-    measured = {
-        (stage, kind): {clock: Measurement(clock, 1.0, 1.0) for clock in clocks.values()}
-        for stage in range(schedule.stages)
-        for kind in schedule.kinds
-    }
-    return Plan(
-        pipeline_iteration(schedule), clocks, measured, "0" * 64, None, "simulated", 1.0, *[1.0] * 6
-    )
-
-
-def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
-    """Return our schedule."""
-    virtual = 2 if name.startswith(("interleaved", "looped")) else None
-    return generate(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
 
 
 def with_clocks(adapter: Engine, hook: Watched) -> dict[str, Any]:
@@ -178,35 +127,6 @@ def entered_and_left(adapter: Engine, owners: list[Any]) -> dict[str, Any]:
     }
 
 
-def equal(left: list[Any], right: list[Any]) -> bool:
-    assert len(left) == len(right) > 0
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-class Layer(nn.Module):
-    """A layer that uses random numbers.
-
-    Attributes:
-        left: Number of forwards before one fails; None if none fails.
-        calls: Number of forwards so far.
-    """
-
-    left: int | None = None
-    calls = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
-
-    def forward(self, x: Any) -> Any:
-        self.calls += 1
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise ArithmeticError("the layer fails")
-        return self.drop(self.linear(x)).tanh()
-
-
 class Loss:
     """Counts how often it is called during a computation."""
 
@@ -221,130 +141,111 @@ class Loss:
 # Schedules of torch
 
 
-def torch_schedules() -> None:
+def torch_schedules(_: str) -> None:
     """Train every torch schedule without and with a hook."""
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    said = {name: _followed(name, ranks) for name in TORCH}
-    said["failure"] = _torch_failure()
-    print(json.dumps(said), flush=True)
+    result = {name: _torch_followed(name, ranks) for name in TORCH}
+    pipeline = Torch("interleaved-zb", 2 * ranks)
+
+    def break_layer() -> None:
+        if pipeline.stages[1].is_last:
+            pipeline.layers[1].left = 2
+
+    result["failure"] = _failed(pipeline, break_layer)
+    print(json.dumps(result), flush=True)
     sys.exit()  # without waiting for ranks that may have failed
 
 
-def _followed(name: str, ranks: int) -> dict[str, Any]:
-    microbatches = 2 * ranks
-    plain = _torch_trained(torch_schedule(name, microbatches), nullcontext())
-
-    schedule = torch_schedule(name, microbatches)
-    adapter, recorder = engine_of(schedule), schedule._loss_fn.recorder
-    owners = [schedule, *_stages(schedule)]
-    order = adapter.order()
-    said = entered_and_left(adapter, owners)
-    hooked = _torch_trained(schedule, adapter.attached(recorder))
-
-    watched = torch_schedule(name, microbatches)
-    adapter = engine_of(watched)
-    hook = Watched(Program(1, plan_of(schedule_of(name, ranks, microbatches)), dist.get_rank()))
-    _torch_trained(watched, adapter.attached(hook))
-
-    more = torch_schedule(name, 2 * microbatches)
-    adapter, others = engine_of(more), Recorder()
+def _torch_followed(name: str, ranks: int) -> dict[str, Any]:
+    loss, microbatches = Loss(), 2 * ranks
+    result, pipeline = _followed(
+        partial(Torch, name, microbatches), partial(schedule_of, name, ranks), loss
+    )
+    more = Torch(name, 2 * microbatches)
+    adapter, others = engine_of(more.engine), Recorder()
     with adapter.attached(others):
-        torch_step(more, 2 * microbatches)
+        more.step()
     return {
-        **said,
+        **result,
+        "losses": loss.inside if any(stage.is_last for stage in pipeline.stages) else None,
+        "changed": others.iterations,
+        "changed_orders": [[str(each) for each in adapter.order() or ()]],
+    }
+
+
+def _followed(
+    create: Callable[..., Any], schedule: Callable[[int], Schedule], losses: Loss | None = None
+) -> tuple[dict[str, Any], Any]:
+    """Return what hooks saw of pipelines that `create` makes, and one that was followed.
+
+    Args:
+        create: Makes a pipeline from keywords.
+        schedule: Our schedule of so many microbatches.
+        losses: The loss of that pipeline.
+    """
+    microbatches = 2 * dist.get_world_size()
+    expected = _trained(create(), nullcontext())
+
+    pipeline = create() if losses is None else create(loss=losses)
+    adapter, recorder = (
+        engine_of(pipeline.engine),
+        Recorder() if losses is None else losses.recorder,
+    )
+    order, owners = adapter.order(), owners_of(pipeline)
+    result = entered_and_left(adapter, owners)
+    results = _trained(pipeline, adapter.attached(recorder))
+
+    watched = create()
+    hook = Watched(Program(1, plan_of(schedule(microbatches), gpu=None), dist.get_rank()))
+    _trained(watched, engine_of(watched.engine).attached(hook))
+    return {
+        **result,
         "microbatches": microbatches,
         "order": [str(each) for each in order or ()],
         "iterations": recorder.iterations,
         "open": recorder.inside or recorder.computing,
-        "equal": equal(plain, hooked),
-        "losses": schedule._loss_fn.inside
-        if any(stage.is_last for stage in _stages(schedule))
-        else None,
+        "equal": equal(expected, results),
         "left": not_taken_off(owners),
-        **with_clocks(engine_of(watched), hook),
-        "more": others.iterations,
-        "more_order": [str(each) for each in adapter.order() or ()],
-    }
+        **with_clocks(engine_of(watched.engine), hook),
+    }, pipeline
 
 
-def torch_schedule(name: str, microbatches: int) -> Any:
-    """Create a pipeline; it is the same each time."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    single, v_shaped = name in ("gpipe", "1f1b"), name in ("zbv", "dualpipe-v")
-    numbers = (
-        [rank] if single else [rank, 2 * ranks - 1 - rank] if v_shaped else [rank, ranks + rank]
-    )
-    torch.manual_seed(rank)
-    count = ranks * len(numbers)
-    parts = [
-        pipelining.PipelineStage(Layer(), each, count, torch.device("cpu")) for each in numbers
-    ]
-    kind = getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
-    return kind(parts[0] if single else parts, microbatches, loss_fn=Loss())
+def owners_of(pipeline: Any) -> list[Any]:
+    """Return the objects that an adapter may change."""
+    return [pipeline.engine, *getattr(pipeline, "stages", ())]
 
 
-def _stages(schedule: Any) -> list[Any]:
-    return [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
-
-
-def _torch_trained(schedule: Any, attached: AbstractContextManager[None]) -> list[Any]:
-    """Return the losses and weights of all iterations; the second follows an evaluation."""
-    modules = nn.ModuleList(stage.submod for stage in _stages(schedule))
-    optimizer, results = torch.optim.AdamW(modules.parameters(), lr=0.01), []
+def _trained(pipeline: Any, attached: AbstractContextManager[None]) -> list[Any]:
+    """Return the results of all iterations; the second follows an evaluation."""
+    results = []
     with attached:
-        for step in range(ITERATIONS):
-            if step == 1:
-                _torch_refused(schedule)
-            if step == 1 and not isinstance(schedule, V_SHAPED):
-                results += torch_step(schedule, schedule._n_microbatches, schedule.eval)
-            results += torch_step(schedule, schedule._n_microbatches)
-            optimizer.step()
-            optimizer.zero_grad()
-    return [*results, *modules.state_dict().values(), torch.rand(1)]
+        for iteration in range(ITERATIONS):
+            if iteration == 1 and isinstance(pipeline, Torch):
+                with pytest.raises(RuntimeError, match="requires gradients"), torch.no_grad():
+                    pipeline.run(pipeline.engine.step)
+            if iteration == 1 and not isinstance(pipeline.engine, V_SHAPED):
+                results += pipeline.evaluate()
+            results += pipeline.step()
+    return [*results, *pipeline.state()]
 
 
-def torch_step(
-    schedule: Any, microbatches: int, run: Callable[..., Any] | None = None
-) -> list[Any]:
-    stages = _stages(schedule)
-    data = torch.randn(2, microbatches * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    losses: list[Any] = []
-    target = {"target": data[1], "losses": losses} if any(each.is_last for each in stages) else {}
-    (run or schedule.step)(*([data[0]] if any(each.is_first for each in stages) else []), **target)
-    return [each.detach() for each in losses]
-
-
-def _torch_refused(schedule: Any) -> None:
-    """Run a step that cannot train, which torch refuses."""
-    try:
-        with torch.no_grad():
-            torch_step(schedule, schedule._n_microbatches)
-    except RuntimeError as error:
-        assert "requires gradients to be enabled" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError
-
-
-def _torch_failure() -> dict[str, Any]:
+def _failed(pipeline: Any, break_layer: Callable[[], None]) -> dict[str, Any]:
     """Let the last rank fail in its second iteration."""
-    microbatches = 2 * dist.get_world_size()
-    schedule = torch_schedule("interleaved-zb", microbatches)
-    adapter, recorder = engine_of(schedule), Recorder()
-    said: dict[str, Any] = {}
+    adapter, recorder = engine_of(pipeline.engine), Recorder()
+    result: dict[str, Any] = {}
     with adapter.attached(recorder):
-        torch_step(schedule, microbatches)
-        if schedule._stages[1].is_last:
-            schedule._stages[1].submod.left = 2
+        pipeline.step()
+        break_layer()
         try:
-            torch_step(schedule, microbatches)
+            pipeline.step()
         except Exception as error:
-            said = _failure(error)
+            result = _failure(error)
     return {
-        **said,
+        **result,
         "iterations": recorder.iterations,
         "open": recorder.inside,
-        "left": not_taken_off([schedule, *_stages(schedule)]),
+        "left": not_taken_off(owners_of(pipeline)),
     }
 
 
@@ -358,61 +259,57 @@ def _failure(error: Exception) -> dict[str, Any]:
 # Engines of DeepSpeed
 
 
-def deepspeed_engines() -> None:
+def deepspeed_schedules(_: str) -> None:
     """Train the DeepSpeed engines without and with a hook."""
-    import deepspeed
     from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime import pipe
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # pipelines do not need it, and it would be compiled
-    )
-    deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
+    dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     modules = {"1f1b": PipelineModule}
-    if hasattr(deepspeed.runtime.pipe, "dualpipev"):
-        modules["dualpipe-v"] = deepspeed.runtime.pipe.dualpipev.DualPipeVModule
-    said = {name: _deepspeed_followed(name, module, ranks) for name, module in modules.items()}
+    if hasattr(pipe, "dualpipev"):
+        modules["dualpipe-v"] = pipe.dualpipev.DualPipeVModule
+    result = {name: _deepspeed_followed(name, module) for name, module in modules.items()}
     if ranks == 4:
-        said["replicas"] = _replicas()
-    said["failure"] = _deepspeed_failure()
-    print("\n" + json.dumps(said), flush=True)
+        result["replicas"] = _replicas()
+    pipeline = _deepspeed(2 * ranks)
+
+    def break_layer() -> None:
+        if pipeline.engine.is_last_stage():
+            pipeline.engine.module.forward_funcs[0].left = 1
+
+    result["failure"] = _failed(pipeline, break_layer)
+    print("\n" + json.dumps(result), flush=True)
     sys.exit()
 
 
-def _deepspeed_followed(name: str, module: Any, ranks: int) -> dict[str, Any]:
-    microbatches = 2 * ranks
-    plain = _deepspeed_trained(_engine(module, microbatches), nullcontext())
+def _deepspeed(microbatches: int, module: Any = None, **options: Any) -> DeepSpeed:
+    """Create a pipeline whose layers recompute activations in each backward."""
+    recompute = partial(checkpoint, use_reentrant=False)
+    return DeepSpeed(
+        microbatches,
+        module=module,
+        layers=8,
+        activation_checkpoint_interval=1,
+        activation_checkpoint_func=recompute,
+        **options,
+    )
 
-    engine = _engine(module, microbatches)
-    adapter, recorder = engine_of(engine), Recorder()
-    order = adapter.order()
-    said = entered_and_left(adapter, [engine])
-    hooked = _deepspeed_trained(engine, adapter.attached(recorder))
+
+def _deepspeed_followed(name: str, module: Any) -> dict[str, Any]:
+    ranks = dist.get_world_size()
+    result, pipeline = _followed(
+        partial(_deepspeed, 2 * ranks, module), partial(deepspeed_schedule, name, ranks)
+    )
+    engine, others, orders = pipeline.engine, Recorder(), []
     calls = next(each for each in engine.module.modules() if isinstance(each, Layer)).calls
-
-    schedule = deepspeed_schedule(name, ranks, microbatches)
-    hook = Watched(Program(1, plan_of(schedule), dist.get_rank()))
-    others, orders = Recorder(), []
-    with adapter.attached(hook):
-        _deepspeed_step(engine)
+    adapter = engine_of(engine)
     with adapter.attached(others):
-        for each in (2 * microbatches, microbatches):
-            engine.set_train_batch_size(ROWS * each * engine.grid.data_parallel_size)
+        for microbatches in (4 * ranks, 2 * ranks):
+            pipeline.change(microbatches)
             orders.append([str(computation) for computation in adapter.order() or ()])
-            _deepspeed_step(engine)
-    return {
-        **said,
-        "microbatches": microbatches,
-        "order": [str(each) for each in order or ()],
-        "iterations": recorder.iterations,
-        "open": recorder.inside or recorder.computing,
-        "equal": equal(plain, hooked),
-        "left": not_taken_off([engine]),
-        **with_clocks(adapter, hook),
-        "calls": calls,
-        "changed": others.iterations,
-        "changed_orders": orders,
-    }
+            pipeline.step()
+    return {**result, "calls": calls, "changed": others.iterations, "changed_orders": orders}
 
 
 def deepspeed_schedule(name: str, ranks: int, microbatches: int) -> Schedule:
@@ -431,95 +328,17 @@ def deepspeed_schedule(name: str, ranks: int, microbatches: int) -> Schedule:
     return Schedule(name, rows)
 
 
-def _engine(module: Any, microbatches: int, **topology: Any) -> Any:
-    """Create an engine, the same each time; its layers recompute activations in each backward."""
-    import deepspeed
-
-    torch.manual_seed(0)
-    topology = topology or {"num_stages": dist.get_world_size()}
-    model = module(
-        layers=[Layer() for _ in range(8)],
-        loss_fn=nn.functional.mse_loss,
-        partition_method="uniform",
-        activation_checkpoint_interval=1,
-        activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
-        **topology,
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": microbatches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "steps_per_print": 2**31,
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config
-    )
-    return engine
-
-
-def _microbatches() -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        yield (
-            torch.randn(ROWS, WIDTH, generator=generator),
-            torch.randn(ROWS, WIDTH, generator=generator),
-        )
-
-
-def _deepspeed_trained(engine: Any, attached: AbstractContextManager[None]) -> list[Any]:
-    """Return the losses and weights of all iterations; the second follows an evaluation."""
-    results = []
-    with attached:
-        for step in range(ITERATIONS):
-            if step == 1:
-                results.append(engine.eval_batch(_microbatches()).detach().clone())
-            results += _deepspeed_step(engine)
-    return [
-        *results,
-        *(each.detach().clone() for each in engine.module.parameters()),
-        torch.rand(1),
-    ]
-
-
-def _deepspeed_step(engine: Any) -> list[Any]:
-    return [engine.train_batch(_microbatches()).detach().clone()]
-
-
 def _replicas() -> dict[str, Any]:
     """Train two pipelines of two stages."""
-    from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
-    engine = _engine(PipelineModule, 3, topology=PipeDataParallelTopology(2, 2))
-    adapter, recorder = engine_of(engine), Recorder()
-    said = entered_and_left(adapter, [engine])
+    pipeline = _deepspeed(3, topology=PipeDataParallelTopology(2, 2))
+    adapter, recorder = engine_of(pipeline.engine), Recorder()
+    result = entered_and_left(adapter, [pipeline.engine])
     with adapter.attached(recorder):
-        _deepspeed_step(engine)
+        pipeline.step()
     return {
-        **said,
+        **result,
         "order": [str(each) for each in adapter.order() or ()],
         "iterations": recorder.iterations,
-    }
-
-
-def _deepspeed_failure() -> dict[str, Any]:
-    """Let the last rank fail in its second iteration."""
-    from deepspeed.pipe import PipelineModule
-
-    engine = _engine(PipelineModule, 2 * dist.get_world_size())
-    adapter, recorder = engine_of(engine), Recorder()
-    said: dict[str, Any] = {}
-    with adapter.attached(recorder):
-        _deepspeed_step(engine)
-        if engine.is_last_stage():
-            engine.module.forward_funcs[0].left = 1
-        try:
-            _deepspeed_step(engine)
-        except Exception as error:
-            said = _failure(error)
-    return {
-        **said,
-        "iterations": recorder.iterations,
-        "open": recorder.inside,
-        "left": not_taken_off([engine]),
     }

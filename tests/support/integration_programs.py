@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runtime_training import FAST, GPU, Torch, job, plan_of, schedule_of
+from runtime_training import FAST, GPU, Torch, equal, job, plan_of, schedule_of
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -40,7 +40,7 @@ class Trainer(Torch):
         def scalar_loss(*args: Any, **kwargs: Any) -> Any:
             return nn.functional.mse_loss(*args, **kwargs)
 
-        parts = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
+        parts = self.stages if issubclass(kind, PipelineScheduleMulti) else self.stages[0]
         self.pp_schedule = kind(
             parts, n_microbatches=MICROBATCHES, loss_fn=scalar_loss, scale_grads=False
         )
@@ -62,11 +62,11 @@ class Recipe(Torch):
     def __init__(self, name: str) -> None:
         super().__init__(name, MICROBATCHES)
         kind = get_schedule_class({"1f1b": "1f1b", "interleaved-1f1b": "interleaved1f1b"}[name])
-        parts = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
+        parts = self.stages if issubclass(kind, PipelineScheduleMulti) else self.stages[0]
         self.engine = kind(
             parts, n_microbatches=MICROBATCHES, loss_fn=nn.functional.l1_loss, scale_grads=False
         )
-        for stage in self._stages:
+        for stage in self.stages:
             original = stage.backward_maybe_with_nosync
 
             def patched(
@@ -75,7 +75,7 @@ class Recipe(Torch):
                 return original(*args, **kwargs)
 
             stage.backward_maybe_with_nosync = types.MethodType(patched, stage)
-        info = types.SimpleNamespace(schedule=self.engine, stages=self._stages)
+        info = types.SimpleNamespace(schedule=self.engine, stages=self.stages)
         self.pp, self.losses = types.SimpleNamespace(info=info), []
 
     def run_train_validation_loop(self) -> None:
@@ -86,33 +86,33 @@ class Recipe(Torch):
             if number == 0:
                 self.losses += self.evaluate()
 
-    def _run(self, run: Callable[..., Any]) -> list[Any]:
+    def run(self, run: Callable[..., Any]) -> list[Any]:
         schedule = self.pp.info.schedule
         before, schedule._kwargs_chunk_spec = schedule._kwargs_chunk_spec, {}
         try:
-            return super()._run(run)
+            return super().run(run)
         finally:
             schedule._kwargs_chunk_spec = before
 
 
-def torchtitan(state: str) -> None:
-    """Train with torchtitan's schedules, as the example does."""
-    _trained(state, Trainer, train_torchtitan.train)
-
-
-def automodel(state: str) -> None:
-    """Train with Automodel's schedules, as the example does."""
-    _trained(state, Recipe, train_automodel.train)
-
-
-def _trained(state: str, make: Callable[[str], Any], train: Callable[..., None]) -> None:
+def examples(state: str) -> None:
+    """Train with the schedules of both frameworks, as their examples do."""
     with job(state) as result:
-        for name in ("1f1b", "interleaved-1f1b"):
-            plain = make(name)
-            (plain.train if isinstance(plain, Trainer) else plain.run_train_validation_loop)()
-            expected = [*plain.losses, *plain.state()]
-            plan = plan_of(schedule_of(name, torch.distributed.get_world_size(), MICROBATCHES))
-            hooked = make(name)
-            train(hooked, plan=plan, gpu=GPU, max_changes_per_s=FAST, record=f"run-{name}")
-            found = [*hooked.losses, *hooked.state()]
-            result[name] = len(found) == len(expected) and all(map(torch.equal, found, expected))
+        result["torchtitan"] = _trained(Trainer, train_torchtitan.train, "torchtitan")
+        result["automodel"] = _trained(Recipe, train_automodel.train, "automodel")
+
+
+def _trained(
+    make: Callable[[str], Any], train: Callable[..., None], framework: str
+) -> dict[str, bool]:
+    """Return by schedule whether the results are those without a plan."""
+    result = {}
+    for name in ("1f1b", "interleaved-1f1b"):
+        plain = make(name)
+        (plain.train if isinstance(plain, Trainer) else plain.run_train_validation_loop)()
+        plan = plan_of(schedule_of(name, torch.distributed.get_world_size(), MICROBATCHES))
+        hooked = make(name)
+        record = f"{framework}-{name}"
+        train(hooked, plan=plan, gpu=GPU, max_changes_per_s=FAST, record=record)
+        result[name] = equal([*plain.losses, *plain.state()], [*hooked.losses, *hooked.state()])
+    return result

@@ -61,11 +61,34 @@ def ranks(
             slow to import.
         torch_says: The least severity of what torch prints.
     """
+    server = _server(torch_says)
+    codes = _asked(server, program, count, folder, arguments, imports=list(imports))
+    return [
+        Ended(code, *(_taken(folder / f"{name}-{rank}") for name in ("stdout", "stderr")))
+        for rank, code in enumerate(codes)
+    ]
+
+
+def launched(program: str, count: int, folder: Path, *arguments: str) -> int:
+    """Start `program` on ranks that end with each other, and return the process that waits for
+    them, as a launcher does; do not wait for it.
+    """
+    launcher: int = _asked(_server("FATAL"), program, count, folder, arguments, launcher=True)
+    return launcher
+
+
+def _asked(
+    server: subprocess.Popen[str],
+    program: str,
+    count: int,
+    folder: Path,
+    arguments: Sequence[str],
+    **options: object,
+) -> Any:
+    """Return the reply of a server to a request."""
     module, _, function = program.rpartition(":")
-    port = free_port()
     request = {
         "module": module or "rank_programs",
-        "imports": list(imports),
         "program": function,
         "arguments": arguments,
         "count": count,
@@ -73,18 +96,15 @@ def ranks(
         "environment": {
             "WORLD_SIZE": str(count),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
         },
+        "imports": [],
+        "launcher": False,
     }
-    server = _server(torch_says)
     assert server.stdin is not None
     assert server.stdout is not None
-    print(json.dumps(request), file=server.stdin, flush=True)
-    codes = json.loads(server.stdout.readline())
-    return [
-        Ended(code, *(_taken(folder / f"{name}-{rank}") for name in ("stdout", "stderr")))
-        for rank, code in enumerate(codes)
-    ]
+    print(json.dumps(request | options), file=server.stdin, flush=True)
+    return json.loads(server.stdout.readline())
 
 
 def free_port() -> int:
@@ -113,6 +133,17 @@ def ended(process: subprocess.Popen[str]) -> Ended:
     return Ended(process.returncode, stdout, stderr)
 
 
+def by_themselves(count: int, folder: Path, *command: str, **environment: str) -> list[Ended]:
+    """Start each rank by itself, as srun does, and wait for all of them."""
+    job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job |= environment
+    begun = [
+        started(command, folder, **job, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(count)
+    ]
+    return [ended(process) for process in begun]
+
+
 def torchrun(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
     """Start `count` ranks with torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
@@ -121,36 +152,24 @@ def torchrun(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
 
 def deepspeed(count: int, folder: Path, *command: str) -> subprocess.Popen[str]:
     """Start `count` ranks with the launcher of DeepSpeed, which passes --local_rank to each."""
-    port = free_port()
-    launcher = [
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        str(count),
-        "--master_port",
-        str(port),
-    ]
-    return started([*launcher, *command], folder)
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(count)]
+    return started([*launcher, "--master_port", str(free_port()), *command], folder)
 
 
-def forking(*command: str, **environment: str) -> subprocess.Popen[str]:
+@cache
+def _server(torch_says: str) -> subprocess.Popen[str]:
     """Start a process that forks what each line of its input asks for, until this one ends and
     closes that input.
     """
     process = subprocess.Popen(
-        [sys.executable, *command],
-        env={**os.environ, **_QUIET, **environment},
+        [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
+        env={**os.environ, **_QUIET, "TORCH_CPP_LOG_LEVEL": torch_says},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     atexit.register(process.__exit__, None, None, None)  # closes its input and waits
     return process
-
-
-@cache
-def _server(torch_says: str) -> subprocess.Popen[str]:
-    return forking(str(Path(__file__).with_name("rank_server.py")), TORCH_CPP_LOG_LEVEL=torch_says)
 
 
 def _taken(path: Path) -> str:

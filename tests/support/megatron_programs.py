@@ -19,13 +19,70 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 from megatron.core.timers import Timers
 from megatron.core.transformer.enums import CudaGraphScope
-from megatron_training import RecordedHook, RecordedMarks, Training, UserTimers, parallel
+from runtime_training import FAST, GPU, Recorder, equal, followed, job, plan_of
+from tiny_gpt import Training, parallel
 from torch import nn
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.engines.megatron import MegatronModel
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.schedules import interleaved_1f1b
+
+
+class RecordedMarks:
+    """Marks and `ProgramSource` of a real hook, which record its requests and how its iterations
+    ended.
+    """
+
+    def __init__(self, program: Any) -> None:
+        self.program, self.ends, self.words, self.wants = program, [], [], []
+
+    def load(self, words: Any) -> None:
+        self.words = words
+
+    def request(self, index: int) -> None:
+        self.wants.append(index)
+
+    def program_for(self, iteration: int) -> Any:
+        return self.program
+
+    def on_end(self, iteration: int, program: Any, deviation: str | None, *_: object) -> None:
+        self.ends.append(deviation)
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    begin_iteration = begin = end = end_iteration = nothing
+
+
+class UserTimers:
+    """Timers that a user may have; they record every call and return a value."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> UserTimer:
+        self.calls.append((args, kwargs))
+        return UserTimer(self, args[0])
+
+    def log(self, names: list[str]) -> str:
+        return f"logged {names}"
+
+
+class UserTimer:
+    def __init__(self, timers: UserTimers, name: str) -> None:
+        self._timers, self._name, self._number = timers, name, len(timers.calls)
+
+    def start(self, *args: Any, **kwargs: Any) -> str:
+        self._timers.calls.append((self._name, "start", args, kwargs))
+        return f"{self._name} started"
+
+    def stop(self, *args: Any, **kwargs: Any) -> str:
+        self._timers.calls.append((self._name, "stop", args, kwargs))
+        return f"{self._name} stopped"
+
+    def elapsed(self) -> int:
+        return self._number
 
 
 def several(*programs: str) -> None:
@@ -49,7 +106,7 @@ def orders(*shapes: str) -> None:
         virtual, group, microbatches = map(int, shape.split(","))
         with parallel(virtual or None):
             training = Training(virtual or None, group or None)
-            seat, recorded = training.engine.pipeline_rank, RecordedHook()
+            seat, recorded = training.engine.pipeline_rank, Recorder()
             with training.engine.attached(recorded), training.watched() as ran:
                 training.step(microbatches)
             row = interleaved_1f1b(seat.ranks, virtual or 1, microbatches, group or None).ranks[
@@ -57,18 +114,19 @@ def orders(*shapes: str) -> None:
             ]
             assert ran == list(row), (shape, ran)
             assert training.engine.order_for(microbatches) == row
+            computations = [str(computation) for computation in row]
             assert recorded.iterations == [
-                {"microbatches": microbatches, "ran": ran, "ended": True}
+                {"microbatches": microbatches, "computations": computations}
             ], shape
+            assert not recorded.inside
 
 
 def results() -> None:
     """Losses, weights and the calls of the user's timers are bit for bit those without a hook."""
     for virtual in (None, 2):
         with parallel(virtual):
-            plain, hooked = _trained(virtual, None), _trained(virtual, RecordedHook())
-            assert len(plain[0]) == len(hooked[0]) > 0
-            assert all(torch.equal(a, b) for a, b in zip(plain[0], hooked[0], strict=True))
+            plain, hooked = _trained(virtual, None), _trained(virtual, Recorder())
+            assert equal(plain[0], hooked[0])
             assert len(plain[1]) > 20
             assert plain[1] == hooked[1]
 
@@ -85,7 +143,7 @@ def evaluations() -> None:
     """An evaluation does not call the hook, with or without gradients."""
     for virtual in (None, 2):
         with parallel(virtual):
-            training, recorded = Training(virtual), RecordedHook()
+            training, recorded = Training(virtual), Recorder()
             with training.engine.attached(recorded):
                 training.step(4, forward_only=True)
                 training.step(4)
@@ -93,10 +151,9 @@ def evaluations() -> None:
                     training.step(2, forward_only=True)
                 training.step(4)
             assert [each["microbatches"] for each in recorded.iterations] == [4, 4]
-            assert all(
-                each["ended"] and each["ran"] == recorded.iterations[0]["ran"]
-                for each in recorded.iterations
-            )
+            first, second = (each["computations"] for each in recorded.iterations)
+            assert first == second
+            assert not recorded.inside
 
 
 def changes() -> None:
@@ -133,7 +190,7 @@ class _Program:
 def unknown() -> None:
     """If no caller passes the number of microbatches, they are reported as they come."""
     with parallel():
-        training, recorded = Training(), RecordedHook()
+        training, recorded = Training(), Recorder()
         with training.engine.attached(recorded):
             timers = training.config.timers
             timers("forward-backward", log_level=1).start(barrier=False)
@@ -142,8 +199,9 @@ def unknown() -> None:
                 timers(name).stop()
             timers("forward-backward").stop()
         rank = dist.get_rank()
-        ran = [(rank, "F", 0), (rank, "F", 1), (rank, "B", 0)]
-        assert recorded.iterations == [{"microbatches": None, "ran": ran, "ended": True}]
+        ran = [f"{rank}F0", f"{rank}F1", f"{rank}B0"]
+        assert recorded.iterations == [{"microbatches": None, "computations": ran}]
+        assert not recorded.inside
 
 
 def timers() -> None:
@@ -152,7 +210,7 @@ def timers() -> None:
         training, given = Training(), UserTimers()
         config = training.config
         config.timers = given
-        with training.engine.attached(RecordedHook()):
+        with training.engine.attached(Recorder()):
             assert config.timers is not given
             assert config.timers("other", log_level=0) is not config.timers(
                 "other", log_level=0
@@ -168,12 +226,12 @@ def timers() -> None:
             assert isinstance(pickle.loads(pickle.dumps(config.timers)), UserTimers)
         assert config.timers is given
         config.timers = None
-        with training.engine.attached(RecordedHook()):
+        with training.engine.attached(Recorder()):
             assert config.timers("other", log_level=0).start() is None
             assert copy.deepcopy(config).timers is None
         assert config.timers is None
         config.timers = Timers(0, "max")
-        with training.engine.attached(RecordedHook()):
+        with training.engine.attached(Recorder()):
             training.step(2)
             assert (
                 not config.timers._timers
@@ -187,7 +245,7 @@ def restores() -> None:
     """
     already = "a runtime is attached to this Megatron-core model already; leave its block first"
     with parallel(2):
-        training, recorded = Training(2, apart=True), RecordedHook()
+        training, recorded = Training(2, apart=True), Recorder()
         assert training.configs[0] is not training.configs[1]
         given = [UserTimers(), None]
         for config, each in zip(training.configs, given, strict=True):
@@ -205,11 +263,11 @@ def restores() -> None:
         kept("forward-backward").stop()
         kept("forward-backward").start()
         assert len(recorded.iterations) == 2
-        assert not recorded.iterations[1]["ended"]
-        again = RecordedHook()
+        assert recorded.inside
+        again = Recorder()
         with training.engine.attached(again):
             training.step(4)
-        assert [each["ended"] for each in again.iterations] == [True]
+        assert (len(again.iterations), again.inside) == (1, False)
 
 
 def dies() -> None:
@@ -276,7 +334,7 @@ def refusals() -> None:
 
 
 def _attach(engine: MegatronModel) -> None:
-    with engine.attached(RecordedHook()):
+    with engine.attached(Recorder()):
         pass
 
 
@@ -287,13 +345,13 @@ def megatron_lm() -> None:
     with parallel():
         variables = _global_variables()
         given = variables._GLOBAL_TIMERS
-        training, recorded = Training(), RecordedHook()
+        training, recorded = Training(), Recorder()
         with training.engine.attached(recorded):
             _train(training, variables)
         assert variables._GLOBAL_TIMERS is given
         assert training.config.timers is None
         assert [each["microbatches"] for each in recorded.iterations] == [4, 4, 4]
-        assert all(each["ended"] for each in recorded.iterations)
+        assert not recorded.inside
         assert [call for call in given.calls if call[0] == "interval-time"] == [
             ("interval-time", "start", (), {})
         ]
@@ -358,12 +416,9 @@ def seats() -> None:
 
 def planned(state: str) -> None:
     """Train by a plan as in runtime_runs.py."""
-    from runtime_runs import followed
-    from runtime_training import job, plan_of
-
-    with job(state) as said, parallel(2):
+    with job(state) as result, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
-        said["interleaved-1f1b"] = followed(
+        result["interleaved-1f1b"] = followed(
             lambda watch: _Planned(schedule, watch), plan_of(schedule)
         )
 
@@ -371,15 +426,14 @@ def planned(state: str) -> None:
 def learned(state: str) -> None:
     """Train without a plan as in autopilot_programs.py."""
     from autopilot_programs import referenced
-    from runtime_training import job
 
-    with job(state) as said, parallel(2):
+    with job(state) as result, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
-        said["megatron"] = referenced(lambda watch: _Planned(schedule, watch), "megatron")
+        result["megatron"] = referenced(lambda watch: _Planned(schedule, watch), "megatron")
 
 
 class _Planned:
-    """A training with the interface of the pipelines in runtime_training.py."""
+    """A training with the interface of the pipelines in tiny_training.py."""
 
     def __init__(self, schedule: Any, watch: Any) -> None:
         self._training, self.rank = Training(2), dist.get_rank()
@@ -420,17 +474,13 @@ def bridge(state: str) -> None:
     An evaluation sets the timers of the config to None for a step and then to its own: see
     training/eval.py of Megatron-Bridge 0.3. A callback is any object that has methods with the
     names of events: see training/callbacks.py."""
-    from runtime_training import FAST, GPU, job, plan_of
-
     from perseus_planner.runtime.megatron_bridge import PlannerCallback
 
     with job(state), parallel(2):
         plan = plan_of(interleaved_1f1b(dist.get_world_size(), 2, 4))
         plain = _bridged([])
         callback = PlannerCallback(plan=plan, gpu=GPU, max_changes_per_s=FAST, record="run")
-        found = _bridged([callback])
-        assert len(plain) == len(found) > 0
-        assert all(map(torch.equal, plain, found))
+        assert equal(plain, _bridged([callback]))
 
 
 def _bridged(callbacks: list[Any]) -> list[Any]:

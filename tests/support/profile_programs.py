@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from engine_programs import ROWS, WIDTH, Layer, torch_schedule, torch_step
 from runtime_training import FAST, GPU, WarningLog, job
-from torch import nn
+from tiny_training import DeepSpeed, Torch
 
 from perseus_planner.cli import main
 from perseus_planner.profiler.pipeline import profile_pipeline
@@ -28,44 +27,26 @@ def torch_schedules(state: str, *names: str) -> None:
     """Profile, plan and train each schedule of torch."""
     with job(state) as result:
         for name in names:
-            schedule = torch_schedule(name, MICROBATCHES)
-            result[name] = _planned(
-                schedule, name, lambda _, schedule=schedule: torch_step(schedule, MICROBATCHES)
-            )
+            pipeline = Torch(name, MICROBATCHES)
+            step = lambda _, pipeline=pipeline: pipeline.run(pipeline.engine.step)  # noqa: E731
+            result[name] = _planned(pipeline.engine, name, step)
 
 
 def deepspeed_engine(state: str) -> None:
     """Profile, plan and train the engine of DeepSpeed."""
-    import deepspeed
-    import torch
-    from deepspeed.pipe import PipelineModule
-
     with job(state) as result:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("gloo", verbose=False)
-        module = PipelineModule([Layer(), Layer()], num_stages=2, loss_fn=nn.functional.mse_loss)
-        config = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": MICROBATCHES,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-            "steps_per_print": 2**31,
-        }
-        engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=list(module.parameters()), config=config
-        )
-        data = torch.ones(ROWS, WIDTH)
-        step = lambda _: engine.train_batch(iter([(data, data)] * MICROBATCHES))  # noqa: E731
-        result["1f1b"] = _planned(engine, "1f1b", step)
+        pipeline = DeepSpeed(MICROBATCHES)
+        result["1f1b"] = _planned(pipeline.engine, "1f1b", lambda _: pipeline.step())
 
 
 def megatron_models(state: str) -> None:
     """Profile, plan and train Megatron-core with one chunk, with two, and with two in groups of
     four microbatches.
     """
-    import megatron_training
-    from megatron_training import Training, parallel
+    import tiny_gpt
+    from tiny_gpt import Training, parallel
 
-    plain = megatron_training._forward_step
+    plain = tiny_gpt._forward_step
     with job(state) as result:
         for name, virtual, group in (
             ("1f1b", None, None),
@@ -76,9 +57,7 @@ def megatron_models(state: str) -> None:
                 training = Training(virtual, group)
 
                 def step(profiling: Any, training: Any = training) -> None:
-                    megatron_training._forward_step = (
-                        profiling.watched(plain) if profiling else plain
-                    )
+                    tiny_gpt._forward_step = profiling.watched(plain) if profiling else plain
                     training.step(MICROBATCHES)
 
                 result[name] = _planned(training.model, name.replace(" ", "-"), step)

@@ -13,15 +13,22 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from runpy import run_path
+from threading import Event
 from typing import Any
 
+import pytest
+import tiny_training
 import torch
 import torch.distributed as dist
+from tiny_training import Torch
 from torch import nn
 from torch.distributed import pipelining
 
 from perseus_planner.base.errors import EndedElsewhere, PlannerError, UsageError
 from perseus_planner.cli import main
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.profiler import rehearsal
 from perseus_planner.profiler.build import profile_stages
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks.group import RankGroup, StageGroup, process_group
@@ -136,11 +143,8 @@ def schedules() -> None:
     for name in ("1f1b", "interleaved-1f1b", "interleaved-zb"):
         plain = _trained(name, None)
         profiled = _trained(name, Path(f"{name}.yaml"))
-        assert len(plain) == len(profiled)
-        different = [
-            i for i, (a, b) in enumerate(zip(plain, profiled, strict=True)) if not torch.equal(a, b)
-        ]
-        assert not different, (name, different, len(plain))
+        equal = [torch.equal(*pair) for pair in zip(plain, profiled, strict=True)]
+        assert all(equal), (name, equal)
     print("equal")
     dist.destroy_process_group()
 
@@ -148,17 +152,11 @@ def schedules() -> None:
 def replicas() -> None:
     """Profile two data-parallel pipelines of two stages, of which one measures."""
     dist.init_process_group("gloo")
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # ranks are laid out stage by stage
-    rank = dist.get_rank()
-    module = nn.Linear(WIDTH, WIDTH)
-    stage = pipelining.PipelineStage(
-        module, rank // 2, 2, torch.device("cpu"), group=groups[rank % 2]
-    )
-    schedule = pipelining.Schedule1F1B(
-        stage, 2, loss_fn=lambda output, target: (output - target).square().mean()
-    )
-    with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output="profile.yaml") as profiling:
-        _step(schedule, rank < 2, rank >= 2)
+    pipeline = Torch("1f1b", 2, sides=2)  # ranks are laid out stage by stage
+    with profile_pipeline(
+        pipeline.engine, gpu=GPU, settings=OBSERVED, output="profile.yaml"
+    ) as profiling:
+        pipeline.step()
     print(profiling.profile is not None)
     dist.destroy_process_group()
 
@@ -245,71 +243,45 @@ def autocast(cache: str) -> None:
 def idle() -> None:
     """Run no iteration inside the block."""
     dist.init_process_group("gloo")
-    stage = pipelining.PipelineStage(
-        nn.Linear(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu")
-    )
-    schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    pipeline = Torch("gpipe", 2)
 
     def body() -> None:
-        with profile_pipeline(schedule, gpu=GPU):
+        with profile_pipeline(pipeline.engine, gpu=GPU):
             pass
 
     _report(body)
 
 
-class Noisy(nn.Module):
+class Noisy(tiny_training.Layer):
     """A module that uses random numbers and keeps a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.drop = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.BatchNorm1d(WIDTH),
-            nn.Dropout(0.1),
-        )
+        self.norm = nn.BatchNorm1d(tiny_training.WIDTH)
 
     def forward(self, x: Any) -> Any:
-        return self.drop(self.norm(self.linear(x)))
+        return super().forward(self.norm(x))
 
 
 def _trained(name: str, output: Path | None) -> list[Any]:
-    """Return losses, weights, buffers and a random number after four steps, the second of which
-    may be profiled.
+    """Return losses, gradients, weights, buffers and the random state after four steps, the second
+    of which may be profiled.
     """
-    kinds: dict[str, tuple[Any, int]] = {
-        "1f1b": (pipelining.Schedule1F1B, 1),
-        "interleaved-1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
-        "interleaved-zb": (pipelining.ScheduleInterleavedZeroBubble, 2),
-    }
-    kind, chunks = kinds[name]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    # Without these shapes torch would run the modules on uninitialised memory to find them, and
-    # change their buffers.
-    given, sent = torch.empty(4, WIDTH), torch.empty(4, WIDTH, requires_grad=True)
-    parts = [
-        pipelining.PipelineStage(
-            Noisy(), number, chunks * size, torch.device("cpu"), sent if number else given, sent
-        )
-        for number in range(rank, chunks * size, size)
-    ]
-    schedule = kind(parts[0] if chunks == 1 else parts, 4, loss_fn=nn.functional.mse_loss)
-    modules = nn.ModuleList(part.submod for part in parts)
-    optimizer = torch.optim.AdamW(modules.parameters(), lr=0.01)
+    pipeline = Torch(name, 4, layer=Noisy, has_shapes=True)
     results: list[Any] = []
     for step in range(4):
         profiled = step == 1 and output is not None
         with (
-            profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output=output)
+            profile_pipeline(pipeline.engine, gpu=GPU, settings=OBSERVED, output=output)
             if profiled
             else nullcontext()
         ):
-            results += _step(schedule, rank == 0, rank == size - 1)
-        results += [copy.deepcopy(parameter.grad) for parameter in modules.parameters()]
-        optimizer.step()
+            results += pipeline.run(pipeline.engine.step)
+        results += [copy.deepcopy(weight.grad) for weight in pipeline.layers.parameters()]
+        pipeline.optimizer.step()
         if step != 1:  # so that profiling also meets existing gradients
-            optimizer.zero_grad()
-    return [*results, *modules.state_dict().values(), torch.rand(1)]
+            pipeline.optimizer.zero_grad()
+    return [*results, *pipeline.state()]
 
 
 def _step(schedule: Any, first: bool, last: bool) -> list[Any]:
@@ -329,3 +301,17 @@ def _report(body: Callable[[], None]) -> None:
     except PlannerError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+
+
+def rehearse(broken: str, *arguments: str) -> None:
+    """Run `planner doctor --rehearse`; on rank 1, what `broken` names does not work."""
+    patch = pytest.MonkeyPatch()
+    if os.environ["RANK"] == "1":
+        if broken == "locks":
+            patch.setattr(SimulatedGpu, "set_clock_mhz", lambda *_: None)
+        elif broken == "messages":
+            patch.setattr(dist, "send", lambda *_: Event().wait())
+        elif broken:
+            patch.setattr(rehearsal, "open_gpu", lambda text: open_gpu(f"{text}?fault={broken}"))
+    patch.setattr(rehearsal, "MESSAGE_LIMIT_S", 5.0)
+    main(["doctor", "--rehearse", "simulated:a100-sxm", *arguments])

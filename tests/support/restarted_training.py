@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from runtime_training import FAST, Torch, Watch, plan_of, schedule_of
+from runtime_training import Torch, Watch, plan_of, planned, schedule_of
 
 from perseus_planner.base.files import replacing
-from perseus_planner.runtime import planner_runtime, rendezvous
+from perseus_planner.runtime import rendezvous
 from perseus_planner.runtime.telemetry import recorder
 
 ITERATIONS, CHECKPOINT_EVERY = 12, 4
@@ -50,13 +50,8 @@ def train(folder: str, dies_at: str) -> None:
     watch = Watch(GPU)
     pipeline = Torch("1f1b", 4, run)
     first = _restore(folder, pipeline)
-    with planner_runtime(
-        pipeline.engine,
-        plan=Path(folder, "plan.yaml"),
-        gpu=GPU,
-        record=Path(folder, "run"),
-        max_changes_per_s=FAST,
-    ) as runtime:
+    plan, run_folder = Path(folder, "plan.yaml"), Path(folder, "run")
+    with planned(pipeline, plan, gpu=GPU, record=run_folder) as runtime:
         _append(
             folder,
             f"attempts-{rank}",

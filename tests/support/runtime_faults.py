@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 from planner_processes import CONTROLLER, planner_processes
@@ -27,10 +28,14 @@ from runtime_training import (
     WarningLog,
     Watch,
     any_rank,
+    equal,
     every_rank,
     job,
+    outcome,
     plan_of,
+    planned,
     schedule_of,
+    trained,
 )
 
 from perseus_planner.runtime import Runtime, background, planner_runtime, rendezvous
@@ -74,9 +79,7 @@ def _survived(
     """
     watch = Watch(gpu)
     pipeline, losses = Torch("1f1b", 4, watch), []
-    with planner_runtime(
-        pipeline.engine, plan=PLAN, gpu=gpu, max_changes_per_s=max_changes_per_s
-    ) as runtime:
+    with planned(pipeline, PLAN, gpu=gpu, max_changes_per_s=max_changes_per_s) as runtime:
         is_fast = max_changes_per_s == FAST
         watch.planned = (lambda: runtime.plan) if is_fast else None
         steps = 2
@@ -94,14 +97,10 @@ def _survived(
             watch.planned = lambda: None
         for _ in range(2):
             losses += pipeline.step()
-    plain = Torch("1f1b", 4)
-    expected = [*(loss for _ in range(steps + 2) for loss in plain.step()), *plain.state()]
-    found = [*losses, *pipeline.state()]
+    expected = trained(Torch("1f1b", 4), steps + 2)
     return {
-        "equal": len(expected) == len(found) and all(map(torch.equal, expected, found)),
-        "problem": runtime.problem,
-        "warnings": warning_log.taken(),
-        "locked_mhz": watch.gpu.locked_mhz,
+        "equal": equal(expected, [*losses, *pipeline.state()]),
+        **outcome(runtime, warning_log, watch),
     }
 
 
@@ -128,9 +127,7 @@ def clocks_come_back(state: str) -> None:
         warning_log, watch = WarningLog(), Watch()
         pipeline = Torch("1f1b", 4, watch)
         losses: list[list[Any]] = []
-        with planner_runtime(
-            pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST
-        ) as runtime:
+        with planned(pipeline, PLAN) as runtime:
             for times in (1, 2):
                 watch.planned, watch.takes_s = (lambda: runtime.plan), 0.0
                 losses.append(pipeline.step())
@@ -144,11 +141,11 @@ def clocks_come_back(state: str) -> None:
                 )  # begins with the plan, after which every clock is in force
             watch.planned, watch.takes_s = (lambda: runtime.plan), 0.0
             losses.append(pipeline.step())
-        plain = Torch("1f1b", 4)
-        expected = [*(loss for _ in losses for loss in plain.step()), *plain.state()]
-        found = [*(loss for step in losses for loss in step), *pipeline.state()]
-        result["equal"] = len(expected) == len(found) and all(map(torch.equal, expected, found))
-        result.update(warnings=warning_log.taken(), locked_mhz=watch.gpu.locked_mhz)
+        expected = trained(Torch("1f1b", 4), len(losses))
+        result["equal"] = equal(
+            expected, [*(loss for step in losses for loss in step), *pipeline.state()]
+        )
+        result.update(outcome(runtime, warning_log, watch))
 
 
 def _signal_controller(state: str, number: signal.Signals) -> None:
@@ -172,7 +169,7 @@ def no_permission_any_more(state: str, environment: str, script: str) -> None:
         watch.takes_s = 0.005
         pipeline = Torch("1f1b", 4, watch)
         plan = plan_of(schedule_of("1f1b", 2, 4), gpu=None)
-        with planner_runtime(pipeline.engine, plan=plan, max_changes_per_s=FAST) as runtime:
+        with planned(pipeline, plan, gpu=None) as runtime:
             pipeline.step()
             dist.barrier()
             if dist.get_rank() == 0:
@@ -181,7 +178,7 @@ def no_permission_any_more(state: str, environment: str, script: str) -> None:
             while not every_rank(runtime.problem is not None):
                 pipeline.step()
             pipeline.step()
-        result.update(problem=runtime.problem, warnings=warning_log.taken())
+        result.update(outcome(runtime, warning_log))
 
 
 def clocks_go_on(state: str) -> None:
@@ -202,10 +199,7 @@ def _recorded(
     """Make the run folder unwritable during training."""
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
-    entered = planner_runtime(
-        pipeline.engine, plan=PLAN, gpu=GPU, record=folder, max_changes_per_s=FAST
-    )
-    with entered as runtime, ExitStack() as stack:
+    with planned(pipeline, PLAN, record=folder) as runtime, ExitStack() as stack:
         watch.planned = lambda: runtime.plan
         while not every_rank(bool(list(folder.glob(f"*/iterations-{dist.get_rank()}.csv")))):
             pipeline.step()
@@ -218,11 +212,8 @@ def _recorded(
         before = runtime.iterations[-1].iteration
         while not every_rank(runtime.iterations[-1].iteration > before + 2):
             pipeline.step()
-    return {
-        "problem": runtime.problem,
-        "warnings": texts + warning_log.taken(),
-        "locked_mhz": watch.gpu.locked_mhz,
-    }
+    ended = outcome(runtime, warning_log, watch)
+    return {**ended, "warnings": texts + ended["warnings"]}
 
 
 @contextmanager
@@ -251,8 +242,7 @@ def _left_early(warning_log: WarningLog) -> dict[str, Any]:
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)
     with ExitStack() as stack:
-        entered = planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST)
-        runtime = stack.enter_context(entered)
+        runtime = stack.enter_context(planned(pipeline, PLAN))
         watch.planned = lambda: runtime.plan
         pipeline.step()
         if dist.get_rank() == 1:
@@ -263,11 +253,7 @@ def _left_early(warning_log: WarningLog) -> dict[str, Any]:
             pipeline.step()
     for file in files:
         os.close(file)
-    return {
-        "problem": runtime.problem,
-        "warnings": warning_log.taken(),
-        "locked_mhz": watch.gpu.locked_mhz,
-    }
+    return outcome(runtime, warning_log, watch)
 
 
 def _forked(warning_log: WarningLog) -> dict[str, Any]:
@@ -276,9 +262,7 @@ def _forked(warning_log: WarningLog) -> dict[str, Any]:
     pipeline = Torch("1f1b", 4, watch)
     stays = 0
     try:
-        with planner_runtime(
-            pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST
-        ) as runtime:
+        with planned(pipeline, PLAN) as runtime:
             watch.planned = lambda: runtime.plan
             pipeline.step()
             stays = os.fork()
@@ -292,10 +276,10 @@ def _forked(warning_log: WarningLog) -> dict[str, Any]:
             pipeline.step()
     except KeyError:
         os._exit(0)
-    locked_mhz = watch.gpu.locked_mhz
+    ended = outcome(runtime, warning_log, watch)
     os.kill(stays, signal.SIGKILL)
     os.waitpid(stays, 0)
-    return {"problem": runtime.problem, "warnings": warning_log.taken(), "locked_mhz": locked_mhz}
+    return ended
 
 
 def _suspended(warning_log: WarningLog, state: str) -> dict[str, Any]:
@@ -306,7 +290,7 @@ def _suspended(warning_log: WarningLog, state: str) -> dict[str, Any]:
     pipeline = Torch("1f1b", 4, watch)
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
-    with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+    with planned(pipeline, PLAN) as runtime:
         watch.planned = lambda: runtime.plan
         pipeline.step()
         dist.barrier()
@@ -315,11 +299,7 @@ def _suspended(warning_log: WarningLog, state: str) -> dict[str, Any]:
         dist.barrier()
         for _ in range(3):
             pipeline.step()
-    return {
-        "problem": runtime.problem,
-        "warnings": warning_log.taken(),
-        "locked_mhz": watch.gpu.locked_mhz,
-    }
+    return outcome(runtime, warning_log, watch)
 
 
 def _suspend(pids: list[int]) -> None:
@@ -344,7 +324,7 @@ def store_gone(state: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     warning_log, watch = WarningLog(), Watch()
     pipeline = Torch("1f1b", 4, watch)
-    with planner_runtime(pipeline.engine, plan=PLAN, gpu=GPU, max_changes_per_s=FAST) as runtime:
+    with planned(pipeline, PLAN) as runtime:
         watch.planned = lambda: runtime.plan
         pipeline.step()
         dist.barrier()
@@ -356,8 +336,8 @@ def store_gone(state: str) -> None:
             pipeline.step()
         refused = runtime.switch_to(PLAN).wait(LONG_S)
         pipeline.step()
-    result = {"problem": runtime.problem, "warnings": warning_log.taken(), "refused": str(refused)}
-    print(json.dumps({**result, "locked_mhz": watch.gpu.locked_mhz}), flush=True)
+    result = {"refused": str(refused), **outcome(runtime, warning_log, watch)}
+    print(json.dumps(result), flush=True)
     os._exit(0)  # torch would talk to the store on exit
 
 
@@ -369,3 +349,49 @@ def _host(port: int) -> int:
         while store:
             signal.pause()
     return child
+
+
+# Ranks that end or come later than rank 0, which holds the store
+
+
+def _begin_together(state: str) -> Callable[[], None]:
+    """Begin, and return a function in which all ranks but 0 wait until rank 0 has ended, for
+    four seconds at most.
+    """
+    os.environ["PLANNER_STATE_DIR"] = state
+    dist.init_process_group("gloo")
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    first = psutil.Process(int(pids[0]))
+
+    def stay() -> None:
+        deadline_s = time.monotonic() + 4.0
+        while (
+            first.is_running()
+            and first.status() != psutil.STATUS_ZOMBIE
+            and time.monotonic() < deadline_s
+        ):
+            time.sleep(0.01)
+
+    return (lambda: None) if dist.get_rank() == 0 else stay
+
+
+def trains(state: str) -> None:
+    """Train; the ranks other than 0 end later, and use the store until then."""
+    stay, count = _begin_together(state), dist.get_world_size()
+    pipeline, plan = Torch("1f1b", count), plan_of(schedule_of("1f1b", count, count))
+    with planner_runtime(pipeline.engine, plan=plan, gpu=GPU) as runtime:
+        for _ in range(3):
+            pipeline.step()
+        stay()
+        if dist.get_rank() > 0:
+            runtime.switch_to(plan).wait(60.0)
+    os._exit(0)
+
+
+def has_no_plan(state: str) -> None:
+    """Have no plan on rank 0; the others come later."""
+    stay, engine = _begin_together(state), Torch("1f1b", 3).engine
+    stay()
+    with planner_runtime(engine, plan="absent.yaml", gpu=GPU):
+        pass

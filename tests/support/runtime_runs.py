@@ -1,18 +1,21 @@
-"""Programs of ranks that train under a plan; each prints its findings as JSON."""
+"""Programs of ranks that train under a plan, or cannot begin to; each prints a JSON object."""
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from runtime_training import (
-    FAST,
     GPU,
     LONG_S,
     STEP_MHZ,
@@ -22,15 +25,20 @@ from runtime_training import (
     WarningLog,
     Watch,
     any_rank,
+    equal,
     every_rank,
+    followed,
     job,
+    outcome,
     plan_of,
+    planned,
     schedule_of,
+    trained,
 )
 
-from perseus_planner.base.errors import PlanError
+from perseus_planner.base.errors import PlanError, PlannerError
 from perseus_planner.plans.plan import Plan
-from perseus_planner.runtime import Runtime, planner_runtime
+from perseus_planner.runtime import Runtime, attachment, planner_runtime, rendezvous
 from perseus_planner.runtime.switching.agreement import Acceptance
 
 
@@ -53,30 +61,6 @@ def deepspeed_engine(state: str) -> None:
         result["1f1b"] = followed(lambda watch: DeepSpeed(2 * ranks, watch), plan)
 
 
-def followed(made: Callable[[Watch | None], Any], plan: Plan) -> dict[str, Any]:
-    """Return what a pipeline runs with the runtime, and whether the results equal those without."""
-    warning_log, watch = WarningLog(), Watch()
-    plain = made(None)
-    expected = [*(loss for _ in range(3) for loss in plain.step()), *plain.state()]
-    pipeline, found, orders = made(watch), [], []
-    with planner_runtime(pipeline.engine, plan=plan, gpu=GPU, max_changes_per_s=FAST) as runtime:
-        watch.planned = lambda: runtime.plan
-        for _ in range(3):
-            found += pipeline.step()
-            orders.append(watch.taken())
-        found += pipeline.state()
-        assert runtime.plan == plan
-    return {
-        "equal": len(expected) == len(found) and all(map(torch.equal, expected, found)),
-        "orders": orders,
-        "plan": [str(each) for each in plan.schedule.ranks[pipeline.rank]],
-        "as planned": [row.is_as_planned for row in runtime.iterations],
-        "after": watch.gpu.locked_mhz,
-        "problem": runtime.problem,
-        "warnings": warning_log.taken(),
-    }
-
-
 def _raises_at(number: int) -> Callable[[], None]:
     """Return a function that raises when it is called for this time."""
     calls = count(1)
@@ -96,9 +80,7 @@ def changes(state: str) -> None:
         plan = plan_of(schedule_of("1f1b", 2, 4))
         next_plan = plan_of(schedule_of("1f1b", 2, 4), TOP_MHZ - 20 * STEP_MHZ)
         try:
-            with planner_runtime(
-                pipeline.engine, plan=plan, gpu=GPU, max_changes_per_s=FAST
-            ) as runtime:
+            with planned(pipeline, plan) as runtime:
                 _evaluates(pipeline, watch, runtime)
                 _changes_microbatches(pipeline, watch, runtime)
                 result["switch"] = _switches(pipeline, runtime, [None, plan, next_plan])
@@ -217,9 +199,7 @@ def pipelines(state: str) -> None:
         first, second, third, fourth = (
             plan_of(schedule, TOP_MHZ - 10 * STEP_MHZ * each) for each in range(4)
         )
-        with planner_runtime(
-            pipeline.engine, plan={0: first, 1: second}, gpu=GPU, max_changes_per_s=FAST
-        ) as runtime:
+        with planned(pipeline, {0: first, 1: second}) as runtime:
             watch.planned = lambda: runtime.plan
             before, after = ((first, third), (second, fourth))[runtime.pipeline]
             if dist.get_rank() == 3:
@@ -245,12 +225,103 @@ def dry_run(state: str) -> None:
         pipeline = Torch("1f1b", 4, watch)
         watch.planned, watch.takes_s = (lambda: None), 0.01
         plan = plan_of(schedule_of("1f1b", 2, 4))
-        with planner_runtime(
-            pipeline.engine, plan=plan, gpu=GPU, dry_run=True, max_changes_per_s=FAST
-        ) as runtime:
+        with planned(pipeline, plan, dry_run=True) as runtime:
             while not every_rank(any(row.changes_set for row in runtime.iterations)):
                 pipeline.step()
             result["as planned"] = {row.is_as_planned for row in runtime.iterations} == {True}
-        result.update(
-            plan=runtime.plan == plan, problem=runtime.problem, warnings=warning_log.taken()
+        result.update(plan=runtime.plan == plan, **outcome(runtime, warning_log))
+
+
+# How training begins, or does not
+
+
+def refusals(state: str) -> None:
+    """Something is wrong on one or all ranks: no rank begins, and no rank waits for another."""
+    rendezvous.RENDEZVOUS_S = rendezvous.REFUSAL_S = attachment.ATTACH_S = 100 * LONG_S
+    with job(state) as result:
+        log, engine = WarningLog(), Torch("1f1b", 2).engine
+        fits, is_first = plan_of(schedule_of("1f1b", 2, 2)), dist.get_rank() == 0
+        damaged = Path("damaged.yaml")
+        if is_first:
+            fits.save(damaged)
+            damaged.write_text(damaged.read_text().replace("1410", "1395", 1))
+        others = {
+            "schedule of rank 1": plan_of(schedule_of("gpipe", 2, 2)),
+            "microbatches": plan_of(schedule_of("1f1b", 2, 4)),
+            "ranks": plan_of(schedule_of("1f1b", 4, 2)),
+            "gpu": plan_of(schedule_of("1f1b", 2, 2), gpu="NVIDIA A100-SXM4-80GB"),
+            "damaged": damaged,
+            "folder": Path(),
+            "missing": "absent.yaml",
+            "missing for a pipeline": {0: "absent.yaml"},
+        }
+        for name, plan in others.items():
+            result[name] = _entered(engine, plan)
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+            result["missing after a restart"] = _entered(engine, "absent.yaml")
+        result["gpu of rank 1"] = _entered(engine, fits, GPU if is_first else "emulated:a100-pcie")
+        result["no gpu on rank 1"] = _entered(engine, fits, GPU if is_first else "cuda:0")
+        result["no engine on rank 1"] = _entered(
+            engine if is_first else torch.nn.Linear(2, 2), fits
         )
+        result["entered at last"] = _entered(engine, fits)
+        result["warnings"] = log.taken()
+
+
+def beside_another_job(state: str, gpu: str) -> None:
+    """Use GPUs that another job sets."""
+    rendezvous.RENDEZVOUS_S = attachment.ATTACH_S = 100 * LONG_S
+    with job(state) as result:
+        result["held"] = _entered(Torch("1f1b", 2).engine, plan_of(schedule_of("1f1b", 2, 2)), gpu)
+
+
+def _entered(engine: Any, plan: Any, gpu: str = GPU) -> dict[str, Any]:
+    """Return the error with which a rank was refused."""
+    error = None
+    try:
+        with planner_runtime(engine, plan=plan, gpu=gpu):
+            pass
+    except PlannerError as refusal:
+        error = refusal
+    locked_mhz = Watch(gpu).gpu.locked_mhz if gpu.startswith("emulated") else None
+    return {
+        "error": type(error).__name__,
+        "text": str(error),
+        "locked_mhz": locked_mhz,
+    }
+
+
+def without(state: str) -> None:
+    """Begin training without clocks, for several reasons."""
+    with job(state) as result:
+        log = WarningLog()
+        fits, is_first = plan_of(schedule_of("1f1b", 2, 4)), dist.get_rank() == 0
+        result["not permitted"] = _begun(log, fits, f"{GPU}&fault=not-permitted")
+        result["no such GPU"] = _begun(log, fits, "emulated:a100-sxm?fault=lost@0calls")
+        with mock.patch.object(sys, "executable", "/bin/false"):
+            result["no controller"] = _begun(log, fits)
+        with mock.patch.dict(os.environ, {"PLANNER_STATE_DIR": "/proc/none"}):
+            result["no records"] = _begun(log, fits, watched=False)
+        with mock.patch.object(rendezvous, "RENDEZVOUS_S", 0.3):
+            result["a rank that does not come"] = _begun(log, fits, joins=is_first, watched=False)
+
+
+def _begun(
+    log: WarningLog, plan: Any, gpu: str = GPU, *, joins: bool = True, watched: bool = True
+) -> dict[str, Any]:
+    """Train as a rank that joins or does not; return the warnings, and whether the results are
+    unchanged.
+    """
+    expected = trained(Torch("1f1b", 4), 2)
+    watch = Watch(gpu) if watched else None
+    if watch is not None:
+        watch.planned = lambda: None
+    pipeline = Torch("1f1b", 4, watch)
+    with planned(pipeline, plan, gpu=gpu) if joins else nullcontext() as runtime:
+        results = trained(pipeline, 2)
+    return {
+        "equal": equal(expected, results),
+        "plan": runtime is not None and runtime.plan is not None,
+        "problem": runtime and runtime.problem,
+        "warnings": log.taken(),
+    }

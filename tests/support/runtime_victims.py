@@ -1,25 +1,21 @@
 """Trains under a plan until a file asks it to stop, or until it is killed.
 
-As a script it runs as one rank, under a launcher; or, called with `serve`, it starts whole jobs,
-launcher included, from one process that has imported all that they need.
+As a script it runs as one rank, under a launcher.
 """
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch.distributed as dist
-from runtime_training import FAST, Torch, Watch, any_rank, plan_of, schedule_of
+from runtime_training import Torch, Watch, any_rank, plan_of, planned, schedule_of
 
 from perseus_planner.base.files import replacing
-from perseus_planner.runtime import Runtime, attachment, planner_runtime, rendezvous
+from perseus_planner.runtime import Runtime, attachment, rendezvous
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
 VICTIM_GPU = "emulated:a100-sxm?call=1ms"
@@ -38,9 +34,7 @@ def train(folder: str) -> None:
     pipeline = Torch("1f1b", 4, lambda *computation: _follow(watch, runtime, *computation))
     stop = Path(folder, "stop")
     plan = None if Path(folder, "unplanned").exists() else PLAN
-    with planner_runtime(
-        pipeline.engine, plan=plan, gpu=VICTIM_GPU, max_changes_per_s=FAST
-    ) as runtime:
+    with planned(pipeline, plan, gpu=VICTIM_GPU) as runtime:
         if not os.fork():  # as a loader of data is, and lives on when its rank is killed
             while not stop.exists():
                 time.sleep(0.05)
@@ -62,55 +56,6 @@ def _follow(watch: Watch, runtime: Runtime, stage: int, kind: str, microbatch: i
         time.sleep(0.0005)
 
 
-def _launch(request: dict[str, str]) -> None:
-    """Start two ranks and end with them, like a launcher; if one fails, end the others."""
-    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    folder, ranks = Path(request["folder"]), []
-    os.chdir(folder)
-    for rank in range(2):
-        child = os.fork()
-        if not child:
-            os.dup2(os.open(f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-            }
-            os.environ.update(variables, MASTER_PORT=request["port"])
-            try:
-                train(str(folder))
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
-        ranks.append(child)
-    _, status = os.wait()
-    if status:
-        for rank in ranks:
-            os.kill(rank, signal.SIGTERM)
-    os.wait()
-    os._exit(0)
-
-
-def _serve() -> None:
-    """For each line on standard input, start a launcher and print its process number."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            try:
-                _launch(json.loads(line))
-            finally:
-                os._exit(1)
-        print(child, flush=True)
-
-
 if __name__ == "__main__":
-    arguments = [
-        each for each in sys.argv[1:] if not each.startswith("--local_rank")
-    ]  # passed by DeepSpeed's launcher
-    if arguments == ["serve"]:
-        _serve()
-    else:
-        train(*arguments)
+    (folder,) = (word for word in sys.argv[1:] if not word.startswith("--local_rank"))
+    train(folder)  # DeepSpeed's launcher passes --local_rank

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopilot_world import Physics, Programs, Ran, World
 
 from perseus_planner import Profile, schedules
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runtime.autopilot import (
     Autopilot,
     AutopilotJob,

@@ -16,8 +16,7 @@ from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli.show import FIGURES as OFFERED
 from perseus_planner.plans.replay import replay
-from perseus_planner.profiles.measurement import Evidence
-from perseus_planner.profiles.operating_points import pareto_front
+from perseus_planner.profiles.measurement import Evidence, pareto_front
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
 from perseus_planner.views.figures import draw_curves

@@ -23,7 +23,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.replay import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.views.gantt import chart_plan, spare_s
 from perseus_planner.views.profiles import curves_of
 from perseus_planner.views.report.page import number, page

@@ -21,7 +21,7 @@ from trace_rules import ReadTrace, integral
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import RunError, UsageError
 from perseus_planner.plans.replay import replay
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation

@@ -16,7 +16,7 @@ from strategies import jobs, smooth_profile
 from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.plans.replay import replay
 from perseus_planner.runs.run import Run
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.views.plan import summarize_plan
 from perseus_planner.views.report.report import make_report
 from perseus_planner.views.report.savings import EnergyRates, IterationSize

@@ -34,8 +34,7 @@ from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.planning.curves import Curve, Slow
-from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.solve import solve_dag
+from perseus_planner.solver.frontier import Frontier, solve_dag
 
 _KEPT = 32  # frontiers that a process keeps in memory
 _LARGEST_BYTES = (

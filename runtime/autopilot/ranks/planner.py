@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.plans.replay import time_and_energy
-from perseus_planner.profiles.clock_changes import ClockChange
+from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings

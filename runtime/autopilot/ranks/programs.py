@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from perseus_planner.base.errors import PlanError, PlannerError
-from perseus_planner.profiles.clock_changes import changes_per_rank, with_fewer_changes
+from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot.ledger import Ledger
 from perseus_planner.schedules import Computation

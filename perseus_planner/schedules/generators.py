@@ -1,13 +1,138 @@
-"""Schedules in which a rank holds several stages that are `ranks` apart: looped BFS, interleaved
-1F1B, zero bubble.
+"""Schedules with one stage per rank, GPipe, 1F1B and ZB-H1, or with several that are `ranks` apart:
+looped BFS, interleaved 1F1B, zero bubble.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from perseus_planner.base.errors import ScheduleError
-from perseus_planner.schedules.computation import Computation
-from perseus_planner.schedules.schedule import Schedule
-from perseus_planner.schedules.sizes import alternating_order, check_sizes
+from perseus_planner.base.units import COUNT
+from perseus_planner.schedules.schedule import Computation, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# Far beyond any job, and still small enough for memory; a mistyped number is refused, not tried.
+_MOST = 1_000_000
+
+
+def check_sizes(**sizes: int) -> tuple[int, ...]:
+    """Return the values of `sizes`, in their order, as plain ints.
+
+    Raises:
+        ScheduleError: If one is not a whole number of at least 1, or an iteration of these sizes is
+            too large.
+    """
+    counts = []
+    product = 1
+    for name, value in sizes.items():
+        count = COUNT.check(value, name, ScheduleError)
+        product *= count
+        counts.append(count)
+    if product > _MOST:
+        each = " x ".join(
+            f"{count} {name.replace('_', ' ')}" for count, name in zip(counts, sizes, strict=True)
+        )
+        raise ScheduleError(f"{each} are more than {_MOST} forwards; give smaller numbers")
+    return tuple(counts)
+
+
+def alternating_order(
+    forwards: Sequence[Computation],
+    backwards: Sequence[Computation],
+    warmup: int,
+    weights: Sequence[Computation] = (),
+    delay: int = 0,
+) -> tuple[Computation, ...]:
+    """Return the order of a rank: `warmup` forwards, then a forward and a backward in turn, then
+    the other backwards.
+
+    Args:
+        forwards: all forwards of the rank, in order.
+        backwards: as many backwards, in order.
+        warmup: number of forwards before the first pair of a forward and a backward.
+        weights: the weight gradients, in order, if `backwards` are gradients of the input alone.
+        delay: number of backwards by which a weight gradient comes later than the backward it
+            belongs to.
+    """
+    order = list(forwards[:warmup])
+    for step, backward in enumerate(backwards):
+        order += [*forwards[warmup + step : warmup + step + 1], backward]
+        if step >= delay:
+            order += weights[step - delay : step - delay + 1]
+    return (*order, *weights[max(0, len(backwards) - delay) :])
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """GPipe: every rank runs all forwards, then all backwards (Huang et al., NeurIPS'19, section
+    2.3).
+
+    Backwards run in the order of the forwards, as in torch's ScheduleGPipe. A rank keeps the
+    activations of all microbatches.
+
+    Raises:
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
+    """
+    stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
+    return Schedule(
+        "gpipe",
+        tuple(
+            alternating_order(
+                _row(stage, "F", microbatches), _row(stage, "B", microbatches), microbatches
+            )
+            for stage in range(stages)
+        ),
+    )
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """Non-interleaved 1F1B, as DeepSpeed's TrainSchedule and Megatron-core run it.
+
+    Rank s runs `stages - 1 - s` warm-up forwards, then one forward and one backward in turn, then
+    the remaining backwards (PipeDream-Flush; Narayanan et al., SC'21, section 2.2). It keeps the
+    activations of at most `stages - s` microbatches.
+
+    Raises:
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
+    """
+    stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
+    return Schedule(
+        "1f1b",
+        tuple(
+            alternating_order(
+                _row(stage, "F", microbatches), _row(stage, "B", microbatches), stages - 1 - stage
+            )
+            for stage in range(stages)
+        ),
+    )
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B with backwards in two parts; the weight gradients of rank s come `s` microbatches
+    late.
+
+    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 2.2. The later a rank starts, the
+    more weight gradients it delays to the end, where 1F1B waits. So every rank keeps the
+    activations of at most `stages` microbatches, which is the maximum of 1F1B; and if F, I and W
+    take equally long, a rank waits a third as long as in 1F1B.
+
+    Raises:
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
+    """
+    stages, microbatches = check_sizes(stages=stages, microbatches=microbatches)
+    ranks = []
+    for stage in range(stages):
+        forwards, backwards, weights = (_row(stage, kind, microbatches) for kind in "FIW")
+        ranks.append(
+            alternating_order(forwards, backwards, stages - 1 - stage, weights, delay=stage)
+        )
+    return Schedule("zb-h1", tuple(ranks))
+
+
+def _row(stage: int, kind: str, microbatches: int) -> list[Computation]:
+    return [Computation(stage, kind, microbatch) for microbatch in range(microbatches)]
 
 
 def looped_bfs(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""A small GPT that Megatron-core trains on the CPU, and stand-ins for hooks and timers."""
+"""A tiny GPT that Megatron-core trains on the CPU."""
 # ruff: noqa: TID253 - for ranks, which are there for torch and Megatron
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,94 +18,14 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.timers import Timers
 from megatron.core.transformer import TransformerConfig
 from torch import nn
-
-from perseus_planner.runtime.engines.megatron import MegatronModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import megatron_cpu
 
 SEQUENCE, ROWS, VOCABULARY = 8, 1, 16
-
-
-class RecordedHook:
-    """A stand-in for a hook that records its calls by iteration."""
-
-    def __init__(self) -> None:
-        self.iterations: list[dict[str, Any]] = []
-        self._begun: tuple[int, str, int] | None = None
-
-    def begin_iteration(self, microbatches: int | None = None) -> None:
-        self.iterations.append({"microbatches": microbatches, "ran": [], "ended": False})
-
-    def begin(self, stage: int, kind: str, microbatch: int) -> None:
-        assert self._begun is None
-        self._begun = (stage, kind, microbatch)
-
-    def end(self) -> None:
-        self.iterations[-1]["ran"].append(self._begun)
-        self._begun = None
-
-    def end_iteration(self) -> None:
-        assert not self.iterations[-1]["ended"]
-        self.iterations[-1]["ended"] = True
-
-
-class RecordedMarks:
-    """Marks and `ProgramSource` of a real hook, which record its requests and how its iterations
-    ended.
-    """
-
-    def __init__(self, program: Any) -> None:
-        self.program, self.ends, self.words, self.wants = program, [], [], []
-
-    def load(self, words: Any) -> None:
-        self.words = words
-
-    def request(self, index: int) -> None:
-        self.wants.append(index)
-
-    def program_for(self, iteration: int) -> Any:
-        return self.program
-
-    def on_end(self, iteration: int, program: Any, deviation: str | None, *_: object) -> None:
-        self.ends.append(deviation)
-
-    def nothing(self, *_: Any) -> None:
-        pass
-
-    begin_iteration = begin = end = end_iteration = nothing
-
-
-class UserTimers:
-    """Timers that a user may have; they record every call and return a value."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> UserTimer:
-        self.calls.append((args, kwargs))
-        return UserTimer(self, args[0])
-
-    def log(self, names: list[str]) -> str:
-        return f"logged {names}"
-
-
-class UserTimer:
-    def __init__(self, timers: UserTimers, name: str) -> None:
-        self._timers, self._name, self._number = timers, name, len(timers.calls)
-
-    def start(self, *args: Any, **kwargs: Any) -> str:
-        self._timers.calls.append((self._name, "start", args, kwargs))
-        return f"{self._name} started"
-
-    def stop(self, *args: Any, **kwargs: Any) -> str:
-        self._timers.calls.append((self._name, "stop", args, kwargs))
-        return f"{self._name} stopped"
-
-    def elapsed(self) -> int:
-        return self._number
 
 
 class Wrapper(nn.Module):
@@ -163,18 +85,30 @@ class Training:
         self.config = self.chunks[0].config
         self.configs = [chunk.config for chunk in self.chunks]
         self.model = [Wrapper(chunk) for chunk in self.chunks]
-        self.engine = MegatronModel(self.model)
         parameters = [each for chunk in self.chunks for each in chunk.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
+
+    @cached_property
+    def engine(self) -> Any:
+        """The planner's adapter, which a training that knows no planner does not load."""
+        from perseus_planner.runtime.engines.megatron import MegatronModel
+
+        return MegatronModel(self.model)
 
     def step(self, microbatches: int, *, forward_only: bool = False) -> list[Any]:
         """Run one iteration; return its losses on the last rank."""
         torch.manual_seed(100 + dist.get_rank())
+        return self.run(get_forward_backward_func(), microbatches, forward_only=forward_only)
+
+    def run(
+        self, forward_backward: Any, microbatches: int, *, forward_only: bool = False
+    ) -> list[Any]:
+        """Call a schedule function of Megatron-core."""
         data = torch.randint(
             VOCABULARY, (microbatches, ROWS, SEQUENCE), generator=torch.Generator().manual_seed(7)
         )
         batches = [iter(data) for _ in self.model]
-        losses = get_forward_backward_func()(
+        losses: list[Any] = forward_backward(
             forward_step_func=_forward_step,
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.model if len(batches) > 1 else self.model[0],
@@ -214,6 +148,42 @@ class Training:
         yield ran
         for handle in handles:
             handle.remove()
+
+
+class LoopTraining:
+    """1F1B as Megatron-LM's `pretrain` trains, with the interface of the trainings in
+    tiny_training.py.
+
+    `megatron.training` is not part of megatron-core. This has the structure of its `train`,
+    `train_step` and `evaluate` (core 0.16): one schedule function is taken at the start of training
+    and another for each evaluation, and the timers of the config are those of a global variable,
+    dropped while it evaluates.
+    """
+
+    def __init__(self) -> None:
+        module: Any = ModuleType("megatron.training.global_vars")
+        # At this level those of computations do nothing.
+        self._timers = module._GLOBAL_TIMERS = Timers(0, "minmax")
+        sys.modules[module.__name__] = module
+        self._parallel = parallel()
+        self._parallel.__enter__()  # until the process ends
+        self._training = Training()
+        self._training.config.timers = self._timers
+        self._train = get_forward_backward_func()
+
+    def step(self) -> list[Any]:
+        return self._training.run(self._train, 4)
+
+    def evaluate(self) -> list[Any]:
+        evaluate = get_forward_backward_func()
+        with torch.no_grad():
+            self._training.config.timers = None
+            losses = self._training.run(evaluate, 4, forward_only=True)
+            self._training.config.timers = self._timers
+        return losses
+
+    def state(self) -> list[Any]:
+        return self._training.weights()
 
 
 def _chunk(config: Any, number: int, virtual: int | None) -> Any:
