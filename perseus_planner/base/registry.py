@@ -21,10 +21,12 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 """Name -> the command of `planner`."""
 MEASURE_KERNELS = "perseus_planner.estimate.command:measure_kernels_of"
 """What `planner calibrate --kernels` runs."""
-SHOWN: Mapping[str, str] = MappingProxyType({"inference": "perseus_planner.inference.views:shown"})
+SHOWN: Mapping[str, str] = MappingProxyType(
+    {"inference": "perseus_planner.inference.views:show_plan"}
+)
 """Kind of file -> a function of its path that returns its summary, its text, and what draws it."""
 REPORTED: Mapping[str, str] = MappingProxyType(
-    {"inference": "perseus_planner.inference.views:reported"}
+    {"inference": "perseus_planner.inference.views:report_plan"}
 )
 """Kind of file -> a function of paths and energy rates that returns its report, the text and the
 page.

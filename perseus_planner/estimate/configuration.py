@@ -106,10 +106,8 @@ class Configuration:
     def name(self) -> str:
         """What tells it from others of the same model, in one word."""
         shape, virtual = self.shape, f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
-        runs = [
-            f"{layers}" if count == 1 else f"{count}*{layers}"
-            for layers, count in _runs(self.split)
-        ]
+        counts = [(layers, len(list(same))) for layers, same in groupby(self.split)]
+        runs = [f"{layers}" if count == 1 else f"{count}*{layers}" for layers, count in counts]
         even = f"({','.join(runs)})" if len(runs) > 1 else ""
         return (
             f"t{shape.tensor_degree}-p{self.ranks}{virtual}{even}-d{self.data_degree}-mb{shape.microbatch}-"
@@ -200,11 +198,6 @@ def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ..
     """Return the rank that holds each stage."""
     made = schedule_of(schedule, ranks * virtual_stages, ranks, virtual_stages)
     return tuple(made.stage_ranks[stage] for stage in range(made.stages))
-
-
-def _runs(split: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the layers of stages that follow each other, and how many those stages are."""
-    return [(layers, len(list(same))) for layers, same in groupby(split)]
 
 
 @lru_cache(maxsize=512)

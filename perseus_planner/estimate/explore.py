@@ -183,7 +183,7 @@ class _Search:
                 return
             computed += self.maker.size(self.found[place].job)
             curve = self._solve(place)
-            at_grid_j = np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf)
+            at_grid_j = curve.at(self.grid_s)
             # Slower than its least energy a job waits, or runs at its least energy: it does the
             # latter.
             self.envelope_j = np.minimum(self.envelope_j, np.minimum.accumulate(at_grid_j))
@@ -209,22 +209,19 @@ class _Search:
         open_places = [place for place in range(len(self.found)) if place not in self.curves]
         if not open_places:
             return None
+        nearest = min(open_places, key=self.values.__getitem__)
         exact = sorted((value, place) for place, value in self.exact_values.items())
-        best = {self._degree(place): value for value, place in reversed(exact)}
-        nearest = min(open_places, key=lambda each: self.values[each])
         if not exact or self.values[nearest] < exact[0][0]:
             return nearest
-        for degree in sorted({self._degree(place) for place in open_places}):
-            near = min(
-                (p for p in open_places if self._degree(p) == degree),
-                key=lambda each: self.values[each],
-            )
-            value = self.values[near]
-            if (
-                value < best.get(degree, (math.inf, math.inf))
-                and value[0] <= _WORTH * exact[0][0][0]
+        best = {self._degree(place): value for value, place in reversed(exact)}
+        ranked = sorted(((self.values[place], place) for place in open_places), reverse=True)
+        near = {self._degree(place): place for _, place in ranked}
+        for degree, place in sorted(near.items()):
+            value = self.values[place]
+            if value < best.get(degree, (math.inf, math.inf)) and (
+                value[0] <= _WORTH * exact[0][0][0]
             ):
-                return near
+                return place
         if len(self.first()) < FIRST and math.isfinite(self.values[nearest][0]):
             return nearest
         with np.errstate(invalid="ignore"):
@@ -301,10 +298,7 @@ class _Search:
             for place, curve in self.curves.items()
             for time_s, energy_j in zip(
                 np.append(self.grid_s, curve.times_s[0]),
-                np.append(
-                    np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf),
-                    curve.energies_j[0],
-                ),
+                np.append(curve.at(self.grid_s), curve.energies_j[0]),
                 strict=True,
             )
             if math.isfinite(energy_j)

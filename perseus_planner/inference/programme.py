@@ -245,18 +245,13 @@ class _Model:
         costs: ChangeCosts,
         least_share: float = 1.0,
     ) -> None:
-        self.demand, self.period_s, self.before, self.costs = (
-            dict(sorted(demand.items())),
-            period_s,
-            before,
-            costs,
-        )
+        self.demand, self.period_s = dict(sorted(demand.items())), period_s
+        self.before, self.costs = before, costs
         self.idle_w = {at: profile.idle_w(at) for at in profile.configurations}
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[dict[int, float], float, float]] = []
-        self.energies_j: dict[
-            int, float
-        ] = {}  # column -> joules of one, less what idle instances cost anyhow
+        # Column -> joules of one, less what idle instances cost anyhow.
+        self.energies_j: dict[int, float] = {}
         self.gpus: dict[int, float] = {}
         self.share = self._add(least_share, 1.0)
         self.pools: list[tuple[int, RequestClass, Configuration]] = []
@@ -265,20 +260,15 @@ class _Model:
             for at in profile.configurations:
                 self._add_pool(profile, longest, at, only)
         for of, load in self.demand.items():
-            most = max(
-                (entry.cell.tokens_per_s for entry in self.entries if entry.of == of), default=0.0
-            )
+            loads = {each.column: each.cell.tokens_per_s for each in self.entries if each.of == of}
+            most = max(loads.values(), default=0.0)
             if not most:
                 among = "" if only is None else " of those allowed"
                 raise UsageError(
                     f"class {of.name}: no configuration{among} meets its latency objective; "
                     "measure a higher clock or tensor degree, or loosen the objective"
                 )
-            row = {
-                entry.column: entry.cell.tokens_per_s / most
-                for entry in self.entries
-                if entry.of == of
-            }
+            row = {column: carried / most for column, carried in loads.items()}
             self._rows.append(({**row, self.share: -load.tokens_per_s / most}, 0.0, 0.0))
         if before is not None:
             self._add_changes(before)

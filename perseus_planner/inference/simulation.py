@@ -180,18 +180,17 @@ class _Cluster:
             server.resize(max(1, server.pool.instances), ticks * settings.clocks_s)
             server.start(np.inf)
             self.late |= server.late
-        energy_j = self.energy_j + self.change_j
         return Replay(
-            self.policy,
-            request,
-            len(self.late),
-            self.moved,
-            energy_j,
-            self.change_j,
-            self.most_gpus,
-            (self.changes[0], self.changes[1], self.changes[2]),
-            self.short_periods,
-            self._periods(every[0]),
+            policy=self.policy,
+            requests=request,
+            late=len(self.late),
+            moved=self.moved,
+            energy_j=self.energy_j + self.change_j,
+            change_j=self.change_j,
+            most_gpus=self.most_gpus,
+            changes=(self.changes[0], self.changes[1], self.changes[2]),
+            short_periods=self.short_periods,
+            periods=self._periods(every[0]),
         )
 
     def _periods(self, ticks: int) -> tuple[Period, ...]:

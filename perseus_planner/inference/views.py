@@ -61,13 +61,13 @@ def plan_view(plan: InferencePlan) -> dict[str, Any]:
     }
 
 
-def shown(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]:
+def show_plan(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]:
     """Return a plan in a file as `planner show` wants it: for JSON, as text, and what draws it."""
     view = plan_view(InferencePlan.load(path))
     return view, plan_text(view), lambda: plan_figure(view)
 
 
-def reported(paths: Sequence[Path], rates: EnergyRates) -> tuple[PoolsReport, str, str]:
+def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[PoolsReport, str, str]:
     """Return the report of a plan in a file as `planner report` wants it: its values, text and
     page.
 
