@@ -285,4 +285,5 @@ def test_every_word_has_its_choices():
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_simulated_pipeline_costs_what_its_model_does(stages: int):
     model = replace(PRESETS["gpt3-2.7b"], layers=8 * stages, microbatch=4)
-    assert _small_gpt(stages) == stage_op_costs(model, stages)
+    # Their texts are equal, too: the noise of a simulated GPU follows from them.
+    assert repr(_small_gpt(stages)) == repr(stage_op_costs(model, stages))
