@@ -144,10 +144,6 @@ def test_help_describes_every_option(command: click.Command):
             "--policy best",
             "--policy: 'best' is none; give highest, clock, degree, hierarchical, planner",
         ),
-        (
-            "--plot a.txt",
-            "--plot a.txt: figures are written as .png, .svg, .pdf; end the name with one of them",
-        ),
         ("--mispredicted 101%", "mispredicted: 1.01 is not a share of requests; give 0 to 1"),
     ],
 )
