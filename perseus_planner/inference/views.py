@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.inference.simulation import Replay, Settings
     from perseus_planner.inference.workload import Trace
-    from perseus_planner.views.report.savings import EnergyCost, EnergyRates
+    from perseus_planner.views.savings import EnergyCost, EnergyRates
 
 _MOST_EPOCHS = 3  #: whose pools are printed
 AGAINST = "the highest clock and the largest tensor degree for all classes"
@@ -300,11 +300,11 @@ def pools_page(report: PoolsReport) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    from perseus_planner.views.report.page import content_policy, report_file
+    from perseus_planner.views.report import content_policy
     from perseus_planner.views.web import page_file
 
     rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
-    styles = [page_file("theme.css"), report_file("report.css"), _STYLE]
+    styles = [page_file("theme.css"), page_file("report.css"), _STYLE]
     sheets = plan_sheets(report.plan)[::-1]
     tables = [tostring(sheet.html(), encoding="unicode", method="html") for sheet in sheets]
     template = (files("perseus_planner.inference") / "pools.html.j2").read_text(encoding="utf-8")

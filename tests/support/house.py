@@ -29,7 +29,7 @@ ROOMS = (
     "plans",
     "solver",
     "gpu",
-    "training",
+    "engines",
     "runs",
     "service",
     "views",
