@@ -49,7 +49,8 @@ def find_doubt(
     control: str = "clock",
     stages: int = 1,
 ) -> Doubt:
-    """Return how far the saving is known, and what to measure next.
+    """Return how far the saving is known, and what to measure next: one function, as all its parts
+    share the draws and the prices.
 
     The result depends on the arguments alone, so a resumed sweep chooses as one that was not
     interrupted.

@@ -29,6 +29,7 @@ from perseus_planner.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from perseus_planner.cli.calibrate import KernelOptions
     from perseus_planner.estimate.candidates import Choices
     from perseus_planner.estimate.estimate import StageCalibration, TransformerPipeline
     from perseus_planner.estimate.explore import Objective, Prices
@@ -371,20 +372,8 @@ def explore(
     console.report(result, views.exploration_text(result), written, as_json=as_json)
 
 
-def measure_kernels_of(
-    model: str,
-    *,
-    gpu: str | None,
-    microbatch: tuple[int, ...],
-    tensor_parallel: tuple[int, ...] | None,
-    recompute: str,
-    node_bandwidth: float | None,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure a layer, head and links of a model, and write a system file; the arguments are the
-    options.
-    """
+def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: bool) -> None:
+    """Measure a layer, head and links of a model, and write a system file."""
     from perseus_planner.base.units import TIME
     from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
     from perseus_planner.estimate.system import save_system, system_of, system_view
@@ -392,23 +381,24 @@ def measure_kernels_of(
     from perseus_planner.estimate.views import system_text
     from perseus_planner.profiler.ranks.group import process_group
 
-    if gpu is None or output is None:
+    if options.gpu is None or output is None:
         raise UsageError(
             "--kernels: needs --gpu, the kind of GPU, and --output, the system file to write"
         )
-    if recompute not in ("none", "full"):
-        raise UsageError(f"--recompute: {recompute!r} is not measured; give none or full")
-    system, shape = system_of(gpu), named_transformer(model)
-    if node_bandwidth is not None:
+    if options.recompute not in ("none", "full"):
+        raise UsageError(f"--recompute: {options.recompute!r} is not measured; give none or full")
+    system, shape = system_of(options.gpu), named_transformer(str(options.kernels))
+    if options.node_bandwidth is not None:
         system = replace(
             system,
-            node_bytes_per_s=1e9 * TIME.check(node_bandwidth, "--node-bandwidth", UsageError),
+            node_bytes_per_s=1e9
+            * TIME.check(options.node_bandwidth, "--node-bandwidth", UsageError),
         )
     with process_group() as group:
         import torch
 
         rank, ranks = group or (0, 1)
-        degrees = {1, ranks} if tensor_parallel is None else set(tensor_parallel)
+        degrees = {1, ranks} if options.tensor_parallel is None else set(options.tensor_parallel)
         for degree in degrees:
             if ranks % degree:
                 raise UsageError(
@@ -421,14 +411,17 @@ def measure_kernels_of(
                 err=True,
             )
         shapes = [
-            replace(shape, tensor_degree=degree, microbatch=size, recomputation=recompute)
+            replace(shape, tensor_degree=degree, microbatch=size, recomputation=options.recompute)
             for degree in sorted(degrees)
-            for size in sorted(set(microbatch))
+            for size in sorted(set(options.microbatch))
         ]
         system = measure_kernels(KernelPlan(shapes), system)
         if rank:
             return
-    names = (*measured_names(ranks), *(() if node_bandwidth is None else ("node_bytes_per_s",)))
+    names = (
+        *measured_names(ranks),
+        *(() if options.node_bandwidth is None else ("node_bytes_per_s",)),
+    )
     save_system(system, output, names)
     view = system_view(system, names)
     console.report(view, system_text(view), [output], as_json=as_json)
