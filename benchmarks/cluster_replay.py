@@ -15,8 +15,8 @@ from results import Check, Section, Table
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.cluster.replay import Cluster, Outcome, simulate
 from perseus_planner.cluster.stragglers import Straggler
+from perseus_planner.cluster.views import summarize_cluster
 from perseus_planner.profiles.groups import on_each_gpu
-from perseus_planner.views.cluster import summarize_cluster
 
 _GPUS_PER_STAGE = 8
 _MICROBATCHES, _PIPELINES, _ITERATIONS, _STRAGGLERS = 12, 128, 1000, 50

@@ -14,11 +14,14 @@ from data import Case, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Profile
-from perseus_planner.estimate.calibration import StageCalibration, stage_calibration
-from perseus_planner.estimate.estimate import estimate
-from perseus_planner.estimate.op_costs import TransformerPipeline
-from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.estimate import (
+    StageCalibration,
+    TransformerPipeline,
+    estimate,
+    stage_calibration,
+)
 from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.transformer import PRESETS
 from perseus_planner.profiles.csv_file import word_of
 
 _MAX_ERRORS = (

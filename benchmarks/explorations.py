@@ -9,8 +9,8 @@ from results import Check, Section, Table
 
 from perseus_planner.estimate.candidates import Choices
 from perseus_planner.estimate.explore import Objective, explore
-from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.transformer import PRESETS
 
 _COLUMNS = {
     "what": ("job", ""),

@@ -16,9 +16,8 @@ from measured_iterations import A100, Measured, TimeEstimates, kernel_key, measu
 from results import Check, Section, Table
 from time_fit import fit, tables
 
-from perseus_planner.estimate.configuration import Configuration
+from perseus_planner.estimate.configuration import Configuration, memory
 from perseus_planner.estimate.kernel_times import layer_times
-from perseus_planner.estimate.memory import memory
 from perseus_planner.estimate.system import KernelKey, KernelTimes, System
 
 _CHOICES = 8  #: configurations of a task

@@ -13,10 +13,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from data import MissingError, folder
+from fast_replay import iteration_s
 
 from perseus_planner.estimate.configuration import Configuration
 from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
-from perseus_planner.estimate.system import SYSTEMS, KernelKey, System
+from perseus_planner.estimate.system import SYSTEMS, KernelKey, System, kernel_key
 from perseus_planner.estimate.transformer import Transformer, split_layers
 
 #: padded as Megatron does, but for heads of one GPU on 2 to 8 GPUs, which take as if it were not
@@ -77,18 +78,10 @@ class TimeEstimates:
 
     def __call__(self, job: Configuration) -> float:
         """Return the estimated seconds of an iteration."""
-        key = kernel_key(job)
+        key = kernel_key(job.shape)
         if key not in self._layers:
             self._layers[key] = layer_times(job.shape, self._system)
-        return job.time_s(self._system, self._layers[key])
-
-
-def kernel_key(job: Configuration) -> KernelKey:
-    """Return what the kernels of a configuration are for."""
-    shape = job.shape
-    return KernelKey(
-        shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
-    )
+        return iteration_s(job, self._system, self._layers[key])
 
 
 def _measured(row: Mapping[str, float]) -> Measured:

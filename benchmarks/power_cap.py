@@ -17,15 +17,13 @@ from data import MissingError, Size, folder
 from results import Check, Section, Table
 
 from perseus_planner.estimate.candidates import Candidate
-from perseus_planner.estimate.configuration import Configuration
+from perseus_planner.estimate.configuration import Configuration, memory
 from perseus_planner.estimate.curves import CurveMaker
-from perseus_planner.estimate.forecast import node_overhead_w
+from perseus_planner.estimate.explore import node_overhead_w
 from perseus_planner.estimate.kernel_times import LayerTimes, layer_times, phases_of
-from perseus_planner.estimate.memory import memory
 from perseus_planner.estimate.operations import Product
-from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.system import SYSTEMS
-from perseus_planner.estimate.transformer import split_layers
+from perseus_planner.estimate.transformer import PRESETS, split_layers
 from perseus_planner.plans.replay import time_and_energy
 
 _LEAST_S = 0.3e-3  # shorter rows are artefacts of averaging

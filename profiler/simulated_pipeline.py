@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuError, UsageError
-from perseus_planner.estimate.op_costs import stage_op_costs
-from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.profiler.stage import (
     Progress,
     Stage,
@@ -23,8 +21,23 @@ from perseus_planner.profiler.stage import (
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.simulated.model import OpCost
     from perseus_planner.profiles.profiles import Profile
+
+# What the parts of GPT-3 2.7B take on a microbatch of four sequences of 2048 tokens, as
+# `perseus_planner.estimate` counts it (tests compare them): forward, gradients of inputs and of
+# weights. The noise of a simulated GPU follows from how they are written.
+_LAYERS = 8
+_LAYER = {
+    "F": OpCost(flops=1_374_431_477_760.0, bytes=754_974_720.0),
+    "I": OpCost(flops=1_503_343_411_200.0, bytes=1_006_632_960.0),
+    "W": OpCost(flops=1_288_490_188_800, bytes=0),
+}
+_EMBEDDING = {"F": OpCost(0, 209_715_200), "I": OpCost(0, 0), "W": OpCost(0, 251_658_240)}
+_HEAD = {
+    "F": OpCost(flops=2_107_931_361_280, bytes=5_847_760_896),
+    "I": OpCost(flops=2_107_931_361_280, bytes=9_183_346_688),
+    "W": OpCost(flops=2_107_931_361_280, bytes=0),
+}
 
 
 def profile_simulated(
@@ -85,8 +98,10 @@ def _small_gpt(stages: int) -> list[dict[str, OpCost]]:
     """Return kind -> cost of each stage: eight layers like those of GPT-3 2.7B, on a microbatch
     of four sequences.
     """
-    model = replace(PRESETS["gpt3-2.7b"], layers=8 * stages, microbatch=4)
-    return stage_op_costs(model, stages)
+    costs = [{kind: layer * _LAYERS for kind, layer in _LAYER.items()} for _ in range(stages)]
+    for stage, part in ((costs[0], _EMBEDDING), (costs[-1], _HEAD)):
+        stage.update({kind: cost + part[kind] for kind, cost in stage.items()})
+    return [{**stage, "B": stage["I"] + stage["W"]} for stage in costs]
 
 
 def _simulated_stage(gpu: SimulatedGpu, costs: Mapping[str, OpCost], split_backward: bool) -> Stage:

@@ -1,83 +1,17 @@
-"""The `planner` command.
-
-Each command imports what it needs when it runs, so that `planner --help` answers at once.
-Exit codes: 0 done, 1 a bug in the planner, 2 something that the user can correct, 130 interrupted.
-"""
+"""The `planner` command: `commands.main`, which is loaded when it is asked for."""
 
 from __future__ import annotations
 
-import os
+from typing import TYPE_CHECKING
 
-import click
-
-from perseus_planner.base import __version__
-from perseus_planner.cli import console
-from perseus_planner.cli.calibrate import calibrate
-from perseus_planner.cli.doctor import doctor
-from perseus_planner.cli.estimate import estimate
-from perseus_planner.cli.explore import explore
-from perseus_planner.cli.inference import inference
-from perseus_planner.cli.machine import measure, reset, warm_up
-from perseus_planner.cli.options import examples
-from perseus_planner.cli.planning import plan, run_job, solve
-from perseus_planner.cli.profiling import profile
-from perseus_planner.cli.run import run
-from perseus_planner.cli.serve import serve
-from perseus_planner.cli.service import budget, status, straggler
-from perseus_planner.cli.show import report, show
-from perseus_planner.cli.simulate import simulate
+if TYPE_CHECKING:
+    from perseus_planner.cli.console import Commands
 
 
-@click.group(
-    cls=console.Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog=examples(
-        "planner profile --gpu simulated:a100-sxm --stages 4 -o profile.yaml",
-        "planner solve profile.yaml --schedule 1f1b --microbatches 16 -o frontier.npz",
-        "planner plan frontier.npz --slowdown 1.00 -o plan.yaml",
-        "planner show plan.yaml",
-    ),
-)
-@click.version_option(__version__, message="planner %(version)s")
-@click.pass_context
-def main(context: click.Context) -> None:
-    """Plan one GPU clock per computation of pipeline-parallel training: the same speed, the least
-    energy.
+def __getattr__(name: str) -> Commands:
+    """Return `main`; rooms that bring commands import `cli.console` without it."""
+    if name != "main":
+        raise AttributeError(name)
+    from perseus_planner.cli.commands import main
 
-    Profile the stages, solve for the frontier of time and energy, and choose a plan on it;
-    `planner job.yaml` does all three for a job file. Run a command with --help to see its options.
-    """
-    if context.invoked_subcommand not in ("run", "measure"):  # these start other programs
-        os.environ.setdefault(
-            "OPENBLAS_NUM_THREADS", "1"
-        )  # matrices are small here, and threads wait for each other
-    if context.invoked_subcommand not in ("doctor", "reset"):  # these report such GPUs themselves
-        _recover_gpus()
-
-
-main.add_section("Measure", doctor, profile, measure, estimate, explore)
-main.add_section("Plan", solve, plan, show, report, calibrate, simulate, warm_up)
-main.add_section("Train", run, reset)
-main.add_section("Serve", serve, status, straggler, budget, inference)
-main.for_a_file = run_job
-
-
-def _recover_gpus() -> None:
-    """Reset GPUs that killed processes have left set on this node, and print them on stderr."""
-    from perseus_planner.gpu.lease.records import has_records
-
-    if not has_records():
-        return
-    from perseus_planner.base.errors import GpuError
-    from perseus_planner.gpu.lease.lease import recover
-
-    try:
-        for recovery in recover():
-            record, problem = recovery.record, recovery.problem
-            done = "is reset" if problem is None else f"cannot be reset: {problem}"
-            click.echo(
-                f"planner: GPU {record.gpu} ({record.name}), left set by {record.owner}, {done}",
-                err=True,
-            )
-    except GpuError as error:
-        click.echo(f"planner: {error}", err=True)
+    return main

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import click
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
@@ -87,7 +85,10 @@ def calibrate(
             raise UsageError(
                 "--kernels: measures on its own; leave out profile, plan and --measured"
             )
-        _calibrate_kernels(kernels, output, as_json=as_json)
+        from perseus_planner.base import registry
+
+        measure_kernels = registry.load(registry.MEASURE_KERNELS)
+        measure_kernels(kernels, output, as_json=as_json)
         return
     if profile_or_job is None or not plan_or_run:
         raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
@@ -103,61 +104,6 @@ def calibrate(
         write_file(output, content, UsageError)
         written.append(output)
     console.report(result, text, written, as_json=as_json)
-
-
-def _calibrate_kernels(options: KernelOptions, output: Path | None, *, as_json: bool) -> None:
-    from perseus_planner.base.units import TIME
-    from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
-    from perseus_planner.estimate.presets import named_transformer
-    from perseus_planner.estimate.system import system_of
-    from perseus_planner.estimate.system_file import save_system, system_view
-    from perseus_planner.profiler.ranks.group import process_group
-    from perseus_planner.views.estimate import system_text
-
-    if options.gpu is None or output is None:
-        raise UsageError(
-            "--kernels: needs --gpu, the kind of GPU, and --output, the system file to write"
-        )
-    if options.recompute not in ("none", "full"):
-        raise UsageError(f"--recompute: {options.recompute!r} is not measured; give none or full")
-    system, shape = system_of(options.gpu), named_transformer(str(options.kernels))
-    if options.node_bandwidth is not None:
-        system = replace(
-            system,
-            node_bytes_per_s=1e9
-            * TIME.check(options.node_bandwidth, "--node-bandwidth", UsageError),
-        )
-    with process_group() as group:
-        import torch
-
-        rank, ranks = group or (0, 1)
-        degrees = {1, ranks} if options.tensor_parallel is None else set(options.tensor_parallel)
-        for degree in degrees:
-            if ranks % degree:
-                raise UsageError(
-                    f"--tensor-parallel: {degree} GPUs do not divide the {ranks} ranks; start "
-                    f"{degree} with torchrun --nproc-per-node {degree}"
-                )
-        if rank == 0 and not torch.cuda.is_available():
-            click.echo(
-                "planner: torch finds no GPU: processors are measured, which may take hours",
-                err=True,
-            )
-        shapes = [
-            replace(shape, tensor_degree=degree, microbatch=size, recomputation=options.recompute)
-            for degree in sorted(degrees)
-            for size in sorted(set(options.microbatch))
-        ]
-        system = measure_kernels(KernelPlan(shapes), system)
-        if rank:
-            return
-    names = (
-        *measured_names(ranks),
-        *(() if options.node_bandwidth is None else ("node_bytes_per_s",)),
-    )
-    save_system(system, output, names)
-    view = system_view(system, names)
-    console.report(view, system_text(view), [output], as_json=as_json)
 
 
 def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredPlan]:

@@ -8,20 +8,14 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from perseus_planner.base import units
 from perseus_planner.base.errors import EndedElsewhere, PlannerError, UsageError, did_you_mean
-from perseus_planner.cli import options
-from perseus_planner.cli.options import PATH as PATH
-from perseus_planner.cli.options import chip_names as chip_names
-from perseus_planner.cli.options import examples as examples
-from perseus_planner.cli.options import refuse_same as refuse_same
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -116,54 +110,6 @@ class Commands(click.Group):
                 "with the lines above"
             )
             raise click.ClickException(hint) from error
-
-
-as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text."
-)
-
-
-class Quantity(options.Quantity):
-    """The type of an option, by the name of its rule."""
-
-    def __init__(self, rule: str, name: str) -> None:
-        super().__init__(getattr(units, rule), name)
-
-
-def Listed(rule: str, name: str) -> options.Listed:  # noqa: N802
-    """Return the type of an option with several numbers, by the name of their rule."""
-    return options.Listed(getattr(units, rule), name)
-
-
-TIME, LAG = Quantity("DURATION", "time"), Quantity("LAG", "time")
-POWER, BLOCKING_POWER = Quantity("POWER_BUDGET", "power"), Quantity("BLOCKING_POWER", "power")
-SLOWDOWN = Quantity("SLOWDOWN", "ratio")
-
-
-OutputFile = options.OutputFile
-
-
-def output(what: str, *endings: str) -> Callable[[Any], Any]:
-    """Return the option that names the file to write, whose name must have one of the endings."""
-    return click.option(
-        "--output",
-        "-o",
-        required=True,
-        type=options.OutputFile(*endings),
-        help=f"File to write: {what}, {endings[0]}.",
-    )
-
-
-def complete(names: Callable[[], Iterable[str]]) -> Any:
-    """Return what completes the value of an option in the shell."""
-    return options.complete(names).settings["shell_complete"]
-
-
-def model_names() -> list[str]:
-    """Return the names of published models."""
-    from perseus_planner.estimate.presets import PRESETS
-
-    return list(PRESETS)
 
 
 def report(

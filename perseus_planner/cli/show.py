@@ -28,7 +28,7 @@ from perseus_planner.cli.options import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.views.savings import EnergyRates, IterationSize
+    from perseus_planner.views.savings import IterationSize
     from perseus_planner.views.sources import Sources
 
 #: the keys of `views.report.FIGURES`, which is not loaded for --help
@@ -119,15 +119,14 @@ def _draw(name: str, files: tuple[Path, ...]) -> Figure:
 
 def _view(path: Path) -> _View:
     """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
+    from perseus_planner.base import registry
     from perseus_planner.base.documents import kind_of
 
-    readers = {
-        "run": _run_view,
-        "frontier": _frontier_view,
-        "profile": _profile_view,
-        "inference": _pools_view,
-    }
+    readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
     kind = kind_of(path)
+    if kind is not None and kind in registry.SHOWN:
+        summary, text, draw = registry.load(registry.SHOWN[kind])(path)
+        return _View(summary, text, lambda _: draw())
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(
             f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run "
@@ -180,7 +179,7 @@ def _plan_view(file: Path) -> _View:
         return figures.draw_gantt([chart_plan(str(plan.schedule), plan, subtitle)], plan.control)
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
-        from perseus_planner.cluster.baselines import all_maximum
+        from perseus_planner.plans.replay import all_maximum
         from perseus_planner.views.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
@@ -188,14 +187,6 @@ def _plan_view(file: Path) -> _View:
         trace_plan(plan, path, before)
 
     return _View(summary, timeline_text(summary), draw, write_trace)
-
-
-def _pools_view(file: Path) -> _View:
-    from perseus_planner.inference.plan import InferencePlan
-    from perseus_planner.views.inference import plan_figure, plan_text, plan_view
-
-    summary = plan_view(InferencePlan.load(file))
-    return _View(summary, plan_text(summary), lambda _: plan_figure(summary))
 
 
 def _run_view(folder: Path) -> _View:
@@ -286,6 +277,7 @@ def report(
     The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give
     the numbers of the place where your GPUs are.
     """
+    from perseus_planner.base import registry
     from perseus_planner.base.documents import kind_of
     from perseus_planner.base.files import write_file
     from perseus_planner.views.report import make_report, page, report_text
@@ -294,30 +286,16 @@ def report(
 
     refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon)
-    if any(kind_of(path) == "inference" for path in source):
-        _report_pools(source, rates, output, as_json=as_json)
+    for kind in registry.REPORTED.keys() & set(map(kind_of, source)):
+        content, text, html = registry.load(registry.REPORTED[kind])(source, rates)
+        write_file(output, html, UsageError)
+        console.report(content, text, [output], as_json=as_json)
         return
     with console.progress("Reporting"):
         sources = read_sources(source, blocking_power_w)
         made = make_report(sources, rates, _size(sources, size))
         write_file(output, page(made), UsageError)
     console.report(made, report_text(made), [output], as_json=as_json)
-
-
-def _report_pools(
-    source: tuple[Path, ...], rates: EnergyRates, output: Path, *, as_json: bool
-) -> None:
-    """Write the page of a plan for inference."""
-    from perseus_planner.base.files import write_file
-    from perseus_planner.inference.plan import InferencePlan
-    from perseus_planner.views.inference import plan_view
-    from perseus_planner.views.pools import make_pools_report, pools_page, pools_text
-
-    if len(source) > 1:
-        raise UsageError("a plan for inference has a report of its own; name it alone")
-    made = make_pools_report(source[0].name, plan_view(InferencePlan.load(source[0])), rates)
-    write_file(output, pools_page(made), UsageError)
-    console.report(made, pools_text(made), [output], as_json=as_json)
 
 
 def _size(sources: Sources, options: SizeOptions) -> IterationSize:

@@ -5,28 +5,51 @@ measured for that computation. They use the iteration's graph and its replay, an
 solver. A deadline applies to the replayed iteration. Among the choices that meet it, each function
 takes the one with the least effective energy: the energy minus what the GPUs would draw if they
 waited instead, since the other pipelines wait until the deadline anyway.
+
+EnvPipe's rule (Choi et al., USENIX ATC 2023), as its source and the Perseus artifact implement it:
+
+1. The *outer envelope* is each stage's first forward and last backward, and all of the last stage,
+   which EnvPipe assumes to be the heaviest. These always run at their highest clock.
+2. Every other computation starts at its *energy valley*, the clock at which the computation alone
+   takes the least energy.
+3. While a critical path leaves the envelope, the computations with the lowest clock on it go one
+   clock up ("balanced" reconfiguration, the better of the two variants that its authors tried).
+
+If the last stage is not the heaviest, no critical path ever follows the envelope. The walk then
+ends when the whole path is at its highest clock; EnvPipe gives up there, and the artifact's script
+loops forever. By then much has been sped up in vain. In either case, a replay with these clocks is
+no slower than with all clocks at their highest.
+
+Choices made here:
+
+- The order is 1F1B, as in the artifact. EnvPipe can also run forwards earlier, but that is another
+  schedule with other memory needs, not a choice of clocks.
+- Each kind of computation has its own valley, as in the artifact; EnvPipe measures one for a whole
+  stage.
+- A step goes to the next measured clock, instead of EnvPipe's 30 MHz or the artifact's 15 MHz.
+- The critical path is followed from the last computation to the first, along what each one waited
+  for, and stays on the same rank in case of a tie, as in EnvPipe. The artifact counts time in
+  ticks, so that several paths are critical, and takes any of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import TIME
-from perseus_planner.cluster.envpipe import reconfigure
-from perseus_planner.plans.replay import time_and_energy
+from perseus_planner.plans.replay import all_maximum, end_times, time_and_energy
 from perseus_planner.schedules import one_f_one_b
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.schedules import Computation
     from perseus_planner.schedules.dag import PipelineDag
 
-
-def all_maximum(dag: PipelineDag) -> dict[str, int]:
-    """Run every computation at its highest measured clock: the baseline of every saving."""
-    return _clocks(dag, [points[0] for points in _measured(dag)])
+_BRIEF = 2000
+"""EnvPipe replays the iteration up to computations x clocks times; more take minutes."""
 
 
 def one_clock(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
@@ -90,7 +113,7 @@ def one_per_stage(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
 
 def envpipe(dag: PipelineDag) -> dict[str, int]:
     """Choose clocks by EnvPipe's rule (USENIX ATC 2023) for the 1F1B order; see
-    `perseus_planner.cluster.envpipe`.
+    `perseus_planner.cluster.baselines`.
 
     EnvPipe has one operating point: it takes no deadline, and does not use the time that a
     straggler leaves. Its replay is never slower than that of `all_maximum`.
@@ -182,3 +205,78 @@ def _nearest_below(times_s: Sequence[float], start: int, target_s: float) -> int
         if farther and times_s[i] >= times_s[i - 1]:
             return i - 1
     return len(times_s) - 1
+
+
+def _brief_envpipe(dag: PipelineDag, _: float) -> dict[str, int]:
+    count = len(dag.computations)
+    if count > _BRIEF:
+        raise UsageError(
+            f"its walk over {count:,} computations takes minutes; `planner simulate --policy "
+            "envpipe` replays it"
+        )
+    return envpipe(dag)
+
+
+OTHER_PLANNERS: Mapping[str, Callable[[PipelineDag, float], Mapping[str, int]]] = {
+    "one clock for the job": one_clock,
+    "one clock per stage (Zeus)": one_per_stage,
+    "EnvPipe": _brief_envpipe,
+}
+"""How other planners choose clocks for a deadline, by what reports call them."""
+
+
+def reconfigure(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+    """Return the operating point that EnvPipe chooses for each of `dag.computations`.
+
+    Takes up to computations x clocks steps, each of which replays the iteration.
+
+    Args:
+        dag: an iteration of 1F1B.
+        measured: the measurements of each computation, highest clock first.
+    """
+    last = (dag.schedule.stages - 1, dag.schedule.microbatches - 1)
+    envelope = [on_envelope(computation, *last) for computation in dag.computations]
+    at = [0 if outer else _valley(points) for outer, points in zip(envelope, measured, strict=True)]
+    while True:
+        chosen = [points[i] for points, i in zip(measured, at, strict=True)]
+        path = [
+            place
+            for place in critical_path(dag, [point.time_s for point in chosen])
+            if place < len(at)
+        ]
+        raisable = [place for place in path if at[place]]
+        if not raisable or all(envelope[place] for place in path):
+            return chosen
+        lowest_mhz = min(chosen[place].clock_mhz for place in raisable)
+        for place in raisable:
+            if chosen[place].clock_mhz == lowest_mhz:
+                at[place] -= 1
+
+
+def on_envelope(computation: Computation, last_stage: int, last_microbatch: int) -> bool:
+    """Tell whether EnvPipe always runs this computation at its highest clock."""
+    stage, kind, microbatch = computation
+    return stage == last_stage or microbatch == (0 if kind == "F" else last_microbatch)
+
+
+def critical_path(dag: PipelineDag, durations_s: Sequence[float]) -> list[int]:
+    """Return the nodes of a critical path, last one first.
+
+    Each node starts as soon as the next one in the list has ended and its lag is over.
+
+    Args:
+        dag: the iteration.
+        durations_s: how long each of `dag.computations` takes, seconds.
+    """
+    end_s = end_times(dag, durations_s)
+    path = [max(range(len(end_s)), key=end_s.__getitem__)]
+    while waits := dag.iteration.waits[
+        path[-1]
+    ]:  # the rank's own predecessor comes first, and max takes the first
+        path.append(max(waits, key=lambda wait: end_s[wait[0]] + wait[1])[0])
+    return path
+
+
+def _valley(points: Sequence[Measurement]) -> int:
+    """Return the index of the least energy; of the highest clock in case of a tie."""
+    return min(range(len(points)), key=lambda i: points[i].energy_j)

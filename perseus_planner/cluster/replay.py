@@ -19,24 +19,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.base.units import COUNT, WAIT, check_fields
-from perseus_planner.cluster.iterations import Clocks, IterationReplays, ReplayedIteration
-from perseus_planner.cluster.policies import Policy, make_policy
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.units import Count, Wait
+from perseus_planner.cluster.policies import (
+    Clocks,
+    IterationReplays,
+    Policy,
+    ReplayedIteration,
+    make_policy,
+)
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler, condition_of
-
-if TYPE_CHECKING:
-    from perseus_planner.solver.frontier import Frontier
+from perseus_planner.solver.frontier import Frontier
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Cluster:
+class Cluster(Checked):
     """A training job on a cluster, with its stragglers.
 
     Raises:
@@ -45,15 +48,15 @@ class Cluster:
     """
 
     frontier: Frontier  #: the frontier of each pipeline; all pipelines are alike
-    pipelines: int  #: number of data-parallel pipelines
-    iterations: int  #: number of iterations that the job runs
+    pipelines: Count  #: number of data-parallel pipelines
+    iterations: Count  #: number of iterations that the job runs
     #: in any order. The slowdowns of stragglers that hit the same stage at once are multiplied.
     stragglers: Sequence[Straggler] = ()
-    delay_s: float = 1.0  #: how late a policy learns of a change, seconds, 0 or more
+    delay_s: Wait = 1.0  #: how late a policy learns of a change, seconds, 0 or more
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stragglers", tuple(self.stragglers))
-        check_fields(self, {"pipelines": COUNT, "iterations": COUNT, "delay_s": WAIT})
+        super().__post_init__()
         for each in self.stragglers:
             each.check(self.pipelines, self.frontier.schedule.stages)
 
@@ -113,11 +116,12 @@ def simulate(cluster: Cluster, name: str, slowdown: float = 1.0) -> Outcome:
         InfeasibleError: If no iteration is as fast as the target.
         UsageError: If there is no such policy, or it does not apply to this schedule or profile.
     """
-    return replay_under(cluster, make_policy(name, cluster.frontier, slowdown, cluster.replays))
+    policy = make_policy(name, cluster.frontier, slowdown, cluster.replays)
+    return replay_under(cluster, name, policy)
 
 
-def replay_under(cluster: Cluster, policy: Policy) -> Outcome:
-    """Replay the job under `policy`."""
+def replay_under(cluster: Cluster, name: str, policy: Policy) -> Outcome:
+    """Replay the job under `policy`, called `name`."""
     waiting_w = np.array(cluster.frontier.dag.rank_waiting_w)
     busy_s = np.zeros((cluster.pipelines, len(waiting_w)))
     energy_j = np.zeros_like(busy_s)
@@ -131,7 +135,7 @@ def replay_under(cluster: Cluster, policy: Policy) -> Outcome:
             )
         time_s += count * Fraction(longest_s)
     gpus = cluster.frontier.profile.gpus_per_stage
-    return Outcome(policy.name, cluster.iterations, float(time_s), busy_s, energy_j / gpus, gpus)
+    return Outcome(name, cluster.iterations, float(time_s), busy_s, energy_j / gpus, gpus)
 
 
 def _equal_iterations(
@@ -152,7 +156,7 @@ def _equal_iterations(
         groups = _groups(cluster.pipelines, actual.conditions, known.conditions)
         seen = frozenset(belief for _, belief in groups)
         if seen not in plans:
-            plans[seen] = policy.clocks_in(seen)
+            plans[seen] = policy(seen)
         running = [
             (cluster.replays.replay(plans[seen][belief], truth), each)
             for (truth, belief), each in groups.items()

@@ -13,11 +13,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.fields import Checked
 from perseus_planner.base.tables import CsvFile, CsvRow
-from perseus_planner.base.units import FACTOR, STAGE, TIME, WAIT, check_fields
+from perseus_planner.base.units import FACTOR, STAGE, TIME, WAIT
 
 _COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)
@@ -35,27 +36,31 @@ _STAGE = STAGE._replace(
     wanted="a stage: write 0 for the first one, or nothing for the whole pipeline"
 )
 
+_Start = Annotated[float, _START]
+_Slowdown = Annotated[float, _SLOWDOWN]
+_Pipeline = Annotated[int, _PIPELINE]
+_Stage = Annotated[int, _STAGE]
+
 
 @dataclass(frozen=True)
-class Straggler:
+class Straggler(Checked, prefix="straggler, "):
     """A pipeline, or one stage of it, that is slow for a while.
 
     Raises:
         UsageError: If a value is out of range.
     """
 
-    start_s: float  #: when it begins, seconds after the start of the first iteration, 0 or more
+    start_s: _Start  #: when it begins, seconds after the start of the first iteration, 0 or more
     end_s: float  #: when it ends, seconds, above `start_s`; infinite if it lasts
     #: factor of all times, 1 or more. Power does not change, so energies grow as times do.
-    slowdown: float
-    pipeline: int  #: number of the pipeline
-    stage: int | None = None  #: number of the slow stage, or None if the whole pipeline is slow
+    slowdown: _Slowdown
+    pipeline: _Pipeline  #: number of the pipeline
+    stage: _Stage | None = None  #: number of the slow stage, or None if the whole pipeline is slow
 
     def __post_init__(self) -> None:
-        rules = {"start_s": _START, "slowdown": _SLOWDOWN, "pipeline": _PIPELINE}
-        rules |= {"end_s": _END} if self.end_s != math.inf else {}
-        rules |= {"stage": _STAGE} if self.stage is not None else {}
-        check_fields(self, rules, prefix="straggler, ")
+        super().__post_init__()
+        if self.end_s != math.inf:
+            object.__setattr__(self, "end_s", _END.check(self.end_s, "straggler, end_s"))
         if self.end_s <= self.start_s:
             raise UsageError(
                 f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; "

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
-from perseus_planner.estimate.configuration import Configuration
+from perseus_planner.estimate.configuration import Configuration, Memory, memory
 from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
-from perseus_planner.estimate.memory import Memory, memory
 from perseus_planner.estimate.transformer import Transformer, split_layers
 
 if TYPE_CHECKING:

@@ -1,7 +1,14 @@
-"""How a training job shares a model among GPUs, and the time of its iterations.
+"""How a training job shares a model among GPUs: the graph of its iterations, and its memory.
 
-An iteration is replayed over the graph of its own schedule: computations, transfers between stages,
-then the sum of gradients over the data-parallel GPUs and the optimizer's step.
+An iteration has the graph of its own schedule: computations, transfers between stages, then the sum
+of gradients over the data-parallel GPUs and the optimizer's step.
+
+Memory holds parameters, gradients, optimizer, activations, and a reserve. Activations of a layer
+are those of Korthikanti et al. ("Reducing activation recomputation in large transformer models",
+2022, section 4), written for any widths: for each token 10 h bytes of norms, residuals and dropout
+masks, which sequence parallelism divides; 2 bytes for each input of a product and of the activation
+in the tensor group's share; 5 bytes for each score of plain attention. Each rank keeps as many
+microbatches as its own schedule has in flight.
 """
 
 from __future__ import annotations
@@ -27,9 +34,6 @@ if TYPE_CHECKING:
 
 SPLIT_BACKWARD = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
 """Schedules whose computations are F, I and W instead of F and B."""
-_SETTLED = (
-    12  # multiples of the ranks after which further microbatches take the same time, within 0.1 %
-)
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,8 @@ class Configuration:
     def name(self) -> str:
         """What tells it from others of the same model, in one word."""
         shape, virtual = self.shape, f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
-        runs = [
-            f"{layers}" if count == 1 else f"{count}*{layers}"
-            for layers, count in _runs(self.split)
-        ]
+        counts = [(layers, len(list(same))) for layers, same in groupby(self.split)]
+        runs = [f"{layers}" if count == 1 else f"{count}*{layers}" for layers, count in counts]
         even = f"({','.join(runs)})" if len(runs) > 1 else ""
         return (
             f"t{shape.tensor_degree}-p{self.ranks}{virtual}{even}-d{self.data_degree}-mb{shape.microbatch}-"
@@ -190,68 +192,12 @@ class Configuration:
         )
         return pipeline_iteration(schedule, transfer=Transfer(hop_s, hop_s), operations=ends)
 
-    def time_s(self, system: System, times: LayerTimes | None = None) -> float:
-        """Return the seconds of an iteration at the top clocks, as far as the power limit allows
-        them.
-        """
-        top_mhz = system.top_mhz
-        stages = [
-            {kind: phases.load(system).time_s(top_mhz) for kind, phases in kinds.items()}
-            for kinds in self.stage_phases(system, times)
-        ]
-        return self.replay_s(system, stages)
-
-    def replay_s(self, system: System, stages: Sequence[dict[str, float]]) -> float:
-        """Return the seconds of an iteration whose computations take so many seconds, by stage
-        and kind.
-        """
-        ranks = stage_ranks(self.schedule, self.ranks, self.virtual_stages)
-        backward_s = [0.0] * self.ranks
-        for stage, rank in enumerate(ranks):
-            backward_s[rank] += stages[stage]["B"]
-        hop_s, ends_s = self.transfer_s(system), self.end_s(system, backward_s)
-        settled = _SETTLED * self.ranks
-        if self.microbatches <= settled + self.ranks:
-            count, more = self.microbatches, 0
-        else:
-            more, count = divmod(self.microbatches - settled, self.ranks)
-            count += settled
-        first_s = self._replayed_s(count, stages, hop_s, ends_s)
-        if more:
-            first_s += more * (
-                self._replayed_s(count + self.ranks, stages, hop_s, ends_s) - first_s
-            )
-        return first_s
-
-    def _replayed_s(
-        self,
-        microbatches: int,
-        stages: Sequence[dict[str, float]],
-        hop_s: float,
-        ends_s: Sequence[float],
-    ) -> float:
-        nodes, last = _nodes(self.schedule, len(self.split), microbatches, self.virtual_stages)
-        ends: list[float] = [0.0] * len(nodes)
-        for place, stage, kind, before, sent in nodes:
-            start = ends[before] if before >= 0 else 0.0
-            if sent is not None:
-                other, away = sent
-                arrived = ends[other] + hop_s if away else ends[other]
-                start = arrived if arrived > start else start
-            ends[place] = start + stages[stage][kind]
-        return max(ends[place] + end_s for place, end_s in zip(last, ends_s, strict=True))
-
 
 @lru_cache(maxsize=256)
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the rank that holds each stage."""
     made = schedule_of(schedule, ranks * virtual_stages, ranks, virtual_stages)
     return tuple(made.stage_ranks[stage] for stage in range(made.stages))
-
-
-def _runs(split: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the layers of stages that follow each other, and how many those stages are."""
-    return [(layers, len(list(same))) for layers, same in groupby(split)]
 
 
 @lru_cache(maxsize=512)
@@ -267,27 +213,110 @@ def schedule_of(name: str, stages: int, microbatches: int, virtual_stages: int) 
     )
 
 
-@lru_cache(maxsize=512)
-def _nodes(
-    name: str, stages: int, microbatches: int, virtual_stages: int
-) -> tuple[tuple[tuple[int, int, str, int, tuple[int, bool] | None], ...], tuple[int, ...]]:
-    """Return the computations in an order in which they can be replayed, and the last of each rank.
+_WEIGHT, _GRADIENT, _STATE = (
+    2,
+    4,
+    12,
+)  # bytes: bf16, float32, and the float32 weight and two moments of Adam
+_RESERVE_BYTES = 2e9  # CUDA context, NCCL buffers, workspaces; assumed
+_RESERVE_SHARE = 0.02  # fragmentation; assumed
 
-    A computation is its place, stage and kind, the place before it on its rank (or -1), and the
-    place whose result it takes, with whether that is on another rank.
-    """
-    iteration = pipeline_iteration(schedule_of(name, stages, microbatches, virtual_stages))
-    previous: dict[int, int] = {}
-    for program in iteration.programs:
-        previous.update(zip(program, (-1, *program), strict=False))
-    nodes = []
-    for place in iteration.order:
-        others = [other for other in iteration.predecessors[place] if other != previous[place]]
-        sent = (
-            (others[0], iteration.rank_of[others[0]] != iteration.rank_of[place])
-            if others
-            else None
-        )
-        computation = iteration.computations[place]
-        nodes.append((place, computation.stage, computation.kind, previous[place], sent))
-    return tuple(nodes), tuple(program[-1] for program in iteration.programs)
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each GPU of the rank that needs most."""
+
+    rank: int  #: Number of the rank
+    parameters: float  #: Weights in bf16
+    gradients: float  #: Their sums in float32
+    optimizer: float  #: Weights in float32 and the moments of Adam
+    #: Activations of all microbatches in flight, and of the layer that is recomputed.
+    activations: float
+    reserve: float  #: What the driver and libraries take
+    available: float  #: Device memory
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.reserve
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much."""
+        return self.total <= self.available
+
+
+def memory(job: Configuration, system: System) -> Memory:
+    """Return the memory of the rank that needs most."""
+    shape, held = job.shape, job.rank_parameters
+    pieces = job.data_degree if job.distributed_optimizer else 1
+    # Where forwards and backwards alternate, further microbatches keep no more.
+    count = (
+        job.microbatches
+        if job.schedule in ("gpipe", "looped-bfs")
+        else min(job.microbatches, 2 * job.ranks)
+    )
+    counts = _in_flight(job.schedule, len(job.split), count, job.virtual_stages)
+    kept = kept_layer_bytes(shape)
+    again = (
+        _all_layer_bytes(shape, scores=shape.attention == "plain")
+        if shape.recomputation == "full"
+        else 0.0
+    )
+    activations = [again] * job.ranks
+    logits = 6 * shape.tokens * shape.vocabulary_per_gpu  # in bf16 and float32
+    ranks = stage_ranks(job.schedule, job.ranks, job.virtual_stages)
+    for stage, rank in enumerate(ranks):
+        activations[rank] += counts[stage] * job.split[stage] * kept
+    activations[ranks[-1]] += logits
+    state = _WEIGHT + _GRADIENT + _STATE / pieces
+    most = max(range(job.ranks), key=lambda rank: state * held[rank] + activations[rank])
+    return Memory(
+        rank=most,
+        parameters=_WEIGHT * held[most],
+        gradients=_GRADIENT * held[most],
+        optimizer=_STATE * held[most] / pieces,
+        activations=activations[most],
+        reserve=_RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes,
+        available=system.memory_bytes,
+    )
+
+
+def kept_layer_bytes(shape: Transformer) -> float:
+    """Return the bytes that one layer keeps of a microbatch until its backward."""
+    if shape.recomputation == "full":
+        return 2 * shape.tokens * shape.hidden / _divided(shape)
+    return _all_layer_bytes(
+        shape, scores=shape.attention == "plain" and shape.recomputation == "none"
+    )
+
+
+def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
+    """Return the bytes of all activations of a layer."""
+    inner, keys_values = shape.heads * shape.head_size, 2 * shape.kv_heads * shape.head_size
+    shared = 2 * (2 * inner + keys_values) + 2 * shape.ffn * (3 if shape.gated else 2)
+    if scores:
+        shared += 5 * shape.heads * shape.sequence
+    return shape.tokens * (10 * shape.hidden / _divided(shape) + shared / shape.tensor_degree)
+
+
+def _divided(shape: Transformer) -> int:
+    return shape.tensor_degree if shape.sequence_parallel else 1
+
+
+@lru_cache(maxsize=512)
+def _in_flight(
+    schedule: str, stages: int, microbatches: int, virtual_stages: int
+) -> tuple[int, ...]:
+    """Return the microbatches of each stage whose activations its rank keeps when it keeps most."""
+    found = [0] * stages
+    for program in schedule_of(schedule, stages, microbatches, virtual_stages).ranks:
+        counts, most = dict.fromkeys({each.stage for each in program}, 0), 0
+        last = "W" if any(each.kind == "W" for each in program) else "B"
+        for each in program:
+            counts[each.stage] += (each.kind == "F") - (each.kind == last)
+            if sum(counts.values()) > most:
+                most = sum(counts.values())
+                for stage, count in counts.items():
+                    found[stage] = count
+    return tuple(found)

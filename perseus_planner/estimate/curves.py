@@ -51,6 +51,10 @@ class Curve:
     #: (points,) least joules over all GPUs at that time, waiting included.
     energies_j: NDArray[np.float64]
 
+    def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the least joules at each of `times_s`; infinite where that is too short."""
+        return np.interp(times_s, self.times_s, self.energies_j, left=np.inf)
+
 
 def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Measurement, ...]:
     """Return the operating points of a computation on one GPU, highest clock first.

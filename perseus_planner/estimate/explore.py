@@ -1,4 +1,5 @@
-"""Compare all configurations of a training job by time and energy, and keep those that can win.
+"""Compare all configurations of a training job by time and energy, keep those that can win, and say
+what a training run in them takes.
 
 Every configuration has a lower bound on its time-energy curve, which costs microseconds. The exact
 curve is computed in the order of the bounds, until no bound is below what has been found: neither
@@ -107,7 +108,6 @@ class Row:
 class Exploration:
     """All configurations, compared."""
 
-    system: System  #: The GPUs
     maker: CurveMaker  #: What made the curves, and makes profiles
     configurations: int  #: Number of configurations that fit in memory
     solved: int  #: Number of exact curves
@@ -138,43 +138,40 @@ def explore(
         UsageError: If no configuration uses the GPUs, fits in memory, or meets the objective; names
             what would.
     """
-    objective, maker = objective or Objective(), CurveMaker(system, _POINTS)
-    found = candidates(model, system, choices)
-    least_s = np.array([maker.bound(each, np.empty(0))[0] for each in found])
-    slowest_s = max(_SLOWEST * float(least_s.min()), objective.deadline_s or 0.0)
-    grid_s = np.geomspace(float(least_s.min()), slowest_s, _GRID)
-    bounds_j = np.array([maker.bound(each, grid_s)[1] for each in found])
-    search = _Search(found, maker, objective, grid_s, least_s, bounds_j)
+    search = _Search(
+        candidates(model, system, choices), CurveMaker(system, _POINTS), objective or Objective()
+    )
     search.run()
     if not search.first():
-        raise UsageError(_out_of_reach(objective, search))
+        raise UsageError(search.out_of_reach())
     solved, gap = len(search.curves), search.gap()
     search.solve_again(CurveMaker(system))
     return Exploration(
-        system, search.maker, len(found), solved, gap, search.rows(), search.frontier()
+        maker=search.maker,
+        configurations=len(search.found),
+        solved=solved,
+        gap=gap,
+        first=search.rows(),
+        frontier=search.frontier(),
     )
 
 
 class _Search:
     """Which exact curves are computed."""
 
-    def __init__(
-        self,
-        found: list[Candidate],
-        maker: CurveMaker,
-        objective: Objective,
-        grid_s: NDArray[np.float64],
-        least_s: NDArray[np.float64],
-        bounds_j: NDArray[np.float64],
-    ) -> None:
+    def __init__(self, found: list[Candidate], maker: CurveMaker, objective: Objective) -> None:
         self.found, self.maker, self.objective = found, maker, objective
-        self.grid_s, self.bounds_j = grid_s, bounds_j
+        least_s = np.array([maker.bound(each, np.empty(0))[0] for each in found])
+        fastest_s = float(least_s.min())
+        slowest_s = max(_SLOWEST * fastest_s, objective.deadline_s or 0.0)
+        self.grid_s = np.geomspace(fastest_s, slowest_s, _GRID)
+        self.bounds_j = np.array([maker.bound(each, self.grid_s)[1] for each in found])
         self.curves: dict[int, Curve] = {}
         self.exact_values: dict[int, tuple[float, float]] = {}
-        self.envelope_j = np.full(len(grid_s), np.inf)
+        self.envelope_j = np.full(_GRID, np.inf)
         self.values = [
-            objective.value(_bound_curve(least, grid_s, row))
-            for least, row in zip(least_s.tolist(), bounds_j, strict=True)
+            objective.value(_bound_curve(least, self.grid_s, row))
+            for least, row in zip(least_s.tolist(), self.bounds_j, strict=True)
         ]
 
     def run(self) -> None:
@@ -186,7 +183,7 @@ class _Search:
                 return
             computed += self.maker.size(self.found[place].job)
             curve = self._solve(place)
-            at_grid_j = np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf)
+            at_grid_j = curve.at(self.grid_s)
             # Slower than its least energy a job waits, or runs at its least energy: it does the
             # latter.
             self.envelope_j = np.minimum(self.envelope_j, np.minimum.accumulate(at_grid_j))
@@ -212,22 +209,19 @@ class _Search:
         open_places = [place for place in range(len(self.found)) if place not in self.curves]
         if not open_places:
             return None
+        nearest = min(open_places, key=self.values.__getitem__)
         exact = sorted((value, place) for place, value in self.exact_values.items())
-        best = {self._degree(place): value for value, place in reversed(exact)}
-        nearest = min(open_places, key=lambda each: self.values[each])
         if not exact or self.values[nearest] < exact[0][0]:
             return nearest
-        for degree in sorted({self._degree(place) for place in open_places}):
-            near = min(
-                (p for p in open_places if self._degree(p) == degree),
-                key=lambda each: self.values[each],
-            )
-            value = self.values[near]
-            if (
-                value < best.get(degree, (math.inf, math.inf))
-                and value[0] <= _WORTH * exact[0][0][0]
+        best = {self._degree(place): value for value, place in reversed(exact)}
+        ranked = sorted(((self.values[place], place) for place in open_places), reverse=True)
+        near = {self._degree(place): place for _, place in ranked}
+        for degree, place in sorted(near.items()):
+            value = self.values[place]
+            if value < best.get(degree, (math.inf, math.inf)) and (
+                value[0] <= _WORTH * exact[0][0][0]
             ):
-                return near
+                return place
         if len(self.first()) < FIRST and math.isfinite(self.values[nearest][0]):
             return nearest
         with np.errstate(invalid="ignore"):
@@ -275,6 +269,18 @@ class _Search:
         others = [value[0] for place, value in enumerate(self.values) if place not in self.curves]
         return max(0.0, 1 - min(others, default=best) / best)
 
+    def out_of_reach(self) -> str:
+        """Return why there is no first configuration, and the least deadline or power with one."""
+        least = min(self.exact_values.values())[1] * 1.0005  # four digits of it are no less
+        option, problem, unit = (
+            ("--deadline", "is that fast", "s")
+            if self.objective.deadline_s is not None
+            else ("--power-budget", "draws that little", "W")
+        )
+        return (
+            f"{option}: no configuration {problem}; give {si(least, unit).replace(' ', '')} or more"
+        )
+
     def frontier(self) -> tuple[Row, ...]:
         """Return the points of all curves that no other point beats in both time and energy,
         fastest first.
@@ -292,10 +298,7 @@ class _Search:
             for place, curve in self.curves.items()
             for time_s, energy_j in zip(
                 np.append(self.grid_s, curve.times_s[0]),
-                np.append(
-                    np.interp(self.grid_s, curve.times_s, curve.energies_j, left=np.inf),
-                    curve.energies_j[0],
-                ),
+                np.append(curve.at(self.grid_s), curve.energies_j[0]),
                 strict=True,
             )
             if math.isfinite(energy_j)
@@ -338,14 +341,54 @@ def _within_power(
     return time_s, power_w * time_s
 
 
-def _out_of_reach(objective: Objective, search: _Search) -> str:
-    least = min(search.exact_values.values())[1] * 1.0005  # four digits of it are no less
-    if objective.deadline_s is not None:
-        return (
-            f"--deadline: no configuration is that fast; give {si(least, 's').replace(' ', '')} "
-            "or more"
-        )
-    return (
-        "--power-budget: no configuration draws that little; give "
-        f"{si(least, 'W').replace(' ', '')} or more"
+_J_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What energy costs."""
+
+    #: Energy of the data center for each joule of its computers (power usage effectiveness).
+    pue: float = 1.2
+    per_kwh: float = 0.10  #: Price of a kWh at the meter, in any currency
+    g_per_kwh: float = 400.0  #: CO2e of a kWh at the meter, grams
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A whole training run."""
+
+    tokens: float  #: Tokens to train on
+    hours: float  #: Time
+    gpu_kwh: float  #: Energy of the GPUs
+    meter_kwh: float  #: Energy at the meter: with the rest of the nodes and the data center's share
+    cost: float  #: Price of that energy
+    co2e_kg: float  #: Emissions of that energy, kilograms
+    node_overhead_w: float  #: What was assumed for each node beside its GPUs, watts
+    pue: float  #: What was assumed for the data center
+
+
+def node_overhead_w(gpus: int, system: System) -> float:
+    """Return the power of the nodes of so many GPUs beside the GPUs, watts; parts of a node
+    count as such.
+    """
+    return system.node_overhead_w * gpus / system.gpus_per_node
+
+
+def forecast(row: Row, tokens: float, system: System, prices: Prices) -> Forecast:
+    """Return what training on `tokens` tokens takes in the configuration of a row."""
+    job = row.candidate.job
+    seconds = tokens / row.tokens_per_s
+    gpu_kwh = tokens * row.j_per_token / _J_PER_KWH
+    beside_kwh = seconds * node_overhead_w(job.gpus, system) / _J_PER_KWH
+    meter_kwh = (gpu_kwh + beside_kwh) * prices.pue
+    return Forecast(
+        tokens=tokens,
+        hours=seconds / 3600,
+        gpu_kwh=gpu_kwh,
+        meter_kwh=meter_kwh,
+        cost=meter_kwh * prices.per_kwh,
+        co2e_kg=meter_kwh * prices.g_per_kwh / 1e3,
+        node_overhead_w=system.node_overhead_w,
+        pue=prices.pue,
     )

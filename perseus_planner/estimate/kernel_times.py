@@ -22,7 +22,7 @@ from perseus_planner.estimate.operations import (
     head_operations,
     layer_operations,
 )
-from perseus_planner.estimate.system import KernelKey
+from perseus_planner.estimate.system import kernel_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -182,10 +182,7 @@ def _with_host(phases: Phases, host_s: float, system: System) -> Phases:
 
 def _measured(times: LayerTimes, shape: Transformer, system: System) -> LayerTimes:
     """Scale the phases to the measured times, if there are any for this shape."""
-    key = KernelKey(
-        shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
-    )
-    found = system.kernels.get(key)
+    found = system.kernels.get(kernel_key(shape))
     if found is None:
         return times
     wanted_s = {"F": found.layer_forward_s, "B": found.layer_backward_s}

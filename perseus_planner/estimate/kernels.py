@@ -12,11 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.estimate.system import KernelKey, KernelTimes, System
+from perseus_planner.estimate.system import KernelTimes, System, kernel_key
 
 if TYPE_CHECKING:
     import torch
@@ -45,12 +45,7 @@ def measure_kernels(plan: KernelPlan, system: System) -> System:
     calls it.
     """
     ranks = _ranks()
-    kernels = {}
-    for shape in plan.shapes:
-        key = KernelKey(
-            shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
-        )
-        kernels[key] = _measure_shape(shape, plan.repetitions)
+    kernels = {kernel_key(each): _measure_shape(each, plan.repetitions) for each in plan.shapes}
     copied = _copy_bytes_per_s(plan) / system.gpu.bytes_per_s
     found = replace(system, kernels=kernels, memory_share=min(1.0, copied))
     return found if ranks == 1 else _with_links(found, plan, ranks)
@@ -246,17 +241,8 @@ def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
     import torch.distributed as dist
 
     device, _ = _device()
-    times_s = []
-    for size in plan.exchange_bytes:
-        value = torch.ones(size // 4, device=device)
-        found = []
-        for _ in range(plan.repetitions + 1):
-            _barrier()
-            begin_s = time.perf_counter()
-            dist.all_reduce(value)
-            _wait()
-            found.append(time.perf_counter() - begin_s)
-        times_s.append(_longest(median(found[1:])))
+    values = [torch.ones(size // 4, device=device) for size in plan.exchange_bytes]
+    times_s = [_median_s(partial(dist.all_reduce, value), plan.repetitions) for value in values]
     few, many = plan.exchange_bytes
     per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
     fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
@@ -271,14 +257,19 @@ def _copy_bytes_per_s(plan: KernelPlan) -> float:
     device, _ = _device()
     source = torch.ones(plan.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    found = []
-    for _ in range(plan.repetitions + 1):
-        _wait()
+    return 2 * plan.copied_bytes / _median_s(partial(target.copy_, source), plan.repetitions)
+
+
+def _median_s(run: Callable[[], object], repetitions: int) -> float:
+    """Return the seconds of a call after a first one: the median, the longest of all ranks."""
+    times_s = []
+    for _ in range(repetitions + 1):
+        _barrier()
         begin_s = time.perf_counter()
-        target.copy_(source)
+        run()
         _wait()
-        found.append(time.perf_counter() - begin_s)
-    return 2 * plan.copied_bytes / _longest(median(found[1:]))
+        times_s.append(time.perf_counter() - begin_s)
+    return _longest(median(times_s[1:]))
 
 
 def _weight(*sizes: int) -> torch.Tensor:

@@ -1,21 +1,36 @@
 """What one GPU of a tensor group runs for one microbatch: matrix products, passes over memory,
-traffic.
+traffic; and what that adds up to on each stage.
 
-One list of operations serves all estimates: their FLOPs and bytes add up to the op costs
-(`op_costs.py`), and their times on a GPU to those of the computations (`kernel_times.py`).
+One list of operations serves all estimates: their FLOPs and bytes add up to op costs, and their
+times on a GPU to those of the computations (`kernel_times.py`).
 
-Kinds are F, the forward; I and W, the gradients of inputs and of weights. A product of the forward
-with a weight has one product of its size in I and one in W; a product without weights (attention)
-has two in I. Recomputation is in I, which comes first.
+Kinds are those of a `Profile`: F; I and W, the gradients of inputs and of weights; B = I + W. A
+product of the forward with a weight has one product of its size in I and one in W; a product
+without weights (attention) has two in I. Recomputation is in I, which comes first.
+
+FLOPs are those of matrix products, two for each multiply-add, as torch's `FlopCounterMode` and
+Narayanan et al. (SC'21, appendix) count them, without norms, softmax, activations and loss. The
+counter also counts the pairs of tokens that a causal mask hides, which "flash-causal" attention
+does not compute.
+
+Bytes are those that no arithmetic hides: of norms, activations, residual sums, rotary positions,
+embedding and loss, and of attention scores if those are written to memory. Each of these operations
+reads its inputs and writes its outputs once, in `element_bytes`; only the loss computes in float32.
+The factors of matrix products are loaded during their arithmetic and are not counted, which is true
+for microbatches of some hundred tokens and more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+
+from perseus_planner.estimate.transformer import Transformer, check_split
+from perseus_planner.gpu.simulated.model import OpCost
 
 if TYPE_CHECKING:
-    from perseus_planner.estimate.transformer import Transformer
+    from collections.abc import Callable, Iterable, Sequence
+
 
 _FLOAT32 = 4
 ACCUMULATED = 10.0
@@ -202,3 +217,73 @@ def _passes(shape: Transformer, residual: int, gated: int, plain: int, rotary: i
     )
     stream = residual * shape.hidden / (shape.tensor_degree if shape.sequence_parallel else 1)
     return Pass(shape.tokens * shape.element_bytes * (stream + inside + rotary * rotated))
+
+
+_Sum = TypeVar("_Sum", OpCost, float)
+
+
+def stage_op_costs(
+    transformer: Transformer, stages: int | Sequence[int]
+) -> list[dict[str, OpCost]]:
+    """Return the cost of each kind for one microbatch on one GPU of each stage.
+
+    The first stage also has the embedding; the last has the final norm, the language-model head and
+    the loss.
+
+    Args:
+        transformer: The model.
+        stages: Number of stages, or the number of layers of each.
+
+    Raises:
+        UsageError: If the layers cannot be split in this way.
+    """
+    return _by_stage(transformer, stages, _cost)
+
+
+def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, float]]:
+    """Return the bytes that one GPU of each stage sends to its tensor group for one microbatch, for
+    each kind.
+
+    A layer of Megatron sums its output over the group twice in the forward, and the gradient of its
+    input twice in the backward (Narayanan et al., section 2.3); embedding and head do so once. A
+    ring sends 2 (t - 1) / t of the summed tensor. Sequence parallelism gathers once more in the
+    backward (Korthikanti et al., section 4.2.2).
+
+    Raises:
+        UsageError: If the layers cannot be split in this way.
+    """
+    degree = transformer.tensor_degree
+
+    def sent(operations: Iterable[Operation]) -> float:
+        return sum(
+            2 * (degree - 1) / degree * one.bytes * one.sums
+            for one in operations
+            if isinstance(one, Exchange)
+        )
+
+    return _by_stage(transformer, stages, sent)
+
+
+def _by_stage(
+    transformer: Transformer,
+    stages: int | Sequence[int],
+    measure: Callable[[Iterable[Operation]], _Sum],
+) -> list[dict[str, _Sum]]:
+    """Return the sum over the operations of each kind on each stage."""
+    split = check_split(transformer, stages)
+    layer, embedding, head = (
+        {kind: measure(some) for kind, some in operations(transformer).items()}
+        for operations in (layer_operations, embedding_operations, head_operations)
+    )
+    found = []
+    for stage, layers in enumerate(split):
+        parts = {kind: layer[kind] * layers for kind in "FIW"}
+        for there, more in ((stage == 0, embedding), (stage == len(split) - 1, head)):
+            parts = {kind: parts[kind] + more[kind] for kind in "FIW"} if there else parts
+        found.append({**parts, "B": parts["I"] + parts["W"]})
+    return found
+
+
+def _cost(operations: Iterable[Operation]) -> OpCost:
+    flops = sum(each.flops for each in operations if isinstance(each, Product))
+    return OpCost(flops, sum(each.bytes for each in operations if isinstance(each, Pass)))

@@ -3,19 +3,39 @@
 Constants of the A100 are fitted to measured iteration times of GPT models on 2 to 512 A100s
 (vTrain, MICRO 2024) by `benchmarks/time_fit.py`; they hold for its unfused kernels. Other GPUs have
 the same shares of their own peaks, which is an assumption unless an entry says otherwise.
+
+System files hold measured kernels, as `planner calibrate --kernels` writes them:
+
+    format: perseus-planner/system
+    version: 1
+    gpu: h100-sxm
+    node_bytes_per_s: 200.0e+9
+    kernels:
+    - {hidden: 2048, sequence: 2048, tensor_degree: 1, microbatch: 2, recomputation: none,
+       layer_forward_s: 0.0021, layer_backward_s: 0.0042, head_s: 0.0055}
+
+Numbers that a file leaves out are those of the catalogue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perseus_planner.base.errors import GpuError, did_you_mean
+import yaml
+
+from perseus_planner.base.documents import read_document
+from perseus_planner.base.errors import GpuError, UsageError, did_you_mean
+from perseus_planner.base.files import write_file
+from perseus_planner.base.units import COUNT, TIME
+from perseus_planner.estimate.transformer import CHOICES
 from perseus_planner.gpu.simulated.catalog import CATALOG
 
 if TYPE_CHECKING:
+    from perseus_planner.estimate.transformer import Transformer
     from perseus_planner.gpu.simulated.model import GpuModel
 
 
@@ -27,6 +47,13 @@ class KernelKey(NamedTuple):
     tensor_degree: int
     microbatch: int
     recomputation: str
+
+
+def kernel_key(shape: Transformer) -> KernelKey:
+    """Return what a measured time of the kernels of a model is for."""
+    return KernelKey(
+        shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
+    )
 
 
 class KernelTimes(NamedTuple):
@@ -241,3 +268,62 @@ def system_of(gpu: str) -> System:
         advice = did_you_mean(gpu, SYSTEMS) or f"choose one of: {', '.join(SYSTEMS)}"
         raise GpuError(f"--gpu: there is no GPU {gpu!r}; {advice}")
     return SYSTEMS[name]
+
+
+_FORMAT = "perseus-planner/system"
+_VERSION = 1
+_COUNTS = ("hidden", "sequence", "tensor_degree", "microbatch")
+_TIMES = ("layer_forward_s", "layer_backward_s", "head_s")
+
+
+def save_system(system: System, path: Path, measured: tuple[str, ...] = ()) -> None:
+    """Write a system file with the measured numbers and kernels.
+
+    Raises:
+        UsageError: If the file cannot be written.
+    """
+    view = system_view(system, measured)
+    content = {"format": _FORMAT, "version": _VERSION, "gpu": view["gpu"], **view["measured"]}
+    content["kernels"] = view["kernels"]
+    write_file(path, yaml.safe_dump(content, sort_keys=False), UsageError)
+
+
+def system_view(system: System, measured: tuple[str, ...]) -> dict[str, Any]:
+    """Return the numbers that were measured of a system, and its kernels with their times, for
+    JSON.
+    """
+    return {
+        "gpu": system.gpu.name,
+        "measured": {name: getattr(system, name) for name in measured},
+        "kernels": [{**key._asdict(), **times._asdict()} for key, times in system.kernels.items()],
+    }
+
+
+def load_system(path: Path) -> System:
+    """Read a system file.
+
+    Raises:
+        UsageError: If it cannot be read or is not valid; the text names file and line.
+        GpuError: If there is no such GPU.
+    """
+    document = read_document(path, _FORMAT, _VERSION, ("gpu",), ("kernels", *NUMBERS), UsageError)
+    system = system_of(document.text("gpu"))
+    changes = {
+        name: document.number(name, COUNT if name == "gpus_per_node" else TIME)
+        for name in NUMBERS
+        if name in document.values
+    }
+    kernels = {}
+    if "kernels" in document.values and document.values["kernels"] != []:
+        for entry in document.sections("kernels", (*_COUNTS, "recomputation", *_TIMES), ()):
+            what = entry.text("recomputation")
+            if what not in CHOICES["recomputation"]:
+                raise entry.refusal(
+                    "recomputation", f"give {' or '.join(CHOICES['recomputation'])}"
+                )
+            hidden, sequence, tensor, microbatch = (entry.number(name, COUNT) for name in _COUNTS)
+            forward_s, backward_s, head_s = (entry.number(name, TIME) for name in _TIMES)
+            kernels[KernelKey(hidden, sequence, tensor, microbatch, what)] = KernelTimes(
+                forward_s, backward_s, head_s
+            )
+    return replace(system, **changes, kernels=kernels)

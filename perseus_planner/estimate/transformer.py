@@ -1,14 +1,32 @@
-"""The dimensions of a decoder-only transformer, from which `op_costs.py` computes FLOPs and
-bytes.
+"""Decoder-only transformers: their dimensions, and models by name: published ones, YAML files, and
+`config.json`s of Hugging Face.
+
+    format: perseus-planner/transformer
+    version: 1
+    layers: 24
+    hidden: 2048
+    heads: 16
+    vocabulary: 50304
+    sequence: 2048
+
+A file may contain the other attributes of `Transformer` as well. By default there are as many key
+and value heads as heads, heads divide the hidden width, and the feed-forward block is four times as
+wide as the hidden width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
 
-from perseus_planner.base.errors import UsageError, shown
-from perseus_planner.base.units import COUNT
+from perseus_planner.base.documents import read_document
+from perseus_planner.base.errors import UsageError, did_you_mean, shown
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.files import read_text
+from perseus_planner.base.units import COUNT, Count
 
 CHOICES = {
     "positions": ("learned", "rotary", "alibi"),
@@ -20,24 +38,24 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class Transformer:
+class Transformer(Checked):
     """A decoder, the size of a microbatch, and how the GPUs of a stage share a layer.
 
     Raises:
         UsageError: If the values contradict each other; the text begins with the attribute's name.
     """
 
-    layers: int  #: Decoder layers
-    hidden: int  #: Width of the residual stream
-    heads: int  #: Attention heads
-    kv_heads: int  #: Heads of keys and values; fewer than `heads` with grouped queries
-    head_size: int  #: Width of a head
-    ffn: int  #: Inner width of the feed-forward block
+    layers: Count  #: Decoder layers
+    hidden: Count  #: Width of the residual stream
+    heads: Count  #: Attention heads
+    kv_heads: Count  #: Heads of keys and values; fewer than `heads` with grouped queries
+    head_size: Count  #: Width of a head
+    ffn: Count  #: Inner width of the feed-forward block
     #: Size of the vocabulary; give the padded size if the training framework pads. The GPUs of a
     #: tensor group share it, rounded up.
-    vocabulary: int
-    sequence: int  #: Tokens of a sequence; with learned positions also the number of positions
-    microbatch: int = 1  #: Sequences of a microbatch
+    vocabulary: Count
+    sequence: Count  #: Tokens of a sequence; with learned positions also the number of positions
+    microbatch: Count = 1  #: Sequences of a microbatch
     #: Whether the feed-forward block has three matrices (SwiGLU) instead of two.
     gated: bool = False
     biases: bool = True  #: Whether linear layers and norms have biases (LayerNorm, not RMSNorm)
@@ -46,7 +64,7 @@ class Transformer:
     positions: str = "learned"  #: "learned", "rotary" or "alibi"
     #: Number of GPUs that share each layer as in Megatron: heads, feed-forward block and vocabulary
     #: are divided.
-    tensor_degree: int = 1
+    tensor_degree: Count = 1
     #: Whether these GPUs divide norms and residuals too, by tokens (Korthikanti et al., 2022).
     sequence_parallel: bool = False
     #: Whether what these GPUs send is sent in pieces during the layers' matrix products.
@@ -59,13 +77,21 @@ class Transformer:
     #: and recomputes them in the backward (Dao et al., "FlashAttention", 2022); "flash-causal" also
     #: skips the pairs that a causal mask hides.
     attention: str = "flash-causal"
-    element_bytes: int = 2  #: Bytes of an activation, 2 in bf16
+    element_bytes: Count = 2  #: Bytes of an activation, 2 in bf16
     #: Of the layers' products with weights; "fp8" leaves attention and head in bf16.
     precision: str = "bf16"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for field in fields(self):
-            _check(field.name, getattr(self, field.name), field.type)
+            value = getattr(self, field.name)
+            if value not in CHOICES.get(field.name, (value,)):
+                choices = " or ".join(CHOICES[field.name])
+                raise UsageError(f"{field.name}: {shown(value)} is unknown; give {choices}")
+            if field.type == "bool" and not isinstance(value, bool):
+                raise UsageError(
+                    f"{field.name}: {shown(value)} is neither true nor false; give one of them"
+                )
         self._check_shares()
 
     @property
@@ -176,10 +202,201 @@ def check_split(transformer: Transformer, stages: int | Sequence[int]) -> tuple[
     return tuple(stages)
 
 
-def _check(name: str, value: object, kind: object) -> None:
-    if name in CHOICES and value not in CHOICES[name]:
-        raise UsageError(f"{name}: {shown(value)} is unknown; give {' or '.join(CHOICES[name])}")
-    if kind == "bool" and not isinstance(value, bool):
-        raise UsageError(f"{name}: {shown(value)} is neither true nor false; give one of them")
-    if kind == "int":
-        COUNT.check(value, name)
+_FORMAT = "perseus-planner/transformer"
+_VERSION = 1
+_REQUIRED = ("layers", "hidden", "heads", "vocabulary", "sequence")
+_YAML_SUFFIXES = (".yaml", ".yml")
+_CONFIG_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_CONFIG_KEYS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "intermediate_size": "ffn",
+    "vocab_size": "vocabulary",
+    "max_position_embeddings": "sequence",
+}
+_MAX_CONFIG_SEQUENCE = 8192  # models with longer contexts are mostly trained on shorter sequences
+
+
+def _gpt3(layers: int, hidden: int, heads: int) -> Transformer:
+    """Brown et al., "Language models are few-shot learners" (2020), table 2.1: layers, width,
+    heads, 2048 tokens.
+
+    The feed-forward block is four times as wide (section 2.1); the vocabulary is GPT-2's.
+    """
+    return Transformer(
+        layers,
+        hidden,
+        heads,
+        heads,
+        head_size=hidden // heads,
+        ffn=4 * hidden,
+        vocabulary=50257,
+        sequence=2048,
+    )
+
+
+def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
+    """Llama team, "The Llama 3 herd of models" (2024), table 3: layers, width, FFN width, heads, 8
+    key/value heads.
+
+    The vocabulary is that of the released checkpoints, 128256 (config.json); most of the training
+    uses sequences of 8192 tokens (section 3.4.1).
+    """
+    return Transformer(
+        layers,
+        hidden,
+        heads,
+        kv_heads=8,
+        head_size=hidden // heads,
+        ffn=ffn,
+        vocabulary=128256,
+        sequence=8192,
+        gated=True,
+        biases=False,
+        tied=False,
+        positions="rotary",
+    )
+
+
+PRESETS: Mapping[str, Transformer] = MappingProxyType(
+    {
+        # The table's 24 heads of 128 are wider than its 2048; 16 heads of 128 give the 1.3 billion
+        # parameters.
+        "gpt3-1.3b": _gpt3(24, 2048, 16),
+        "gpt3-2.7b": _gpt3(32, 2560, 32),
+        "gpt3-6.7b": _gpt3(32, 4096, 32),
+        # The table's 5140 is not a multiple of its 40 heads of 128; 5120 is.
+        "gpt3-13b": _gpt3(40, 5120, 40),
+        "gpt3-175b": _gpt3(96, 12288, 96),
+        "llama3-8b": _llama3(32, 4096, 32, 14336),
+        "llama3-70b": _llama3(80, 8192, 64, 28672),
+        "llama3-405b": _llama3(126, 16384, 128, 53248),
+        # BigScience, "BLOOM: A 176B-parameter open-access multilingual language model" (2022),
+        # table 3 and section 3.2: ALiBi, a norm after the embedding, a vocabulary of 250680 padded
+        # to 250880.
+        "bloom-176b": Transformer(
+            layers=70,
+            hidden=14336,
+            heads=112,
+            kv_heads=112,
+            head_size=128,
+            ffn=4 * 14336,
+            vocabulary=250880,
+            sequence=2048,
+            embedding_norm=True,
+            positions="alibi",
+        ),
+    }
+)
+"""Published models by name, with one sequence of the published length in a microbatch."""
+
+
+def named_transformer(text: str) -> Transformer:
+    """Return a published model, or the model in a YAML file, a `config.json` or a folder with one.
+
+    Raises:
+        UsageError: If there is no such model, or the file is not valid.
+    """
+    path = Path(text)
+    if text in PRESETS:
+        return PRESETS[text]
+    if path.suffix.lower() in _YAML_SUFFIXES:
+        return read_transformer(path)
+    if (path / "config.json").exists():
+        return read_config(path / "config.json")
+    if path.suffix.lower() == ".json":
+        return read_config(path)
+    advice = (
+        f"give its config.json, a .yaml file with its dimensions, or one of {', '.join(PRESETS)}"
+    )
+    if text and path.is_dir():
+        raise UsageError(f"model {text!r}: is a folder without a config.json; {advice}")
+    raise UsageError(
+        f"model {text!r}: there is no such model; {did_you_mean(path.name, PRESETS) or advice}"
+    )
+
+
+def name_of(text: str) -> str:
+    """Return the name of that model: the published one, or the file's without its ending, or its
+    folder's.
+    """
+    path = Path(text).resolve()
+    if text in PRESETS or path.is_dir():
+        return path.name
+    return path.parent.name if path.name == "config.json" else path.stem
+
+
+def read_transformer(path: Path) -> Transformer:
+    """Read the dimensions of a model from a YAML file.
+
+    Raises:
+        UsageError: If the file cannot be read or is not valid; the text names file and line.
+    """
+    optional = [field.name for field in fields(Transformer) if field.name not in _REQUIRED]
+    document = read_document(path, _FORMAT, _VERSION, _REQUIRED, optional, UsageError)
+    values = {
+        key: value for key, value in document.values.items() if key not in ("format", "version")
+    }
+    hidden, heads = values["hidden"], values["heads"]
+    if COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None:
+        if "head_size" not in values and hidden % heads:
+            raise document.refusal(
+                "heads", f"{heads} does not divide hidden of {hidden}; give head_size too"
+            )
+        values = {"kv_heads": heads, "head_size": hidden // heads, "ffn": 4 * hidden, **values}
+    else:
+        values = {
+            "kv_heads": 1,
+            "head_size": 1,
+            "ffn": 1,
+            **values,
+        }  # Transformer reports which of the two is wrong
+    try:
+        return Transformer(**values)
+    except UsageError as error:
+        key = str(error).partition(":")[0]
+        place = f"{path}, line {document.lines[key]}" if key in document.lines else f"{path}"
+        raise UsageError(f"{place}, {error}") from None
+
+
+def read_config(path: Path) -> Transformer:
+    """Read the dimensions of a dense model like Llama from its `config.json`, with sequences of at
+    most 8,192 tokens.
+
+    Raises:
+        UsageError: If the file cannot be read, is not valid, or is of another kind of model.
+    """
+    text = read_text(path, UsageError, "a config.json")
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{path}: is not JSON: {error}; give the config.json of a model") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in _CONFIG_TYPES:
+        raise UsageError(
+            f"{path}: a model_type of {shown(kind)} is not known; give one of "
+            f"{', '.join(_CONFIG_TYPES)}, or a .yaml file with the dimensions"
+        )
+    for key, value in config.items():
+        if key in _CONFIG_KEYS and value is not None and COUNT.accept(value) is None:
+            raise UsageError(f"{path}: {key} of {shown(value)} is not {COUNT.wanted}")
+    found = {name: config[key] for key, name in _CONFIG_KEYS.items() if config.get(key) is not None}
+    optional = ("kv_heads", "head_size")
+    for key, name in _CONFIG_KEYS.items():
+        if name not in (*found, *optional):
+            raise UsageError(f"{path}: has no {key}; add it")
+    found = {"kv_heads": found["heads"], "head_size": found["hidden"] // found["heads"], **found}
+    found["sequence"] = min(found["sequence"], _MAX_CONFIG_SEQUENCE)
+    try:
+        return Transformer(
+            **found,
+            gated=True,
+            biases=False,
+            tied=config.get("tie_word_embeddings") is True,
+            positions="rotary",
+        )
+    except UsageError as error:
+        raise UsageError(f"{path}, {error}") from None

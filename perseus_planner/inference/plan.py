@@ -17,8 +17,7 @@ from perseus_planner.base.documents import check_digest, read_document
 from perseus_planner.base.errors import InfeasibleGpus, PlanError, UsageError
 from perseus_planner.base.files import sha256, write_file
 from perseus_planner.inference.cells import Configuration, RequestClass
-from perseus_planner.inference.pools import PUBLISHED, ChangeCosts, Pool, PoolPlan
-from perseus_planner.inference.programme import plan_pools
+from perseus_planner.inference.programme import PUBLISHED, ChangeCosts, Pool, PoolPlan, plan_pools
 from perseus_planner.inference.workload import Load
 
 if TYPE_CHECKING:

@@ -22,20 +22,141 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from perseus_planner.base.errors import InfeasibleGpus, PlannerError, UsageError, how_to_install
-from perseus_planner.inference.pools import PUBLISHED, SAME, ChangeCosts, Pool, PoolPlan, gpus_by
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, RequestClass
     from perseus_planner.inference.workload import Load
+
+
+class Change(NamedTuple):
+    """What a change costs: seconds until the instance serves, and joules of each of its GPUs
+    meanwhile.
+    """
+
+    time_s: float
+    energy_j: float
+
+
+_INSTANCE, _RESHARDING, _CLOCK = Change(423.0, 42300.0), Change(33.0, 3300.0), Change(0.05, 5.0)
+
+
+@dataclass(frozen=True)
+class ChangeCosts:
+    """What changes cost. The times are those of table V of DynamoLLM; the joules are 100 W of each
+    GPU meanwhile.
+
+    Raises:
+        UsageError: If a larger change costs less energy than a smaller one.
+    """
+
+    #: a new instance on GPUs that were not in use: machine, environment, weights, engine, GPUs; 423
+    #: s.
+    instance: Change = _INSTANCE
+    #: an instance of another tensor degree on GPUs in use: engine and weights onto GPUs; 33 s.
+    resharding: Change = _RESHARDING
+    clock: Change = _CLOCK  #: another clock or power limit
+
+    def __post_init__(self) -> None:
+        if not self.instance.energy_j >= self.resharding.energy_j >= self.clock.energy_j >= 0:
+            raise UsageError(
+                "costs of changes: a new instance costs no less than re-sharding, and that than a "
+                "clock"
+            )
+
+    def between(self, before: Sequence[Pool], after: Sequence[Pool]) -> float:
+        """Return the energy of changing from some pools to others, joules."""
+        return sum(
+            price_j * gpus
+            for price_j, gpus in zip(self.prices_j, changed_gpus(before, after), strict=True)
+        )
+
+    @property
+    def prices_j(self) -> tuple[float, float, float]:
+        """What each of `changed_gpus` adds, joules."""
+        changed_j, resharded_j, new_j = (
+            self.clock.energy_j,
+            self.resharding.energy_j,
+            self.instance.energy_j,
+        )
+        return changed_j, resharded_j - changed_j, new_j - resharded_j
+
+
+PUBLISHED = ChangeCosts()
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal instances."""
+
+    longest: RequestClass  #: the longest class that it may serve
+    at: Configuration  #: tensor degree and clock of its instances
+    instances: int  #: how many there are
+    #: class -> tokens per second of it that are planned.
+    serves: Mapping[RequestClass, float] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all its instances."""
+        return self.instances * self.at.tensor_degree
+
+
+def changed_gpus(before: Sequence[Pool], after: Sequence[Pool]) -> tuple[int, int, int]:
+    """Return the GPUs of changed instances, how many of them are of other degrees, and how many
+    of those are new.
+    """
+    changed, resharded, new = (
+        sum(max(0, gpus - had[group]) for group, gpus in gpus_by(key, after).items())
+        for key, had in ((key, gpus_by(key, before)) for key in SAME)
+    )
+    return changed, resharded, new
+
+
+SAME: tuple[Callable[[Configuration], object], ...] = (
+    lambda at: at,
+    lambda at: at.tensor_degree,
+    lambda at: None,
+)
+"""What GPUs have in common between which nothing changes; no other degree; nothing new."""
+
+
+def gpus_by(key: Callable[[Configuration], object], pools: Sequence[Pool]) -> dict[object, int]:
+    """Return how many GPUs the pools have, by the key of their configurations."""
+    found: dict[object, int] = defaultdict(int)
+    for pool in pools:
+        found[key(pool.at)] += pool.gpus
+    return found
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Pools for one period."""
+
+    pools: tuple[Pool, ...]  #: the pools
+    power_w: float  #: mean power in the period, watts, without changes
+    change_j: float  #: energy of the changes since the period before, joules
+    energy_j: float  #: energy of the period, joules, changes included
+    bound_j: float  #: no pools of these configurations need less, joules
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use."""
+        return sum(pool.gpus for pool in self.pools)
+
+    @property
+    def gap(self) -> float:
+        """How far the energy is above the bound, relative."""
+        return max(self.energy_j / self.bound_j - 1, 0.0) if self.bound_j > 0 else 0.0
+
 
 INSTALL = how_to_install("inference")
 _LIMIT_S = 20.0  #: of a solve; a plan that is not proved best by then says so by its gap
@@ -124,18 +245,13 @@ class _Model:
         costs: ChangeCosts,
         least_share: float = 1.0,
     ) -> None:
-        self.demand, self.period_s, self.before, self.costs = (
-            dict(sorted(demand.items())),
-            period_s,
-            before,
-            costs,
-        )
+        self.demand, self.period_s = dict(sorted(demand.items())), period_s
+        self.before, self.costs = before, costs
         self.idle_w = {at: profile.idle_w(at) for at in profile.configurations}
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[dict[int, float], float, float]] = []
-        self.energies_j: dict[
-            int, float
-        ] = {}  # column -> joules of one, less what idle instances cost anyhow
+        # Column -> joules of one, less what idle instances cost anyhow.
+        self.energies_j: dict[int, float] = {}
         self.gpus: dict[int, float] = {}
         self.share = self._add(least_share, 1.0)
         self.pools: list[tuple[int, RequestClass, Configuration]] = []
@@ -144,20 +260,15 @@ class _Model:
             for at in profile.configurations:
                 self._add_pool(profile, longest, at, only)
         for of, load in self.demand.items():
-            most = max(
-                (entry.cell.tokens_per_s for entry in self.entries if entry.of == of), default=0.0
-            )
+            loads = {each.column: each.cell.tokens_per_s for each in self.entries if each.of == of}
+            most = max(loads.values(), default=0.0)
             if not most:
                 among = "" if only is None else " of those allowed"
                 raise UsageError(
                     f"class {of.name}: no configuration{among} meets its latency objective; "
                     "measure a higher clock or tensor degree, or loosen the objective"
                 )
-            row = {
-                entry.column: entry.cell.tokens_per_s / most
-                for entry in self.entries
-                if entry.of == of
-            }
+            row = {column: carried / most for column, carried in loads.items()}
             self._rows.append(({**row, self.share: -load.tokens_per_s / most}, 0.0, 0.0))
         if before is not None:
             self._add_changes(before)

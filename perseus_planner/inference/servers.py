@@ -19,7 +19,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from perseus_planner.inference.cells import Configuration, InferenceProfile, RequestClass
-    from perseus_planner.inference.pools import Pool
+    from perseus_planner.inference.programme import Pool
 
 
 class Request(NamedTuple):

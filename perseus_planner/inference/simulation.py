@@ -22,8 +22,13 @@ import numpy as np
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.inference.plan import BASELINE, allowed, plan_policy
-from perseus_planner.inference.pools import PUBLISHED, ChangeCosts, Pool, changed_gpus
-from perseus_planner.inference.programme import largest_share
+from perseus_planner.inference.programme import (
+    PUBLISHED,
+    ChangeCosts,
+    Pool,
+    changed_gpus,
+    largest_share,
+)
 from perseus_planner.inference.servers import Request, Server
 from perseus_planner.inference.workload import Load, scaled
 
@@ -175,18 +180,17 @@ class _Cluster:
             server.resize(max(1, server.pool.instances), ticks * settings.clocks_s)
             server.start(np.inf)
             self.late |= server.late
-        energy_j = self.energy_j + self.change_j
         return Replay(
-            self.policy,
-            request,
-            len(self.late),
-            self.moved,
-            energy_j,
-            self.change_j,
-            self.most_gpus,
-            (self.changes[0], self.changes[1], self.changes[2]),
-            self.short_periods,
-            self._periods(every[0]),
+            policy=self.policy,
+            requests=request,
+            late=len(self.late),
+            moved=self.moved,
+            energy_j=self.energy_j + self.change_j,
+            change_j=self.change_j,
+            most_gpus=self.most_gpus,
+            changes=(self.changes[0], self.changes[1], self.changes[2]),
+            short_periods=self.short_periods,
+            periods=self._periods(every[0]),
         )
 
     def _periods(self, ticks: int) -> tuple[Period, ...]:

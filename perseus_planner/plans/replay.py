@@ -87,6 +87,12 @@ class Timeline:
     energy_j: float  #: energy over all GPUs in that time, joules, waiting included
 
 
+def all_maximum(dag: PipelineDag) -> dict[str, int]:
+    """Run every computation at its highest measured clock: the baseline of every saving."""
+    keys = zip(dag.computations, dag.iteration.keys, strict=True)
+    return {str(each): dag.profile.measurements[key][0].clock_mhz for each, key in keys}
+
+
 def origin_text(origin: str) -> str:
     """Say where a replayed number comes from, as the start of a sentence."""
     return f"Replayed from a {origin} profile"

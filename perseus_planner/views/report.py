@@ -19,11 +19,10 @@ from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from perseus_planner.base import __version__
+from perseus_planner.base import __version__, registry
 from perseus_planner.base.errors import RunError, UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, lay_out, table
-from perseus_planner.cluster import baselines
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import Context, origin_label
@@ -40,14 +39,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.solver.frontier import Frontier
     from perseus_planner.views.run import RunSummary
     from perseus_planner.views.sources import Sources
 
 _NOT_KNOWN, _MINUS = "\u2013", "\u2212"
-_ENVPIPE_COMPUTATIONS = (
-    2000  #: EnvPipe replays the iteration up to computations x clocks times; more take minutes
-)
 
 
 @dataclass(frozen=True)
@@ -148,9 +143,11 @@ def chart_sources(sources: Sources) -> FrontierChart:
     first = next(iter(sources.plans.values()), None)
     deadline_s = frontier.baseline_time_s if first is None else max(first.time_s, first.deadline_s)
     peers, left_out = list[IterationPoint](), list[str]()
-    for name, choose in _CHOICES.items():
+    for name, choose in registry.load(registry.OTHER_PLANNERS).items():
         try:
-            peers.append(_point_of(name, "peer", frontier.plan_of(choose(frontier, deadline_s))))
+            peers.append(
+                _point_of(name, "peer", frontier.plan_of(choose(frontier.dag, deadline_s)))
+            )
         except UsageError as error:
             left_out.append(f"{name}: {error}")
     chart = chart_frontier(frontier)
@@ -161,27 +158,6 @@ def chart_sources(sources: Sources) -> FrontierChart:
 
 def _point_of(name: str, kind: Literal["plan", "peer", "baseline"], plan: Plan) -> IterationPoint:
     return IterationPoint(name, kind, plan.time_s, plan.energy_j, origin_label(plan.origin))
-
-
-def _envpipe(frontier: Frontier, _: float) -> Mapping[str, int]:
-    count = len(frontier.dag.computations)
-    if count > _ENVPIPE_COMPUTATIONS:
-        raise UsageError(
-            f"its walk over {count:,} computations takes minutes; `planner simulate --policy "
-            "envpipe` replays it"
-        )
-    return baselines.envpipe(frontier.dag)
-
-
-_CHOICES: Mapping[str, Callable[[Frontier, float], Mapping[str, int]]] = {
-    "one clock for the job": lambda frontier, deadline_s: baselines.one_clock(
-        frontier.dag, deadline_s
-    ),
-    "one clock per stage (Zeus)": lambda frontier, deadline_s: baselines.one_per_stage(
-        frontier.dag, deadline_s
-    ),
-    "EnvPipe": _envpipe,
-}
 
 
 def report_text(report: EnergyReport) -> str:

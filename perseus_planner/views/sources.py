@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.documents import kind_of
 from perseus_planner.base.errors import UsageError
-from perseus_planner.cluster.baselines import all_maximum
 from perseus_planner.plans.job import Job
 from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.replay import all_maximum
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier

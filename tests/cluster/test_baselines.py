@@ -17,7 +17,8 @@ from strategies import fixed, pipelines, smooth_profile
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cluster import baselines
-from perseus_planner.cluster.envpipe import critical_path, on_envelope
+from perseus_planner.cluster.baselines import critical_path, on_envelope
+from perseus_planner.plans.replay import all_maximum
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
@@ -121,7 +122,7 @@ def per_stage_family(dag: PipelineDag) -> list[Clocks]:
 @fixed
 @given(problems())
 def test_all_maximum_is_the_highest_clock_of_each(dag: PipelineDag):
-    clocks = baselines.all_maximum(dag)
+    clocks = all_maximum(dag)
     for computation, point in zip(dag.computations, points_of(dag, clocks), strict=True):
         assert point.clock_mhz == max(
             p.clock_mhz for p in dag.profile.measurements[computation[:2]]
@@ -140,7 +141,7 @@ def test_the_cheapest_of_the_family_that_meets_the_deadline_is_taken(
     dag: PipelineDag,
     share: float,
 ):
-    family, maximum = family_of(dag), baselines.all_maximum(dag)
+    family, maximum = family_of(dag), all_maximum(dag)
     deadline_s = share * costs(dag, maximum)[0]
     chosen, least_j = planner(dag, deadline_s), cheapest(dag, family, deadline_s)
     if least_j is None:
@@ -158,7 +159,7 @@ def test_no_baseline_is_below_the_bound_at_its_time(drawn, share: float):
     frontier, dag = solve(*drawn), PipelineDag.from_schedule(*drawn)
     deadline_s = share * frontier.baseline_time_s
     chosen = [
-        baselines.all_maximum(dag),
+        all_maximum(dag),
         baselines.envpipe(dag),
         *(planner(dag, deadline_s) for planner in BY_DEADLINE),
     ]
@@ -172,7 +173,7 @@ def test_no_baseline_is_below_the_bound_at_its_time(drawn, share: float):
 @fixed
 @given(problems())
 def test_envpipe_ends_where_the_critical_path_cannot_be_sped_up(dag: PipelineDag):
-    clocks, maximum = baselines.envpipe(dag), baselines.all_maximum(dag)
+    clocks, maximum = baselines.envpipe(dag), all_maximum(dag)
     names = list(clocks)
     path = [
         names[place]
@@ -186,7 +187,7 @@ def test_envpipe_ends_where_the_critical_path_cannot_be_sped_up(dag: PipelineDag
 @fixed
 @given(problems())
 def test_envpipe_never_slows_the_envelope_nor_goes_below_the_valley(dag: PipelineDag):
-    clocks, maximum = baselines.envpipe(dag), baselines.all_maximum(dag)
+    clocks, maximum = baselines.envpipe(dag), all_maximum(dag)
     last = (dag.schedule.stages - 1, dag.schedule.microbatches - 1)
     for computation, point in zip(dag.computations, points_of(dag, clocks), strict=True):
         measured = dag.profile.measurements[computation[:2]]
@@ -198,7 +199,7 @@ def test_envpipe_never_slows_the_envelope_nor_goes_below_the_valley(dag: Pipelin
 
 def test_a_critical_path_goes_back_to_the_start_without_a_gap():
     dag = PipelineDag.from_schedule(smooth_profile(3), one_f_one_b(3, 4))
-    durations_s = [point.time_s for point in points_of(dag, baselines.all_maximum(dag))]
+    durations_s = [point.time_s for point in points_of(dag, all_maximum(dag))]
     path = critical_path(dag, durations_s)
     assert str(dag.computations[path[0]]) == "0B3"
     assert str(dag.computations[path[-1]]) == "0F0"
@@ -230,14 +231,14 @@ def test_envpipe_speeds_up_the_lowest_clocks_of_the_path_first():
         profile_of((forward, backward), (last, last)), one_f_one_b(2, 3)
     )
     inner = {"0F1": 1300, "0F2": 1300, "0B0": 1300, "0B1": 1200}
-    assert baselines.envpipe(dag) == {**baselines.all_maximum(dag), **inner}
+    assert baselines.envpipe(dag) == {**all_maximum(dag), **inner}
 
 
 def test_envpipe_gives_up_at_the_highest_clocks_where_the_first_stage_is_the_heaviest():
     heavy = {1400: (5.0, 10.0), 1300: (6.0, 8.0), 1200: (8.0, 5.0)}
     light = {1400: (1.0, 9.0), 1200: (1.5, 6.0)}
     dag = PipelineDag.from_schedule(profile_of((heavy, heavy), (light, light)), one_f_one_b(2, 3))
-    assert baselines.envpipe(dag) == baselines.all_maximum(dag)
+    assert baselines.envpipe(dag) == all_maximum(dag)
 
 
 def test_envpipe_refuses_another_schedule():

@@ -15,6 +15,7 @@ from perseus_planner.cluster import baselines
 from perseus_planner.cluster.policies import make_policy
 from perseus_planner.cluster.replay import Cluster, simulate
 from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler
+from perseus_planner.plans.replay import all_maximum
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules import one_f_one_b
 from perseus_planner.solver.frontier import Frontier, solve
@@ -28,7 +29,7 @@ def smooth() -> Frontier:
 def test_baselines_run_the_clocks_of_their_rules(smooth: Frontier):
     deadline_s = 1.1 * smooth.baseline_time_s
     expected = {
-        "max": baselines.all_maximum(smooth.dag),
+        "max": all_maximum(smooth.dag),
         "one-clock": baselines.one_clock(smooth.dag, deadline_s),
         "per-stage": baselines.one_per_stage(smooth.dag, deadline_s),
         "envpipe": baselines.envpipe(smooth.dag),
@@ -132,7 +133,7 @@ def test_a_reacting_baseline_follows_its_rule_for_the_straggler_s_time(smooth: F
     kept = tuple(rule(smooth.dag, smooth.baseline_time_s).values())
     for slowdown in (1.31, 1.05, 1.3, 1.1, 1.5, 1.02, 1.2, 1.0001, 2.5, 1.31):
         straggling = Condition(slowdown, ())
-        clocks = policy.clocks_in(frozenset({UNDISTURBED, straggling}))
+        clocks = policy(frozenset({UNDISTURBED, straggling}))
         assert clocks[straggling] == kept
         straggler_s = replays.replay(kept, straggling).time_s
         expected = rule(smooth.dag, straggler_s) if straggler_s > smooth.baseline_time_s else rule(
@@ -140,7 +141,7 @@ def test_a_reacting_baseline_follows_its_rule_for_the_straggler_s_time(smooth: F
         )  # fmt: skip
         assert clocks[UNDISTURBED] == tuple(expected.values()), slowdown
     slow_stage = Condition(1.0, ((0, 1.4),))
-    assert policy.clocks_in(frozenset({UNDISTURBED, slow_stage}))[slow_stage] == kept
+    assert policy(frozenset({UNDISTURBED, slow_stage}))[slow_stage] == kept
 
 
 def test_unknown_policies_and_infeasible_targets_are_refused(smooth: Frontier):

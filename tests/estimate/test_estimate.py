@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.calibration import StageCalibration, stage_calibration
-from perseus_planner.estimate.estimate import estimate
-from perseus_planner.estimate.op_costs import TransformerPipeline, stage_traffic
-from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.estimate import (
+    StageCalibration,
+    TransformerPipeline,
+    estimate,
+    stage_calibration,
+)
+from perseus_planner.estimate.operations import stage_traffic
 from perseus_planner.estimate.system import SYSTEMS
-from perseus_planner.estimate.transformer import split_layers
+from perseus_planner.estimate.transformer import PRESETS, split_layers
 from perseus_planner.profiles.measurement import Measurement
 
 SMALL = PRESETS["gpt3-1.3b"]

@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from fast_replay import iteration_s
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.candidates import Choices, candidates, split_choices
 from perseus_planner.estimate.curves import CurveMaker, measurements_of
-from perseus_planner.estimate.explore import Exploration, Objective, explore
-from perseus_planner.estimate.forecast import Prices, forecast
+from perseus_planner.estimate.explore import Exploration, Objective, Prices, explore, forecast
 from perseus_planner.estimate.kernel_times import layer_times
-from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.transformer import PRESETS
 
 A100, H100 = SYSTEMS["a100-sxm"], SYSTEMS["h100-sxm"]
 SMALL = replace(PRESETS["gpt3-1.3b"], layers=8)
@@ -51,7 +51,7 @@ def test_bounds_are_below_the_exact_curves(seed: int):
         least_s, bounds_j = maker.bound(each, exact.times_s[1:])
         assert least_s <= exact.times_s[0] * (1 + 1e-6)
         assert (bounds_j <= exact.energies_j[1:] * 1.002).all()
-        assert exact.times_s[0] == pytest.approx(each.job.time_s(H100, each.times), rel=2e-3)
+        assert exact.times_s[0] == pytest.approx(iteration_s(each.job, H100, each.times), rel=2e-3)
 
 
 @pytest.mark.filterwarnings("error")
@@ -66,7 +66,7 @@ def test_the_first_is_the_fastest_and_the_others_the_fastest_of_other_tensor_deg
 ):
     least: dict[int, float] = {}
     for each in candidates(SMALL, A100, EIGHT):
-        degree, time_s = each.job.shape.tensor_degree, each.job.time_s(A100, each.times)
+        degree, time_s = each.job.shape.tensor_degree, iteration_s(each.job, A100, each.times)
         least[degree] = min(time_s, least.get(degree, np.inf))
     fastest = sorted(least.items(), key=lambda each: each[1])
     worth = [degree for degree, time_s in fastest if time_s <= 1.3 * fastest[0][1]][:3]

@@ -10,8 +10,8 @@ from commands import done, refusal
 from launching import ended, torchrun
 
 from perseus_planner.estimate.kernel_times import layer_times
-from perseus_planner.estimate.presets import read_transformer
-from perseus_planner.estimate.system_file import load_system
+from perseus_planner.estimate.system import load_system
+from perseus_planner.estimate.transformer import read_transformer
 
 pytest.importorskip("torch")
 MODEL = """format: perseus-planner/transformer

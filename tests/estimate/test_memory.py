@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from measured_iterations import measured
 
-from perseus_planner.estimate.configuration import Configuration
-from perseus_planner.estimate.memory import kept_layer_bytes, memory
-from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.configuration import Configuration, kept_layer_bytes, memory
 from perseus_planner.estimate.system import SYSTEMS
-from perseus_planner.estimate.transformer import split_layers
+from perseus_planner.estimate.transformer import PRESETS, split_layers
 
 A100 = SYSTEMS["a100-sxm"]
 LAYER = replace(PRESETS["gpt3-175b"], attention="plain")

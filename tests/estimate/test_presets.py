@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.presets import PRESETS, name_of, named_transformer
+from perseus_planner.estimate.transformer import PRESETS, name_of, named_transformer
 
 LLAMA = {
     "model_type": "llama",

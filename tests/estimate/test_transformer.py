@@ -11,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.op_costs import KINDS, stage_op_costs, stage_traffic
-from perseus_planner.estimate.presets import PRESETS
-from perseus_planner.estimate.transformer import CHOICES, Transformer, check_split, split_layers
+from perseus_planner.estimate.estimate import KINDS
+from perseus_planner.estimate.operations import stage_op_costs, stage_traffic
+from perseus_planner.estimate.transformer import (
+    CHOICES,
+    PRESETS,
+    Transformer,
+    check_split,
+    split_layers,
+)
 from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.profiler.simulated_pipeline import _small_gpt
 
 SMALL = Transformer(
     layers=4,
@@ -273,3 +280,10 @@ def test_every_word_has_its_choices():
     words = {field.name for field in fields(Transformer) if field.type == "str"}
     assert words == set(CHOICES)
     assert OpCost(1.0, 2.0) * 2 == OpCost(2.0, 4.0)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_simulated_pipeline_costs_what_its_model_does(stages: int):
+    model = replace(PRESETS["gpt3-2.7b"], layers=8 * stages, microbatch=4)
+    # Their texts are equal, too: the noise of a simulated GPU follows from them.
+    assert repr(_small_gpt(stages)) == repr(stage_op_costs(model, stages))

@@ -22,8 +22,7 @@ from perseus_planner.inference.cells import (
     RequestClass,
 )
 from perseus_planner.inference.plan import POLICIES, plan_policy
-from perseus_planner.inference.pools import Change, ChangeCosts, Pool
-from perseus_planner.inference.programme import plan_pools
+from perseus_planner.inference.programme import Change, ChangeCosts, Pool, plan_pools
 from perseus_planner.inference.workload import Load
 
 Demand = dict[RequestClass, Load]

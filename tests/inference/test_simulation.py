@@ -18,7 +18,7 @@ from perseus_planner.inference.cells import (
     Objectives,
     read_inference_profile,
 )
-from perseus_planner.inference.pools import Change, ChangeCosts, Pool
+from perseus_planner.inference.programme import Change, ChangeCosts, Pool
 from perseus_planner.inference.servers import Request, Server
 from perseus_planner.inference.simulation import Replay, Settings, replay
 from perseus_planner.inference.workload import Trace, read_trace

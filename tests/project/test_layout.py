@@ -9,10 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from house import FOLDERS, LEAVES, ROOMS, ROOT, circles, import_graph, imported, sources_of_product
+from house import (
+    EDGE,
+    FOLDERS,
+    LEAVES,
+    ROOMS,
+    ROOT,
+    circles,
+    import_graph,
+    imported,
+    room_of,
+    sources_of_product,
+)
 from strategies import smooth_profile
 
 from perseus_planner import schedules, solve
+from perseus_planner.base import registry
 
 HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "scipy", "torch")
 
@@ -61,6 +73,21 @@ def test_a_folder_imports_only_folders_above_it(room: str):
     reached = {name.split(".")[1] for name in names if name.startswith("perseus_planner.")}
     below = {*ROOMS[ROOMS.index(room) + 1 :], *LEAVES} if room in ROOMS else {*LEAVES}
     assert reached & (below - {room}) == set()
+
+
+def test_nothing_but_itself_imports_a_room_at_the_edge():
+    graph = import_graph(sources_of_product())
+    pairs = {(room_of(module), room_of(other)) for module in graph for other in graph[module]}
+    assert {(room, other) for room, other in pairs if other in EDGE and room != other} == set()
+
+
+def test_the_registry_names_what_stands_at_the_edge():
+    places = [
+        *(*registry.COMMANDS.values(), *registry.SHOWN.values(), *registry.REPORTED.values()),
+        *(registry.MEASURE_KERNELS, registry.OTHER_PLANNERS),
+    ]
+    assert {room_of(place.partition(":")[0]) for place in places} == set(EDGE)
+    assert all(registry.load(place) for place in places)
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -135,7 +162,11 @@ def is_for_types(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-@pytest.mark.parametrize("file", sources("perseus_planner/cli"), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file",
+    [*sources("perseus_planner/cli"), *ROOT.glob("perseus_planner/*/command.py")],
+    ids=lambda file: f"{file.parent.name}-{file.stem}",
+)
 def test_a_command_loads_profiler_and_runtime_only_when_it_runs(file: Path):
     body = ast.parse(file.read_text())
     body.body = [
@@ -159,5 +190,5 @@ def test_no_file_hides_a_module_that_cprofile_needs():
 
 def test_the_tests_mirror_the_tree():
     folders = {file.parent.name for file in sources("tests")} - {"tests", "support", "project"}
-    assert folders <= {*ROOMS, *LEAVES}
+    assert folders <= {*ROOMS, *LEAVES, *EDGE}
     assert [file for file in sources("tests") if file.name == "__init__.py"] == []

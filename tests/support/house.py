@@ -30,19 +30,18 @@ ROOMS = (
     "solver",
     "gpu",
     "engines",
-    "estimate",
-    "cluster",
     "runs",
     "service",
-    "inference",
     "views",
 )
 """The folders of the package, in the order of the data."""
 LEAVES = ("profiler", "runtime", "cli")
 """Folders that no other folder imports, but that the last may import the others."""
+EDGE = ("estimate", "inference", "cluster")
+"""Folders that nothing imports: `base.registry` has the names of what stands in them."""
 FACE = "face"
 """The package itself, of public names."""
-ORDER = (*ROOMS, FACE, *LEAVES)
+ORDER = (*ROOMS, FACE, *LEAVES, *EDGE)
 """All rooms: each imports only rooms before it."""
 PAGES = (".css", ".html", ".j2", ".js")
 """The endings of what browsers read, and of the templates that it is made of."""

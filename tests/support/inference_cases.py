@@ -20,7 +20,7 @@ from perseus_planner.inference.cells import (
     Objectives,
     RequestClass,
 )
-from perseus_planner.inference.pools import PUBLISHED, ChangeCosts, Pool
+from perseus_planner.inference.programme import PUBLISHED, ChangeCosts, Pool
 from perseus_planner.inference.workload import Load
 
 SHORT, LONG = RequestClass(256.0, 100.0, "256/100"), RequestClass(4096.0, 100.0, "4096/100")

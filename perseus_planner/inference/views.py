@@ -1,15 +1,18 @@
-"""What `planner inference` prints: plans of pools, and replays of traces, as tables, JSON and a
-figure.
+"""What is shown of plans of pools and of replays of traces: tables, JSON, figures, and the report,
+one HTML file without scripts that opens offline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import Sheet, column
+from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
 from perseus_planner.profiles.csv_file import unit_of
 
@@ -18,10 +21,19 @@ if TYPE_CHECKING:
 
     from perseus_planner.inference.simulation import Replay, Settings
     from perseus_planner.inference.workload import Trace
+    from perseus_planner.views.savings import EnergyCost, EnergyRates
 
 _MOST_EPOCHS = 3  #: whose pools are printed
 AGAINST = "the highest clock and the largest tensor degree for all classes"
 """The baseline of savings, in a sentence."""
+
+
+_CHANGES = ("instance_changes", "sharding_changes", "clock_changes")
+_SAVING = (
+    Column("chosen how", "description", "<"),
+    Column("energy kWh", lambda row: row["energy_j"] and row["energy_j"] / 3.6e6, ".4g"),
+    Column("saved %", lambda row: _percent(row["saved_share"])),
+)
 
 
 def plan_view(plan: InferencePlan) -> dict[str, Any]:
@@ -49,6 +61,25 @@ def plan_view(plan: InferencePlan) -> dict[str, Any]:
     }
 
 
+def show_plan(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]:
+    """Return a plan in a file as `planner show` wants it: for JSON, as text, and what draws it."""
+    view = plan_view(InferencePlan.load(path))
+    return view, plan_text(view), lambda: plan_figure(view)
+
+
+def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[PoolsReport, str, str]:
+    """Return the report of a plan in a file as `planner report` wants it: its values, text and
+    page.
+
+    Raises:
+        UsageError: If there are more files.
+    """
+    if len(paths) > 1:
+        raise UsageError("a plan for inference has a report of its own; name it alone")
+    report = make_pools_report(paths[0].name, plan_view(InferencePlan.load(paths[0])), rates)
+    return report, pools_text(report), pools_page(report)
+
+
 def plan_text(view: dict[str, Any]) -> str:
     """Return the tables of a plan."""
     return "\n".join(sheet.text() for sheet in plan_sheets(view))
@@ -57,7 +88,7 @@ def plan_text(view: dict[str, Any]) -> str:
 def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     """Return the tables of a plan: the policies, and the pools of the first periods."""
     rows = view["policies"]
-    columns = [*_saving_columns(rows), column("GPUs", [str(row["gpus"]) for row in rows])]
+    columns = lay_out(rows, *_SAVING, Column("GPUs", "gpus"))
     proved = (
         f"at most {100 * view['gap']:.2g} % above its bound"
         if view["gap"] > 1e-6
@@ -107,20 +138,21 @@ def plan_figure(view: dict[str, Any]) -> Figure:
 
 def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
     pools = epoch["pools"]
-    gpus = [pool["instances"] * pool["tensor_degree"] for pool in pools]
+    gpus = sum(pool["instances"] * pool["tensor_degree"] for pool in pools)
     changes = f", {si(epoch['change_j'], 'J')} of changes" if epoch["change_j"] else ""
     return Sheet(
         f"From {epoch['start_s'] / 60:.0f} min, for {epoch['length_s'] / 60:.0f} min: "
-        f"{sum(gpus)} GPUs, {si(epoch['power_w'], 'W')}{changes}",
+        f"{gpus} GPUs, {si(epoch['power_w'], 'W')}{changes}",
         "",
-        [
-            ["classes", *(", ".join(pool["serves"]) for pool in pools)],
-            column("instances", [str(pool["instances"]) for pool in pools]),
-            column("TP", [str(pool["tensor_degree"]) for pool in pools]),
-            column(unit_of(control), [str(pool["setting"]) for pool in pools]),
-            column("GPUs", list(map(str, gpus))),
-            column("tokens/s", [f"{sum(pool['serves'].values()):.0f}" for pool in pools]),
-        ],
+        lay_out(
+            pools,
+            Column("classes", lambda pool: ", ".join(pool["serves"]), "<"),
+            Column("instances", "instances"),
+            Column("TP", "tensor_degree"),
+            Column(unit_of(control), "setting"),
+            Column("GPUs", lambda pool: pool["instances"] * pool["tensor_degree"]),
+            Column("tokens/s", lambda pool: sum(pool["serves"].values()), ".0f"),
+        ),
     )
 
 
@@ -144,7 +176,6 @@ def simulation_view(
 
 
 def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
-    names = ("instance_changes", "sharding_changes", "clock_changes")
     fields = {
         name: value
         for name, value in vars(replay).items()
@@ -152,7 +183,7 @@ def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
     }
     return {
         **fields,
-        **dict(zip(names, replay.changes, strict=True)),
+        **dict(zip(_CHANGES, replay.changes, strict=True)),
         "description": POLICIES[replay.policy],
         "saved_share": 1 - replay.energy_j / baseline_j if baseline_j else None,
         "late_share": replay.late / replay.requests,
@@ -164,17 +195,15 @@ def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
 def simulation_text(view: dict[str, Any]) -> str:
     """Return the table of a replay: a row for each policy."""
     rows = view["policies"]
-    columns = [
-        *_saving_columns(rows),
-        column("late %", [f"{100 * row['late_share']:.2f}" for row in rows]),
-        column("moved %", [f"{100 * row['moved'] / view['requests']:.2f}" for row in rows]),
-        column("GPUs", [f"{row['gpus']:.0f}" for row in rows]),
-        column("most", [str(row["most_gpus"]) for row in rows]),
-        column(
-            "changes",
-            [f"{r['instance_changes']}/{r['sharding_changes']}/{r['clock_changes']}" for r in rows],
-        ),
-    ]
+    columns = lay_out(
+        rows,
+        *_SAVING,
+        Column("late %", "late_share", "%"),
+        Column("moved %", lambda row: 100 * row["moved"] / view["requests"], ".2f"),
+        Column("GPUs", "gpus", ".0f"),
+        Column("most", "most_gpus"),
+        Column("changes", lambda row: "/".join(str(row[name]) for name in _CHANGES)),
+    )
     predicted = "as it will be" if view["prediction"] == "perfect" else "as the one before"
     notes = [
         f"Savings are against {AGAINST}.",
@@ -228,16 +257,87 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
     return figure
 
 
-def _saving_columns(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    energies_kwh = [
-        "-" if row["energy_j"] is None else f"{row['energy_j'] / 3.6e6:.4g}" for row in rows
-    ]
-    return [
-        ["chosen how", *(row["description"] for row in rows)],
-        column("energy kWh", energies_kwh),
-        column("saved %", [_percent(row["saved_share"]) for row in rows]),
-    ]
-
-
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
+
+
+_STYLE = """
+.bars { width: 100%; min-width: 32rem; max-width: 46rem; height: auto; }
+.bars rect { fill: var(--series-7); }
+.bars .plan { fill: var(--good); }
+.bars text { fill: var(--ink); font-size: 13px; }
+.panel p { white-space: pre-line; }
+"""
+
+
+@dataclass(frozen=True)
+class PoolsReport:
+    """A plan for inference with what it costs and saves."""
+
+    file: str  #: name of the plan
+    rates: EnergyRates  #: what a kilowatt-hour costs
+    cost: EnergyCost  #: of all periods of the plan
+    saved: EnergyCost | None  #: against the baseline; None if that cannot meet the objectives
+    plan: dict[str, Any]  #: the plan
+
+
+def make_pools_report(file: str, plan: dict[str, Any], rates: EnergyRates) -> PoolsReport:
+    """Return the report of a plan."""
+    baseline_j = next(row["energy_j"] for row in plan["policies"] if row["policy"] == BASELINE)
+    saved = None if baseline_j is None else rates.cost(baseline_j - plan["energy_j"])
+    return PoolsReport(file, rates, rates.cost(plan["energy_j"]), saved, plan)
+
+
+def pools_text(report: PoolsReport) -> str:
+    """Return the text that `planner report` prints."""
+    return f"{plan_text(report.plan)}\n{_headline(report)}\n{_assumed(report)}\n"
+
+
+def pools_page(report: PoolsReport) -> str:
+    """Return the page of a report. Names are escaped, whatever they contain."""
+    from xml.etree.ElementTree import tostring
+
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    from perseus_planner.views.report import content_policy
+    from perseus_planner.views.web import page_file
+
+    rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
+    styles = [page_file("theme.css"), page_file("report.css"), _STYLE]
+    sheets = plan_sheets(report.plan)[::-1]
+    tables = [tostring(sheet.html(), encoding="unicode", method="html") for sheet in sheets]
+    template = (files("perseus_planner.inference") / "pools.html.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(template).render(
+        report=report,
+        headline=_headline(report),
+        assumed=_assumed(report),
+        rows=rows,
+        most_j=max(row["energy_j"] for row in rows),
+        sheets=[(sheet.title, Markup(text)) for sheet, text in zip(sheets, tables, strict=True)],
+        styles=[Markup(style) for style in styles],
+        policy=Markup(content_policy([], styles)),
+    )
+
+
+def _headline(report: PoolsReport) -> str:
+    plan, hours = report.plan, sum(epoch["length_s"] for epoch in report.plan["epochs"]) / 3600
+    said = f"{plan['energy_j'] / 3.6e6:.4g} kWh of {plan['gpus']} GPUs in {hours:.3g} h."
+    if report.saved is None or plan["saved_share"] is None:
+        return f"{said} The baseline violates the latency objective of a class."
+    saved = report.saved
+    return (
+        f"{said} That is {100 * plan['saved_share']:.1f} % less than with {AGAINST}: "
+        f"{saved.kwh:.4g} kWh at the meter, {saved.usd:.4g} USD, {saved.co2e_kg:.4g} kg of CO2e."
+    )
+
+
+def _assumed(report: PoolsReport) -> str:
+    rates = report.rates
+    return (
+        f"Replayed from the inference profile. Assumed: {rates.price_usd_per_kwh:g} USD and "
+        f"{rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, PUE {rates.pue:g}."
+    )

@@ -11,10 +11,10 @@ import yaml
 from commands import done, refusal
 
 from perseus_planner import Profile
-from perseus_planner.estimate.estimate import estimate
-from perseus_planner.estimate.op_costs import TransformerPipeline, stage_op_costs
-from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.estimate import TransformerPipeline, estimate
+from perseus_planner.estimate.operations import stage_op_costs
 from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.transformer import PRESETS
 from perseus_planner.profiles.measurement import Measurement
 
 GPT = "estimate --model gpt3-1.3b --gpu a100-sxm -o new.yaml"
@@ -124,6 +124,13 @@ def twice(name: str, target: str) -> None:
     replace(profile, measurements=table, blocking_power_w=77.0, origin="measured").save(target)
 
 
+def assert_near(profile: Profile, other: Profile) -> None:
+    for key, rows in other.measurements.items():
+        wanted = [pytest.approx(value) for row in rows for value in (row.time_s, row.energy_j)]
+        found = [value for row in profile.measurements[key] for value in (row.time_s, row.energy_j)]
+        assert found == wanted
+
+
 @pytest.mark.parametrize(("file", "power_w"), [("measured.yaml", 77.0), ("measured.csv", None)])
 def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | None):
     done(f"{GPT} --stages 4")
@@ -131,12 +138,7 @@ def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | N
     text = done(f"{GPT} --stages 4 --calibrate {file} -o own.yaml")
     assert f"Calibrated by stage 1 of {file} (measured)." in text
     own, measured = Profile.load("own.yaml"), Profile.load("measured.yaml")
-    for key, rows in measured.measurements.items():
-        for row, like in zip(rows, own.measurements[key], strict=True):
-            assert (like.time_s, like.energy_j) == (
-                pytest.approx(row.time_s),
-                pytest.approx(row.energy_j),
-            )
+    assert_near(own, measured)
     assert own.blocking_power_w == (power_w or SYSTEMS["a100-sxm"].gpu.blocking_power_w)
     assert own.origin == "simulated"
 
@@ -155,12 +157,7 @@ def test_a_stage_of_another_sequence_length_calibrates(folder: Path):
         "stage 2 of short.yaml (measured) at 512 tokens; stage 2 of long@1.yaml (measured) at 1024 "
         "tokens"
     )
-    for key, rows in wanted.measurements.items():
-        for row, like in zip(rows, own.measurements[key], strict=True):
-            assert (like.time_s, like.energy_j) == (
-                pytest.approx(row.time_s),
-                pytest.approx(row.energy_j),
-            )
+    assert_near(own, wanted)
 
 
 NAMES = ", ".join(PRESETS)
@@ -170,32 +167,17 @@ REFUSED = {
     f"{GPT} --stages 4 --layers 12,12": (
         "give either --stages, the number of stages, or --layers, the layers of each"
     ),
-    f"{GPT} --stages 0": "stages is 0; give a whole number from 1 to the 24 layers of the model",
     f"{GPT} --stages 25": "stages is 25; give a whole number from 1 to the 24 layers of the model",
     f"{GPT} --layers twelve": "--layers: 'twelve' is not a whole number of at least 1",
-    f"{GPT} --layers 12,13": (
-        "layers: the stages have 25 in total, but the model has 24; change the stages so that the "
-        "sums agree"
-    ),
-    f"{GPT} --stages 4 --tensor-parallel 3": (
-        "tensor_degree: 3 GPUs cannot share heads of 16; choose a degree that divides it"
-    ),
-    f"{GPT} --stages 4 --microbatch 0": "microbatch: 0 is not a whole number of at least 1",
-    f"{GPT} --stages 4 --recompute some": "recomputation: 'some' is unknown; give none or "
-    "selective or full",
-    f"{GPT} --stages 4 --attention eager": "attention: 'eager' is unknown; give plain or flash or "
-    "flash-causal",
     f"{GPT} --stages 4 --power-limit 50W": (
         "a100-sxm: a power limit of 50 W is out of range; give one from 100 to 400 W"
     ),
-    f"{GPT} --stages 4 --link 0": "link: 0.0 is not a bandwidth; give one above 0",
     f"{GPT} --stages 4 --link nan": "link: nan is not a bandwidth; give one above 0",
     f"{GPT} --stages 4 --gpu nvml:0": f"--gpu: there is no GPU 'nvml:0'; choose one of: {GPUS}",
     f"{GPT} --stages 4 --model gpt5": (
         "model 'gpt5': there is no such model; give its config.json, a .yaml file with its "
         f"dimensions, or one of {NAMES}"
     ),
-    f"{GPT} --stages 4 --model absent.yaml": "absent.yaml: no such file; check the path",
     f"{GPT} --stages 2 --model odd.yaml": (
         "odd.yaml, line 5, key 'heads': 7 does not divide hidden of 512; give head_size too"
     ),
@@ -210,12 +192,6 @@ REFUSED = {
     f"{GPT} --stages 4 --calibrate-stage 2": (
         "--calibrate-stage: works only with --calibrate; give both or neither"
     ),
-    f"{GPT} --stages 4 --calibrate absent.yaml": "absent.yaml: no such file; check the path",
-    f"{GPT} --stages 4 --calibrate old.yaml --calibrate-stage 4": "old.yaml: there is no stage 4; "
-    "give one from 0 to 3",
-    f"{GPT} --stages 4 --calibrate old.yaml --calibrate old.csv": (
-        "both measured stages have the same sequence length; give only one"
-    ),
     f"{GPT} --stages 4 --calibrate old.yaml@0": "sequence: 0 is not a whole number of at least 1",
     f"{GPT} --stages 4 --calibrate old.yaml -o old.yaml": "--output old.yaml: is the file that is "
     "read; name another",
@@ -223,10 +199,6 @@ REFUSED = {
     "read; name another",
     f"{GPT} --stages 4 --model zero.yaml -o zero.yaml": "--output zero.yaml: is the file that is "
     "read; name another",
-    f"{GPT} --stages 4 -o absent/new.yaml": (
-        "--output absent/new.yaml: there is no folder absent; make it, or name another"
-    ),
-    f"{GPT} --stages 4 -o new.txt": "--output new.txt: must end in .yaml or .yml; rename it",
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import Sheet, column, numbers, quantities
+from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.views.context import context_of_profile, pipeline_text, share
 
@@ -62,17 +62,18 @@ def _policy(cluster: Cluster, outcome: Outcome, baseline_j: float) -> dict[str, 
 
 def cluster_text(summary: dict[str, Any]) -> str:
     """Return the text that `planner simulate` prints: a row for each policy."""
-    context, rows = summary["context"], summary["policies"]
-    columns = [
-        ["policy", *(row["policy"] for row in rows)],
-        *quantities(["iteration {}"], "s", [row["iteration_s"] for row in rows]),
-        column("x baseline", [f"{row['time_ratio']:.4f}" for row in rows]),
-        column("iterations/s", numbers([row["iterations_per_s"] for row in rows])),
-        *quantities(["energy {}"], "J", [row["energy_j"] for row in rows]),
-        *quantities(["power {}"], "W", [row["power_w"] for row in rows]),
-        column("idle %", [f"{100 * row['idle_share']:.2f}" for row in rows]),
-        column("saved %", [f"{100 * row['saved_share']:.2f}" for row in rows]),
-    ]
+    context = summary["context"]
+    columns = lay_out(
+        summary["policies"],
+        Column("policy", "policy", "<"),
+        Column("iteration {}", "iteration_s", "s"),
+        Column("x baseline", "time_ratio", ".4f"),
+        Column("iterations/s", "iterations_per_s", "#"),
+        Column("energy {}", "energy_j", "J"),
+        Column("power {}", "power_w", "W"),
+        Column("idle %", "idle_share", "%"),
+        Column("saved %", "saved_share", "%"),
+    )
     pipelines = (
         f"{summary['pipelines']} pipelines x {context.ranks} ranks x {context.gpus_per_stage} GPUs"
     )

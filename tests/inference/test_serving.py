@@ -15,14 +15,14 @@ import pytest
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import open_emulated
-from perseus_planner.profiler.serving import (
+from perseus_planner.inference.serving import (
     ServedRow,
     ServingSettings,
     Shape,
     measure_serving,
     save_served,
 )
-from perseus_planner.profiler.serving_targets import CompletionsServer, ServingFunction, open_target
+from perseus_planner.inference.targets import CompletionsServer, ServingFunction, open_target
 
 GPU = "emulated:a100-sxm/0?slower=60"
 SERVER = Path(__file__).parents[1] / "support" / "completions_server.py"

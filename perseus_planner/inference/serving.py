@@ -15,14 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.fields import Checked
 from perseus_planner.base.files import write_file
 from perseus_planner.base.tables import csv_text
-from perseus_planner.base.units import COUNT, TIME, check_fields
+from perseus_planner.base.units import Count, Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.monitor import Monitor
 from perseus_planner.profiler.control import common_settings, opened_control
@@ -53,7 +55,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ServingSettings:
+class ServingSettings(Checked):
     """How requests are measured.
 
     Raises:
@@ -66,11 +68,11 @@ class ServingSettings:
     #: Clocks in MHz or power limits in watts, highest first; empty for six, down to 40 % of the
     #: highest.
     settings: tuple[int, ...] = ()
-    window_s: float = 10.0  #: The minimum length of a window, seconds
-    windows: int = 3  #: Number of windows of each measurement
+    window_s: Seconds = 10.0  #: The minimum length of a window, seconds
+    windows: Count = 3  #: Number of windows of each measurement
 
     def __post_init__(self) -> None:
-        check_fields(self, {"window_s": TIME, "windows": COUNT})
+        super().__post_init__()
         if self.control not in ("clock", "power-limit", "observed"):
             raise UsageError(
                 f"control: {self.control!r} is unknown; choose one of: clock, power-limit, observed"
@@ -213,19 +215,19 @@ class _Meter:
                 done()
                 betweens_s = whole.betweens_s or None
                 yield ServedRow(
-                    shape,
-                    batch,
-                    len(self._gpus),
-                    round(whole.achieved_mhz) if setting is None else setting,
-                    whole.time_s,
-                    whole.energy_j / batch,
-                    whole.error_j / batch,
-                    prefill.energy_j / batch,
-                    _quantile(whole.firsts_s, 0.5),
-                    _quantile(whole.firsts_s, 0.95),
-                    betweens_s and _quantile(betweens_s, 0.5),
-                    betweens_s and _quantile(betweens_s, 0.95),
-                    idle_w,
+                    shape=shape,
+                    batch=batch,
+                    tensor_degree=len(self._gpus),
+                    setting=round(whole.achieved_mhz) if setting is None else setting,
+                    time_s=whole.time_s,
+                    energy_j=whole.energy_j / batch,
+                    error_j=whole.error_j / batch,
+                    prefill_j=prefill.energy_j / batch,
+                    ttft_p50_s=_quantile(whole.firsts_s, 0.5),
+                    ttft_p95_s=_quantile(whole.firsts_s, 0.95),
+                    tbt_p50_s=betweens_s and _quantile(betweens_s, 0.5),
+                    tbt_p95_s=betweens_s and _quantile(betweens_s, 0.95),
+                    idle_w=idle_w,
                 )
 
     def _measure(self, batch: int, shape: Shape) -> _Rounds:
@@ -319,27 +321,23 @@ def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path
     Raises:
         UsageError: If the file cannot be written.
     """
-    setting = "power_limit_w" if control == "power-limit" else "clock_mhz"
-    header = (
-        *(
-            "input",
-            "output",
-            "tensor_degree",
-            setting,
-            "tokens_per_s",
-            "energy_j",
-            "ttft_s",
-            "tbt_s",
-            "idle_w",
-        ),
-        *("batch", "energy_error_j", "prefill_j", "ttft_p50_s", "tbt_p50_s"),
-    )
-    lines: list[tuple[object, ...]] = [header]
-    for row in rows:
-        numbers = (
-            *(row.tokens_per_s, row.energy_j, row.ttft_p95_s, row.tbt_p95_s, row.idle_w),
-            *(row.batch, row.error_j, row.prefill_j, row.ttft_p50_s, row.tbt_p50_s),
-        )
-        cells = (None if value is None else f"{value:.6g}" for value in numbers)
-        lines.append((*row.shape, row.tensor_degree, row.setting, *cells))
-    write_file(path, f"# {origin} by planner inference profile\n{csv_text(lines)}", UsageError)
+    columns = {
+        "input": "shape.input_tokens",
+        "output": "shape.output_tokens",
+        "tensor_degree": "tensor_degree",
+        "power_limit_w" if control == "power-limit" else "clock_mhz": "setting",
+        "tokens_per_s": "tokens_per_s",
+        "energy_j": "energy_j",
+        "ttft_s": "ttft_p95_s",
+        "tbt_s": "tbt_p95_s",
+        "idle_w": "idle_w",
+        "batch": "batch",
+        "energy_error_j": "error_j",
+        "prefill_j": "prefill_j",
+        "ttft_p50_s": "ttft_p50_s",
+        "tbt_p50_s": "tbt_p50_s",
+    }
+    values = map(attrgetter(*columns.values()), rows)
+    cells = ([f"{each:.6g}" if isinstance(each, float) else each for each in row] for row in values)
+    text = f"# {origin} by planner inference profile\n{csv_text([columns, *cells])}"
+    write_file(path, text, UsageError)

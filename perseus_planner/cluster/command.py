@@ -4,85 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import click
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
+from perseus_planner.cli.options import (
+    AsJson,
+    Lag,
+    Option,
+    OutputFile,
+    Slowdown,
+    command,
+    refuse_same,
+)
 
 if TYPE_CHECKING:
     from perseus_planner.cluster.replay import Cluster, Outcome
 
 _BASELINE = "max"
 _DEFAULT = ("one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
-_POLICIES = (_BASELINE, "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
 
 
-@click.command(
-    epilog=console.examples(
-        "planner simulate frontier.npz --pipelines 128 --csv gpus.csv",
-        "planner simulate frontier.npz --pipelines 16 --stragglers stragglers.csv --reaction-delay "
-        "5s --csv gpus.csv",
-    )
+@command(
+    "planner simulate frontier.npz --pipelines 128 --csv gpus.csv",
+    "planner simulate frontier.npz --pipelines 16 --stragglers stragglers.csv --reaction-delay "
+    "5s --csv gpus.csv",
 )
-@click.argument("frontier", type=console.PATH)
-@click.option(
-    "--pipelines", required=True, type=int, metavar="N", help="Number of data-parallel pipelines."
-)
-@click.option(
-    "--iterations",
-    default=1000,
-    show_default=True,
-    metavar="N",
-    help="Number of iterations of the job.",
-)
-@click.option(
-    "--stragglers",
-    type=console.PATH,
-    help="CSV with the columns start and end (s), slowdown, pipeline and stage (empty for the "
-    "whole pipeline).  "
-    "[default: no stragglers]",
-)
-@click.option(
-    "--reaction-delay",
-    default="1s",
-    show_default=True,
-    type=console.LAG,
-    help="How late policies learn that a straggler begins or ends.",
-)
-@click.option(
-    "--slowdown",
-    default="1.0",
-    show_default=True,
-    type=console.SLOWDOWN,
-    help="Iteration time to meet without stragglers, as a multiple of that with all clocks at "
-    "maximum.",
-)
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    type=click.Choice(_POLICIES),
-    help="Policy that chooses clocks; can be repeated.  [default: all that apply]",
-)
-@click.option(
-    "--csv",
-    "table",
-    type=console.OutputFile(".csv"),
-    help="Also write a CSV with the energy, busy time and idle time of each GPU under each policy.",
-)
-@console.as_json
 def simulate(
     frontier: Path,
-    pipelines: int,
-    iterations: int,
-    stragglers: Path | None,
-    reaction_delay: float,
-    slowdown: float,
-    policies: tuple[str, ...],
-    table: Path | None,
-    as_json: bool,
+    *,
+    pipelines: Annotated[int, "Number of data-parallel pipelines.", Option(metavar="N")],
+    iterations: Annotated[
+        int, "Number of iterations of the job.", Option(metavar="N", default=1000)
+    ],
+    stragglers: Annotated[
+        Path | None,
+        "CSV with the columns start and end (s), slowdown, pipeline and stage (empty for the "
+        "whole pipeline).  "
+        "[default: no stragglers]",
+    ],
+    reaction_delay_s: Annotated[
+        Lag, "How late policies learn that a straggler begins or ends.", Option(default="1s")
+    ],
+    slowdown: Annotated[
+        Slowdown,
+        "Iteration time to meet without stragglers, as a multiple of that with all clocks at "
+        "maximum.",
+        Option(default="1.0"),
+    ],
+    policies: Annotated[
+        tuple[Literal["max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner"], ...],
+        "Policy that chooses clocks; can be repeated.  [default: all that apply]",
+        Option("--policy"),
+    ],
+    table: Annotated[
+        Annotated[Path, OutputFile(".csv")] | None,
+        "Also write a CSV with the energy, busy time and idle time of each GPU under each policy.",
+        Option("--csv"),
+    ],
+    as_json: AsJson,
 ) -> None:
     """Replay a job on a cluster, with stragglers, under several policies.
 
@@ -93,16 +73,17 @@ def simulate(
     from perseus_planner.base.files import write_file
     from perseus_planner.cluster.replay import Cluster
     from perseus_planner.cluster.stragglers import read_stragglers
+    from perseus_planner.cluster.views import cluster_text, gpu_csv, summarize_cluster
     from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.views.cluster import cluster_text, gpu_csv, summarize_cluster
 
-    for source in filter(None, (frontier, stragglers)):
-        if table is not None:
-            console.refuse_same([source], table, "--csv")
+    refuse_same([frontier, stragglers], table, "--csv")
     solved = Frontier.load(frontier)
     Cluster(solved, pipelines, iterations)  # checks the numbers that the stragglers are read with
     events = read_stragglers(stragglers, pipelines, solved.schedule.stages) if stragglers else ()
-    cluster, left_out = Cluster(solved, pipelines, iterations, events, reaction_delay), list[str]()
+    cluster, left_out = (
+        Cluster(solved, pipelines, iterations, events, reaction_delay_s),
+        list[str](),
+    )
     with console.progress("Simulating") as progress:
         names = tuple(dict.fromkeys((_BASELINE, *(policies or _DEFAULT))))
         outcomes = []

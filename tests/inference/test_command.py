@@ -12,7 +12,7 @@ from commands import done, refusal
 from inference_cases import PROFILE, RATES, steady, write_trace
 
 from perseus_planner.base.errors import PlanError
-from perseus_planner.cli.inference import inference
+from perseus_planner.inference.command import inference
 from perseus_planner.inference.plan import POLICIES, InferencePlan
 
 PLAN = "inference plan inference.csv --rates rates.csv"
@@ -143,10 +143,6 @@ def test_help_describes_every_option(command: click.Command):
         (
             "--policy best",
             "--policy: 'best' is none; give highest, clock, degree, hierarchical, planner",
-        ),
-        (
-            "--plot a.txt",
-            "--plot a.txt: figures are written as .png, .svg, .pdf; end the name with one of them",
         ),
         ("--mispredicted 101%", "mispredicted: 1.01 is not a share of requests; give 0 to 1"),
     ],

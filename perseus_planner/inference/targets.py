@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class CompletionsServer:
         }
         begin_s = time.monotonic()
         with (
-            self._answering(),
+            _answering(self._address),
             self._http.stream("POST", f"{self._address}/completions", json=request) as response,
         ):
             self._check(response)
@@ -95,7 +96,7 @@ class CompletionsServer:
 
     def _found(self, model: str | None) -> str:
         """Return the name of the model, which the server must list."""
-        with self._answering():
+        with _answering(self._address):
             response = self._http.get(f"{self._address}/models")
             self._check(response)
             names = [str(each["id"]) for each in response.json()["data"]]
@@ -115,27 +116,19 @@ class CompletionsServer:
                 "the model"
             )
 
-    def _answering(self) -> Any:
-        return _Answering(self._address)
 
+@contextmanager
+def _answering(address: str) -> Iterator[None]:
+    """Turn errors of the connection into a `UsageError`."""
+    import httpx
 
-class _Answering:
-    """Turns errors of the connection into a `UsageError`."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        import httpx
-
-        if isinstance(error, (httpx.HTTPError, ValueError, KeyError, IndexError)):
-            raise UsageError(
-                f"{self._address}: does not answer as OpenAI's completions API does ({error!r}); "
-                "start the server, and give the address that it prints"
-            ) from error
+    try:
+        yield
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        raise UsageError(
+            f"{address}: does not answer as OpenAI's completions API does ({error!r}); start the "
+            "server, and give the address that it prints"
+        ) from error
 
 
 def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import done, refusal
 
-from perseus_planner.estimate.presets import PRESETS
+from perseus_planner.estimate.transformer import PRESETS
 from perseus_planner.plans.job import Job
 
 SMALL = "explore small.yaml --gpus 8 --gpu a100-sxm --batch 32"
@@ -79,15 +79,10 @@ def test_the_job_of_a_row_takes_its_time(folder: Path):
             "--schedule: '1f2b' is not explored; give 1f1b or interleaved-1f1b or zb-h1",
         ),
         (
-            "--power-limit 10W",
-            "a100-sxm: a power limit of 10 W is out of range; give one from 100 to 400 W",
-        ),
-        (
             "--tokens many",
             "--tokens: 'many' is not a number of tokens: write one above 0, such as 26e9, 26B or "
             "1.4T",
         ),
-        ("--precision int8", "precision: 'int8' is unknown; give bf16 or fp16 or fp8"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(folder: Path, options: str, message: str):

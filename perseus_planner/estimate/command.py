@@ -1,0 +1,427 @@
+"""`planner estimate`, `planner explore` and `planner calibrate --kernels`: a profile, the best
+configuration, or the speed of kernels of a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+
+from perseus_planner.base import units
+from perseus_planner.base.errors import UsageError
+from perseus_planner.cli import console
+from perseus_planner.cli.options import (
+    AsJson,
+    Counts,
+    Option,
+    OutputFile,
+    Power,
+    Quantity,
+    Time,
+    chip_names,
+    command,
+    complete,
+    output_file,
+    refuse_same,
+)
+
+if TYPE_CHECKING:
+    from perseus_planner.cli.calibrate import KernelOptions
+    from perseus_planner.estimate.candidates import Choices
+    from perseus_planner.estimate.estimate import StageCalibration, TransformerPipeline
+    from perseus_planner.estimate.explore import Objective, Prices
+    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.transformer import Transformer
+
+
+def _model_names() -> list[str]:
+    from perseus_planner.estimate.transformer import PRESETS
+
+    return list(PRESETS)
+
+
+_Model = Annotated[str, complete(_model_names), Option(metavar="MODEL")]
+_Gpu = Annotated[str, complete(chip_names), Option(metavar="GPU")]
+_Sequence = Annotated[
+    int | None, "Tokens of a sequence.  [default: the model's]", Option(metavar="TOKENS")
+]
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The pipeline to estimate."""
+
+    stages: Annotated[
+        int | None,
+        "Number of pipeline stages, which share the layers evenly.",
+        Option(metavar="S"),
+    ]
+    layers: Annotated[Counts | None, "Number of layers of each stage, instead of --stages."]
+    tensor_parallel: Annotated[
+        int | None, "GPUs of a stage.  [default: 1, or the file's]", Option(metavar="GPUS")
+    ]
+    microbatch: Annotated[
+        int | None, "Sequences of a microbatch.  [default: 1, or the file's]", Option(metavar="B")
+    ]
+    sequence: _Sequence
+    recompute: Annotated[
+        str | None,
+        "none, selective or full.  [default: none, or the file's]",
+        Option(metavar="WHAT"),
+    ]
+    attention: Annotated[
+        str | None,
+        "plain, flash, or flash-causal, which skips masked pairs.  [default: flash-causal, or the "
+        "file's]",
+        Option(metavar="KIND"),
+    ]
+    link: Annotated[
+        float | None,
+        "Bandwidth between the GPUs of a tensor group; inf for none.  [default: the GPU's]",
+        Option(metavar="GB/S"),
+    ]
+
+    def of(self, model: str) -> TransformerPipeline:
+        """Return the pipeline of a model."""
+        from perseus_planner.estimate.estimate import TransformerPipeline
+        from perseus_planner.estimate.transformer import check_split, name_of
+
+        transformer = _changed(
+            model,
+            tensor_degree=self.tensor_parallel,
+            microbatch=self.microbatch,
+            sequence=self.sequence,
+            recomputation=self.recompute,
+            attention=self.attention,
+        )
+        if (self.stages is None) == (self.layers is None):
+            raise UsageError(
+                "give either --stages, the number of stages, or --layers, the layers of each"
+            )
+        split = check_split(transformer, self.layers or self.stages or 0)
+        link = None if self.link is None else self.link * 1e9
+        return TransformerPipeline(name_of(model), transformer, split, link)
+
+
+@command(
+    "planner estimate --model gpt3-175b --gpu a100-sxm --stages 8 --tensor-parallel 8 -o "
+    "estimated.yaml",
+    "planner estimate --model bloom-176b --gpu a40 --layers 9,9,9,9,9,9,9,7 --tensor-parallel "
+    "8 -o estimated.yaml",
+    "planner estimate --model mine.yaml --gpu h100-sxm --stages 4 --calibrate measured.yaml -o "
+    "estimated.yaml",
+)
+def estimate(
+    *,
+    model: Annotated[
+        _Model,
+        "gpt3-1.3b, -2.7b, -6.7b, -13b, -175b, llama3-8b, -70b, -405b, bloom-176b, a YAML file of "
+        "dimensions, or a "
+        "config.json.",
+    ],
+    gpu: Annotated[_Gpu, "Kind of GPU, e.g. a100-sxm or h100-sxm."],
+    pipeline: _Pipeline,
+    power_limit_w: Annotated[
+        Power | None, "Power limit of each GPU, e.g. 500W.  [default: the GPU's]"
+    ],
+    calibrate: Annotated[
+        tuple[str, ...],
+        "Measured profile of the same model; PROFILE@TOKENS if its sequences had another length. "
+        "Can be given twice, "
+        "for two lengths.",
+        Option(metavar="PROFILE"),
+    ],
+    calibrate_stage: Annotated[
+        int | None,
+        "Stage of that profile to use; if it has one stage, the number of that stage.  [default: "
+        "in the middle]",
+        Option(metavar="STAGE"),
+    ],
+    split_backward: Annotated[
+        bool, "Also estimate the gradients of inputs and of weights separately."
+    ],
+    output: Annotated[
+        Path, output_file("the profile, with its table beside it, .csv;", ".yaml", ".yml")
+    ],
+    as_json: AsJson,
+) -> None:
+    """Estimate the profile of a model without a GPU.
+
+    The operations of every stage follow from the dimensions of the model, time and energy from a
+    model of the GPU and its links, which you can calibrate with one measured stage. The profile is
+    marked as simulated; `planner solve` reads it like any other.
+    """
+    from perseus_planner.estimate import estimate as estimating
+    from perseus_planner.estimate.system import system_of
+    from perseus_planner.estimate.views import estimate_text, summarize_estimate
+
+    refuse_same([Path(model)], output)
+    system, of_model = system_of(gpu).limited(power_limit_w), pipeline.of(model)
+    if calibrate_stage is not None and not calibrate:
+        raise UsageError("--calibrate-stage: works only with --calibrate; give both or neither")
+    calibrations = [
+        _calibration(text, calibrate_stage, of_model, system, output) for text in calibrate
+    ]
+    profile = estimating.estimate(of_model, system, calibrations, split_backward=split_backward)
+    profile.save(output)
+    summary = summarize_estimate(profile, of_model, [each.source for each in calibrations])
+    files = [output, output.with_suffix(".csv")]
+    console.report(summary, estimate_text(summary), files, as_json=as_json)
+
+
+def _changed(model: str, **changes: object) -> Transformer:
+    """Return the model of that name with the changes that are not None."""
+    from perseus_planner.estimate.transformer import named_transformer
+
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(named_transformer(model), **given)  # type: ignore[arg-type]  # it checks them
+
+
+def _calibration(
+    text: str, stage: int | None, pipeline: TransformerPipeline, system: System, output: Path
+) -> StageCalibration:
+    from perseus_planner.estimate.estimate import stage_calibration
+    from perseus_planner.profiles.profiles import Profile
+
+    path, tokens = _split_tokens(text)
+    for target in (output, output.with_suffix(".csv")):
+        refuse_same([path, path.with_suffix(".csv")], target)
+    if tokens is not None:
+        pipeline = replace(pipeline, transformer=replace(pipeline.transformer, sequence=tokens))
+    # A CSV does not contain the blocking power, so that of the GPU model is used.
+    power_w = system.gpu.blocking_power_w if path.suffix.lower() == ".csv" else None
+    return stage_calibration(Profile.load(path, power_w), pipeline, system, stage, str(path))
+
+
+def _split_tokens(text: str) -> tuple[Path, int | None]:
+    """Split `PROFILE@TOKENS` into the file and the tokens, if any."""
+    name, at, tokens = text.rpartition("@")
+    if at and tokens.isascii() and tokens.isdecimal():
+        return Path(name), int(tokens)
+    return Path(text), None
+
+
+@dataclass(frozen=True)
+class _Gpus:
+    """The GPUs to explore, and what may be chosen on them."""
+
+    gpus: Annotated[int, click.IntRange(1), "Number of GPUs.", Option(metavar="N")]
+    gpu: Annotated[_Gpu | None, "Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]"]
+    system_file: Annotated[Path | None, "System file of `planner calibrate`.", Option("--system")]
+    batch: Annotated[int, click.IntRange(1), "Sequences of an iteration.", Option(default=512)]
+    sequence: _Sequence
+    precision: Annotated[
+        str | None, "bf16, fp16 or fp8.  [default: bf16, or the file's]", Option(metavar="TYPE")
+    ]
+    attention: Annotated[
+        str | None, "plain, flash or flash-causal.  [default: the model's]", Option(metavar="KIND")
+    ]
+    schedules: Annotated[
+        tuple[str, ...],
+        "Schedule to consider; can be given more than once.",
+        Option("--schedule"),
+    ]
+    recomputations: Annotated[
+        tuple[str, ...],
+        "none, selective or full; can be given more than once.",
+        Option("--recompute"),
+    ]
+
+    def system(self) -> System:
+        """Return the GPUs and their links."""
+        from perseus_planner.estimate.system import load_system, system_of
+
+        if self.system_file is not None:
+            system = load_system(self.system_file)
+            if self.gpu is not None and self.gpu.removeprefix("simulated:") != system.gpu.name:
+                raise UsageError(
+                    f"--gpu: is {self.gpu}, but {self.system_file} is of {system.gpu.name}; leave "
+                    "it out"
+                )
+            return system
+        if self.gpu is None:
+            raise UsageError(
+                "--gpu: is missing; give the kind of GPU, such as h100-sxm, or a system with "
+                "--system"
+            )
+        return system_of(self.gpu)
+
+    def choices(self) -> Choices:
+        """Return what may be chosen."""
+        from perseus_planner.estimate.candidates import RECOMPUTATIONS, SCHEDULES, Choices
+
+        for option, words, known in (
+            ("--recompute", self.recomputations, RECOMPUTATIONS),
+            ("--schedule", self.schedules, SCHEDULES),
+        ):
+            for word in words:
+                if word not in known:
+                    choices = " or ".join(known)
+                    raise UsageError(f"{option}: {word!r} is not explored; give {choices}")
+        return Choices(
+            self.gpus,
+            self.batch,
+            self.recomputations or RECOMPUTATIONS,
+            self.schedules or SCHEDULES,
+        )
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """What is best."""
+
+    deadline_s: Annotated[Time | None, "Least energy with iterations of that time."]
+    power_budget_w: Annotated[
+        Power | None, "The fastest within that mean power of all GPUs, e.g. 30kW."
+    ]
+    least_energy: Annotated[bool, "Least energy for a token, however slow."]
+
+    def objective(self) -> Objective:
+        """Return it as an objective."""
+        from perseus_planner.estimate.explore import Objective
+
+        bounds = (self.deadline_s, self.power_budget_w)
+        if sum((*(bound is not None for bound in bounds), self.least_energy)) > 1:
+            raise UsageError(
+                "give one of --deadline, --power-budget and --least-energy, or none for the fastest"
+            )
+        return Objective(*bounds, self.least_energy)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The whole run, and what it costs."""
+
+    tokens: Annotated[
+        Annotated[float, Quantity(units.TOKENS, "n")] | None,
+        "Tokens of the whole run, e.g. 26B, for hours, kWh, cost and CO2e.",
+    ]
+    pue: Annotated[
+        float, click.FloatRange(1.0), "Of the data center; assumed.", Option(default=1.2)
+    ]
+    price: Annotated[
+        float, click.FloatRange(0.0), "Of a kWh, in any currency.", Option(default=0.10)
+    ]
+    carbon: Annotated[float, click.FloatRange(0.0), "g CO2e of a kWh.", Option(default=400.0)]
+
+    def prices(self) -> Prices:
+        """Return what energy costs."""
+        from perseus_planner.estimate.explore import Prices
+
+        return Prices(self.pue, self.price, self.carbon)
+
+
+@command(
+    "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 --plot explored.png",
+    "planner explore mine.yaml --gpus 8 --system system.yaml --least-energy --tokens 1e12 -o "
+    "found.yaml",
+)
+def explore(
+    model: _Model,
+    *,
+    job_gpus: _Gpus,
+    goal: _Goal,
+    power_limit_w: Annotated[Power | None, "Power limit of each GPU, e.g. 500W."],
+    run: _Run,
+    plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
+    job: Annotated[
+        int, click.IntRange(1, 3), "Which of the first three to write.", Option(default=1)
+    ],
+    output: Annotated[
+        Annotated[Path, OutputFile(".yaml", ".yml")] | None,
+        "Write its job.yaml.",
+        Option("--output", "-o"),
+    ],
+    as_json: AsJson,
+) -> None:
+    """Find the configurations in which MODEL trains fastest, or with the least energy.
+
+    MODEL is the name of a published model, a YAML file of dimensions, or a config.json of Hugging
+    Face or its folder. Tensor, pipeline and data degree, microbatch, schedule, virtual stages,
+    recomputation and the split of the layers are chosen; the result is the frontier of tokens per
+    second and joules per token of whole jobs, at the best clocks of each. It is an estimate:
+    measure the first three.
+    """
+    from perseus_planner.estimate import views
+    from perseus_planner.estimate.explore import explore as exploring
+    from perseus_planner.estimate.transformer import name_of
+    from perseus_planner.views.figures import check_figure_path, save_figure
+
+    if plot is not None:
+        check_figure_path(plot, "--plot")
+    shape = _changed(
+        model,
+        sequence=job_gpus.sequence,
+        precision=job_gpus.precision,
+        attention=job_gpus.attention,
+    )
+    system, objective = job_gpus.system().limited(power_limit_w), goal.objective()
+    with console.progress("Exploring"):
+        explored = exploring(shape, system, job_gpus.choices(), objective)
+    result = views.exploration_view(name_of(model), explored, run.tokens, run.prices())
+    written: list[Path] = []
+    if plot is not None:
+        save_figure(views.exploration_figure(result), plot)
+        written.append(plot)
+    if output is not None:
+        row = explored.first[min(job, len(explored.first)) - 1]
+        written += views.write_job(row, explored, output)
+    console.report(result, views.exploration_text(result), written, as_json=as_json)
+
+
+def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: bool) -> None:
+    """Measure a layer, head and links of a model, and write a system file."""
+    from perseus_planner.base.units import TIME
+    from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
+    from perseus_planner.estimate.system import save_system, system_of, system_view
+    from perseus_planner.estimate.transformer import named_transformer
+    from perseus_planner.estimate.views import system_text
+    from perseus_planner.profiler.ranks.group import process_group
+
+    if options.gpu is None or output is None:
+        raise UsageError(
+            "--kernels: needs --gpu, the kind of GPU, and --output, the system file to write"
+        )
+    if options.recompute not in ("none", "full"):
+        raise UsageError(f"--recompute: {options.recompute!r} is not measured; give none or full")
+    system, shape = system_of(options.gpu), named_transformer(str(options.kernels))
+    if options.node_bandwidth is not None:
+        system = replace(
+            system,
+            node_bytes_per_s=1e9
+            * TIME.check(options.node_bandwidth, "--node-bandwidth", UsageError),
+        )
+    with process_group() as group:
+        import torch
+
+        rank, ranks = group or (0, 1)
+        degrees = {1, ranks} if options.tensor_parallel is None else set(options.tensor_parallel)
+        for degree in degrees:
+            if ranks % degree:
+                raise UsageError(
+                    f"--tensor-parallel: {degree} GPUs do not divide the {ranks} ranks; start "
+                    f"{degree} with torchrun --nproc-per-node {degree}"
+                )
+        if rank == 0 and not torch.cuda.is_available():
+            click.echo(
+                "planner: torch finds no GPU: processors are measured, which may take hours",
+                err=True,
+            )
+        shapes = [
+            replace(shape, tensor_degree=degree, microbatch=size, recomputation=options.recompute)
+            for degree in sorted(degrees)
+            for size in sorted(set(options.microbatch))
+        ]
+        system = measure_kernels(KernelPlan(shapes), system)
+        if rank:
+            return
+    names = (
+        *measured_names(ranks),
+        *(() if options.node_bandwidth is None else ("node_bytes_per_s",)),
+    )
+    save_system(system, output, names)
+    view = system_view(system, names)
+    console.report(view, system_text(view), [output], as_json=as_json)

@@ -1,0 +1,359 @@
+"""What `planner estimate`, `planner explore` and `planner calibrate --kernels` print: tables, JSON,
+a figure, and the job file of a configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from perseus_planner.base.errors import JobError
+from perseus_planner.base.files import write_file
+from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Column, Sheet, column, lay_out, numbers, quantities, table
+from perseus_planner.estimate.explore import Prices, forecast
+from perseus_planner.estimate.operations import stage_op_costs, stage_traffic
+from perseus_planner.profiles.csv_file import word_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from perseus_planner.estimate.estimate import TransformerPipeline
+    from perseus_planner.estimate.explore import Exploration, Row
+    from perseus_planner.profiles.profiles import Profile
+
+
+def summarize_estimate(
+    profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]
+) -> dict[str, Any]:
+    """Summarize a profile that was estimated for `pipeline`."""
+    computations = _computations(profile, pipeline)
+    both_s = [
+        sum(
+            row["time_s"]
+            for row in computations
+            if row["stage"] == stage and row["instruction"] in ("forward", "backward")
+        )
+        for stage in range(profile.stages)
+    ]
+    return {
+        "model": pipeline.name,
+        "parameters": pipeline.transformer.parameters,
+        "tokens": pipeline.transformer.tokens,
+        "origin": profile.origin,
+        "gpu": profile.gpu,
+        "stages": profile.stages,
+        "gpus_per_stage": profile.gpus_per_stage,
+        "blocking_power_w": profile.blocking_power_w,
+        "digest": profile.digest,
+        "top_clock_mhz": profile.measurements[0, "F"][0].clock_mhz,
+        "imbalance": max(both_s) / min(both_s),
+        "computations": computations,
+        "efficiencies": list(_efficiencies(computations)),
+        "remarks": list(_remarks(profile, pipeline, calibrated_by)),
+    }
+
+
+def estimate_text(summary: dict[str, Any]) -> str:
+    """Return the summary as a table with a line for each stage and kind."""
+    size = (
+        f"{summary['parameters'] / 1e9:.2f} billion parameters, {summary['tokens']} tokens a "
+        "microbatch"
+    )
+    rows, gpus = summary["computations"], summary["gpus_per_stage"]
+    columns = [
+        *lay_out(
+            rows,
+            Column("stage", "stage"),
+            Column("layers", "layers"),
+            Column("computation", "instruction", "<"),
+        ),
+        *quantities(["{}"], "FLOPs", [row["flops"] for row in rows]),
+        *lay_out(
+            rows,
+            Column("{}", "bytes", "B"),
+            Column("{}", "time_s", "s"),
+            Column("{}", "energy_j", "J"),
+            Column("x fastest", "time_ratio", ".3f"),
+        ),
+    ]
+    reached = [
+        f"{row['instruction']} {si(row['flops_per_s'], 'FLOPS')} and "
+        f"{si(row['flops_per_j'], 'FLOPs')} a joule"
+        for row in summary["efficiencies"]
+    ]
+    return "\n".join(
+        [
+            f"Estimate of {summary['model']} ({size}) on {summary['stages']} stages of {gpus} "
+            f"GPU{'s' * (gpus > 1)}, {summary['gpu']}.",
+            "SIMULATED: from operations in closed form and a model of the system; no GPU was used.",
+            f"Per GPU and microbatch, at {summary['top_clock_mhz']} MHz:",
+            "",
+            table(columns),
+            "",
+            f"Imbalance: the slowest stage takes {summary['imbalance']:.3f}x as long as the "
+            "fastest (forward + backward).",
+            f"Efficiency: {'; '.join(reached)}.",
+            *summary["remarks"],
+            "",
+        ]
+    )
+
+
+def system_text(view: dict[str, Any]) -> str:
+    """Return what was measured of a system, as a table."""
+    columns = lay_out(
+        view["kernels"],
+        Column("tensor", "tensor_degree"),
+        Column("microbatch", "microbatch"),
+        Column("recomputation", "recomputation", "<"),
+        Column("forward {}", "layer_forward_s", "s4"),
+        Column("backward {}", "layer_backward_s", "s4"),
+        Column("head {}", "head_s", "s4"),
+    )
+    title = (
+        f"Measured for {view['gpu']}: a layer, and embedding with head and loss, per microbatch:"
+    )
+    return Sheet(
+        title,
+        "",
+        columns,
+        "\n".join(f"{name}: {value:.4g}" for name, value in view["measured"].items()),
+    ).text()
+
+
+def _computations(profile: Profile, pipeline: TransformerPipeline) -> list[dict[str, Any]]:
+    costs = stage_op_costs(pipeline.transformer, pipeline.split)
+    sent = stage_traffic(pipeline.transformer, pipeline.split)
+    tops = {key: rows[0] for key, rows in profile.measurements.items()}
+    fastest_s = {
+        kind: min(top.time_s for (_, of), top in tops.items() if of == kind) for _, kind in tops
+    }
+    return [
+        {
+            "stage": stage,
+            "instruction": word_of(kind),
+            "layers": pipeline.split[stage],
+            "flops": costs[stage][kind].flops,
+            "bytes": costs[stage][kind].bytes,
+            "sent_bytes": sent[stage][kind],
+            "time_s": top.time_s,
+            "energy_j": top.energy_j / profile.gpus_per_stage,
+            "time_ratio": top.time_s / fastest_s[kind],
+        }
+        for (stage, kind), top in tops.items()
+    ]
+
+
+def _efficiencies(computations: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    for word in dict.fromkeys(row["instruction"] for row in computations):
+        same = [row for row in computations if row["instruction"] == word]
+        flops = sum(row["flops"] for row in same)
+        time_s, energy_j = (sum(row[name] for row in same) for name in ("time_s", "energy_j"))
+        yield {"instruction": word, "flops_per_s": flops / time_s, "flops_per_j": flops / energy_j}
+
+
+def _remarks(
+    profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]
+) -> Iterable[str]:
+    if calibrated_by:
+        yield f"Calibrated by {' and '.join(calibrated_by)}."
+    else:
+        yield (
+            "Not calibrated: times and energies may be far off, all by a similar factor; measure "
+            "one stage and give its profile with --calibrate."
+        )
+    if profile.gpus_per_stage > 1:
+        yield f"Energies in the profile are sums over the {profile.gpus_per_stage} GPUs of a stage."
+
+
+_DIGITS = 4  # of an estimate
+
+
+def exploration_view(
+    name: str, found: Exploration, tokens: float | None, prices: Prices
+) -> dict[str, Any]:
+    """Return what is printed of an exploration."""
+    view = [_row_view(row, found, tokens, prices) for row in (*found.first, *found.frontier)]
+    system = found.maker.system
+    return {
+        "model": name,
+        "gpu": system.gpu.name,
+        "origin": "estimated from measured kernels" if system.kernels else "simulated",
+        "configurations": found.configurations,
+        "solved": found.solved,
+        "gap": found.gap,
+        "first": view[: len(found.first)],
+        "frontier": view[len(found.first) :],
+    }
+
+
+def exploration_text(view: dict[str, Any]) -> str:
+    """Return the tables of an exploration."""
+    lines = [
+        f"{view['configurations']} configurations of {view['model']} on {view['gpu']} fit in "
+        f"memory; {view['solved']} exact frontiers were computed.",
+        f"{view['origin'].upper()}: no estimate ranks configurations surely. Measure these:",
+        "",
+        table([["#", *map(str, range(1, 1 + len(view["first"])))], *_table(view["first"])]),
+        "",
+        "Frontier of all configurations; energy saved is against all clocks at maximum in the same "
+        "configuration:",
+        "",
+        table(_table(view["frontier"])),
+    ]
+    if view["gap"] > 0:
+        lines += [
+            "",
+            "A configuration without an exact frontier might be better by up to "
+            f"{100 * view['gap']:.2g} %.",
+        ]
+    runs = [
+        (number, row["forecast"])
+        for number, row in enumerate(view["first"], 1)
+        if row["forecast"] is not None
+    ]
+    if runs:
+        numbered, forecasts = zip(*runs, strict=True)
+        first = forecasts[0]
+        lines += [
+            "",
+            f"{first.tokens:,.0f} tokens (nodes draw {first.node_overhead_w:g} W beside their "
+            f"GPUs, PUE {first.pue:g}, both assumed unless given):",
+            "",
+            table(
+                [
+                    column("#", list(map(str, numbered))),
+                    column("hours", numbers([run.hours for run in forecasts], _DIGITS)),
+                    *quantities(
+                        ["GPU {}", "meter {}"],
+                        "Wh",
+                        [1e3 * run.gpu_kwh for run in forecasts],
+                        [1e3 * run.meter_kwh for run in forecasts],
+                        digits=_DIGITS,
+                    ),
+                    column("cost", numbers([run.cost for run in forecasts], _DIGITS)),
+                    column("t CO2e", numbers([run.co2e_kg / 1e3 for run in forecasts], _DIGITS)),
+                ]
+            ),
+        ]
+    return "\n".join([*lines, ""])
+
+
+def exploration_figure(view: dict[str, Any]) -> Figure:
+    """Return tokens per second against joules per token."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["configuration"] for row in view["frontier"]):
+        rows = [row for row in view["frontier"] if row["configuration"] == name]
+        axes.plot(
+            [row["tokens_per_s"] for row in rows],
+            [row["j_per_token"] for row in rows],
+            "o-",
+            label=name,
+        )
+    first = view["first"]
+    axes.plot(
+        [r["tokens_per_s"] for r in first],
+        [r["j_per_token"] for r in first],
+        "k*",
+        label="measure these",
+        markersize=12,
+    )
+    axes.set_xlabel("tokens/s")
+    axes.set_ylabel("GPU energy, J/token")
+    axes.set_title(f"{view['model']} on {view['gpu']} ({view['origin']})")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
+    """Write the job file of a row and its estimated profile beside it; return both paths and the
+    profile's table.
+
+    Raises:
+        JobError: If a file cannot be written.
+    """
+    job, maker = row.candidate.job, found.maker
+    profile_path = path.with_name(f"{path.stem}-profile.yaml")
+    stages = job.stage_phases(found.maker.system, row.candidate.times)
+    maker.profile(job, stages).save(profile_path)
+    hop_s = job.transfer_s(found.maker.system)
+    ends_s = maker.ends_s(row.candidate)
+    content: dict[str, object] = {
+        "format": "perseus-planner/job",
+        "version": 1,
+        "profile": profile_path.name,
+        "schedule": job.schedule,
+        "microbatches": job.microbatches,
+        "ranks": job.ranks,
+        "tokens_per_iteration": job.tokens,
+        "samples_per_iteration": job.batch,
+    }
+    if job.virtual_stages > 1:
+        content["virtual_stages"] = job.virtual_stages
+    if hop_s:
+        content["transfer"] = {"forward_s": hop_s, "backward_s": hop_s}
+    content["operations"] = [
+        {"name": "step", "when": "end", "time_s": end_s, "where": [rank]}
+        for rank, end_s in enumerate(ends_s)
+    ]
+    if job.data_degree > 1:
+        content["replicas"] = [{"count": job.data_degree}]
+    head = (
+        f"# {job.name}: layers {','.join(map(str, job.split))}; estimated, measure it with "
+        "`planner profile`\n"
+    )
+    write_file(path, head + yaml.safe_dump(content, sort_keys=False), JobError)
+    return [path, profile_path, profile_path.with_suffix(".csv")]
+
+
+def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices) -> dict[str, Any]:
+    job, shape = row.candidate.job, row.candidate.job.shape
+    slowdown = row.time_s / float(row.curve.times_s[0])
+    return {
+        "configuration": job.name,
+        "gpus": job.gpus,
+        "tensor_degree": shape.tensor_degree,
+        "ranks": job.ranks,
+        "data_degree": job.data_degree,
+        "virtual_stages": job.virtual_stages,
+        "microbatch": shape.microbatch,
+        "microbatches": job.microbatches,
+        "schedule": job.schedule,
+        "recomputation": shape.recomputation,
+        "layers": job.split,
+        "memory_gb": row.candidate.memory.total / 1e9,
+        "time_s": row.time_s,
+        "tokens_per_s": row.tokens_per_s,
+        "j_per_token": row.j_per_token,
+        "gpu_power_w": row.power_w / job.gpus,
+        "saved_share": found.maker.saved_share(row.candidate, slowdown),
+        "clocks_mhz": found.maker.clocks_mhz(row.candidate, slowdown),
+        "forecast": None if tokens is None else forecast(row, tokens, found.maker.system, prices),
+    }
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    return [
+        *lay_out(
+            rows,
+            Column("configuration", "configuration", "<"),
+            Column("GPUs", "gpus"),
+            Column("GB/GPU", "memory_gb", ".1f"),
+            Column("iteration {}", "time_s", f"s{_DIGITS}"),
+            Column("tokens/s", "tokens_per_s", ".0f"),
+        ),
+        *quantities(["{}"], "J/token", [row["j_per_token"] for row in rows], digits=_DIGITS),
+        *lay_out(
+            rows,
+            Column("W/GPU", "gpu_power_w", ".0f"),
+            Column("saved %", lambda row: round(100 * row["saved_share"], 1) + 0.0, ".1f"),
+            Column("clocks MHz", lambda row: "{}-{}".format(*row["clocks_mhz"])),
+        ),
+    ]

@@ -1,0 +1,356 @@
+"""`planner inference`: what requests cost, and pools of servers that need the least energy within
+latency objectives.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+
+from perseus_planner.base import units
+from perseus_planner.base.errors import UsageError
+from perseus_planner.cli import console
+from perseus_planner.cli.options import (
+    AsJson,
+    BlockingPower,
+    Counts,
+    Lag,
+    Listed,
+    Option,
+    OutputFile,
+    Time,
+    Tolerance,
+    command,
+    examples,
+    output_file,
+    refuse_same,
+)
+
+if TYPE_CHECKING:
+    from perseus_planner.inference.cells import InferenceProfile
+    from perseus_planner.inference.programme import ChangeCosts
+    from perseus_planner.inference.serving import ServedRow
+
+
+@click.group(
+    epilog=examples(
+        "planner inference plan inference.csv --rates rates.csv --gpus 64 -o pools.yaml",
+        "planner inference plan inference.csv --trace trace.csv --gpus 64 -o pools.yaml",
+        "planner inference simulate inference.csv trace.csv --gpus 64 --plot replay.png",
+    )
+)
+def inference() -> None:
+    """Plan pools of servers for inference, and replay traces: the least energy within latency
+    objectives.
+    """
+
+
+class _Class(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option: input and output tokens of a class of requests."""
+
+    name = "in/out"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Return the class that a text writes."""
+        from perseus_planner.inference.serving import Shape
+
+        tokens = [units.COUNT.parse(each) for each in value.partition("/")[::2]]
+        if None in tokens:
+            raise UsageError(
+                f"--class: {value!r} is not a class; write input/output tokens, as 256/100"
+            )
+        return Shape(*tokens)
+
+
+def _checked_bounds(
+    _: click.Context, parameter: click.Parameter, bounds: tuple[int, ...]
+) -> tuple[int, ...]:
+    if len(bounds) != 2 or bounds[0] >= bounds[1]:
+        text = ",".join(map(str, bounds))
+        raise UsageError(
+            f"{parameter.opts[0]}: {text!r} are not the most tokens of short and medium; write "
+            "two, such as 256,1024"
+        )
+    return bounds
+
+
+_Bounds = Annotated[
+    tuple[int, ...], Listed(units.COUNT, "tokens"), Option(callback=_checked_bounds)
+]
+
+
+@dataclass(frozen=True)
+class _Service:
+    """What is served, on what, and what changes cost."""
+
+    gpus: Annotated[int, click.IntRange(1), "Number of GPUs.", Option(metavar="N")]
+    ttft_s: Annotated[
+        tuple[float, ...],
+        Listed(units.DURATION, "time"),
+        "Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  "
+        "[default: DynamoLLM's]",
+        Option(default=()),
+    ]
+    tbt_s: Annotated[Time, "Most time between tokens.", Option(default="100ms")]
+    input_bounds: Annotated[
+        _Bounds,
+        "Most input tokens of the classes short and medium.",
+        Option(default="256,1024"),
+    ]
+    output_bounds: Annotated[
+        _Bounds,
+        "Most output tokens of the classes short and medium.",
+        Option(default="100,350"),
+    ]
+    load: Annotated[
+        float,
+        click.FloatRange(0, min_open=True),
+        "Load of an instance in profiles without the column tokens_per_s.",
+        Option(metavar="TOKENS/S", default=2000.0),
+    ]
+    new_instance_s: Annotated[Lag, "Time until a new instance serves.", Option(default="423s")]
+    resharding_s: Annotated[
+        Lag, "Time until an instance of another tensor degree serves.", Option(default="33s")
+    ]
+    clock_change_s: Annotated[Lag, "Time of a clock change.", Option(default="50ms")]
+    change_power_w: Annotated[
+        BlockingPower, "Power of each GPU while it changes.", Option(default="100W")
+    ]
+
+    def costs(self) -> ChangeCosts:
+        """Return what changes cost."""
+        from perseus_planner.inference.programme import Change, ChangeCosts
+
+        times_s = (self.new_instance_s, self.resharding_s, self.clock_change_s)
+        return ChangeCosts(*(Change(each, each * self.change_power_w) for each in times_s))
+
+    def read_profile(self, path: Path) -> InferenceProfile:
+        """Return the inference profile in a file."""
+        from perseus_planner.inference.cells import Objectives, read_inference_profile
+
+        return read_inference_profile(
+            path,
+            Objectives(self.ttft_s, self.tbt_s),
+            input_bounds=self.input_bounds,
+            output_bounds=self.output_bounds,
+            load_tokens_per_s=self.load,
+        )
+
+    def warn(self, profile: InferenceProfile, path: Path) -> None:
+        """Say on stderr where a load was assumed."""
+        if profile.assumed_load:
+            click.echo(
+                f"planner: {path} has no column tokens_per_s: its load is taken for {self.load:g}",
+                err=True,
+            )
+
+
+@command(
+    "planner inference profile http://127.0.0.1:8000/v1 --gpu nvml:0 --class 256/100 --class "
+    "1024/350 --batch 1,8 -o inference.csv",
+    "planner inference profile serving:generate --gpu nvml:0 --class 256/100 --at "
+    "1980,1590,1200 -o inference.csv",
+)
+def profile(
+    target: str,
+    *,
+    gpus: Annotated[
+        tuple[str, ...],
+        "GPU that it runs on; repeat it for several.",
+        Option("--gpu", metavar="GPU", required=True),
+    ],
+    shapes: Annotated[
+        tuple[Annotated[Any, _Class()], ...],
+        "Class of requests: input and output tokens; repeat it for several.",
+        Option("--class", metavar="IN/OUT", required=True),
+    ],
+    batches: Annotated[Counts, "Requests at once.", Option("--batch", default="1")],
+    control: Annotated[
+        Literal["clock", "power-limit", "observed"],
+        "What is set; observed sets nothing.",
+        Option(default="clock"),
+    ],
+    settings: Annotated[
+        Counts,
+        "Clocks in MHz, or power limits in W.  [default: six, down to 40 % of the highest]",
+        Option("--at", default=()),
+    ],
+    window_s: Annotated[Time, "Least time of a window.", Option(default="10s")],
+    windows: Annotated[int, click.IntRange(1), "Windows a row.", Option(metavar="N", default=3)],
+    model: Annotated[
+        str | None, "Model of the server.  [default: its first]", Option(metavar="NAME")
+    ],
+    output: Annotated[Path, output_file("inference profile", ".csv")],
+    as_json: AsJson,
+) -> None:
+    """Measure what requests cost at several clocks: energy, throughput and latency, prefill and
+    decode apart.
+
+    TARGET is the address of a server on this machine that speaks OpenAI's completions API, or
+    module:function for a function f(batch, input_tokens, output_tokens) that yields after each
+    token.
+    """
+    from perseus_planner.gpu import open_gpu
+    from perseus_planner.inference.serving import ServingSettings, measure_serving, save_served
+    from perseus_planner.inference.targets import open_target
+
+    sys.path.insert(0, "")
+    chosen = ServingSettings(shapes, batches, control, settings, window_s, windows)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_gpu(text)) for text in gpus]
+        served = stack.enter_context(closing(open_target(target, model)))
+        rows = measure_serving(
+            served, opened, chosen, stack.enter_context(console.progress("Measuring"))
+        )
+        origin = opened[0].origin
+    save_served(rows, control, origin, output)
+    summary = {"origin": origin, "control": control, "rows": [asdict(row) for row in rows]}
+    console.report(summary, _text(rows, control, origin), [output], as_json=as_json)
+
+
+def _text(rows: list[ServedRow], control: str, origin: str) -> str:
+    from perseus_planner.base.tables import Column, lay_out, table
+
+    columns = lay_out(
+        rows,
+        Column("class", lambda row: "{}/{}".format(*row.shape)),
+        Column("batch", "batch"),
+        Column("W" if control == "power-limit" else "MHz", "setting"),
+        Column("J/request", "energy_j", ".4g"),
+        Column("+- J", "error_j", ".2g"),
+        Column("J/input token", "input_token_j", ".4g"),
+        Column("J/output token", "output_token_j", ".4g"),
+        Column("tokens/J", "tokens_per_j", ".4g"),
+        Column("tokens/s", "tokens_per_s", ".4g"),
+        Column("TTFT p50 (ms)", lambda row: 1e3 * row.ttft_p50_s, ".4g"),
+        Column("p95", lambda row: 1e3 * row.ttft_p95_s, ".4g"),
+        Column("TBT p50 (ms)", lambda row: row.tbt_p50_s and 1e3 * row.tbt_p50_s, ".4g"),
+        Column("p95", lambda row: row.tbt_p95_s and 1e3 * row.tbt_p95_s, ".4g"),
+    )
+    gpus = rows[0].tensor_degree
+    return (
+        f"Requests on {gpus} GPU{'s' * (gpus > 1)}, {origin}; tokens/J is also tokens/s per "
+        f"W\n\n{table(columns)}\n"
+    )
+
+
+@command()
+def plan(
+    profile: Path,
+    *,
+    trace: Annotated[Path | None, "CSV of requests, e.g. an Azure LLM inference trace."],
+    rates: Annotated[Path | None, "CSV with the requests and tokens of each class."],
+    epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
+    service: _Service,
+    output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
+    as_json: AsJson,
+) -> None:
+    """Choose instances, tensor degree and clock of the pools that serve each class of requests.
+
+    PROFILE is a CSV with the columns input, output, tensor_degree, clock_mhz (or power_limit_w) and
+    energy_j (or energy_wh) of one request, empty where the latency objective is violated. Give a
+    --trace or --rates.
+    """
+    from perseus_planner.inference.plan import make_plan
+    from perseus_planner.inference.views import plan_text, plan_view
+    from perseus_planner.inference.workload import periods_of, read_rates, read_trace
+
+    if (trace is None) == (rates is None):
+        raise UsageError("give one of --trace and --rates")
+    refuse_same((profile, trace, rates), output)
+    costs = service.costs()
+    measured = service.read_profile(profile)
+    if trace is not None:
+        periods = periods_of(read_trace(trace), measured, epoch_s)
+    elif rates is not None:
+        periods = [(0.0, epoch_s, read_rates(rates, measured))]
+    with console.progress("Planning"):
+        made = make_plan(measured, periods, service.gpus, costs)
+    made.save(output)
+    view = plan_view(made)
+    service.warn(measured, profile)
+    console.report(view, plan_text(view), [output], as_json=as_json)
+
+
+@command()
+def simulate(
+    profile: Path,
+    trace: Path,
+    *,
+    prediction: Annotated[
+        Literal["last", "perfect"],
+        "What a period is predicted from: the one before, or itself.",
+        Option(default="last"),
+    ],
+    mispredicted: Annotated[
+        Tolerance,
+        "Share of requests whose output is predicted one class too long or too short.",
+        Option(default="0%"),
+    ],
+    burst_s: Annotated[
+        Lag, "Over how long the load of an instance may be averaged.", Option(default="60s")
+    ],
+    policies: Annotated[
+        tuple[str, ...],
+        "highest, clock, degree, hierarchical or planner; can be repeated.  [default: all]",
+        Option("--policy", metavar="NAME"),
+    ],
+    plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
+    service: _Service,
+    as_json: AsJson,
+) -> None:
+    """Replay a trace through pools that are planned again and again.
+
+    PROFILE is that of `planner inference plan`, TRACE a CSV of requests. The policy highest is
+    always included as the baseline of the others.
+    """
+    from perseus_planner.base.errors import InfeasibleGpus
+    from perseus_planner.inference import views
+    from perseus_planner.inference.plan import BASELINE, POLICIES
+    from perseus_planner.inference.simulation import Settings, replay
+    from perseus_planner.inference.workload import read_trace
+    from perseus_planner.views.figures import check_figure_path, save_figure
+
+    if plot is not None:
+        check_figure_path(plot, "--plot")
+        refuse_same((profile, trace), plot, "--plot")
+    for name in policies:
+        if name not in POLICIES:
+            raise UsageError(f"--policy: {name!r} is none; give {', '.join(POLICIES)}")
+    costs = service.costs()
+    measured = service.read_profile(profile)
+    settings = Settings(
+        gpus=service.gpus,
+        costs=costs,
+        prediction=prediction,
+        mispredicted=mispredicted,
+        burst_s=burst_s,
+    )
+    requests, replays, left_out = read_trace(trace), [], list[str]()
+    with console.progress("Replaying") as progress:
+        names = tuple(dict.fromkeys((BASELINE, *(policies or POLICIES))))
+        for done, name in enumerate(names):
+            try:
+                replays.append(replay(measured, requests, settings, name))
+            except (InfeasibleGpus, UsageError) as error:
+                if name in policies or name == "planner":
+                    raise
+                left_out.append(f"{POLICIES[name]}: {error}")
+            if progress is not None:
+                progress(done + 1, len(names))
+    service.warn(measured, profile)
+    result = views.simulation_view(requests, settings, replays, left_out)
+    if plot is not None:
+        save_figure(views.simulation_figure(result), plot)
+    console.report(result, views.simulation_text(result), [plot] if plot else [], as_json=as_json)
+
+
+for _command in (profile, plan, simulate):
+    inference.add_command(_command)
