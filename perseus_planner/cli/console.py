@@ -239,7 +239,7 @@ def output(what: str, *endings: str) -> Callable[[Any], Any]:
 def gpu_names() -> list[str]:
     """Return the texts of GPUs that can be named on any node."""
     from perseus_planner.gpu import BACK_ENDS
-    from perseus_planner.gpu.simulated.catalog import CATALOG
+    from perseus_planner.gpu.simulated.model import CATALOG
 
     return [*(f"{name}:" for name in BACK_ENDS), *(f"simulated:{name}" for name in CATALOG)]
 
@@ -253,7 +253,7 @@ def model_names() -> list[str]:
 
 def chip_names() -> list[str]:
     """Return the names of kinds of GPUs."""
-    from perseus_planner.gpu.simulated.catalog import CATALOG
+    from perseus_planner.gpu.simulated.model import CATALOG
 
     return list(CATALOG)
 

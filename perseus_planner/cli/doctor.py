@@ -19,8 +19,7 @@ from perseus_planner.cli import console
 from perseus_planner.cli.rehearsal import rehearse_and_report
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.inspection import EnergyWatch, Inspection
-    from perseus_planner.gpu.latency import Latency, ParallelLatency
+    from perseus_planner.gpu.inspection import EnergyWatch, Inspection, Latency, ParallelLatency
     from perseus_planner.gpu.protocol import Gpu
 
 
@@ -215,7 +214,7 @@ def _verdict(found: Sequence[GpuDiagnosis], gpus: int) -> Verdict:
 
 def _measure_parallel(gpus: Sequence[Gpu], latencies: Sequence[Latency]) -> ParallelLatency | None:
     """Measure setting all GPUs at once; None for fewer than two."""
-    from perseus_planner.gpu.latency import measure_parallel_latency
+    from perseus_planner.gpu.inspection import measure_parallel_latency
     from perseus_planner.gpu.lease.lease import lease_gpus
 
     if len(gpus) < 2:
@@ -226,8 +225,13 @@ def _measure_parallel(gpus: Sequence[Gpu], latencies: Sequence[Latency]) -> Para
 
 def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
     """Add to the inspection of a GPU what setting it shows."""
-    from perseus_planner.gpu.inspection import NOT_TRIED, SettingCheck, failed_check
-    from perseus_planner.gpu.latency import check_power_limit_setting, measure_latency
+    from perseus_planner.gpu.inspection import (
+        NOT_TRIED,
+        SettingCheck,
+        check_power_limit_setting,
+        failed_check,
+        measure_latency,
+    )
     from perseus_planner.gpu.lease.lease import lease_gpus
 
     latency = None

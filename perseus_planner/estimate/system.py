@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import GpuError, did_you_mean
-from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.gpu.simulated.model import CATALOG
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.simulated.model import GpuModel

@@ -15,9 +15,8 @@ import pytest
 
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.base.errors import UsageError
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.choosing import MAX_SETTINGS, next_setting
 from perseus_planner.profiler.doubt import find_doubt

@@ -165,6 +165,7 @@ class LoopTraining:
         # At this level those of computations do nothing.
         self._timers = module._GLOBAL_TIMERS = Timers(0, "minmax")
         sys.modules[module.__name__] = module
+        dist.init_process_group("gloo")
         self._parallel = parallel()
         self._parallel.__enter__()  # until the process ends
         self._training = Training()

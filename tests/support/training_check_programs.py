@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed import pipelining
 
 from perseus_planner.base.errors import EndedElsewhere, ProfileError
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.gpu.simulated.model import CATALOG
 from perseus_planner.profiler import training_check
 from perseus_planner.profiler.engines import computation_times
 from perseus_planner.profiler.engines.engine_stages import RecordedCall
