@@ -29,6 +29,7 @@ from typing import (
     Protocol,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
 )
@@ -36,6 +37,7 @@ from typing import (
 from perseus_planner.base.errors import PlannerError, UsageError, shown
 
 T = TypeVar("T")
+F = TypeVar("F", bound="Callable[..., object]")
 
 
 class Check(Protocol):
@@ -127,7 +129,12 @@ class FieldType(NamedTuple):
         return check(value, where, error)
 
 
-@cache
+def _remembered(function: F) -> F:
+    """Return the function with its results kept; `cache` itself hides the types from checkers."""
+    return cast("F", cache(function))
+
+
+@_remembered
 def types(kind: type) -> dict[str, FieldType]:
     """Return what the type of each field of a dataclass says; without those fields whose type is
     imported for type checkers only.
@@ -138,13 +145,13 @@ def types(kind: type) -> dict[str, FieldType]:
     return {name: _field_type(hint) for name, hint in hints.items() if hint is not None}
 
 
-@cache
+@_remembered
 def rules(kind: type) -> dict[str, FieldType]:
     """Return the fields of a dataclass that have a rule."""
     return {name: field for name, field in types(kind).items() if field.rule is not None}
 
 
-@cache
+@_remembered
 def keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the keys that a mapping must have for `documents.load`, and those that it may have."""
     required, optional = list[str](), list[str]()
@@ -196,7 +203,9 @@ def _restored(hint: FieldType | None, value: Any) -> Any:
         return value
     if hint.inner in (int, float):
         return hint.inner(value)
-    return restore(hint.inner, value) if is_dataclass(hint.inner) else value
+    if is_dataclass(hint.inner):
+        return restore(cast("type[Any]", hint.inner), value)
+    return value
 
 
 def _is_default(field: Field[Any], value: Any) -> bool:

@@ -13,8 +13,8 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 
 if TYPE_CHECKING:
-    from perseus_planner.views.report.savings import EnergyRates, IterationSize
-    from perseus_planner.views.report.sources import Sources
+    from perseus_planner.views.savings import EnergyRates, IterationSize
+    from perseus_planner.views.sources import Sources
 
 
 @click.command(
@@ -106,10 +106,9 @@ def report(
     """
     from perseus_planner.base.documents import kind_of
     from perseus_planner.base.files import write_file
-    from perseus_planner.views.report.page import page
-    from perseus_planner.views.report.report import make_report, report_text
-    from perseus_planner.views.report.savings import EnergyRates
-    from perseus_planner.views.report.sources import read_sources
+    from perseus_planner.views.report import make_report, page, report_text
+    from perseus_planner.views.savings import EnergyRates
+    from perseus_planner.views.sources import read_sources
 
     console.refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon)
@@ -130,7 +129,7 @@ def _report_pools(
     from perseus_planner.base.files import write_file
     from perseus_planner.inference.plan import InferencePlan
     from perseus_planner.views.inference import plan_view
-    from perseus_planner.views.report.pools import make_pools_report, pools_page, pools_text
+    from perseus_planner.views.pools import make_pools_report, pools_page, pools_text
 
     if len(source) > 1:
         raise UsageError("a plan for inference has a report of its own; name it alone")
@@ -141,7 +140,7 @@ def _report_pools(
 
 def _size(sources: Sources, given: dict[str, Any]) -> IterationSize:
     """Return the size of an iteration by the options, or else by the job file."""
-    from perseus_planner.views.report.savings import IterationSize
+    from perseus_planner.views.savings import IterationSize
 
     numbers = dict(given)
     for name, option in (("tokens_per_iteration", "tokens"), ("samples_per_iteration", "samples")):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.run import Run
 
-#: the keys of `views.report.report.FIGURES`, which is not loaded for --help
+#: the keys of `views.report.FIGURES`, which is not loaded for --help
 FIGURES = ("points", "timeline", "timeline-clock", "curves")
 
 
@@ -113,8 +113,8 @@ def show(
 
 
 def _draw(name: str, files: tuple[Path, ...]) -> Figure:
-    from perseus_planner.views.report.report import FIGURES
-    from perseus_planner.views.report.sources import read_sources
+    from perseus_planner.views.report import FIGURES
+    from perseus_planner.views.sources import read_sources
 
     return FIGURES[name](read_sources(files))
 
@@ -198,7 +198,7 @@ def _plan_view(file: Path) -> _View:
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
         from perseus_planner.cluster.baselines import all_maximum
-        from perseus_planner.views.report.sources import read_sources
+        from perseus_planner.views.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
         trace_plan(
@@ -237,7 +237,7 @@ def _run_view(folder: Path) -> _View:
 
 
 def _unplanned_view(run: Run, status: AutopilotStatus) -> _View:
-    from perseus_planner.views.unplanned import summarize_unplanned, unplanned_text
+    from perseus_planner.views.run_text import summarize_unplanned, unplanned_text
 
     summary = summarize_unplanned(run, status)
 

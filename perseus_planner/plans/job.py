@@ -94,15 +94,15 @@ class Job:
         first = next(iter(profiles.values()))
         settings = _with_iteration(settings, first.iteration)
         return cls(
-            _schedule(settings, first.stages),
-            tuple(profiles.values()),
-            tuple(counts.values()),
-            settings.transfer.later(settings.correction.hop_latency_s),
-            settings.operations,
-            settings.variants,
-            settings.tokens_per_iteration,
-            settings.samples_per_iteration,
-            _files(settings),
+            schedule=_schedule(settings, first.stages),
+            profiles=tuple(profiles.values()),
+            counts=tuple(counts.values()),
+            transfer=settings.transfer.later(settings.correction.hop_latency_s),
+            operations=settings.operations,
+            variants=settings.variants,
+            tokens_per_iteration=settings.tokens_per_iteration,
+            samples_per_iteration=settings.samples_per_iteration,
+            files=_files(settings),
         )
 
     def dags(self) -> tuple[PipelineDag, ...]:

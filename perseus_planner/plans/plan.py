@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from perseus_planner.base.files import sha256, write_file
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.base.units import Count, Offset, Watts
-from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, replay
+from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, origin_text, replay
 from perseus_planner.profiles.csv_file import setting_of
 from perseus_planner.profiles.measurement import ClockChange, Measurement, changes_per_rank
 from perseus_planner.schedules import Computation, Schedule
@@ -182,6 +183,11 @@ class Plan(Checked, error=PlanError):
         """The computations, rank by rank, in the order in which they run."""
         return self.iteration.schedule
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each computation runs in a replayed iteration."""
+        return replay(self)
+
     @property
     def rank_waiting_w(self) -> tuple[float, ...]:
         """What the GPUs of each rank draw while they wait, watts."""
@@ -244,7 +250,7 @@ class Plan(Checked, error=PlanError):
         """
         iteration, setting = self.iteration, setting_of(self.control)
         rows: list[dict[str, Any]] = []
-        for place, (name, span) in enumerate(replay(self).spans.items()):
+        for place, (name, span) in enumerate(self.timeline.spans.items()):
             one = iteration.computations[place] if place < len(iteration.computations) else None
             rows.append(
                 {
@@ -254,10 +260,8 @@ class Plan(Checked, error=PlanError):
                     "kind": None if one is None else iteration.keys[place][1],
                     "microbatch": None if one is None else one.microbatch,
                     setting: self.clocks.get(name),
-                    "start_s": span.start_s,
-                    "end_s": span.end_s,
-                    "power_w": span.power_w,
-                    "energy_j": span.power_w * (span.end_s - span.start_s),
+                    **asdict(span),
+                    "energy_j": span.energy_j,
                 }
             )
         return make_frame(

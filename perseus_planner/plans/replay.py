@@ -64,6 +64,16 @@ class Span:
     end_s: float  #: seconds from the start of the iteration
     power_w: float  #: average power of its GPUs meanwhile, watts
 
+    @property
+    def time_s(self) -> float:
+        """How long it runs, seconds."""
+        return self.end_s - self.start_s
+
+    @property
+    def energy_j(self) -> float:
+        """What its GPUs use meanwhile, joules."""
+        return self.power_w * self.time_s
+
 
 @dataclass(frozen=True)
 class Timeline:

@@ -66,7 +66,7 @@ class Table(Generic[Row]):
     """
 
     def __init__(self, kind: Callable[..., Row], *names: str) -> None:
-        self._kind, of_fields = kind, rules(kind)  # it is a class
+        self._kind, of_fields = kind, rules(kind)  # type: ignore[arg-type]  # it is a class
         self.columns = {
             name: _Cell(of_fields[name].rule, of_fields[name].is_optional)
             if name in of_fields

@@ -39,8 +39,9 @@ def kernel(function: F) -> F:
     not count the references to arrays, code that took a fifth of the compilation.
 
     What makes compiling slow, so avoid it: a large NamedTuple as an argument, which counts as all
-    its arrays at each call; a second call of a function where a loop or a variable would do; NumPy
-    functions and `array[:] = other`. What is not in a loop can be Python.
+    its arrays at each call, so that kernels have many parameters instead; a second call of a
+    function where a loop or a variable would do; NumPy functions and `array[:] = other`. What is
+    not in a loop can be Python.
     """
     return _compiled(function, _nrt=False)
 

@@ -73,13 +73,13 @@ def slowest_state(network: Network) -> State:
 
 
 @inner_kernel
-def _measure(
+def _update_residuals(
     network: Network,
     state: State,
     arcs: Integers,
     level: Integers,
     length: Integers,
-    room: Integers,
+    capacity: Integers,
 ) -> None:
     """Set how far both residual arcs of `arcs` are from being usable (ticks), and their capacity
     where that is 0.
@@ -112,13 +112,13 @@ def _measure(
             k += 1
         level[arc] = k
         up, down = raising[arc], lowering[arc]
-        room[up] = UNLIMITED if k == last[arc] else slope[k + 1] - flow[arc]
-        length[up] = gap - time[k] if gap > time[k] or room[up] > 0 else gap - time[k + 1]
-        room[down] = flow[arc] - slope[k]
+        capacity[up] = UNLIMITED if k == last[arc] else slope[k + 1] - flow[arc]
+        length[up] = gap - time[k] if gap > time[k] or capacity[up] > 0 else gap - time[k + 1]
+        capacity[down] = flow[arc] - slope[k]
         if flow[arc] == 0:
             length[down] = UNLIMITED
         else:
-            length[down] = 0 if gap == time[k] and room[down] > 0 else time[k - 1] - gap
+            length[down] = 0 if gap == time[k] and capacity[down] > 0 else time[k - 1] - gap
 
 
 @inner_kernel
@@ -160,7 +160,7 @@ def _augment(
     path: Integers,
     level: Integers,
     length: Integers,
-    room: Integers,
+    capacity: Integers,
     arcs: Integers,
 ) -> tuple[int, int]:
     """Send what fits along the tight `path`; `arcs` is scratch space.
@@ -170,7 +170,7 @@ def _augment(
     """
     least = UNLIMITED
     for i in path:
-        least = min(least, room[i])
+        least = min(least, capacity[i])
     if least == UNLIMITED:
         return least, 0
     residual, flow = network.residual, state.flow
@@ -178,7 +178,7 @@ def _augment(
         arc = residual[path[step]]
         arcs[step] = arc if arc >= 0 else ~arc
         flow[arcs[step]] += least if arc >= 0 else -least
-    _measure(network, state, arcs[: len(path)], level, length, room)
+    _update_residuals(network, state, arcs[: len(path)], level, length, capacity)
     step = 0
     while length[path[step]] == 0:
         step += 1
@@ -191,7 +191,7 @@ def _blocking_flow(
     state: State,
     level: Integers,
     length: Integers,
-    room: Integers,
+    capacity: Integers,
     layer: Integers,
     arcs: Integers,
     scratch: Integers,
@@ -206,7 +206,7 @@ def _blocking_flow(
     steps, node, added = 0, network.source, 0
     while True:
         if node == network.sink:
-            sent, steps = _augment(network, state, path[:steps], level, length, room, arcs)
+            sent, steps = _augment(network, state, path[:steps], level, length, capacity, arcs)
             if sent == UNLIMITED:
                 return UNLIMITED
             added += sent
@@ -227,6 +227,47 @@ def _blocking_flow(
 
 
 @inner_kernel
+def _push(
+    heap_distance: Integers, heap_node: Integers, count: int, further: int, node: int
+) -> None:
+    """Add a node to a binary heap of `count` nodes: the nearest one is the first; of equally near
+    ones, that of the lowest number. Numba's `heapq` takes longer to compile.
+    """
+    at = count
+    while at > 0:
+        above = (at - 1) // 2
+        if heap_distance[above] < further or (
+            heap_distance[above] == further and heap_node[above] <= node
+        ):
+            break
+        heap_distance[at], heap_node[at] = heap_distance[above], heap_node[above]
+        at = above
+    heap_distance[at], heap_node[at] = further, node
+
+
+@inner_kernel
+def _pop(heap_distance: Integers, heap_node: Integers, count: int) -> None:
+    """Take away the first node of the heap, which leaves `count` nodes."""
+    last, node, at, child = heap_distance[count], heap_node[count], 0, 1
+    while child < count:
+        if child + 1 < count and (
+            heap_distance[child + 1] < heap_distance[child]
+            or (
+                heap_distance[child + 1] == heap_distance[child]
+                and heap_node[child + 1] < heap_node[child]
+            )
+        ):
+            child += 1
+        if last < heap_distance[child] or (
+            last == heap_distance[child] and node < heap_node[child]
+        ):
+            break
+        heap_distance[at], heap_node[at] = heap_distance[child], heap_node[child]
+        at, child = child, 2 * child + 1
+    heap_distance[at], heap_node[at] = last, node
+
+
+@inner_kernel
 def _distances(
     start: Integers,
     other: Integers,
@@ -235,13 +276,13 @@ def _distances(
     length: Integers,
     queue: Integers,
     distance: Integers,
-    came_by: Integers,
+    arrival: Integers,
     heap: Integers,
 ) -> int:
     """Grow the cut from the source until it meets the sink (Dijkstra); return how far events can
     move, ticks.
 
-    Fills `distance` with how far the cut had moved when it took in each node, and `came_by` with
+    Fills `distance` with how far the cut had moved when it took in each node, and `arrival` with
     the residual arc by which it did. Both are undefined for nodes whose distance is more than the
     result.
     """
@@ -249,33 +290,35 @@ def _distances(
     distance[source] = 0
     queue[0] = source  # nodes as far as the last one taken from the heap: most nodes need no heap
     taken, reached, waiting = 0, 1, 0
-    far, far_node = heap[0], heap[1]  # a binary heap of distances, and the nodes there
+    heap_distance, heap_node = heap[0], heap[1]  # a binary heap of distances, and the nodes there
     while True:
         if taken < reached:
             node = queue[taken]
             taken += 1
         else:
-            beyond, node = far[0], far_node[0]
+            further, node = heap_distance[0], heap_node[0]
             waiting -= 1
-            pop(far, far_node, waiting)
-            if beyond > distance[node]:  # it was taken earlier, when it was nearer
+            _pop(heap_distance, heap_node, waiting)
+            if further > distance[node]:  # it was taken earlier, when it was nearer
                 continue
         if node == sink:
             return distance[node]  # type: ignore[no-any-return]
         for i in range(start[node], start[node + 1]):
-            beyond = distance[node] + length[i]
-            if beyond < distance[other[i]]:
-                distance[other[i]], came_by[other[i]] = beyond, i
+            further = distance[node] + length[i]
+            if further < distance[other[i]]:
+                distance[other[i]], arrival[other[i]] = further, i
                 if length[i] == 0:
                     queue[reached] = other[i]
                     reached += 1
                 else:
-                    push(far, far_node, waiting, beyond, other[i])
+                    _push(heap_distance, heap_node, waiting, further, other[i])
                     waiting += 1
 
 
 @inner_kernel
-def _move(network: Network, state: State, distance: Integers, step: int, changed: Integers) -> int:
+def _move_events(
+    network: Network, state: State, distance: Integers, step: int, changed: Integers
+) -> int:
     """Move the events behind the cut `step` ticks earlier; return how many arcs have `changed`
     their gap.
     """
@@ -292,15 +335,15 @@ def _move(network: Network, state: State, distance: Integers, step: int, changed
 
 
 @inner_kernel
-def _path(network: Network, came_by: Integers, path: Integers) -> int:
+def _path_to_sink(network: Network, arrival: Integers, path: Integers) -> int:
     """Put the residual arcs that the search came by to the sink in the end of `path`; return
     where they begin.
     """
     node, begin = network.sink, len(path)
     while node != network.source:
         begin -= 1
-        path[begin] = came_by[node]
-        arc = network.residual[came_by[node]]
+        path[begin] = arrival[node]
+        arc = network.residual[arrival[node]]
         node = network.tail[arc] if arc >= 0 else network.head[~arc]
     return begin
 
@@ -309,9 +352,9 @@ def _path(network: Network, came_by: Integers, path: Integers) -> int:
 def _advance(
     network: Network,
     state: State,
-    by_node: Integers,
-    by_arc: Integers,
-    by_residual: Integers,
+    node_scratch: Integers,
+    arc_scratch: Integers,
+    residual_scratch: Integers,
     target: int,
     times: Integers,
     powers: Integers,
@@ -321,25 +364,25 @@ def _advance(
 
     `times` gets the total times at which the walk arrives, falling, and `powers`, whose first one
     is the flow of `state`, the power just below each: the frontier's slope between one time and the
-    next is minus that power. Below a time with UNLIMITED power nothing is feasible. `by_node` (8
-    rows), `by_arc` (2) and `by_residual` (4) are scratch space. Returns how many times there are.
+    next is minus that power. Below a time with UNLIMITED power nothing is feasible. The scratch
+    spaces have 8 rows of nodes, 2 of arcs and 4 of residual arcs. Returns how many times there are.
     """
-    queue, layer, path, distance, came_by = (
-        by_node[0],
-        by_node[1],
-        by_node[2],
-        by_node[3],
-        by_node[4],
+    queue, layer, path, distance, arrival = (
+        node_scratch[0],
+        node_scratch[1],
+        node_scratch[2],
+        node_scratch[3],
+        node_scratch[4],
     )
-    level, arcs = by_arc[0], by_arc[1]
-    length, room, heap = by_residual[0], by_residual[1], by_residual[2:]
+    level, arcs = arc_scratch[0], arc_scratch[1]
+    length, capacity, heap = residual_scratch[0], residual_scratch[1], residual_scratch[2:]
     start, other, source, sink = network.start, network.other, network.source, network.sink
     time, power, count = times[0], powers[0], 1
     for arc in range(len(arcs)):
         level[arc], arcs[arc] = network.first[arc], arc
-    _measure(network, state, arcs, level, length, room)
+    _update_residuals(network, state, arcs, level, length, capacity)
     while True:
-        step = _distances(start, other, source, sink, length, queue, distance, came_by, heap)
+        step = _distances(start, other, source, sink, length, queue, distance, arrival, heap)
         if step == 0:  # the flow is not yet the maximum
             added = 0
             while (
@@ -347,7 +390,7 @@ def _advance(
                 and queue[_layers(start, other, source, sink, length, layer, queue) - 1] == sink
             ):
                 added = _blocking_flow(
-                    network, state, level, length, room, layer, arcs, by_node[5:]
+                    network, state, level, length, capacity, layer, arcs, node_scratch[5:]
                 )
                 power += added
         else:
@@ -355,16 +398,16 @@ def _advance(
             if time <= target or count == len(times):
                 return count
             step = min(step, time - target)
-            meets = step == distance[sink]
-            changed = _move(network, state, distance, step, arcs)
-            _measure(network, state, arcs[:changed], level, length, room)
+            reaches_sink = step == distance[sink]
+            changed = _move_events(network, state, distance, step, arcs)
+            _update_residuals(network, state, arcs[:changed], level, length, capacity)
             time -= step
             times[count], powers[count] = time, power
             count += 1
             added = 0
-            if meets:
-                begin = _path(network, came_by, path)
-                added = _augment(network, state, path[begin:], level, length, room, arcs)[0]
+            if reaches_sink:
+                begin = _path_to_sink(network, arrival, path)
+                added = _augment(network, state, path[begin:], level, length, capacity, arcs)[0]
             power += added
         if added == UNLIMITED:
             powers[count - 1] = UNLIMITED
@@ -380,7 +423,7 @@ def walk(network: Network, targets: Iterable[int], state: State | None = None) -
     """
     state = slowest_state(network) if state is None else state
     nodes, arcs = len(state.event), len(state.flow)
-    by_node, by_arc, by_residual = (
+    node_scratch, arc_scratch, residual_scratch = (
         np.empty(shape, np.int64) for shape in ((8, nodes), (2, arcs), (4, 2 * arcs))
     )
     part = np.empty((2, _MOST_STEPS), np.int64)
@@ -389,39 +432,18 @@ def walk(network: Network, targets: Iterable[int], state: State | None = None) -
         times, powers, count = [time], [power], _MOST_STEPS
         while count == _MOST_STEPS:
             part[:, 0] = times[-1], powers[-1]
-            count = _advance(network, state, by_node, by_arc, by_residual, target, part[0], part[1])
+            count = _advance(
+                network,
+                state,
+                node_scratch,
+                arc_scratch,
+                residual_scratch,
+                target,
+                part[0],
+                part[1],
+            )
             times[-1:], powers[-1:] = part[:, :count].tolist()
         yield Step(times, powers, state)
         time, power = times[-1], powers[-1]
         if power == UNLIMITED:
             break
-
-
-@inner_kernel
-def push(far: Integers, far_node: Integers, count: int, beyond: int, node: int) -> None:
-    """Add a node to the heap of `count` nodes."""
-    at = count
-    while at > 0:
-        above = (at - 1) // 2
-        if far[above] < beyond or (far[above] == beyond and far_node[above] <= node):
-            break
-        far[at], far_node[at] = far[above], far_node[above]
-        at = above
-    far[at], far_node[at] = beyond, node
-
-
-@inner_kernel
-def pop(far: Integers, far_node: Integers, count: int) -> None:
-    """Take away the first node of the heap, which leaves `count` nodes."""
-    last, node, at, child = far[count], far_node[count], 0, 1
-    while child < count:
-        if child + 1 < count and (
-            far[child + 1] < far[child]
-            or (far[child + 1] == far[child] and far_node[child + 1] < far_node[child])
-        ):
-            child += 1
-        if last < far[child] or (last == far[child] and node < far_node[child]):
-            break
-        far[at], far_node[at] = far[child], far_node[child]
-        at, child = child, 2 * child + 1
-    far[at], far_node[at] = last, node

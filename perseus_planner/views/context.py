@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
@@ -73,31 +73,22 @@ def context_of_profile(profile: Profile, iteration: Iteration | None = None) -> 
     """Return the context of numbers that come from `profile`, and describe `iteration` if it is
     given.
     """
-    return _context(profile, profile.digest, profile.stages, iteration)
+    return _context(profile, iteration, profile_digest=profile.digest, stages=profile.stages)
 
 
 def context_of_plan(plan: Plan) -> Context:
     """Return the context of a plan's numbers."""
-    return _context(plan, plan.profile_digest, plan.schedule.stages, plan.iteration)
+    digest, stages = plan.profile_digest, plan.schedule.stages
+    return _context(plan, plan.iteration, profile_digest=digest, stages=stages)
 
 
-def _context(
-    source: Profile | Plan, digest: str, stages: int, iteration: Iteration | None
-) -> Context:
-    known = (
-        source.origin,
-        source.gpu,
-        source.control,
-        source.gpus_per_stage,
-        source.blocking_power_w,
-    )
+def _context(source: Profile | Plan, iteration: Iteration | None, **known: Any) -> Context:
+    for name in ("origin", "gpu", "control", "gpus_per_stage", "blocking_power_w", "overhead_s"):
+        known[name] = getattr(source, name)
     if iteration is None:
-        return Context(*known, source.overhead_s, digest, stages)
+        return Context(**known)
     return Context(
-        *known,
-        source.overhead_s,
-        digest,
-        stages,
+        **known,
         schedule=iteration.schedule.name,
         ranks=len(iteration.schedule.ranks),
         microbatches=iteration.schedule.microbatches,

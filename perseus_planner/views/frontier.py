@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import Sheet, column, quantities, table
+from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.views.context import (
     Comparison,
@@ -86,25 +86,20 @@ def summarize_frontier(frontier: Frontier) -> FrontierSummary:
     )
 
 
-def _sheet(summary: FrontierSummary) -> Sheet:
-    """Return a table of the points from the fastest to that of least energy, against all clocks
-    at maximum.
+def frontier_text(summary: FrontierSummary) -> str:
+    """Return the text that `planner solve` and `planner show` print: the points from the fastest
+    to that of least energy, against all clocks at maximum.
     """
     baseline = (
         f"Baseline of every saving: {ALL_MAXIMUM}, {si(summary.baseline_time_s, 's', 6)} and "
         f"{si(summary.baseline_energy_j, 'J', 6)} per iteration."
     )
-    return Sheet(
+    text = Sheet(
         f"Frontier of {pipeline_text(summary.context)}; {summary.computations} computations",
         f"{source_text(summary.context)}\n{baseline}",
         _point_columns("time {}", summary.points),
         "\n".join([_BOUND, *summary.remarks]),
-    )
-
-
-def frontier_text(summary: FrontierSummary) -> str:
-    """Return the text that `planner solve` and `planner show` print."""
-    text = _sheet(summary).text()
+    ).text()
     if not summary.beside_stragglers:
         return text
     beside = table(_point_columns("straggler {}", summary.beside_stragglers))
@@ -115,14 +110,15 @@ def frontier_text(summary: FrontierSummary) -> str:
 
 
 def _point_columns(name: str, points: Sequence[FrontierPoint]) -> list[list[str]]:
-    energies = [point.energy_j for point in points], [point.saved_j for point in points]
-    return [
-        *quantities([name], "s", [point.time_s for point in points]),
-        column("x baseline", [f"{point.time_ratio:.4f}" for point in points]),
-        *quantities(["bound {}", "saved {}"], "J", *energies),
-        column("saved %", [f"{100 * point.saved_share:.2f}" for point in points]),
-        ["", *(f"  {point.mark}" for point in points)],
-    ]
+    return lay_out(
+        points,
+        Column(name, "time_s", "s"),
+        Column("x baseline", "time_ratio", ".4f"),
+        Column("bound {}", "energy_j", "J"),
+        Column("saved {}", "saved_j", "J"),
+        Column("saved %", "saved_share", "%"),
+        Column("  ", "mark", "<"),
+    )
 
 
 def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import RunError
-from perseus_planner.plans.replay import Span, replay
 from perseus_planner.views.context import origin_label
 from perseus_planner.views.run import predict_records
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.plans.replay import Span
     from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import RankRecord, Run
     from perseus_planner.schedules.iteration import Iteration
@@ -65,7 +65,7 @@ class GanttChart:
 
 def chart_plan(name: str, plan: Plan, note: str) -> GanttChart:
     """Return the chart of a plan's replay."""
-    timeline = replay(plan)
+    timeline = plan.timeline
     spans = list(timeline.spans.values())
     spare_us = [round(_US * each) for each in spare_s(plan.iteration, spans)]
     lanes = []
@@ -93,7 +93,7 @@ def spare_s(iteration: Iteration, spans: Sequence[Span]) -> list[float]:
     end_s = max(span.end_s for span in spans)
     latest_s = [end_s] * len(spans)
     for place in reversed(iteration.order):
-        start_s = latest_s[place] - (spans[place].end_s - spans[place].start_s)
+        start_s = latest_s[place] - spans[place].time_s
         for other, lag_s in iteration.waits[place]:
             latest_s[other] = min(latest_s[other], start_s - lag_s)
     return [max(0.0, latest - span.end_s) for latest, span in zip(latest_s, spans, strict=True)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import Sheet, column, quantities, table
+from perseus_planner.base.tables import Column, Sheet, column, lay_out, quantities, table
 from perseus_planner.plans.plan import INTERVAL, OnTime
-from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, replay
+from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import WORDS, unit_of
 from perseus_planner.schedules import Computation
 from perseus_planner.views.context import (
@@ -100,7 +100,6 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
     """Summarize a plan; `straggler_time_s` is the iteration time of the straggler that it was
     made for, if any.
     """
-    timeline = replay(plan)
     return PlanSummary(
         **vars(compare(plan.time_s, plan.energy_j, plan.baseline_time_s, plan.baseline_energy_j)),
         context=context_of_plan(plan),
@@ -113,7 +112,7 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         if plan.point_bound_j is None
         else share(plan.energy_j - plan.point_bound_j, plan.point_bound_j),
         most_changes=max(plan.changes),
-        per_rank=tuple(_rank(plan, timeline, number) for number in range(len(plan.schedule.ranks))),
+        per_rank=tuple(_rank(plan, number) for number in range(len(plan.schedule.ranks))),
         beside_straggler=None
         if straggler_time_s is None
         else _beside_straggler(plan, straggler_time_s),
@@ -142,20 +141,21 @@ def summarize_timeline(plan: Plan) -> TimelineSummary:
             name, rank, plan.clocks.get(name), span.start_s, span.end_s, span.power_w
         )
         for rank, (name, span) in zip(
-            plan.iteration.rank_of, replay(plan).spans.items(), strict=True
+            plan.iteration.rank_of, plan.timeline.spans.items(), strict=True
         )
     )
     return TimelineSummary(**vars(summarize_plan(plan)), computations=computations)
 
 
-def _rank(plan: Plan, timeline: Timeline, number: int) -> RankSummary:
+def _rank(plan: Plan, number: int) -> RankSummary:
     clocks = [plan.clocks[str(computation)] for computation in plan.schedule.ranks[number]]
     spans = [
-        timeline.spans[plan.iteration.names[place]] for place in plan.iteration.programs[number]
+        plan.timeline.spans[plan.iteration.names[place]]
+        for place in plan.iteration.programs[number]
     ]
-    busy_s = math.fsum(span.end_s - span.start_s for span in spans)
-    busy_j = math.fsum(span.power_w * (span.end_s - span.start_s) for span in spans)
-    energy_j = busy_j + plan.rank_waiting_w[number] * (timeline.time_s - busy_s)
+    busy_s = math.fsum(span.time_s for span in spans)
+    busy_j = math.fsum(span.energy_j for span in spans)
+    energy_j = busy_j + plan.rank_waiting_w[number] * (plan.timeline.time_s - busy_s)
     return RankSummary(number, min(clocks), max(clocks), plan.changes[number], busy_s, energy_j)
 
 
@@ -279,14 +279,16 @@ def timeline_text(summary: TimelineSummary) -> str:
     iteration.
     """
     ranks = summary.per_rank
-    columns = [
-        column("rank", [str(rank.rank) for rank in ranks]),
-        column(unit_of(summary.context.control), [_clock_range(rank) for rank in ranks]),
-        column("changes", [str(rank.clock_changes) for rank in ranks]),
-        column("busy %", [f"{100 * rank.busy_s / summary.time_s:.1f}" for rank in ranks]),
-        *quantities(["{}"], "J", [rank.energy_j for rank in ranks]),
-        ["  timeline", *(f"  {strip}" for strip in _strips(summary))],
-    ]
+    strips = _strips(summary)
+    columns = lay_out(
+        ranks,
+        Column("rank", "rank"),
+        Column(unit_of(summary.context.control), _clock_range),
+        Column("changes", "clock_changes"),
+        Column("busy %", lambda rank: 100 * rank.busy_s / summary.time_s, ".1f"),
+        Column("{}", "energy_j", "J"),
+        Column("  timeline", lambda rank: strips[ranks.index(rank)], "<"),
+    )
     return (
         f"{plan_text(summary)}\n{table(columns)}\n\n"
         f"Timeline: {_STRIP} moments of the iteration; {', '.join(_legend(summary))}, . waiting.\n"
@@ -301,7 +303,7 @@ def _clock_range(rank: RankSummary) -> str:
     return f"{rank.lowest_clock_mhz} to {rank.highest_clock_mhz}"
 
 
-def _strips(summary: TimelineSummary) -> Iterable[str]:
+def _strips(summary: TimelineSummary) -> list[str]:
     strips = [["."] * _STRIP for _ in summary.per_rank]
     for each in summary.computations:
         # With a negative calibrated overhead, an iteration ends before its last computation as it
@@ -311,7 +313,7 @@ def _strips(summary: TimelineSummary) -> Iterable[str]:
             for t in (each.start_s, each.end_s)
         )
         strips[each.rank][first:end] = _letter(each) * (end - first)
-    return map("".join, strips)
+    return list(map("".join, strips))
 
 
 def _legend(summary: TimelineSummary) -> Iterable[str]:

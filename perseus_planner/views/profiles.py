@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import Sheet, column, ranges
+from perseus_planner.base.tables import Column, Sheet, lay_out, ranges
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.measurement import OperatingPoint, lower_hull, pareto_front
 from perseus_planner.views.context import Context, context_of_profile, power_text
@@ -84,18 +84,27 @@ def profile_text(summary: ProfileSummary) -> str:
     computation, from its highest clock to its lowest.
     """
     context, rows = summary.context, summary.computations
-    ends = [(row.highest, row.lowest) for row in rows]
     columns = [
-        column("stage", [str(row.stage) for row in rows]),
-        column("computation", [row.instruction for row in rows]),
-        column("clocks", [str(row.clocks) for row in rows]),
-        column(
-            unit_of(context.control), [f"{high.clock_mhz} to {low.clock_mhz}" for high, low in ends]
+        *lay_out(
+            rows,
+            Column("stage", "stage"),
+            Column("computation", "instruction"),
+            Column("clocks", "clocks"),
+            Column(
+                unit_of(context.control),
+                lambda row: f"{row.highest.clock_mhz} to {row.lowest.clock_mhz}",
+            ),
         ),
-        ranges("time {}", "s", [(high.time_s, low.time_s) for high, low in ends]),
-        ranges("energy {}", "J", [(high.energy_j, low.energy_j) for high, low in ends]),
-        *_error_columns(rows),
+        ranges("time {}", "s", [(row.highest.time_s, row.lowest.time_s) for row in rows]),
+        ranges("energy {}", "J", [(row.highest.energy_j, row.lowest.energy_j) for row in rows]),
     ]
+    if any(row.time_error is not None for row in rows):
+        columns += lay_out(
+            rows,
+            Column("time +- %", "time_error", "%"),
+            Column("energy +- %", "energy_error", "%"),
+            Column("throttled", "throttled"),
+        )
     made = "measured" if context.origin == "measured" else "simulated: no GPU was touched"
     made += {
         "clock": "",
@@ -111,23 +120,6 @@ def profile_text(summary: ProfileSummary) -> str:
     return Sheet(
         f"{title}blocking power {power_text(context.blocking_power_w)}", source, columns
     ).text()
-
-
-def _error_columns(rows: Sequence[ClockRange]) -> list[list[str]]:
-    """Return the columns of standard errors and throttling; an empty list if no errors are
-    known.
-    """
-    if all(row.time_error is None for row in rows):
-        return []
-    return [
-        column("time +- %", [_percent(row.time_error) for row in rows]),
-        column("energy +- %", [_percent(row.energy_error) for row in rows]),
-        column("throttled", [str(row.throttled) for row in rows]),
-    ]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f}"
 
 
 def calibration_text(result: Calibration) -> str:

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from perseus_planner.plans.replay import clock_calls, replay
+from perseus_planner.plans.replay import clock_calls
 from perseus_planner.runs.records import ChangeStatistics, IterationRecord, SetCall, match_changes
 from perseus_planner.runs.straggler import of_another_machine
 from perseus_planner.views.context import Context, context_of_plan
@@ -112,6 +112,17 @@ class RunSummary:
     unlike_plan: str | None
 
     @property
+    def origin(self) -> str:
+        """Where the time and the energy of an iteration come from."""
+        return f"time measured, energy {self.gpu_origin or 'of unknown origin'}"
+
+    @property
+    def pipelines_of_plan(self) -> int:
+        """How many of the plan's pipelines the GPUs of the ranks make up."""
+        gpus = (self.context.ranks or 1) * self.context.gpus_per_stage
+        return max(1, round(len(self.ranks) / gpus))
+
+    @property
     def current(self) -> PlanOfRun:
         """The iterations by the plan `version`."""
         return next(plan for plan in self.plans if plan.version == self.version)
@@ -126,7 +137,8 @@ def summarize_run(run: Run) -> RunSummary:
         version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version))
     )
     origins = {rank.iterations[-1].origin for rank in run.ranks}
-    plans = tuple(_plan(run, each) for each in run.versions)
+    ranks = {each: tuple(_ranks(run, each)) for each in run.versions}
+    plans = tuple(_plan(run, *of_plan) for of_plan in ranks.items())
     current = next(each for each in plans if each.version == version)
     return RunSummary(
         context=context_of_plan(plan),
@@ -134,7 +146,7 @@ def summarize_run(run: Run) -> RunSummary:
         pipelines=len({rank.pipeline for rank in run.ranks}),
         plans=plans,
         version=version,
-        ranks=tuple(_ranks(run, version)),
+        ranks=ranks[version],
         deviations=_deviations(run),
         cut_off=tuple(rank.rank for rank in run.ranks if rank.is_cut_off),
         attempt=run.attempt,
@@ -144,8 +156,7 @@ def summarize_run(run: Run) -> RunSummary:
     )
 
 
-def _plan(run: Run, version: int) -> PlanOfRun:
-    ranks = list(_ranks(run, version))
+def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:
     energies_j = [rank.energy_j for rank in ranks if rank.energy_j is not None]
     return PlanOfRun(
         version=version,
@@ -167,7 +178,7 @@ def _planned_time_s(run: Run, version: int) -> float:
 
 def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
     """Summarize the ranks that have iterations by that plan."""
-    planned: dict[int, list[_PlannedRank]] = {}
+    planned: dict[int, list[dict[str, Any]]] = {}
     for rank in run.ranks:
         if rank.iterations_by(version):
             if rank.pipeline not in planned:
@@ -177,87 +188,69 @@ def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
             yield _rank(rank, rank.counted(version), planned[rank.pipeline][rank.pipeline_rank])
 
 
-@dataclass(frozen=True)
-class _PlannedRank:
-    """One rank's iteration by the plan."""
-
-    busy_s: float
-    energy_j: float
-    changes: ChangeStatistics
-
-
-def _planned_ranks(plan: Plan, time_s: float) -> list[_PlannedRank]:
-    """Return the ranks of a pipeline, as one GPU each, in an iteration that takes the slowest
-    pipeline `time_s`.
+def _planned_ranks(plan: Plan, time_s: float) -> list[dict[str, Any]]:
+    """Return what the plan says of each rank of a pipeline, as one GPU, in an iteration that takes
+    the slowest pipeline `time_s`.
     """
     ranks = zip(
         summarize_plan(plan).per_rank, predict_records(plan), plan.rank_waiting_w, strict=True
     )
-    return [
-        _PlannedRank(
-            math.fsum(each.duration_s for each in computations),
-            (rank.energy_j + waiting_w * (time_s - plan.time_s)) / plan.gpus_per_stage,
-            ChangeStatistics.of(computations),
+    planned = []
+    for rank, computations, waiting_w in ranks:
+        changes = ChangeStatistics.of(computations)
+        energy_j = rank.energy_j + waiting_w * (time_s - plan.time_s)
+        planned.append(
+            {
+                "planned_busy_s": math.fsum(each.duration_s for each in computations),
+                "planned_energy_j": energy_j / plan.gpus_per_stage,
+                "planned_late": changes.changes_late,
+                "planned_off_clock_s": changes.off_clock_s,
+            }
         )
-        for rank, computations, waiting_w in ranks
-    ]
+    return planned
 
 
-def _rank(rank: RankRecord, rows: Sequence[IterationRecord], planned: _PlannedRank) -> RankOfRun:
+_MEANS = ("busy_s", "energy_j", "off_clock_s")
+_MEDIANS = ("latency_p50_s", "latency_p99_s")
+_SUMS = ("changes_asked", "changes_set", "changes_late", "changes_overtaken")
+
+
+def _rank(
+    rank: RankRecord, rows: Sequence[IterationRecord], planned: Mapping[str, Any]
+) -> RankOfRun:
+    def known(name: str) -> list[Any]:
+        return [value for row in rows if (value := getattr(row, name)) is not None]
+
     reasons = dict.fromkeys(
         reason for row in rows for reason, seconds in row.throttled_s.items() if seconds > 0
     )
-    clocked_s = [row.busy_s if row.achieved_mhz is not None else 0.0 for row in rows]
+    clocked = [row for row in rows if row.achieved_mhz is not None]
+    figures = {
+        **{name: getattr(rank, name) for name in ("rank", "pipeline", "pipeline_rank")},
+        **planned,
+        "planned_late": planned["planned_late"] * len(rows),
+        **{name: fmean(values) if (values := known(name)) else None for name in _MEANS},
+        **{name: median(values) if (values := known(name)) else None for name in _MEDIANS},
+        **{name: sum(known(name)) for name in _SUMS},
+        **{name: _mean_by_time(clocked, name) for name in ("clock", "achieved_mhz")},
+    }
     return RankOfRun(
-        rank=rank.rank,
-        pipeline=rank.pipeline,
-        pipeline_rank=rank.pipeline_rank,
         iterations=len(rows),
-        busy_s=_mean([row.busy_s for row in rows]),
-        planned_busy_s=planned.busy_s,
-        energy_j=_mean([row.energy_j for row in rows]),
-        planned_energy_j=planned.energy_j,
-        clock=_weighted_mean([row.clock for row in rows], clocked_s),
-        achieved_mhz=_weighted_mean([row.achieved_mhz for row in rows], clocked_s),
-        changes_asked=sum(row.changes_asked for row in rows),
-        changes_set=sum(row.changes_set for row in rows),
-        changes_late=sum(row.changes_late for row in rows),
-        changes_overtaken=sum(row.changes_overtaken for row in rows),
-        planned_late=planned.changes.changes_late * len(rows),
-        off_clock_s=_mean([row.off_clock_s for row in rows]),
-        planned_off_clock_s=planned.changes.off_clock_s,
-        latency_p50_s=_median([row.latency_p50_s for row in rows]),
-        latency_p99_s=_median([row.latency_p99_s for row in rows]),
         throttled_s={
             reason: fmean(row.throttled_s.get(reason, 0.0) for row in rows) for reason in reasons
         },
-        temperature_c=max(
-            (row.temperature_c for row in rows if row.temperature_c is not None), default=None
-        ),
+        temperature_c=max(known("temperature_c"), default=None),
+        **figures,
     )
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    """Return the median of the known values."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def _weighted_mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the mean of the known values by weight; unknown values must have weight 0."""
-    whole = math.fsum(weights)
-    pairs = zip(values, weights, strict=True)
-    return (
-        math.fsum(value * weight for value, weight in pairs if value is not None) / whole
-        if whole > 0
-        else None
-    )
+def _mean_by_time(rows: Sequence[IterationRecord], name: str) -> float | None:
+    """Return the mean of a field by the time of computations; None if that is 0."""
+    whole_s = math.fsum(row.busy_s for row in rows)
+    if whole_s <= 0:
+        return None
+    values = ((getattr(row, name), row.busy_s) for row in rows)
+    return math.fsum(value * busy_s for value, busy_s in values if value is not None) / whole_s
 
 
 def _deviations(run: Run) -> tuple[Deviation, ...]:
@@ -277,7 +270,7 @@ def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
     """Predict the computations of each rank; times are seconds after the start of the iteration,
     number 0.
     """
-    spans, calls = replay(plan).spans, clock_calls(plan)
+    spans, calls = plan.timeline.spans, clock_calls(plan)
     ranks = []
     for number, program in enumerate(plan.schedule.ranks):
         spans_s = [(spans[str(each)].start_s, spans[str(each)].end_s) for each in program]

@@ -1,15 +1,15 @@
-"""What `planner show` prints of a training run."""
+"""What `planner show` prints of a training run, by plans or without one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import Sheet, column, quantities, table
+from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.runs.recording import attempt_path
@@ -18,6 +18,8 @@ from perseus_planner.runs.tables import Total
 from perseus_planner.views.context import pipeline_text
 
 if TYPE_CHECKING:
+    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.runs.run import Run
     from perseus_planner.views.run import Deviation, RankOfRun, RunSummary
 
 _MOST_REASONS = 10  #: why iterations did not run as planned
@@ -37,7 +39,7 @@ def _sheet(summary: RunSummary) -> Sheet:
     return Sheet(
         f"Run of {pipeline_text(summary.context)}{pipelines}",
         f"{run_origin_text(summary)}.{overhead}",
-        list(_plan_columns(summary)),
+        lay_out(summary.plans, *_PLANS),
         "All figures are means over the iterations that count: those that ran as planned, without "
         "the first one by each plan.",
     )
@@ -48,12 +50,14 @@ def run_text(summary: RunSummary) -> str:
     changes, and deviations.
     """
     counted = max((rank.iterations for rank in summary.ranks), default=0)
+    several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
+    rank_columns, unit = [Column("rank", "rank"), *several], unit_of(summary.context.control)
     parts = [
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
         f"{_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
-        table(list(_load_columns(summary))),
+        table(lay_out(summary.ranks, *rank_columns, *_LOAD)),
         f"Clock changes, in all {counted} iterations that count:",
-        table(list(_clock_columns(summary))),
+        table(lay_out(summary.ranks, *rank_columns, *_clock_columns(unit))),
         f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: "
         "not set before another clock\nwas requested. Off clock: share of the computing time "
         "before the clock was set. Delay: from the request until\nthe clock was set.",
@@ -83,59 +87,70 @@ def run_origin_text(summary: RunSummary) -> str:
     )
 
 
-def _plan_columns(summary: RunSummary) -> Iterator[list[str]]:
-    plans = summary.plans
-    yield column("plan", [str(plan.version) for plan in plans])
-    yield column("iterations", [str(plan.iterations) for plan in plans])
-    yield column("counted", [str(plan.counted) for plan in plans])
-    times_s = [plan.time_s for plan in plans], [plan.planned_time_s for plan in plans]
-    yield from quantities(["time {}", "planned"], "s", *times_s)
-    yield column("off %", [_off(plan.time_s, plan.planned_time_s) for plan in plans])
-    energies_j = [plan.energy_j for plan in plans], [plan.planned_energy_j for plan in plans]
-    yield from quantities(["energy {}", "planned"], "J", *energies_j)
-    yield column("off %", [_off(plan.energy_j, plan.planned_energy_j) for plan in plans])
+def _off(name: str) -> Callable[[Any], str | None]:
+    """Return the function that writes the deviation of a field from what was planned, percent."""
+
+    def write(row: Any) -> str | None:
+        value, planned = getattr(row, name), getattr(row, f"planned_{name}")
+        if value is None or not planned:
+            return None
+        text = f"{100 * (value / planned - 1):+.2f}"
+        return text if float(text) else "0.00"
+
+    return write
 
 
-def _rank_columns(summary: RunSummary) -> Iterator[list[str]]:
-    yield column("rank", [str(rank.rank) for rank in summary.ranks])
-    if summary.pipelines > 1:
-        yield column("pipeline", [str(rank.pipeline) for rank in summary.ranks])
+def _throttled(rank: RankOfRun) -> str | None:
+    reasons = rank.throttled_s.items()
+    return ", ".join(f"{reason} {si(seconds, 's', 3)}" for reason, seconds in reasons) or None
 
 
-def _load_columns(summary: RunSummary) -> Iterator[list[str]]:
-    ranks = summary.ranks
-    yield from _rank_columns(summary)
-    busy_s = [rank.busy_s for rank in ranks], [rank.planned_busy_s for rank in ranks]
-    yield from quantities(["busy {}", "planned"], "s", *busy_s)
-    yield column("off %", [_off(rank.busy_s, rank.planned_busy_s) for rank in ranks])
-    energies_j = [rank.energy_j for rank in ranks], [rank.planned_energy_j for rank in ranks]
-    yield from quantities(["energy {}", "planned"], "J", *energies_j)
-    yield column("off %", [_off(rank.energy_j, rank.planned_energy_j) for rank in ranks])
-    yield column(
-        "deg C",
-        ["-" if rank.temperature_c is None else f"{rank.temperature_c:.0f}" for rank in ranks],
-    )
-    yield ["  throttled", *(f"  {_throttled(rank)}" for rank in ranks)]
+_ENERGY = (
+    Column("energy {}", "energy_j", "J"),
+    Column("planned", "planned_energy_j", "J"),
+    Column("off %", _off("energy_j")),
+)
+_PLANS = (
+    Column("plan", "version"),
+    Column("iterations", "iterations"),
+    Column("counted", "counted"),
+    Column("time {}", "time_s", "s"),
+    Column("planned", "planned_time_s", "s"),
+    Column("off %", _off("time_s")),
+    *_ENERGY,
+)
+_LOAD = (
+    Column("busy {}", "busy_s", "s"),
+    Column("planned", "planned_busy_s", "s"),
+    Column("off %", _off("busy_s")),
+    *_ENERGY,
+    Column("deg C", "temperature_c", ".0f"),
+    Column("  throttled", _throttled, "<"),
+)
 
 
-def _clock_columns(summary: RunSummary) -> Iterator[list[str]]:
-    ranks = summary.ranks
-    yield from _rank_columns(summary)
-    yield column(
-        f"{unit_of(summary.context.control)} requested", [_clock(rank.clock) for rank in ranks]
-    )
-    yield column("MHz achieved", [_clock(rank.achieved_mhz) for rank in ranks])
-    yield column("changes", [str(rank.changes_asked) for rank in ranks])
-    yield column("set", [str(rank.changes_set) for rank in ranks])
-    yield column("late", [str(rank.changes_late) for rank in ranks])
-    yield column("planned", [str(rank.planned_late) for rank in ranks])
-    yield column("overtaken", [str(rank.changes_overtaken) for rank in ranks])
-    yield column("off clock %", [_share(rank.off_clock_s, rank.busy_s) for rank in ranks])
-    yield column(
-        "planned", [_share(rank.planned_off_clock_s, rank.planned_busy_s) for rank in ranks]
-    )
-    yield column("delay ms p50", [_ms(rank.latency_p50_s) for rank in ranks])
-    yield column("p99", [_ms(rank.latency_p99_s) for rank in ranks])
+def _clock_columns(unit: str) -> list[Column]:
+    return [
+        Column(f"{unit} requested", "clock", ".0f"),
+        Column("MHz achieved", "achieved_mhz", ".0f"),
+        Column("changes", "changes_asked"),
+        Column("set", "changes_set"),
+        Column("late", "changes_late"),
+        Column("planned", "planned_late"),
+        Column("overtaken", "changes_overtaken"),
+        Column("off clock %", lambda rank: _share(rank.off_clock_s, rank.busy_s), "%"),
+        Column("planned", lambda rank: _share(rank.planned_off_clock_s, rank.planned_busy_s), "%"),
+        Column("delay ms p50", lambda rank: _ms(rank.latency_p50_s), ".2f"),
+        Column("p99", lambda rank: _ms(rank.latency_p99_s), ".2f"),
+    ]
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def _deviations_text(deviations: tuple[Deviation, ...]) -> Iterator[str]:
@@ -170,30 +185,31 @@ def totals_text(totals: Sequence[Total], total: Total, baseline: str | None) -> 
     shown = attempts[-_MOST_ATTEMPTS:]
     if (older := attempts[:-_MOST_ATTEMPTS]) != []:
         shown.insert(0, reduce(Total.plus, older))
-    names = [
-        "older" if each.attempt == 0 else attempt_path(Path(), each.attempt).name for each in shown
-    ]
     if len(shown) > 1:
-        names, shown = [*names, "all"], [*shown, total]
+        shown = [*shown, total]
+
+    def name(each: Total) -> str:
+        if each is total and len(shown) > 1:
+            return "all"
+        return "older" if each.attempt == 0 else attempt_path(Path(), each.attempt).name
+
+    def if_known(field: str) -> Callable[[Total], float | None]:
+        return lambda each: getattr(each, field) if each.origin else None
+
     columns = [
-        ["attempt", *names],
-        column("iterations", [str(each.iterations) for each in shown]),
-        *quantities(["time {}"], "s", [each.time_s for each in shown]),
+        Column("attempt", name, "<"),
+        Column("iterations", "iterations"),
+        Column("time {}", "time_s", "s"),
+        Column("energy {}", if_known("energy_j"), "J"),
     ]
-    energies_j = [each.energy_j if each.origin else None for each in shown]
-    if baseline is None:
-        columns += quantities(["energy {}"], "J", energies_j)
-    else:
-        saved_j = [each.saved_j if each.origin else None for each in shown]
-        columns += quantities(["energy {}", "saved {}"], "J", energies_j, saved_j)
-        columns.append(
-            column(
-                "saved %",
-                [f"{100 * each.saved_share:.2f}" if each.origin else "-" for each in shown],
-            )
-        )
+    if baseline is not None:
+        columns.append(Column("saved {}", if_known("saved_j"), "J"))
+        columns.append(Column("saved %", if_known("saved_share"), "%"))
     saved = "" if baseline is None else f", saved against {baseline} in as much time"
-    lines = [f"All attempts, energy {total.origin or 'unknown'}{saved}:\n", table(columns)]
+    lines = [
+        f"All attempts, energy {total.origin or 'unknown'}{saved}:\n",
+        table(lay_out(shown, *columns)),
+    ]
     if total.metered_iterations < total.iterations:
         lines.append(
             f"\nThe energy of {total.metered_iterations} of {total.iterations} iterations is known."
@@ -206,28 +222,29 @@ def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:_MOST_RANKS])) + more
 
 
-def _off(value: float | None, planned: float) -> str:
-    """Write the deviation of `value` from what was planned, percent."""
-    if value is None or not planned:
-        return "-"
-    text = f"{100 * (value / planned - 1):+.2f}"
-    return text if float(text) else "0.00"
+def summarize_unplanned(run: Run, status: AutopilotStatus) -> dict[str, Any]:
+    """Return the summary of a run without a plan."""
+    return {
+        "ranks": len(run.ranks),
+        "pipelines": len({rank.pipeline for rank in run.ranks}),
+        "autopilot": status,
+        "total": run.total,
+        "totals": run.totals,
+    }
 
 
-def _share(part: float | None, whole: float | None) -> str:
-    return "-" if part is None or not whole else f"{100 * part / whole:.2f}"
-
-
-def _clock(clock: float | None) -> str:
-    return "-" if clock is None else f"{clock:.0f}"
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:.2f}"
-
-
-def _throttled(rank: RankOfRun) -> str:
-    return (
-        ", ".join(f"{reason} {si(seconds, 's', 3)}" for reason, seconds in rank.throttled_s.items())
-        or "-"
-    )
+def unplanned_text(summary: dict[str, Any]) -> str:
+    """Return the text that `planner show` prints of it."""
+    status = summary["autopilot"]
+    pipelines = f", {summary['pipelines']} pipelines" if summary["pipelines"] > 1 else ""
+    lines = [
+        f"Run of {summary['ranks']} ranks{pipelines}, without a plan.",
+        "",
+        f"Autopilot: {status}.",
+    ]
+    if status.reference_s is not None:
+        lines.append(
+            f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks."
+        )
+    text = totals_text(summary["totals"], summary["total"], "the last iterations at full clocks")
+    return "\n".join([*lines, "", text]) + "\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from math import isinf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import column, table
+from perseus_planner.base.tables import Column, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.views.context import share
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
         JobTotals,
     )
     from perseus_planner.service.model import Report
+
+
+_SUMS = ("iterations", "time_s", "energy_j", "saved_j")
 
 
 def answer_text(answer: Answer) -> str:
@@ -47,77 +50,72 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
     """List jobs, one on each line."""
     if not jobs:
         return "No job runs."
-    columns = [
-        ["job", *(each.job.name for each in jobs)],
-        column("pipelines", [str(each.job.pipelines) for each in jobs]),
-        column("plans", [_version(each) for each in jobs]),
-        column("slow", [str(len(each.decision.stragglers)) for each in jobs]),
-        column("iteration s", [f"{each.decision.straggler_time_s:.6g}" for each in jobs]),
-        column("saving W", [f"{each.expected_saving_w:.4g}" for each in jobs]),
-        [
+    columns = (
+        Column("job", "job.name", "<"),
+        Column("pipelines", "job.pipelines"),
+        Column("plans", _version),
+        Column("slow", lambda each: len(each.decision.stragglers)),
+        Column("iteration s", "decision.straggler_time_s", ".6g"),
+        Column("saving W", "expected_saving_w", ".4g"),
+        Column(
             "",
-            *(
+            lambda each: (
                 each.decision.reason if each.autopilot is None else f"autopilot: {each.autopilot}"
-                for each in jobs
             ),
-        ],
-    ]
-    return table(columns)
+            "<",
+        ),
+    )
+    return table(lay_out(jobs, *columns))
 
 
 def totals_text(jobs: Sequence[JobTotals]) -> str:
     """List what jobs ran, used and saved, one on each line, with their sum at the end."""
     if not jobs:
         return "No job runs or has run."
-    rows = [_sums(each.telemetry) for each in jobs]
-    rows.append(tuple(map(sum, zip(*rows, strict=True))))
-    columns = [
-        ["job", *(each.name for each in jobs), "all"],
-        ["since", *(_moment(each.since_s) for each in jobs), ""],
-        [
-            "until",
-            *("it runs" if each.ended_s is None else _moment(each.ended_s) for each in jobs),
-            "",
-        ],
-        column("iterations", [str(row[0]) for row in rows]),
-        column("seconds", [f"{row[1]:.6g}" for row in rows]),
-        column("joules", [f"{row[2]:.6g}" for row in rows]),
-        column("saved", [f"{row[3]:.6g}" for row in rows]),
-        column("saved %", [f"{100 * share(row[3], row[2] + row[3]):.2f}" for row in rows]),
-        [
-            "  energy is",
-            *(f"  {(each.telemetry and each.telemetry.energy_is) or '-'}" for each in jobs),
-            "",
-        ],
+    rows: list[dict[str, Any]] = [
+        {
+            "job": each.name,
+            "since": _moment(each.since_s),
+            "until": "it runs" if each.ended_s is None else _moment(each.ended_s),
+            "energy is": (each.telemetry and each.telemetry.energy_is) or "-",
+            **{name: getattr(each.telemetry, name, 0) for name in _SUMS},
+        }
+        for each in jobs
     ]
+    sums = {name: sum(row[name] for row in rows) for name in _SUMS}
+    rows.append({"job": "all", "since": "", "until": "", "energy is": "", **sums})
+    columns = lay_out(
+        rows,
+        *(Column(name, name, "<") for name in ("job", "since", "until")),
+        Column("iterations", "iterations"),
+        Column("seconds", "time_s", ".6g"),
+        Column("joules", "energy_j", ".6g"),
+        Column("saved", "saved_j", ".6g"),
+        Column("saved %", lambda row: share(row["saved_j"], row["energy_j"] + row["saved_j"]), "%"),
+        Column("  energy is", "energy is", "<"),
+    )
     return (
         f"{table(columns)}\n\nSaved: joules against {ALL_MAXIMUM} in iterations as long, by the "
         "profile."
     )
 
 
-def _sums(sent: JobTelemetry | None) -> tuple[float, ...]:
-    return (
-        (0, 0.0, 0.0, 0.0)
-        if sent is None
-        else (sent.iterations, sent.time_s, sent.energy_j, sent.saved_j)
-    )
-
-
 def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     """Describe one job in full, with the events that are given, oldest first."""
     job, decision = status.job, status.decision
-    targets = list(
-        dict.fromkeys((each.time_s, tuple(each.slow_stages.items())) for each in decision.targets)
+    pipelines = dict[tuple[float, tuple[tuple[int, float], ...]], list[int]]()
+    for number, each in enumerate(decision.targets):
+        pipelines.setdefault((each.time_s, tuple(each.slow_stages.items())), []).append(number)
+    targets = lay_out(
+        list(pipelines.items()),
+        Column("pipelines", lambda target: _ranges(target[1]), "<"),
+        Column("plan s", lambda target: target[0][0], ".6g"),
+        Column(
+            "slow stages",
+            lambda target: ", ".join(f"{stage}: {factor:.4g}x" for stage, factor in target[0][1]),
+            "<",
+        ),
     )
-    numbers = [
-        [
-            number
-            for number, each in enumerate(decision.targets)
-            if (each.time_s, tuple(each.slow_stages.items())) == one
-        ]
-        for one in targets
-    ]
     lines = [
         f"Job {job.name}: {job.pipelines} pipeline{'s' * (job.pipelines > 1)}, {job.ranks} ranks "
         f"known, since {_moment(job.since_s)}; settings: {_settings(job)}",
@@ -133,19 +131,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
         *([] if status.autopilot is None else [f"Autopilot: {status.autopilot}"]),
         decision.reason,
         "",
-        table(
-            [
-                ["pipelines", *(_ranges(each) for each in numbers)],
-                column("plan s", [f"{time_s:.6g}" for time_s, _ in targets]),
-                [
-                    "slow stages",
-                    *(
-                        ", ".join(f"{each[0]}: {each[1]:.4g}x" for each in slow)
-                        for _, slow in targets
-                    ),
-                ],
-            ]
-        ),
+        table(targets),
     ]
     if status.reports:
         lines += ["", _reports(status)]
@@ -157,16 +143,17 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
 def _reports(job: JobStatus) -> str:
     counting, reports = set(job.decision.stragglers.values()), job.reports
     return table(
-        [
-            ["slow", *(_scope(each) for each in reports)],
-            column("how", [_how(each) for each in reports]),
-            ["cause", *(each.cause for each in reports)],
-            ["from", *(_begin(each) for each in reports)],
-            ["until", *(_end(each) for each in reports)],
-            ["counts", *("yes" if each.key in counting else "" for each in reports)],
-            ["source", *(each.source for each in reports)],
-            ["key", *(each.key for each in reports)],
-        ]
+        lay_out(
+            reports,
+            Column("slow", _scope, "<"),
+            Column("how", _how),
+            Column("cause", "cause", "<"),
+            Column("from", _begin, "<"),
+            Column("until", _end, "<"),
+            Column("counts", lambda each: "yes" if each.key in counting else "", "<"),
+            Column("source", "source", "<"),
+            Column("key", "key", "<"),
+        )
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import RunError
-from perseus_planner.plans.replay import ALL_MAXIMUM, Span, Timeline, origin_text, replay
+from perseus_planner.plans.replay import ALL_MAXIMUM, Span, Timeline, origin_text
 from perseus_planner.profiles.csv_file import setting_of, unit_of
 from perseus_planner.views.context import pipeline_text
 from perseus_planner.views.perfetto import (
@@ -67,7 +67,7 @@ def trace_plan(plan: Plan, path: str | os.PathLike[str], baseline: Plan | None =
 
 
 def _planned_process(name: str, plan: Plan) -> Process:
-    timeline = replay(plan)
+    timeline = plan.timeline
     ranks = range(len(plan.schedule.ranks))
     slices = [list(_planned_slices(plan, timeline, rank)) for rank in ranks]
     powers = [_planned_power(f"rank {rank} power", slices[rank]) for rank in ranks]
@@ -121,7 +121,7 @@ def _planned_slices(plan: Plan, timeline: Timeline, rank: int) -> Iterator[Slice
 def _planned_slice(plan: Plan, place: int, name: str, span: Span) -> Slice:
     computations = plan.iteration.computations
     details: dict[str, Any] = {
-        "joules": span.power_w * (span.end_s - span.start_s),
+        "joules": span.energy_j,
         "watts": span.power_w,
     }
     if place >= len(computations):
@@ -137,16 +137,8 @@ def _planned_slice(plan: Plan, place: int, name: str, span: Span) -> Slice:
 
 
 def _planned_waiting(name: str, start_s: float, end_s: float, power_w: float) -> Iterator[Slice]:
-    """Yield a slice of waiting, unless it takes no time."""
-    start_ns, end_ns = _ns(start_s), _ns(end_s)
-    if end_ns > start_ns:
-        yield Slice(
-            name,
-            WAITING,
-            start_ns,
-            end_ns,
-            {"joules": power_w * (end_s - start_s), "watts": power_w},
-        )
+    details = {"joules": power_w * (end_s - start_s), "watts": power_w}
+    yield from _waiting(name, _ns(start_s), _ns(end_s), details)
 
 
 def _planned_power(name: str, slices: list[Slice]) -> Counter:
@@ -307,10 +299,13 @@ def _recorded_slices(
 
 
 def _rest(row: IterationRecord, start_ns: int, end_ns: int) -> Iterator[Slice]:
+    yield from _waiting("waiting or other work", start_ns, end_ns, {"iteration": row.iteration})
+
+
+def _waiting(name: str, start_ns: int, end_ns: int, details: Mapping[str, Any]) -> Iterator[Slice]:
+    """Yield a slice of waiting, unless it takes no time."""
     if end_ns > start_ns:
-        yield Slice(
-            "waiting or other work", WAITING, start_ns, end_ns, {"iteration": row.iteration}
-        )
+        yield Slice(name, WAITING, start_ns, end_ns, details)
 
 
 def _details(row: IterationRecord, record: ComputationRecord, plan: Plan | None) -> dict[str, Any]:

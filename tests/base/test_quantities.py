@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from perseus_planner.base.errors import InfeasibleDeadline, UsageError
 from perseus_planner.base.units import (
@@ -83,9 +84,7 @@ def test_a_number_without_a_unit_is_taken_to_the_last_digit(value: float):
     ],
 )
 def test_an_invalid_duration_is_refused_with_an_example(text: str):
-    with pytest.raises(UsageError) as refusal:
-        DURATION.read(text, "--deadline")
-    assert str(refusal.value) == (
+    assert refusal(UsageError, DURATION.read, text, "--deadline") == (
         f"--deadline: {text!r} is not a duration: write seconds above 0, or "
         "a number with us, ms, s, m, h or d, such as 2.95s"
     )
@@ -114,9 +113,10 @@ def test_an_invalid_duration_is_refused_with_an_example(text: str):
     ],
 )
 def test_other_refusals_have_their_own_example(quantity: Quantity, text: str, message: str):
-    with pytest.raises(UsageError) as refusal:
-        quantity.read(text, "--option")
-    assert str(refusal.value) == f"--option: {text!r} is not {message}"
+    assert (
+        refusal(UsageError, quantity.read, text, "--option")
+        == f"--option: {text!r} is not {message}"
+    )
 
 
 @given(st.floats(min_value=1e-9, max_value=1e5))

@@ -18,7 +18,7 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
-from perseus_planner.schedules import Computation, Schedule, one_f_one_b
+from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
@@ -173,25 +173,6 @@ def test_a_replay_equals_ranks_that_wait_for_messages(seed: int, ranks: int, mic
             assert math.isclose(timeline.spans[name].power_w * duration_s, each_j, rel_tol=1e-9)
     scale_j = math.fsum(map(abs, parts_j)) + waiting_w(dag) * timeline.time_s
     assert math.isclose(timeline.energy_j, math.fsum(parts_j), rel_tol=0, abs_tol=1e-12 * scale_j)
-
-
-def test_two_stages_by_hand():
-    points = {
-        (0, "F"): (Measurement(1410, 1.0, 100.0),),
-        (0, "B"): (Measurement(1410, 2.0, 300.0),),
-        (1, "F"): (Measurement(1410, 1.5, 120.0),),
-        (1, "B"): (Measurement(1410, 2.5, 400.0),),
-    }
-    timeline = replay(
-        with_clocks(PipelineDag.from_schedule(Profile(points, 50.0), one_f_one_b(2, 2)), Random(0))
-    )
-    assert {text: (span.start_s, span.end_s) for text, span in timeline.spans.items()} == {
-        **{"0F0": (0.0, 1.0), "0F1": (1.0, 2.0), "0B0": (5.0, 7.0), "0B1": (9.0, 11.0)},
-        **{"1F0": (1.0, 2.5), "1B0": (2.5, 5.0), "1F1": (5.0, 6.5), "1B1": (6.5, 9.0)},
-    }
-    assert timeline.time_s == 11.0
-    assert timeline.energy_j == 2 * (100 + 300 + 120 + 400) + 50 * (22 - 14)
-    assert timeline.spans["1B0"].power_w == 160.0
 
 
 def test_lags_fixed_operations_and_weight_gradients_by_hand():

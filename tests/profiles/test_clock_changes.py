@@ -20,21 +20,6 @@ from perseus_planner.profiles.measurement import (
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.parametrize(
-    ("clocks", "changes"),
-    [
-        ([1410], 0),
-        ([None, None], 0),
-        ([1410, None, 1410], 0),
-        ([1410, 1200], 2),
-        ([1410, 1200, 1200, 1410], 2),
-        ([None, 1410, None, 1200, 1300], 3),
-    ],
-)
-def test_changes_by_hand(clocks, changes):
-    assert changes_per_rank(clocks) == changes
-
-
 @fixed
 @given(clocks=st.lists(st.sampled_from((None, 900, 1200, 1410)), min_size=1, max_size=12))
 def test_changes_are_those_of_the_second_of_three_iterations_in_a_row(clocks: list[int | None]):

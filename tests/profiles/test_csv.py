@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from refusals import refusal
 
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.measurement import Evidence, Measurement
@@ -25,9 +26,7 @@ NEEDS_CELLS = "give each column one cell, with a point as decimal mark"
 
 
 def message_of(path: str, blocking_power_w: float | None = None) -> str:
-    with pytest.raises(ProfileError) as caught:
-        Profile.load(path, blocking_power_w)
-    return str(caught.value)
+    return refusal(ProfileError, Profile.load, path, blocking_power_w)
 
 
 BAD_ROWS = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 from strategies import fixed, profiles, smooth_profile
 
 from perseus_planner import schedules
@@ -99,11 +100,6 @@ def test_stages_measured_apart_make_one_pipeline():
     assert frontier.dag.waiting_w == 140.0
 
 
-def test_a_whole_pipeline_for_each_stage_gives_that_stage():
-    whole = smooth_profile(3)
-    assert stage_by_stage([whole, whole, whole]) == whole
-
-
 @fixed
 @given(profile=profiles(), slowdown=st.floats(1.0, 3.0))
 def test_a_pipeline_whose_every_stage_is_slower_is_that_much_slower(
@@ -166,9 +162,7 @@ def test_only_the_slow_stage_is_slower():
     ],
 )
 def test_profiles_that_do_not_fit_together_are_refused(make, message: str):
-    with pytest.raises(ProfileError) as caught:
-        make()
-    assert str(caught.value) == message
+    assert refusal(ProfileError, make) == message
 
 
 def test_clocks_that_a_power_limit_would_cap_are_no_operating_points():
@@ -193,9 +187,7 @@ def test_clocks_that_a_power_limit_would_cap_are_no_operating_points():
 
 
 def test_a_power_limit_under_which_nothing_can_run_is_refused():
-    with pytest.raises(ProfileError) as raised:
-        within_power_limit(FAST, 100.0)
-    assert str(raised.value) == (
+    assert refusal(ProfileError, within_power_limit, FAST, 100.0) == (
         "stage 0 forward: draws 133 W at its least clock, and the power limit of its GPU is 100 W; "
         "measure lower clocks, or raise the limit"
     )

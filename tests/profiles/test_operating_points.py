@@ -32,36 +32,12 @@ def test_worthwhile_options_get_slower_and_cheaper_and_leave_none_out_that_is_be
             )
 
 
-def test_energy_is_compared_after_the_waiting_is_subtracted():
-    fast, slow = Measurement(1410, 1.0, 100.0), Measurement(855, 2.0, 150.0)
-    assert [option.clock_mhz for option in pareto_front([fast, slow], 0.0)] == [1410]
-    assert [option.clock_mhz for option in pareto_front([fast, slow], 80.0)] == [1410, 855]
-
-
-def test_no_slowdown_is_worthwhile_where_nothing_is_saved():
-    options = [
-        Measurement(1410, 1.0, 100.0),
-        Measurement(1200, 1.5, 100.0),
-        Measurement(855, 2.0, 101.0),
-    ]
-    assert [option.clock_mhz for option in pareto_front(options, 0.0)] == [1410]
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_of_equal_options_the_highest_clock_stays(order: tuple[int, ...]):
     options = [Measurement(clock, 1.0, 50.0) for clock in (1410, 1395, 1380)]
     assert [option.clock_mhz for option in pareto_front([options[i] for i in order], 80.0)] == [
         1410
     ]
-
-
-def test_of_equally_fast_options_the_cheapest_stays():
-    options = [
-        Measurement(1410, 1.0, 52.0),
-        Measurement(1395, 1.0, 50.0),
-        Measurement(1380, 1.0, 51.0),
-    ]
-    assert [option.clock_mhz for option in pareto_front(options, 80.0)] == [1395]
 
 
 @fixed

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from refusals import refusal
 
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.profiles import ClockChange, Profile
@@ -17,9 +18,7 @@ NEEDS_POWER = "is not a power: give finite watts of 0 or more, such as 83.64"
 
 
 def message_of(path: str) -> str:
-    with pytest.raises(ProfileError) as caught:
-        Profile.load(path)
-    return str(caught.value)
+    return refusal(ProfileError, Profile.load, path)
 
 
 BAD_YAMLS = {

@@ -16,6 +16,8 @@ from strategies import any_schedule, fixed, furnished, smooth_profile
 
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import RunError
+from perseus_planner.base.fields import rules
+from perseus_planner.base.units import INDEX
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import ClockChange
@@ -31,49 +33,28 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 WHOLE = st.integers(0, 10**12)
 
 
-def maybe(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
-    return st.none() | strategy
+def numbers_of(kind: type) -> dict[str, st.SearchStrategy[object]]:
+    """Return a strategy for each field whose type has a rule."""
+    found = {}
+    for name, of_field in rules(kind).items():
+        numbers = WHOLE if of_field.rule is INDEX else FINITE
+        found[name] = st.none() | numbers if of_field.is_optional else numbers
+    return found
 
 
 ROWS = st.builds(
     IterationRecord,
-    iteration=WHOLE,
-    version=maybe(WHOLE),
-    pipeline=WHOLE,
-    pipeline_rank=WHOLE,
-    begin_s=FINITE,
-    end_s=FINITE,
-    busy_s=FINITE,
-    planned_busy_s=maybe(FINITE),
-    energy_j=maybe(FINITE),
-    baseline_j=maybe(FINITE),
-    temperature_c=maybe(FINITE),
     throttled_s=st.dictionaries(st.sampled_from(THROTTLE_REASONS), FINITE),
-    deviation=maybe(st.text()),
+    deviation=st.none() | st.text(),
     origin=st.sampled_from((None, "measured", "simulated")),
-    changes_asked=WHOLE,
-    changes_set=WHOLE,
-    changes_late=WHOLE,
-    changes_overtaken=WHOLE,
-    off_clock_s=FINITE,
-    latency_p50_s=maybe(FINITE),
-    latency_p99_s=maybe(FINITE),
-    clock=maybe(FINITE),
-    achieved_mhz=maybe(FINITE),
+    **numbers_of(IterationRecord),
 )
 SOME = st.builds(
     ComputationRecord,
-    iteration=WHOLE,
     computation=st.builds(
         Computation, st.integers(0, 999), st.sampled_from("FBIW"), st.integers(0, 999)
     ),
-    begin_s=FINITE,
-    end_s=FINITE,
-    clock=maybe(WHOLE),
-    asked_s=maybe(FINITE),
-    set_begin_s=maybe(FINITE),
-    set_end_s=maybe(FINITE),
-    achieved_mhz=maybe(WHOLE),
+    **numbers_of(ComputationRecord),
 )
 
 

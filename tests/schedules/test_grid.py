@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 from strategies import fixed
 
 from perseus_planner.base.errors import ScheduleError
@@ -24,10 +25,8 @@ from perseus_planner.schedules import (
 )
 
 
-def refusal(text: str) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        parse_grid(text, "grid", "grid.csv")
-    return str(caught.value)
+def flaw_of(text: str) -> str:
+    return refusal(ScheduleError, parse_grid, text, "grid", "grid.csv")
 
 
 @fixed
@@ -57,10 +56,8 @@ def test_a_file_reads_back_and_gives_the_schedule_its_name(folder: Path):
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(folder: Path):
     save_grid(gpipe(1, 1), "mine.csv")
-    with pytest.raises(ScheduleError) as caught:
-        save_grid(gpipe(2, 2), "missing/mine.csv")
     assert (
-        str(caught.value)
+        refusal(ScheduleError, save_grid, gpipe(2, 2), "missing/mine.csv")
         == "missing/mine.csv: cannot be written: No such file or directory; check the folder"
     )
     assert load_grid("mine.csv").ranks == gpipe(1, 1).ranks
@@ -73,7 +70,7 @@ def test_blank_cells_comments_and_overlapped_pairs_are_read():
         ",(0B1)OVERLAP_F_B\n"
     )
     # Both lines hold stages 0 and 1, so they are no two ranks.
-    assert refusal(text).startswith("grid.csv, line 5, cell 3: stage 1 is on rank 0 too")
+    assert flaw_of(text).startswith("grid.csv, line 5, cell 3: stage 1 is on rank 0 too")
     joined = text.replace("\n\n  # of one rank\n", "")
     ranks = parse_grid(joined, "v", "grid.csv").ranks
     assert [str(each) for each in ranks[0]] == [
@@ -152,14 +149,14 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("text", "message"), REFUSALS.items(), ids=range(len(REFUSALS)))
 def test_a_malformed_grid_is_refused_with_its_line_and_cell(text: str, message: str):
-    assert refusal(text) == message
+    assert flaw_of(text) == message
 
 
 def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
-    assert refusal("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,1B1,0B1,(0B1;0B0)OVERLAP_F_B") == (
+    assert flaw_of("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,1B1,0B1,(0B1;0B0)OVERLAP_F_B") == (
         "grid.csv, line 1, cell 7: 0B1 is there twice; keep one"
     )
-    assert refusal("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,(0B1;1B1)OVERLAP_F_B,0B0") == (
+    assert flaw_of("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,(0B1;1B1)OVERLAP_F_B,0B0") == (
         "grid.csv, line 1, cell 5: 0B1 can never run: it waits for 1B1, which comes after it on "
         "the same rank; move 1B1 before it"
     )
@@ -180,9 +177,7 @@ def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
 )
 def test_an_unreadable_grid_file_is_refused(content: bytes, message: str, folder: Path):
     Path("mine.csv").write_bytes(content)
-    with pytest.raises(ScheduleError) as caught:
-        load_grid("mine.csv")
-    assert str(caught.value) == message
+    assert refusal(ScheduleError, load_grid, "mine.csv") == message
 
 
 @pytest.mark.parametrize(
@@ -194,9 +189,7 @@ def test_an_unreadable_grid_file_is_refused(content: bytes, message: str, folder
     ],
 )
 def test_a_path_that_cannot_be_read_is_refused(path: str, message: str, folder: Path):
-    with pytest.raises(ScheduleError) as caught:
-        load_grid(path)
-    assert str(caught.value) == message
+    assert refusal(ScheduleError, load_grid, path) == message
 
 
 CELLS = st.sampled_from(

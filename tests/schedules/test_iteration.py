@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from refusals import refusal
 from strategies import fixed, problems
 
 from perseus_planner.base.errors import ScheduleError
@@ -108,9 +109,7 @@ BAD_ITERATIONS = {
 
 @pytest.mark.parametrize(("changes", "message"), BAD_ITERATIONS.values(), ids=BAD_ITERATIONS.keys())
 def test_a_malformed_iteration_is_refused(changes: dict[str, object], message: str):
-    with pytest.raises(ScheduleError) as caught:
-        replace(Iteration(THREE, CHAIN), **changes)
-    assert str(caught.value) == message
+    assert refusal(ScheduleError, replace, Iteration(THREE, CHAIN), **changes) == message
 
 
 def test_lags_and_kinds_that_say_nothing_are_none():
@@ -143,10 +142,8 @@ def test_an_iteration_comes_back_from_its_text(dag: PipelineDag):
     "text", ["", "step", "0", "0Step", "0step0.5", "0step 1", "-1step", "0f_g", "0step\n"]
 )
 def test_other_text_is_not_an_operation(text: str):
-    with pytest.raises(ScheduleError) as caught:
-        parse_operation(text, 0, 1.0, None)
     assert (
-        str(caught.value)
+        refusal(ScheduleError, parse_operation, text, 0, 1.0, None)
         == f"{text!r} is not an operation; write rank or stage, a lower-case name and any "
         "microbatch"
     )
@@ -154,6 +151,7 @@ def test_other_text_is_not_an_operation(text: str):
 
 @pytest.mark.parametrize("text", ["", "B", "3", "3X", "3B.", "3B.Sync", "3B.sync ", "-3B", "3B0"])
 def test_other_text_is_not_a_stage_and_a_kind(text: str):
-    with pytest.raises(ScheduleError) as caught:
-        parse_stage_kind(text)
-    assert str(caught.value) == f"{text!r} is not a stage and a kind; write them as 3B, or 3B.sync"
+    assert (
+        refusal(ScheduleError, parse_stage_kind, text)
+        == f"{text!r} is not a stage and a kind; write them as 3B, or 3B.sync"
+    )

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 from strategies import any_schedule, extras, fixed
 
 from perseus_planner import schedules
@@ -223,9 +224,7 @@ BAD_EXTRAS = {
 
 @pytest.mark.parametrize(("make", "message"), BAD_EXTRAS.values(), ids=BAD_EXTRAS.keys())
 def test_malformed_transfers_operations_and_variants_are_refused(make, message: str):
-    with pytest.raises(ScheduleError) as caught:
-        make()
-    assert str(caught.value) == message
+    assert refusal(ScheduleError, make) == message
 
 
 BAD_FITS = {
@@ -287,9 +286,9 @@ BAD_FITS = {
 def test_operations_and_variants_that_do_not_fit_the_schedule_are_refused(
     beside: dict[str, object], message: str
 ):
-    with pytest.raises(ScheduleError) as caught:
-        pipeline_iteration(schedules.one_f_one_b(2, 3), **beside)
-    assert str(caught.value) == message
+    assert (
+        refusal(ScheduleError, pipeline_iteration, schedules.one_f_one_b(2, 3), **beside) == message
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,6 +312,7 @@ def test_operations_and_variants_that_do_not_fit_the_schedule_are_refused(
     ],
 )
 def test_a_split_backward_without_its_inputs_is_refused(ranks: tuple[str, ...], message: str):
-    with pytest.raises(ScheduleError) as caught:
-        pipeline_iteration(parsed(*ranks))
-    assert str(caught.value) == f"schedule by hand, rank 0, {message}"
+    assert (
+        refusal(ScheduleError, pipeline_iteration, parsed(*ranks))
+        == f"schedule by hand, rank 0, {message}"
+    )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 from strategies import fixed
 
 from perseus_planner import schedules
@@ -50,16 +51,6 @@ def test_1f1b_is_forwards_first_within_what_may_be_in_flight(stages: int, microb
     assert (schedule.stages, schedule.microbatches) == (stages, microbatches)
 
 
-def test_1f1b_reads_as_in_the_paper():
-    text = [" ".join(map(str, rank)) for rank in one_f_one_b(3, 4).ranks]
-    assert text == [
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
-    ]
-    assert str(one_f_one_b(3, 4)) == "1f1b, 3 stages x 4 microbatches"
-
-
 @pytest.mark.parametrize("bad", [0, -1, 2.0, "8", None, True])
 def test_a_size_that_is_not_a_whole_number_is_refused(bad):
     with pytest.raises(ScheduleError, match=r"stages: .* is not a whole number of at least 1"):
@@ -82,10 +73,8 @@ def test_a_computation_reads_back_from_its_text(stage: int, kind: str, microbatc
     ["", "F", "3F", "F17", "3X17", "3f17", " 3F17", "3F17 ", "3F17\n", "3F17F1", "-3F1", "٣F1"],
 )
 def test_other_text_is_not_a_computation(text: str):
-    with pytest.raises(ScheduleError) as caught:
-        Computation.parse(text)
     assert (
-        str(caught.value)
+        refusal(ScheduleError, Computation.parse, text)
         == f"{text!r} is not a computation; write stage, kind (F, B, I or W) and microbatch, e.g. "
         "3F17"
     )
@@ -105,10 +94,8 @@ def parsed(*ranks: str) -> Schedule:
     return Schedule("by hand", tuple(tuple(map(Computation.parse, rank.split())) for rank in ranks))
 
 
-def refusal(*ranks: str) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        check_pipeline(parsed(*ranks))
-    return str(caught.value)
+def flaw_of(*ranks: str) -> str:
+    return refusal(ScheduleError, check_pipeline, parsed(*ranks))
 
 
 def test_a_schedule_describes_itself():
@@ -143,9 +130,7 @@ def test_a_schedule_describes_itself():
     ],
 )
 def test_a_malformed_schedule_is_refused_at_birth(ranks: tuple[str, ...], message: str):
-    with pytest.raises(ScheduleError) as caught:
-        parsed(*ranks)
-    assert str(caught.value) == message
+    assert refusal(ScheduleError, parsed, *ranks) == message
 
 
 @pytest.mark.parametrize(
@@ -197,7 +182,7 @@ def test_a_schedule_of_malformed_computations_is_refused(bad: Computation):
 def test_an_incomplete_pipeline_is_refused_with_the_computation_at_fault(
     ranks: tuple[str, ...], message: str
 ):
-    assert refusal(*ranks) == f"schedule by hand, {message}"
+    assert flaw_of(*ranks) == f"schedule by hand, {message}"
 
 
 def test_a_backward_follows_one_in_parts_and_the_other_way_round():
@@ -275,9 +260,9 @@ def test_a_name_gives_its_schedule(name: str):
     ],
 )
 def test_a_name_or_size_that_gives_no_schedule_is_refused(arguments: dict, message: str):
-    with pytest.raises(ScheduleError) as caught:
-        generate(**({"ranks": 4, "microbatches": 8} | arguments))
-    assert str(caught.value) == message
+    assert (
+        refusal(ScheduleError, generate, **{"ranks": 4, "microbatches": 8} | arguments) == message
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -323,21 +308,7 @@ def test_the_advice_in_the_refusal_of_a_group_works(
     check_pipeline(schedules.interleaved_1f1b(ranks, virtual, more, group))
 
 
-def test_interleaved_1f1b_reads_as_in_the_paper():
-    text = [" ".join(map(str, rank)) for rank in schedules.interleaved_1f1b(2, 2, 2).ranks]
-    assert text == ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]
-
-
 def test_one_virtual_stage_is_the_schedule_without_interleaving():
     assert schedules.interleaved_1f1b(4, 1, 10).ranks == one_f_one_b(4, 10).ranks
     assert schedules.interleaved_1f1b(4, 1, 10, group=7).ranks == one_f_one_b(4, 10).ranks
     assert schedules.interleaved_zero_bubble(4, 1, 11).ranks == schedules.zb_h1(4, 11).ranks
-
-
-def test_zb_h1_reads_as_in_the_paper():
-    text = [" ".join(map(str, rank)) for rank in schedules.zb_h1(3, 4).ranks]
-    assert text == [
-        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
-        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
-        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
-    ]

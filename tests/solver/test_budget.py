@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from noisy_rows import unlike_stages
 from oracles import effective_j, end_times_s, every_choice, nodes
+from refusals import refusal
 from strategies import (
     dag,
     dags,
@@ -316,9 +317,7 @@ def test_a_rank_without_a_clock_that_all_it_runs_was_measured_at_needs_changes()
         (0, "B"): (Measurement(950, 2.0, 40.0), Measurement(850, 2.2, 33.0)),
     }
     frontier = solve(Profile(points, 1.0), one_f_one_b(1, 1))
-    with pytest.raises(InfeasibleBudget) as caught:
-        frontier.plan_until(4.0, max_changes=0)
-    assert str(caught.value) == (
+    assert refusal(InfeasibleBudget, frontier.plan_until, 4.0, max_changes=0) == (
         "no plan found finishes an iteration within 4 s with at most 0 clock changes per GPU: "
         "some GPU has no clock at which all that it runs was measured; allow more changes"
     )
@@ -335,9 +334,7 @@ def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(
     frontier = solve(Profile(points, 1.0), one_f_one_b(1, 2))
     for few in (2**15, 0):
         monkeypatch.setattr(budget, "_FEW", few)
-        with pytest.raises(InfeasibleDeadline) as caught:
-            frontier.plan_until(6.1, max_changes=1)
-        assert str(caught.value) == (
+        assert refusal(InfeasibleDeadline, frontier.plan_until, 6.1, max_changes=1) == (
             "no plan found finishes an iteration within 6.1 s with at most 1 clock change per "
             "GPU: the fastest found takes 6.4 s; ask for that, or allow more changes"
         )
@@ -360,9 +357,7 @@ def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(
 )
 def test_an_invalid_budget_is_refused(arguments: dict[str, float], message: str):
     frontier = solve(smooth_profile(1), one_f_one_b(1, 1))
-    with pytest.raises(UsageError) as caught:
-        frontier.plan_until(frontier.max_time_s, **arguments)
-    assert str(caught.value) == message
+    assert refusal(UsageError, frontier.plan_until, frontier.max_time_s, **arguments) == message
 
 
 def test_eight_changes_keep_most_of_what_a_measured_pipeline_saves(measured_data: Path):

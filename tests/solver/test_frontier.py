@@ -241,44 +241,6 @@ def test_one_stage_and_one_microbatch_slow_the_better_bargain_first():
     assert frontier.least_energy_time_s == 4.5
 
 
-def test_waiting_at_no_power_leaves_the_energy_of_the_clocks():
-    frontier = solve(two_clocks(2, 0.0), schedules.one_f_one_b(2, 3))
-    assert math.isclose(frontier.bound_j(frontier.max_time_s), 6 * 300.0, rel_tol=1e-14)
-    assert frontier.bound_j(10 * frontier.max_time_s) == frontier.bound_j(frontier.max_time_s)
-
-
-def test_no_slowdown_pays_where_all_others_wait_at_great_power():
-    frontier = solve(two_clocks(4, 1e6), schedules.one_f_one_b(4, 1))
-    assert frontier.least_energy_time_s == frontier.min_time_s
-    assert frontier.plan_for_least_energy().time_s == frontier.min_time_s
-
-
-def test_no_slowdown_pays_where_it_costs_more_than_to_wait():
-    points = {
-        (0, kind): (Measurement(1410, 1.0, 100.0), Measurement(855, 2.0, 150.0)) for kind in "FB"
-    }
-    frontier = solve(Profile(points, 40.0), schedules.one_f_one_b(1, 2))
-    assert frontier.min_time_s == frontier.max_time_s == frontier.least_energy_time_s
-    assert set(frontier.plan_until(100.0).clocks.values()) == {1410}
-
-
-def test_a_single_clock_leaves_a_single_point():
-    points = {key: measured[:1] for key, measured in two_clocks(2, 50.0).measurements.items()}
-    frontier = solve(Profile(points, 50.0), schedules.one_f_one_b(2, 3))
-    assert (
-        frontier.min_time_s
-        == frontier.max_time_s
-        == frontier.baseline_time_s
-        == frontier.least_energy_time_s
-    )
-    assert math.isclose(
-        frontier.bound_j(frontier.min_time_s), frontier.baseline_energy_j, rel_tol=1e-14
-    )
-    assert frontier.plan_until(100.0).clocks == dict.fromkeys(
-        map(str, frontier.schedule.computations()), 1410
-    )
-
-
 def test_a_graph_need_not_run_everything_that_was_profiled():
     points = {
         (0, "F"): (Measurement(1410, 1e-4, 0.01), Measurement(855, 3e-4, 0.0)),

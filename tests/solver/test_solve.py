@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refusal
 from strategies import smooth_profile
 from validators import same
 
@@ -66,9 +67,7 @@ def test_a_schedule_may_be_given_by_its_name(
 )
 def test_a_name_without_its_sizes_is_refused(arguments, error: type[PlannerError], text: str):
     schedule, sizes = arguments
-    with pytest.raises(error) as caught:
-        solve(smooth_profile(4), schedule, **sizes)
-    assert str(caught.value) == text
+    assert refusal(error, solve, smooth_profile(4), schedule, **sizes) == text
 
 
 def test_a_frontier_and_a_plan_show_themselves_in_one_line():

@@ -1,10 +1,12 @@
-"""The figures of `planner show --figure` hold the values of the report, and nothing else."""
+"""Figures hold the values of the report, and nothing else, with units and where they come from."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +18,23 @@ from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli.show import FIGURES as OFFERED
 from perseus_planner.plans.replay import replay
-from perseus_planner.profiles.measurement import Evidence, pareto_front
+from perseus_planner.profiles.measurement import Evidence, Measurement, pareto_front
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.views.figures import draw_curves
-from perseus_planner.views.report.report import FIGURES, chart_sources
-from perseus_planner.views.report.sources import Sources
+from perseus_planner.views.figures import (
+    check_figure_path,
+    draw_curves,
+    draw_frontier,
+    draw_gantt,
+    save_figure,
+)
+from perseus_planner.views.frontier import chart_frontier
+from perseus_planner.views.gantt import chart_plan
+from perseus_planner.views.report import FIGURES, chart_sources
+from perseus_planner.views.sources import Sources
+from perseus_planner.views.web import page_file
+
+FIRST_BYTES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +50,17 @@ def plan(frontier: Frontier) -> Plan:
     return frontier.plan_for(1.1 * frontier.baseline_time_s)
 
 
-def bars(axes, row: int) -> list[list[tuple[float, float]]]:
-    """Return the bars of a row, its background first."""
-    found = []
-    for each in axes.collections:
-        paths = each.get_paths()
-        if paths and len(paths[0].vertices) > 2 and round(paths[0].vertices[:, 1].mean()) == row:
-            found.append([(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in paths])
-    return found
+def drawn_rows(axes: Any) -> dict[int, list[tuple[list[tuple[float, float]], Any]]]:
+    """Row -> its collections of bars, first the background, each with its ends and colours."""
+    rows: dict[int, list[tuple[list[tuple[float, float]], Any]]] = {}
+    for bars in axes.collections:
+        if bars.get_paths() and len(bars.get_paths()[0].vertices) > 2:
+            row = round(bars.get_paths()[0].vertices[:, 1].mean())
+            ends = [
+                (path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()
+            ]
+            rows.setdefault(row, []).append((ends, bars.get_facecolors()))
+    return rows
 
 
 def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(
@@ -86,32 +102,21 @@ def test_the_timelines_are_the_iteration_before_and_after(frontier: Frontier, pl
         scale.get_ylabel()
         == {"power": "power of all GPUs of the rank (W)", "clock": "clock (MHz)"}[by]
     )
+    assert (after.get_xlabel(), after.get_ylabel()) == ("time (s)", "rank")
     fastest = frontier.plan_of({str(c): 1410 for c in frontier.dag.computations})
+    assert before.get_ylim()[0] > before.get_ylim()[1]  # the first stage is on top
     for axes, one in ((before, fastest), (after, plan)):
         spans, colours = replay(one).spans, {}
         for rank, program in enumerate(one.iteration.programs):
-            waiting, drawn = bars(axes, rank)
+            (waiting, _), (drawn, fill) = drawn_rows(axes)[rank]
             assert waiting == [pytest.approx((0.0, one.time_s), abs=1e-6)]
             expected = [spans[one.iteration.names[place]] for place in program]
             assert np.allclose(drawn, [(span.start_s, span.end_s) for span in expected], atol=1e-6)
-            fill = _fill(axes, rank)
             for place, colour in zip(program, map(tuple, fill), strict=True):
                 name = one.iteration.names[place]
                 value = round(spans[name].power_w) if by == "power" else one.clocks.get(name)
                 assert colours.setdefault(value, colour) == colour
         assert len(set(colours.values())) == len(colours)
-
-
-def _fill(axes, row: int):
-    """Return the colours of the bars in front."""
-    kept = [
-        each
-        for each in axes.collections
-        if each.get_paths() and len(each.get_paths()[0].vertices) > 2
-    ]
-    return [each for each in kept if round(each.get_paths()[0].vertices[:, 1].mean()) == row][
-        -1
-    ].get_facecolors()
 
 
 def test_a_critical_path_is_marked_from_end_to_end(frontier: Frontier):
@@ -144,7 +149,8 @@ def test_a_run_is_drawn_beside_its_plan(plan: Plan, tmp_path: Path):
     ).axes
     assert ran.get_title().startswith("run, recorded: iteration 2 by plan 1")
     for rank in range(3):
-        assert np.allclose(bars(planned, rank)[-1], bars(ran, rank)[-1], atol=3e-6)
+        ends = [drawn_rows(axes)[rank][-1][0] for axes in (planned, ran)]
+        assert np.allclose(*ends, atol=3e-6)
 
 
 def test_curves_are_the_measured_points_their_errors_and_a_hull_below_them():
@@ -243,3 +249,111 @@ def test_show_draws_each_figure_and_shows_a_profile(folder: Path):
 
 def test_the_command_offers_all_figures():
     assert tuple(FIGURES) == OFFERED
+
+
+def draw_plan(plan: Plan) -> Any:
+    return draw_gantt([chart_plan("plan", plan, "as planned")], plan.control)
+
+
+def test_a_frontier_alone_is_its_curve_and_three_marked_points(frontier: Frontier):
+    axes = draw_frontier(chart_frontier(frontier)).axes[0]
+    assert {tuple(point.get_xydata()[0]) for point in axes.lines[1:]} == {
+        (frontier.baseline_time_s, frontier.baseline_energy_j),
+        (frontier.min_time_s, frontier.bound_j(frontier.min_time_s)),
+        (frontier.least_energy_time_s, min(frontier.energies_j)),
+    }
+    labels = axes.get_xlabel(), axes.get_ylabel()
+    assert labels == ("iteration time (s)", "energy per iteration, all GPUs (J)")
+    assert (
+        axes.get_title()
+        == "Frontier of 1f1b, 3 stages x 4 microbatches\nReplayed from a measured profile"
+    )
+
+
+def test_a_rank_shows_all_its_stages_and_its_fixed_operations_in_grey():
+    points = {(stage, kind): (Measurement(1000, 1.0, 90.0),) for stage in range(4) for kind in "FB"}
+    frontier = solve(
+        Profile(points, 60.0, overhead_s=-0.25),
+        schedules.interleaved_1f1b(2, 2, 2),
+        operations=[FixedOperation("optimizer", "end", 1.5, where=(1,))],
+    )
+    plan = frontier.plan_for_least_energy()
+    axes, spans = draw_plan(plan).axes[0], replay(plan).spans
+    rows = drawn_rows(axes)
+    assert {row: [len(ends) for ends, _ in found] for row, found in rows.items()} == {
+        0: [1, 8],
+        1: [1, 9],
+    }
+    ends, colours = rows[1][1]
+    assert np.allclose(
+        ends[-1], (spans["1optimizer"].start_s, spans["1optimizer"].end_s), atol=1e-6
+    )
+    assert len(set(colours[-1][:3])) == 1  # grey
+    assert len(set(colours[0][:3])) > 1
+    assert axes.get_xlim()[1] == max(span.end_s for span in spans.values()) == plan.time_s + 0.25
+
+
+def test_figures_have_the_colours_of_the_pages(plan: Plan):
+    from matplotlib.colors import to_hex
+
+    light, _ = page_file("theme.css").split("prefers-color-scheme: dark")
+    stops = [light.split(f"--scale-{step}: ")[1][:7] for step in range(5)]
+    used = draw_plan(plan).axes[-1].collections[-1].get_cmap()
+    assert [to_hex(used(step / 4)) for step in (0, 4)] == [stops[0], stops[4]]
+    assert stops[2] == "#ecd67a"
+
+
+def test_a_plan_of_a_single_clock_can_be_drawn(tmp_path: Path):
+    points = {(0, kind): (Measurement(1400, 1.0, 90.0),) for kind in "FB"}
+    alone = solve(Profile(points, 60.0), schedules.one_f_one_b(1, 2))
+    save_figure(draw_plan(alone.plan_for_least_energy()), tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("kind", FIRST_BYTES)
+def test_the_format_is_what_the_name_ends_with_and_equal_figures_are_equal_files(
+    plan: Plan, kind: str, tmp_path: Path
+):
+    files = [tmp_path / f"{name}.{kind}" for name in ("one", "two")]
+    for file in files:
+        check_figure_path(file, "--plot")
+        save_figure(draw_plan(plan), file)
+    first, again = (file.read_bytes() for file in files)
+    assert first == again
+    assert first.startswith(FIRST_BYTES[kind])
+
+
+def test_a_figure_that_cannot_be_written_is_refused(plan: Plan, folder: Path):
+    with pytest.raises(UsageError) as refusal:
+        save_figure(draw_plan(plan), Path("absent/plan.png"))
+    assert (
+        str(refusal.value)
+        == "absent/plan.png: cannot be written: No such file or directory; check the folder"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "text"),
+    [
+        (
+            "plan.gif",
+            None,
+            "--plot plan.gif: figures are written as .png, .svg, .pdf; end the name with one of "
+            "them",
+        ),
+        (
+            "plan.png",
+            "matplotlib",
+            "--plot needs matplotlib, which is not installed; run `pip install '.[plot]'` in your "
+            "clone of perseus-planner",
+        ),
+    ],
+)
+def test_a_figure_that_cannot_be_drawn_is_refused_early(
+    name: str, absent: str | None, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    if absent is not None:
+        monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(UsageError) as refusal:
+        check_figure_path(Path(name), "--plot")
+    assert str(refusal.value) == text

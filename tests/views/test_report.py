@@ -26,10 +26,9 @@ from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.views.gantt import chart_plan, spare_s
 from perseus_planner.views.profiles import curves_of
-from perseus_planner.views.report.page import number, page
-from perseus_planner.views.report.report import chart_sources, make_report
-from perseus_planner.views.report.savings import EnergyRates, IterationSize, savings_of
-from perseus_planner.views.report.sources import Sources
+from perseus_planner.views.report import chart_sources, make_report, number, page
+from perseus_planner.views.savings import EnergyRates, IterationSize, savings_of
+from perseus_planner.views.sources import Sources
 
 SMALL = smooth_profile(3, step_mhz=150)
 

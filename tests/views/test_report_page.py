@@ -1,5 +1,5 @@
 """The report in a real browser: accessible, usable by keyboard, small with many computations,
-and self-contained.
+and self-contained; and what that browser finds wrong.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import pipeline_iteration
-from perseus_planner.views.report.page import page
-from perseus_planner.views.report.report import make_report
-from perseus_planner.views.report.savings import EnergyRates, IterationSize
-from perseus_planner.views.report.sources import Sources
+from perseus_planner.views.report import make_report, page
+from perseus_planner.views.savings import EnergyRates, IterationSize
+from perseus_planner.views.sources import Sources
 
 PHONE = {"viewport": {"width": 390, "height": 844}}
 
@@ -269,3 +268,43 @@ def plan_of(profile: Profile, iteration: Iteration, choices: int) -> Plan:
         profile.blocking_power_w,
         *numbers,
     )
+
+
+# --- The browser finds errors, requests and accessibility problems
+
+
+def page_of(folder: Path, text: str) -> str:
+    file = folder / "page.html"
+    file.write_text(f"<!doctype html><html lang=en><title>page</title><body><main>{text}</main>")
+    return file.as_uri()
+
+
+def test_a_good_page_is_good(browser, tmp_path: Path):
+    with opened(browser, page_of(tmp_path, "<h1>Good</h1>")) as page:
+        assert page.inner_text("h1") == "Good"
+        assert barriers(page) == []
+
+
+def test_an_error_of_a_script_is_found(browser, tmp_path: Path):
+    with (
+        pytest.raises(AssertionError, match="no such thing"),
+        opened(browser, page_of(tmp_path, "<script>throw Error('no such thing')</script>")),
+    ):
+        pass
+
+
+def test_a_request_that_leaves_the_machine_is_found(browser, tmp_path: Path):
+    with (
+        pytest.raises(AssertionError, match="example"),
+        opened(
+            browser, page_of(tmp_path, "<img alt='' src='http://192.0.2.1/example.png'>")
+        ) as page,
+    ):
+        page.wait_for_load_state()
+
+
+def test_an_element_without_a_name_is_found(browser, tmp_path: Path):
+    with opened(
+        browser, page_of(tmp_path, "<h1>Bad</h1><img src='data:,'><button></button>")
+    ) as page:
+        assert any("button-name" in each for each in barriers(page))

@@ -44,6 +44,14 @@ def read(plan: Plan, folder: Path) -> ReadTrace:
     return ReadTrace(folder / "plan.json")
 
 
+def recorded(folder: Path, stages: int, microbatches: int, iterations: int, **options) -> Run:
+    frontier = solve(
+        smooth_profile(stages, step_mhz=150), schedules.one_f_one_b(stages, microbatches)
+    )
+    write_run(folder, frontier.plan_for_least_energy(), iterations, **options)
+    return Run.load(folder)
+
+
 def replayed(plan: Plan) -> Plan:
     """`plan` with the time and energy that it replays to."""
     timeline = replay(plan)
@@ -246,19 +254,9 @@ def test_a_sum_begins_when_all_are_known():
     assert summed == Counter("ab", "W", [(3, 11.0), (5, 22.0), (9, 22.0)])
 
 
-def test_a_run_is_what_each_rank_measured_of_the_iterations_it_kept(plan: Plan, tmp_path: Path):
-    plan = solve(
-        smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4)
-    ).plan_for_least_energy()
-    write_run(
-        tmp_path / "run",
-        plan,
-        5,
-        pipelines=2,
-        origin="measured",
-        deviations={3: "3 microbatches, not 4"},
-    )
-    run = Run.load(tmp_path / "run")
+def test_a_run_is_what_each_rank_measured_of_the_iterations_it_kept(tmp_path: Path):
+    deviations = {3: "3 microbatches, not 4"}
+    run = recorded(tmp_path / "run", 3, 4, 5, pipelines=2, origin="measured", deviations=deviations)
     trace_run(run, tmp_path / "run.json")
     trace = ReadTrace(tmp_path / "run.json")
     source = (
@@ -301,12 +299,8 @@ def test_a_run_is_what_each_rank_measured_of_the_iterations_it_kept(plan: Plan, 
         assert (process, "pipeline power", "W") in trace.counters
 
 
-def test_ranks_whose_clocks_differ_are_each_on_its_own(plan: Plan, tmp_path: Path):
-    plan = solve(
-        smooth_profile(2, step_mhz=150), schedules.one_f_one_b(2, 2)
-    ).plan_for_least_energy()
-    write_run(tmp_path / "run", plan, 3)
-    run = Run.load(tmp_path / "run")
+def test_ranks_whose_clocks_differ_are_each_on_its_own(tmp_path: Path):
+    run = recorded(tmp_path / "run", 2, 2, 3)
     trace_run(run, tmp_path / "one.json")
     one, *others = run.ranks
     shift_s = 1000.0  # of the clock of the first rank's node
@@ -332,14 +326,8 @@ def test_ranks_whose_clocks_differ_are_each_on_its_own(plan: Plan, tmp_path: Pat
         ]
 
 
-def test_a_run_without_energy_or_with_overlapping_times_is_still_a_trace(
-    plan: Plan, tmp_path: Path
-):
-    plan = solve(
-        smooth_profile(2, step_mhz=150), schedules.one_f_one_b(2, 2)
-    ).plan_for_least_energy()
-    write_run(tmp_path / "run", plan, 3)
-    run = Run.load(tmp_path / "run")
+def test_a_run_without_energy_or_with_overlapping_times_is_still_a_trace(tmp_path: Path):
+    run = recorded(tmp_path / "run", 2, 2, 3)
     one, *others = run.ranks
     rows = [replace(row, energy_j=None) for row in one.iterations]
     longer = {
@@ -354,11 +342,8 @@ def test_a_run_without_energy_or_with_overlapping_times_is_still_a_trace(
     assert [name for _, name, _ in trace.counters if name.endswith("power")] == ["rank 1 power"]
 
 
-def test_a_run_of_which_nothing_was_kept_is_refused(plan: Plan, tmp_path: Path):
-    plan = solve(
-        smooth_profile(2, step_mhz=150), schedules.one_f_one_b(2, 2)
-    ).plan_for_least_energy()
-    write_run(tmp_path / "run", plan, 3)
+def test_a_run_of_which_nothing_was_kept_is_refused(tmp_path: Path):
+    recorded(tmp_path / "run", 2, 2, 3)
     (attempt_in(tmp_path / "run") / "computations-1.csv").unlink()
     with pytest.raises(RunError) as refused:
         trace_run(Run.load(tmp_path / "run"), tmp_path / "run.json")

@@ -1,11 +1,10 @@
-"""`theme.css` and `charts.js`, which the report page and the service's dashboard share."""
+"""What the pages are made of; the service's dashboard has `theme.css` and `charts.js` too."""
 
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Literal
 
 
-def page_file(name: Literal["theme.css", "charts.js"]) -> str:
-    """Return the text of one of the shared files."""
+def page_file(name: str) -> str:
+    """Return the text of a file of this folder."""
     return (files(__name__) / name).read_text(encoding="utf-8")

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.documents import kind_of
 from perseus_planner.base.errors import UsageError
+from perseus_planner.cluster.baselines import all_maximum
 from perseus_planner.plans.job import Job
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.context import Context, context_of_plan, context_of_profile
+from perseus_planner.views.run import RunSummary, summarize_run
 
 if TYPE_CHECKING:
     from perseus_planner.schedules.iteration import Iteration
 
-T = TypeVar("T")
+_WRONG = "was made from another profile", "has another schedule, transfers or operations"
 _ONE_KIND = "make a report for each kind of pipeline, from files that belong together"
 
 
@@ -50,27 +55,64 @@ class Sources:
                 "a report needs a profile, a frontier, a plan or the folder of a run; name at "
                 "least one"
             )
-        _check_digests(self)
-        _check_iterations(self)
+        for place, wrong in enumerate(_WRONG):
+            values = {
+                name: part[place] for name, part in self._parts.items() if part[place] is not None
+            }
+            first = next(iter(values), "")
+            for name, value in values.items():
+                if value != values[first]:
+                    raise UsageError(f"{name}: {wrong} than {first}; {_ONE_KIND}")
         _ = self.pipelines
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[str, Iteration | None]]:
+        """A name for each source -> the digest of the profile that it comes from, and its
+        iteration.
+        """
+        parts: dict[str, tuple[str, Iteration | None]] = {}
+        if self.frontier is not None:
+            parts["the frontier"] = self.frontier.profile.digest, self.frontier.dag.iteration
+        for name, plan in self.plans.items():
+            parts[name] = plan.profile_digest, plan.iteration
+        if self.profile is not None:
+            parts["the profile"] = self.profile.digest, None
+        for name, run in self.runs.items():
+            for plan in run.plans.values():
+                parts[name] = plan.profile_digest, plan.iteration
+        return parts
+
+    @cached_property
+    def before(self) -> Plan | None:
+        """The plan with all clocks at maximum; None without a frontier."""
+        if self.frontier is None:
+            return None
+        return self.frontier.plan_of(all_maximum(self.frontier.dag))
+
+    @cached_property
+    def summaries(self) -> dict[str, RunSummary]:
+        """Name -> the run beside its plans."""
+        return {name: summarize_run(run) for name, run in self.runs.items()}
+
+    @property
+    def unlike_plan(self) -> str | None:
+        """That a plan is of another machine than that of a run, in a sentence; None if none is."""
+        return next(filter(None, (each.unlike_plan for each in self.summaries.values())), None)
 
     @property
     def any_plan(self) -> Plan | None:
         """The first plan, or else one of a run; all plans agree on everything but clocks and
         deadline.
         """
-        return next(self._all_plans(), None)
-
-    def _all_plans(self) -> Iterator[Plan]:
-        yield from self.plans.values()
-        yield from (plan for run in self.runs.values() for plan in run.plans.values())
+        of_runs = (plan for run in self.runs.values() for plan in run.plans.values())
+        return next(chain(self.plans.values(), of_runs), None)
 
     @property
     def context(self) -> Context:
         """The profile and the iteration of the files."""
-        if self.profile is not None:
-            return context_of_profile(self.profile, self.iteration)
-        return context_of_plan(next(self._all_plans()))
+        if self.profile is None and self.any_plan is not None:
+            return context_of_plan(self.any_plan)
+        return context_of_profile(self.profile, self.iteration)  # type: ignore[arg-type]
 
     @property
     def iteration(self) -> Iteration | None:
@@ -82,7 +124,7 @@ class Sources:
     @property
     def digest(self) -> str:
         """The digest of the profile that all files come from."""
-        return next(iter(_digests(self).values()))
+        return next(iter(self._parts.values()))[0]
 
     @property
     def pipelines(self) -> int:
@@ -116,78 +158,37 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
         PlannerError: If a file cannot be read, there are two of a kind of which only one can be
             given, or the files do not belong together.
     """
-    profiles, frontiers, jobs = dict[str, Profile](), dict[str, Frontier](), dict[str, Job]()
-    plans, runs, names = dict[str, Plan](), dict[str, Run](), list[str]()
+    readers: dict[str | None, Callable[[Path], Any]] = {
+        "run": Run.load,
+        "frontier": Frontier.load,
+        "profile": partial(Profile.load, blocking_power_w=blocking_power_w),
+        "job": Job.load,
+    }
+    names, sources = list[str](), defaultdict[Any, dict[str, Any]](dict)
     for path in paths:
         names.append(name := _short_name(path, names))
-        match kind_of(path):
-            case "run":
-                runs[name] = Run.load(path)
-            case "frontier":
-                frontiers[name] = Frontier.load(path)
-            case "profile":
-                profiles[name] = Profile.load(path, blocking_power_w)
-            case "job":
-                jobs[name] = Job.load(path)
-            case _:  # a plan, or a file that Plan.load refuses with the reason
-                plans[name] = Plan.load(path)
+        reader = readers.get(kind_of(path), Plan.load)  # which refuses other files with the reason
+        sources[reader][name] = reader(path)
+    runs, frontiers, profiles, jobs = (sources[reader] for reader in readers.values())
+    plans = sources[Plan.load]
     job, profile = _only(jobs, "job file"), _only(profiles, "profile")
     if profile is None and job is not None and not (frontiers or plans or runs):
-        profile = _only_profile(job)
+        if len(job.profiles) > 1:
+            kinds = len(job.profiles)
+            raise UsageError(f"the job file has {kinds} kinds of pipelines; {_ONE_KIND}")
+        profile = job.profiles[0]
     return Sources(profile, _only(frontiers, "frontier"), plans, runs, job, tuple(names))
 
 
-def _only(found: Mapping[str, T], what: str) -> T | None:
-    """Return the only entry, or None if there is none."""
-    if len(found) > 1:
-        raise UsageError(f"{' and '.join(found)}: only one {what} can be given; name one of them")
-    return next(iter(found.values()), None)
+def _only(sources: Mapping[str, Any], what: str) -> Any:
+    """Return the only one, or None if there is none."""
+    if len(sources) > 1:
+        names = " and ".join(sources)
+        raise UsageError(f"{names}: only one {what} can be given; name one of them")
+    return next(iter(sources.values()), None)
 
 
 def _short_name(path: Path, taken: list[str]) -> str:
     """Return the last part of the path, or the whole path if that name is taken."""
     name = path.resolve().name
     return str(path) if name in taken else name
-
-
-def _only_profile(job: Job) -> Profile:
-    if len(job.profiles) > 1:
-        raise UsageError(f"the job file has {len(job.profiles)} kinds of pipelines; {_ONE_KIND}")
-    return job.profiles[0]
-
-
-def _digests(sources: Sources) -> dict[str, str]:
-    """Return a name for each source -> the digest of the profile that it comes from."""
-    found = {} if sources.frontier is None else {"the frontier": sources.frontier.profile.digest}
-    found |= {name: plan.profile_digest for name, plan in sources.plans.items()}
-    found |= {} if sources.profile is None else {"the profile": sources.profile.digest}
-    found |= {
-        name: plan.profile_digest
-        for name, run in sources.runs.items()
-        for plan in run.plans.values()
-    }
-    return found
-
-
-def _check_digests(sources: Sources) -> None:
-    digests = _digests(sources)
-    first, digest = next(iter(digests.items()))
-    for name, other in digests.items():
-        if other != digest:
-            raise UsageError(f"{name}: was made from another profile than {first}; {_ONE_KIND}")
-
-
-def _check_iterations(sources: Sources) -> None:
-    iterations = (
-        {} if sources.frontier is None else {"the frontier": sources.frontier.dag.iteration}
-    )
-    iterations |= {name: plan.iteration for name, plan in sources.plans.items()}
-    iterations |= {
-        name: plan.iteration for name, run in sources.runs.items() for plan in run.plans.values()
-    }
-    for name, iteration in iterations.items():
-        first = next(iter(iterations))
-        if iteration != iterations[first]:
-            raise UsageError(
-                f"{name}: has another schedule, transfers or operations than {first}; {_ONE_KIND}"
-            )

@@ -8,11 +8,11 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from perseus_planner.inference.plan import BASELINE
 from perseus_planner.views.inference import AGAINST, plan_sheets, plan_text
-from perseus_planner.views.report.page import content_policy, report_file
+from perseus_planner.views.report import content_policy
 from perseus_planner.views.web import page_file
 
 if TYPE_CHECKING:
-    from perseus_planner.views.report.savings import EnergyCost, EnergyRates
+    from perseus_planner.views.savings import EnergyCost, EnergyRates
 
 _STYLE = """
 .bars { width: 100%; min-width: 32rem; max-width: 46rem; height: auto; }
@@ -50,7 +50,7 @@ def pools_text(report: PoolsReport) -> str:
 def pools_page(report: PoolsReport) -> str:
     """Return the page of a report. Names are escaped, whatever they contain."""
     html = Element("html", lang="en")
-    styles = [page_file("theme.css"), report_file("report.css"), _STYLE]
+    styles = [page_file("theme.css"), page_file("report.css"), _STYLE]
     head = SubElement(html, "head")
     SubElement(head, "meta", charset="utf-8")
     SubElement(

@@ -7,16 +7,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from perseus_planner.base.units import COUNT, Rule, check_fields
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.units import COUNT, Rule
 from perseus_planner.views.context import Comparison, compare, origin_label
-from perseus_planner.views.run import RunSummary, summarize_run
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.run import Run
-    from perseus_planner.views.report.sources import Sources
+    from perseus_planner.views.run import RunSummary
+    from perseus_planner.views.sources import Sources
 
 _DAY_S = 86400.0
 _J_PER_KWH = 3.6e6
@@ -32,7 +33,7 @@ _RATE = Rule(float, True, "a rate: give a finite number of 0 or more, such as 0.
 
 
 @dataclass(frozen=True)
-class EnergyRates:
+class EnergyRates(Checked):
     """What a kilowatt-hour costs. The defaults are assumptions; replace them by the rates where the
     GPUs are.
 
@@ -40,14 +41,12 @@ class EnergyRates:
         UsageError: If a number is negative or not finite, or the PUE is below 1.
     """
 
-    price_usd_per_kwh: float = 0.12  #: price of electricity, US dollars
+    price_usd_per_kwh: Annotated[float, _RATE] = 0.12  #: price of electricity, US dollars
     #: power usage effectiveness, the energy at the meter over the energy at the GPUs; 1 adds
     #: nothing.
-    pue: float = 1.2
-    carbon_kg_per_kwh: float = 0.40  #: emissions of the grid, kilograms of CO2 equivalent
-
-    def __post_init__(self) -> None:
-        check_fields(self, {"price_usd_per_kwh": _RATE, "pue": _PUE, "carbon_kg_per_kwh": _RATE})
+    pue: Annotated[float, _PUE] = 1.2
+    #: emissions of the grid, kilograms of CO2 equivalent.
+    carbon_kg_per_kwh: Annotated[float, _RATE] = 0.40
 
     def cost(self, energy_j: float) -> EnergyCost:
         """Return the cost of `energy_j` joules at the GPUs, which may be negative."""
@@ -133,19 +132,15 @@ def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tup
 
     Nothing is saved by plans of another machine than that of a run.
     """
-    if any(summarize_run(run).unlike_plan for run in sources.runs.values()):
+    if sources.unlike_plan:
         return ()
     of_runs = (
-        each for name, run in sources.runs.items() for each in _run_saving(name, run, rates, size)
+        saving
+        for name, run in sources.runs.items()
+        for saving in _run_saving(name, run, sources.summaries[name], rates, size)
     )
     of_plans = (_plan_saving(name, plan, rates, size) for name, plan in sources.plans.items())
     return (*of_runs, *of_plans)
-
-
-def pipelines_of_run(run: Run, summary: RunSummary) -> int:
-    """Return how many of a plan's pipelines the GPUs of the run's ranks make up."""
-    plan = run.plan(summary.version, summary.ranks[0].pipeline)
-    return max(1, round(len(summary.ranks) / (len(plan.schedule.ranks) * plan.gpus_per_stage)))
 
 
 def _plan_saving(name: str, plan: Plan, rates: EnergyRates, size: IterationSize) -> Saving:
@@ -155,9 +150,10 @@ def _plan_saving(name: str, plan: Plan, rates: EnergyRates, size: IterationSize)
     return _saving(name, compared, (origin, origin, origin), rates, size)
 
 
-def _run_saving(name: str, run: Run, rates: EnergyRates, size: IterationSize) -> Iterator[Saving]:
+def _run_saving(
+    name: str, run: Run, summary: RunSummary, rates: EnergyRates, size: IterationSize
+) -> Iterator[Saving]:
     """Yield the saving of a run, if the energy of an iteration is known."""
-    summary = summarize_run(run)
     current = summary.current
     if current.time_s is None or current.energy_j is None:
         return
@@ -171,7 +167,7 @@ def _run_saving(name: str, run: Run, rates: EnergyRates, size: IterationSize) ->
     )
     origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
     # The number of pipelines follows from the run, whatever the size says.
-    pipelines = pipelines_of_run(run, summary)
+    pipelines = summary.pipelines_of_plan
     part = pipelines / size.pipelines
     of_run = IterationSize(
         pipelines,

@@ -11,19 +11,17 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.cluster import baselines
-from perseus_planner.plans.replay import ALL_MAXIMUM, end_times, replay
+from perseus_planner.plans.replay import ALL_MAXIMUM, end_times
 from perseus_planner.views.context import origin_label, share
-from perseus_planner.views.report.savings import pipelines_of_run
-from perseus_planner.views.run import summarize_run
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.plans.replay import Span
     from perseus_planner.runs.run import Run
     from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.views.report.savings import Saving
-    from perseus_planner.views.report.sources import Sources
+    from perseus_planner.views.run import RunSummary
+    from perseus_planner.views.savings import Saving
+    from perseus_planner.views.sources import Sources
 
 PHASES = ("warm-up", "steady state", "drain")
 """A rank's warm-up lasts until its first backward begins; its drain begins when its last forward
@@ -106,79 +104,71 @@ def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnerg
         sources: what the report is made of.
         savings: what each run and plan saves; the sentences are about the first.
     """
-    if any(summarize_run(run).unlike_plan for run in sources.runs.values()):
+    if sources.unlike_plan:
         return WhereEnergyGoes((), None, ())
     before = bottleneck = None
-    if sources.frontier is not None:
-        plan = sources.frontier.plan_of(baselines.all_maximum(sources.frontier.dag))
-        before = energy_of_plan(ALL_MAXIMUM, plan, "baseline")
-        bottleneck = find_bottleneck(sources.frontier, plan, before)
+    if sources.frontier is not None and sources.before is not None:
+        before = energy_of_plan(ALL_MAXIMUM, sources.before, "baseline")
+        bottleneck = find_bottleneck(sources.frontier, sources.before, before)
     planned = next((energy_of_plan(name, plan) for name, plan in sources.plans.items()), None)
-    ran = next(
-        filter(None, (_energy_of_run(name, run) for name, run in sources.runs.items())), None
+    runs = (
+        _energy_of_run(name, run, sources.summaries[name]) for name, run in sources.runs.items()
     )
-    found = tuple(each for each in (before, planned, ran) if each is not None)
-    return WhereEnergyGoes(
-        found, bottleneck, tuple(_sentences(savings, before, planned, ran, bottleneck))
-    )
+    ran = next(filter(None, runs), None)
+    sentences = _sentences(savings, before, planned, ran, bottleneck)
+    iterations = tuple(filter(None, (before, planned, ran)))
+    return WhereEnergyGoes(iterations, bottleneck, tuple(sentences))
 
 
 def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy:
     """Return where the energy of a replayed iteration goes; its sum is the plan's energy."""
-    timeline, iteration = replay(plan), plan.iteration
-    spans = list(timeline.spans.values())
+    iteration, time_s = plan.iteration, plan.timeline.time_s
+    spans = list(plan.timeline.spans.values())
     uses: list[list[EnergyUse]] = []
     busy_s, clocks = [], []
     for program, waiting_w in zip(iteration.programs, plan.rank_waiting_w, strict=True):
-        ends_s = _phase_ends_s(plan, program, spans, timeline.time_s)
-        uses.append(list(_phases([spans[place] for place in program], ends_s, waiting_w)))
-        busy_s.append(math.fsum(spans[place].end_s - spans[place].start_s for place in program))
-        clocks.append(_mean_clock(plan, program, spans))
+        in_order = [spans[place] for place in program]
+        computed = [
+            (iteration.computations[place].kind, plan.clocks[iteration.names[place]], spans[place])
+            for place in program
+            if place < len(iteration.computations)
+        ]
+        ends_s = _phase_ends_s([(kind, span) for kind, _, span in computed], time_s)
+        uses.append(list(_phases(in_order, ends_s, waiting_w)))
+        busy_s.append(math.fsum(span.time_s for span in in_order))
+        computed_s = math.fsum(span.time_s for _, _, span in computed)
+        clocks.append(math.fsum(clock * span.time_s for _, clock, span in computed) / computed_s)
     return IterationEnergy(
-        name,
-        kind,
-        origin_label(plan.origin),
-        timeline.time_s,
-        tuple(map(_sum, uses)),
-        tuple(map(_sum, zip(*uses, strict=True))),
-        tuple(busy_s),
-        tuple(clocks),
+        name=name,
+        kind=kind,
+        origin=origin_label(plan.origin),
+        time_s=time_s,
+        ranks=tuple(map(_sum, uses)),
+        phases=tuple(map(_sum, zip(*uses, strict=True))),
+        busy_s=tuple(busy_s),
+        clocks=tuple(clocks),
     )
 
 
-def _phase_ends_s(
-    plan: Plan, program: Sequence[int], spans: Sequence[Span], time_s: float
-) -> tuple[float, ...]:
+def _phase_ends_s(computed: Sequence[tuple[str, Span]], time_s: float) -> tuple[float, ...]:
     """Return when each phase of a rank ends; without backwards, all is steady state."""
-    kinds = [
-        (plan.iteration.computations[place].kind, spans[place])
-        for place in program
-        if _is_computation(plan, place)
-    ]
-    backward_s = min((span.start_s for kind, span in kinds if kind != "F"), default=0.0)
-    forward_s = max((span.end_s for kind, span in kinds if kind == "F"), default=0.0)
-    if not any(kind != "F" for kind, _ in kinds):
-        forward_s = time_s
-    return backward_s, max(backward_s, forward_s), time_s
-
-
-def _is_computation(plan: Plan, place: int) -> bool:
-    return place < len(plan.iteration.computations)
+    backwards = [span.start_s for kind, span in computed if kind != "F"]
+    if not backwards:
+        return 0.0, time_s, time_s
+    forward_s = max((span.end_s for kind, span in computed if kind == "F"), default=0.0)
+    return min(backwards), max(min(backwards), forward_s), time_s
 
 
 def _phases(
     spans: Sequence[Span], ends_s: Sequence[float], waiting_w: float
 ) -> Iterator[EnergyUse]:
     begin_s = 0.0
-    for number, end_s in enumerate(ends_s):
-        is_last = (
-            number == len(ends_s) - 1
-        )  # with a negative calibrated overhead, spans begin after the iteration's end
-        inside = [
-            span for span in spans if begin_s <= span.start_s and (is_last or span.start_s < end_s)
-        ]
-        busy_s = math.fsum(span.end_s - span.start_s for span in inside)
-        computing_j = math.fsum(span.power_w * (span.end_s - span.start_s) for span in inside)
+    for number, end_s in enumerate(ends_s, 1):
+        # With a negative calibrated overhead, spans begin after the iteration's end.
+        before_s = math.inf if number == len(ends_s) else end_s
+        inside = [span for span in spans if begin_s <= span.start_s < before_s]
+        busy_s = math.fsum(span.time_s for span in inside)
+        computing_j = math.fsum(span.energy_j for span in inside)
         yield EnergyUse(computing_j, waiting_w * (end_s - begin_s - busy_s))
         begin_s = end_s
 
@@ -189,39 +179,34 @@ def _sum(uses: Sequence[EnergyUse]) -> EnergyUse:
     )
 
 
-def _mean_clock(plan: Plan, program: Sequence[int], spans: Sequence[Span]) -> float:
-    names = plan.iteration.names
-    timed = [
-        (plan.clocks[names[place]], spans[place].end_s - spans[place].start_s)
-        for place in program
-        if _is_computation(plan, place)
-    ]
-    return math.fsum(clock * time_s for clock, time_s in timed) / math.fsum(
-        time_s for _, time_s in timed
-    )
-
-
-def _energy_of_run(name: str, run: Run) -> IterationEnergy | None:
+def _energy_of_run(name: str, run: Run, summary: RunSummary) -> IterationEnergy | None:
     """Return where the energy of a run's mean iteration goes, or None if it is not known.
 
     Only the energy of a whole iteration is read from a GPU: that of waiting is the time without
     computations at the blocking power of the plan, and the rest is that of computing.
     """
-    summary = summarize_run(run)
     time_s = summary.current.time_s
     if time_s is None or summary.current.energy_j is None:
         return None
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
-    count = pipelines_of_run(run, summary)
     uses, busy_s = [], []
     for number, waiting_w in enumerate(plan.rank_waiting_w):
         ranks = [rank for rank in summary.ranks if rank.pipeline_rank == number]
         busy_s.append(fmean(rank.busy_s or 0.0 for rank in ranks))
         waiting_j = waiting_w * (time_s - busy_s[-1])
-        energy_j = math.fsum(rank.energy_j or 0.0 for rank in ranks) / count
+        energy_j = math.fsum(rank.energy_j or 0.0 for rank in ranks)
+        energy_j /= summary.pipelines_of_plan
         uses.append(EnergyUse(energy_j - waiting_j, waiting_j))
-    origin = f"time measured, energy {summary.gpu_origin or 'of unknown origin'}"
-    return IterationEnergy(name, "run", origin, time_s, tuple(uses), (), tuple(busy_s), ())
+    return IterationEnergy(
+        name=name,
+        kind="run",
+        origin=summary.origin,
+        time_s=time_s,
+        ranks=tuple(uses),
+        phases=(),
+        busy_s=tuple(busy_s),
+        clocks=(),
+    )
 
 
 def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> Bottleneck:
@@ -249,7 +234,6 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
 
 
 # --- In words
-# ------------------------------------------------------------------------------------------
 
 
 def _sentences(

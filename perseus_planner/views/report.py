@@ -1,0 +1,384 @@
+"""A report as plain values, the text that `planner report` prints of it, its page, and the figures
+of `planner show --figure`.
+
+The page is one HTML file. Everything is inside, so that it opens anywhere, and offline.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import sha256
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from jinja2 import Environment, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+from perseus_planner.base import __version__
+from perseus_planner.base.errors import RunError, UsageError
+from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Column, lay_out, table
+from perseus_planner.cluster import baselines
+from perseus_planner.plans.replay import ALL_MAXIMUM
+from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.views.context import Context, origin_label
+from perseus_planner.views.figures import draw_curves, draw_frontier, draw_gantt
+from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
+from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
+from perseus_planner.views.plan import RankSummary, summarize_plan
+from perseus_planner.views.profiles import MeasuredCurve, curves_of
+from perseus_planner.views.savings import EnergyRates, IterationSize, Saving, savings_of
+from perseus_planner.views.web import page_file
+from perseus_planner.views.where import PHASES, WhereEnergyGoes, where_energy_goes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.views.run import RunSummary
+    from perseus_planner.views.sources import Sources
+
+_NOT_KNOWN, _MINUS = "\u2013", "\u2212"
+_ENVPIPE_COMPUTATIONS = (
+    2000  #: EnvPipe replays the iteration up to computations x clocks times; more take minutes
+)
+
+
+@dataclass(frozen=True)
+class RanksOfPlan:
+    """What each rank does in an iteration of a plan, and where those numbers come from."""
+
+    name: str
+    origin: str
+    time_s: float
+    ranks: tuple[RankSummary, ...]
+
+
+@dataclass(frozen=True)
+class EnergyReport:
+    """The values of a report."""
+
+    planner: str  #: version of the planner that made it
+    files: tuple[str, ...]  #: names of the files that it was made from
+    context: Context  #: the profile and the iteration
+    rates: EnergyRates  #: what a kilowatt-hour costs
+    size: IterationSize  #: the size of an iteration
+    savings: tuple[Saving, ...]  #: what each run and plan saves
+    where: WhereEnergyGoes  #: where the energy goes and why
+    frontier: FrontierChart  #: the chart of the frontier
+    #: the iteration with all clocks at maximum, as planned, and as recorded.
+    iterations: tuple[GanttChart, ...]
+    left_out: tuple[str, ...]  #: iterations that cannot be shown, each with the reason
+    ranks: tuple[RanksOfPlan, ...]  #: clock changes, clocks and load of each rank by each plan
+    runs: dict[str, RunSummary]  #: name -> the run beside its plans
+    curves: tuple[MeasuredCurve, ...]  #: the curve of each computation
+
+
+def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> EnergyReport:
+    """Make the report of `sources`. It replays other planners, which takes seconds for a large
+    pipeline.
+    """
+    charts, left_out = chart_iterations(sources)
+    savings = savings_of(sources, rates, size)
+    return EnergyReport(
+        planner=__version__,
+        files=sources.names,
+        context=sources.context,
+        rates=rates,
+        size=size,
+        savings=savings,
+        where=where_energy_goes(sources, savings),
+        frontier=chart_sources(sources),
+        iterations=charts,
+        left_out=left_out,
+        ranks=tuple(
+            RanksOfPlan(name, origin_label(plan.origin), plan.time_s, summarize_plan(plan).per_rank)
+            for name, plan in sources.plans.items()
+        ),
+        runs=sources.summaries,
+        curves=() if sources.profile is None else curves_of(sources.profile),
+    )
+
+
+def chart_iterations(sources: Sources) -> tuple[tuple[GanttChart, ...], tuple[str, ...]]:
+    """Return the iteration with all clocks at maximum, as planned and as recorded; then what is
+    left out, and why.
+    """
+    charts, left_out = list[GanttChart](), list[str]()
+    if sources.before is not None:
+        note = "before: the baseline of every saving"
+        charts.append(chart_plan(ALL_MAXIMUM, sources.before, note))
+    charts += [chart_plan(name, plan, "as planned") for name, plan in sources.plans.items()]
+    for name, run in sources.runs.items():
+        try:
+            charts.append(chart_run(name, run)[0])
+        except RunError as error:
+            left_out.append(str(error))
+    if sources.plans and sources.frontier is None:
+        left_out.append(
+            f"The iteration before, with {ALL_MAXIMUM}, is not known from a plan alone; add the "
+            "frontier"
+        )
+    return tuple(charts), tuple(left_out)
+
+
+def chart_sources(sources: Sources) -> FrontierChart:
+    """Return the bound with every known iteration beside it; other planners choose for the time
+    of the first plan.
+    """
+    known = [_point_of(name, "plan", plan) for name, plan in sources.plans.items()]
+    for name, run in sources.summaries.items():
+        time_s, energy_j = run.current.time_s, run.current.energy_j
+        if time_s is not None and energy_j is not None:
+            energy_j /= run.pipelines_of_plan
+            known.append(IterationPoint(name, "run", time_s, energy_j, run.origin))
+    frontier = sources.frontier
+    if frontier is None:
+        if (plan := sources.any_plan) is not None:
+            baseline = _point_of(ALL_MAXIMUM, "baseline", plan)
+            time_s, energy_j = plan.baseline_time_s, plan.baseline_energy_j
+            known.insert(0, replace(baseline, time_s=time_s, energy_j=energy_j))
+        return FrontierChart("", (), (), tuple(known))
+    first = next(iter(sources.plans.values()), None)
+    deadline_s = frontier.baseline_time_s if first is None else max(first.time_s, first.deadline_s)
+    peers, left_out = list[IterationPoint](), list[str]()
+    for name, choose in _CHOICES.items():
+        try:
+            peers.append(_point_of(name, "peer", frontier.plan_of(choose(frontier, deadline_s))))
+        except UsageError as error:
+            left_out.append(f"{name}: {error}")
+    chart = chart_frontier(frontier)
+    baseline, *landmarks = chart.points
+    points = (baseline, *known, *landmarks, *peers)
+    return replace(chart, points=points, deadline_s=deadline_s, left_out=tuple(left_out))
+
+
+def _point_of(name: str, kind: Literal["plan", "peer", "baseline"], plan: Plan) -> IterationPoint:
+    return IterationPoint(name, kind, plan.time_s, plan.energy_j, origin_label(plan.origin))
+
+
+def _envpipe(frontier: Frontier, _: float) -> Mapping[str, int]:
+    count = len(frontier.dag.computations)
+    if count > _ENVPIPE_COMPUTATIONS:
+        raise UsageError(
+            f"its walk over {count:,} computations takes minutes; `planner simulate --policy "
+            "envpipe` replays it"
+        )
+    return baselines.envpipe(frontier.dag)
+
+
+_CHOICES: Mapping[str, Callable[[Frontier, float], Mapping[str, int]]] = {
+    "one clock for the job": lambda frontier, deadline_s: baselines.one_clock(
+        frontier.dag, deadline_s
+    ),
+    "one clock per stage (Zeus)": lambda frontier, deadline_s: baselines.one_per_stage(
+        frontier.dag, deadline_s
+    ),
+    "EnvPipe": _envpipe,
+}
+
+
+def report_text(report: EnergyReport) -> str:
+    """Return the text that `planner report` prints: the savings as a table, and the rates that
+    they assume.
+    """
+    unlike = [run.unlike_plan for run in report.runs.values() if run.unlike_plan is not None]
+    if unlike:
+        return f"{unlike[0]}.\n"
+    if not report.savings:
+        return "There is no saving to show: no plan was given, and no run whose energy is known.\n"
+    rates = report.rates
+    return (
+        "".join(f"{sentence}\n" for sentence in report.where.sentences) + "\n"
+        f"{table(lay_out(report.savings, *_SAVINGS))}\n\n"
+        f"Compared with {ALL_MAXIMUM}; kWh, money and CO2e are at the meter, for a day of such "
+        "iterations.\n"
+        f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
+        "kWh, "
+        f"PUE {rates.pue:g}.\n"
+    )
+
+
+_SAVINGS = (
+    Column("", "name", "<"),
+    Column("iteration {}", "time_s", "s"),
+    Column("energy {}", "energy_j", "J"),
+    Column("saved %", "saved_share", "%"),
+    Column("kWh a day", "per_day.kwh", "#"),
+    Column("USD a day", "per_day.usd", "#"),
+    Column("kg CO2e a day", "per_day.co2e_kg", "#"),
+    Column("  energy is", "energy_origin", "<"),
+)
+
+
+def _draw_iterations(sources: Sources, by: str) -> Figure:
+    charts, left_out = chart_iterations(sources)
+    if not charts:
+        raise UsageError(
+            "; ".join(left_out) or "--figure timeline: needs a plan, a run or a frontier; name one"
+        )
+    return draw_gantt(charts, sources.context.control, by)
+
+
+def _draw_profile(sources: Sources) -> Figure:
+    if sources.profile is None:
+        raise UsageError("--figure curves: needs a profile; name one, or add it with --beside")
+    return draw_curves(sources.profile)
+
+
+FIGURES: Mapping[str, Callable[[Sources], Figure]] = MappingProxyType(
+    {
+        "points": lambda sources: draw_frontier(chart_sources(sources)),
+        "timeline": partial(_draw_iterations, by="power"),
+        "timeline-clock": partial(_draw_iterations, by="clock"),
+        "curves": _draw_profile,
+    }
+)
+"""The figures of `planner show --figure` by name."""
+
+
+def page(report: EnergyReport) -> str:
+    """Return the page of `report`. Names of files and profiles are escaped, whatever they contain.
+
+    A content security policy in the page allows only its own scripts and styles, by their digests,
+    and loads nothing.
+    """
+    styles = [_inline(page_file("theme.css")), _inline(page_file("report.css"))]
+    scripts = [
+        _inline(page_file("charts.js")),
+        _inline(page_file("timeline.js")),
+        _inline(page_file("report.js")),
+    ]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "si": _si,
+        "number": number,
+        "input": _input,
+        "share": _share,
+        "signed": _signed,
+        "watts": _watts,
+    }
+    return environment.from_string(page_file("report.html.j2")).render(
+        report=report,
+        unit=unit_of(report.context.control),
+        styles=styles,
+        scripts=scripts,
+        policy=content_policy(scripts, styles),
+        multiples=_multiples(report.curves),
+        has_errors=any(
+            point.energy_stderr_j is not None for curve in report.curves for point in curve.points
+        ),
+        data=htmlsafe_json_dumps(_data(report), dumps=json.dumps, separators=(",", ":")),
+    )
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Write a number with thousands separated and `digits` significant digits, or all digits
+    before the point.
+    """
+    if value is None:
+        return _NOT_KNOWN
+    if value == 0:
+        return "0"
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    if whole >= digits or float(value).is_integer():
+        return f"{value:,.0f}".replace("-", _MINUS)
+    places = digits - whole if whole else digits - 1 - int(f"{value:e}".split("e")[1])
+    return f"{value:,.{min(places, 12)}f}".replace("-", _MINUS)
+
+
+def _input(value: float) -> str:
+    """Write a number as it was given."""
+    return f"{value:g}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f}\u00a0%".replace("-", _MINUS)
+
+
+def _signed(value: float) -> str:
+    """Write a share in percent, with its sign."""
+    return f"{100 * value:+.2f}\u00a0%".replace("-", _MINUS)
+
+
+def _si(value: float, unit: str, digits: int = 4) -> str:
+    """Write a quantity with its prefix, which stays on its line."""
+    return si(value, unit, digits).replace(" ", "\u00a0").replace("-", _MINUS)
+
+
+def _watts(power_w: float | Iterable[float]) -> str:
+    if isinstance(power_w, (int, float)):
+        return f"{number(power_w)}\u00a0W"
+    powers_w = list(power_w)
+    return f"{number(min(powers_w))} to {number(max(powers_w))}\u00a0W"
+
+
+def _multiples(curves: Sequence[MeasuredCurve]) -> dict[str, list[tuple[str, int]]]:
+    """Return kind of computation -> names of the stages whose curves are equal, and the index of
+    the first of them.
+    """
+    alike: dict[str, dict[object, list[int]]] = {}
+    for index, curve in enumerate(curves):
+        of_kind = alike.setdefault(curve.computation, {})
+        of_kind.setdefault((curve.points, curve.hull), []).append(index)
+    return {
+        computation: [
+            (_stages([curves[index].stage for index in indices]), indices[0])
+            for indices in groups.values()
+        ]
+        for computation, groups in alike.items()
+    }
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    """Name stages, such as "stages 0 to 6" or "stages 0, 2, 4"."""
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return f"stage {first}"
+    if list(numbers) == list(range(first, last + 1)):
+        return f"stages {first} to {last}"
+    return f"stages {', '.join(map(str, numbers))}"
+
+
+def _inline(text: str) -> Markup:
+    """Mark a script or style of this package as safe."""
+    return Markup(text)
+
+
+def content_policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
+    """Return a content security policy that allows these scripts and styles, by their digests,
+    and nothing else.
+    """
+    allowed = [
+        " ".join(f"'sha256-{_digest(text)}'" for text in texts) or "'none'"
+        for texts in (scripts, styles)
+    ]
+    return (
+        f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    return b64encode(sha256(text.encode()).digest()).decode()
+
+
+def _data(report: EnergyReport) -> dict[str, Any]:
+    """Return the data that the scripts draw."""
+    return {
+        "unit": unit_of(report.context.control),
+        "where": [asdict(each) for each in report.where.iterations],
+        "phases": PHASES,
+        "frontier": asdict(report.frontier),
+        "iterations": [asdict(each) for each in report.iterations],
+        "ranks": [asdict(each) for each in report.ranks],
+        "curves": [asdict(each) for each in report.curves],
+    }
