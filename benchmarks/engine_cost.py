@@ -120,7 +120,7 @@ def _torch_pipelining(stage: Any, microbatches: int) -> _Made:
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
+    from perseus_planner.engines.torch_pipelining import TorchPipeline
 
     schedule = Schedule1F1B(
         PipelineStage(stage, 0, 1, torch.device("cpu")), microbatches, loss_fn=_loss
@@ -135,7 +135,7 @@ def _deepspeed(stage: Any, microbatches: int) -> _Made:
     import torch
     from deepspeed.pipe import PipelineModule
 
-    from perseus_planner.runtime.engines.deepspeed import DeepSpeedPipeline
+    from perseus_planner.engines.deepspeed import DeepSpeedPipeline
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)

@@ -26,10 +26,10 @@ from hook_cost import percentile
 from results import Check, Section, Table, environment, failed, write
 
 from perseus_planner.base.errors import PlannerError
+from perseus_planner.engines.torch_pipelining import TorchPipeline
 from perseus_planner.runtime.controller.client import Connection, start_controller
 from perseus_planner.runtime.controller.protocol import AttachRequest, ControlChange
 from perseus_planner.runtime.cuda_marks import CudaMarks
-from perseus_planner.runtime.engines.torch_pipelining import TorchPipeline
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import IterationTimes
 

@@ -16,8 +16,7 @@ from replay_gpu import ReplayGpu
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, Profile, schedules, solve
-from perseus_planner.profiler.assembly import assemble_profile
-from perseus_planner.profiler.stage import StageRows
+from perseus_planner.profiler.stage import StageRows, assemble_profile
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 from perseus_planner.profiles.measurement import Measurement
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.engines.microbatch import describe_error
+from perseus_planner.engines.torch_state import map_tensors
 from perseus_planner.profiler.ranks.group import (
     TIMEOUT_S,
     RankGroup,
@@ -29,8 +31,6 @@ from perseus_planner.profiler.ranks.measure import (
 )
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiler.torch_stage import torch_stage
-from perseus_planner.training.microbatch import describe_error
-from perseus_planner.training.values import map_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +66,8 @@ class StageBuilder:
             raise UsageError(
                 f"stage {text!r} does not name a function; write package.module:build_stage"
             )
-        folders = [str(each) for each in dict.fromkeys([(folder or Path()).resolve(), Path.cwd()])]
-        sys.path[:0] = [each for each in folders if each not in sys.path]
+        folders = [str(path) for path in dict.fromkeys([(folder or Path()).resolve(), Path.cwd()])]
+        sys.path[:0] = [path for path in folders if path not in sys.path]
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -123,7 +123,7 @@ class StageBuilder:
             case (torch.nn.Module() as module, inputs, loss) if loss is None or callable(loss):
                 return module, inputs, loss
         kinds = (
-            ", ".join(type(each).__name__ for each in built)
+            ", ".join(type(part).__name__ for part in built)
             if isinstance(built, tuple)
             else type(built).__name__
         )
@@ -232,7 +232,7 @@ def _local_stage(
     @contextmanager
     def opened(gpu: Gpu, block: Block | None) -> Iterator[Stage]:
         module, inputs, loss = builder.build(position)
-        module, inputs = module.to(device), map_tensors(lambda each: each.to(device), inputs)
+        module, inputs = module.to(device), map_tensors(lambda tensor: tensor.to(device), inputs)
         first = position.stage == 0
         with torch_stage(
             gpu, module, inputs, loss, first=first, split_backward=split_backward, block=block

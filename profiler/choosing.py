@@ -166,8 +166,8 @@ def _predict(setting: int, table: Mapping[int, Measurement]) -> _Prediction:
     """Predict the row of a setting between two measured ones by the Brownian bridge that the
     module describes.
     """
-    high = table[min(each for each in table if each > setting)]
-    low = table[max(each for each in table if each < setting)]
+    high = table[min(other for other in table if other > setting)]
+    low = table[max(other for other in table if other < setting)]
     above, below = math.log(high.clock_mhz / setting), math.log(setting / low.clock_mhz)
     share = above / (above + below)
     return _Prediction(

@@ -49,7 +49,8 @@ def find_doubt(
     control: str = "clock",
     stages: int = 1,
 ) -> Doubt:
-    """Return how far the saving is known, and what to measure next.
+    """Return how far the saving is known, and what to measure next: one function, as all its parts
+    share the draws and the prices.
 
     The result depends on the arguments alone, so a resumed sweep chooses as one that was not
     interrupted.
@@ -68,11 +69,13 @@ def find_doubt(
     measured = next(iter(rows.values()))
     capped = highest_below_cap(settings, rows) if control == "clock" else settings[0]
     useful = [
-        each for each in settings if min(measured) <= each and (each <= capped or each in measured)
+        clock
+        for clock in settings
+        if min(measured) <= clock and (clock <= capped or clock in measured)
     ]
     profile = Profile(
         {
-            (0, kind): tuple(table[each] for each in sorted(table, reverse=True))
+            (0, kind): tuple(table[clock] for clock in sorted(table, reverse=True))
             for kind, table in rows.items()
         },
         blocking_w,
@@ -80,7 +83,7 @@ def find_doubt(
     )
     estimate = profile.estimated(useful)
     draws = estimate.draws(_DRAWS)
-    known = [i for i, each in enumerate(useful) if each in measured]
+    rows_at = [i for i, clock in enumerate(useful) if clock in measured]
     told, variance, baseline_j = np.zeros(len(useful)), np.zeros(len(PRICES)), 0.0
     for kind, table in rows.items():
         key, top = (0, kind), table[max(table)]
@@ -105,14 +108,14 @@ def find_doubt(
             told += _explained(possible_j, quantity, noise)
         # Like stages share what exact rows would leave unknown, between the settings, but not the
         # noise of their rows.
-        between = _unexplained(saved_j, np.concatenate([quantity[known] for quantity in logs]))
+        between = _unexplained(saved_j, np.concatenate([quantity[rows_at] for quantity in logs]))
         variance += between + np.maximum(saved_j.var(axis=1) - between, 0.0) / stages
         baseline_j += expected[0].energy_j
     half = WIDER_SAVING * NormalDist().inv_cdf((1 + INTERVAL) / 2)
     allowed = [
         i
-        for i, each in enumerate(useful)
-        if each not in measured or any(_may_repeat(table[each]) for table in rows.values())
+        for i, clock in enumerate(useful)
+        if clock not in measured or any(_may_repeat(table[clock]) for table in rows.values())
     ]
     best = max(allowed, key=told.__getitem__, default=None)
     return Doubt(

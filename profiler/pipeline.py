@@ -6,24 +6,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import UsageError
-from perseus_planner.profiler.engines.deepspeed import record_deepspeed
-from perseus_planner.profiler.engines.megatron import ForwardStep, MegatronLoss, record_megatron
-from perseus_planner.profiler.engines.torch_pipelining import record_torch_schedule
+from perseus_planner.engines import engine_of
+from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
+from perseus_planner.engines.torch_state import sharding_problem
 from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup
-from perseus_planner.profiler.ranks.measure import ProfileRequest, measure_with_ranks
+from perseus_planner.profiler.ranks.measure import LocalStage, ProfileRequest, measure_with_ranks
 from perseus_planner.profiler.sweep import SweepSettings
-from perseus_planner.training.engine_kinds import SUPPORTED_ENGINES, engine_kind, megatron_chunks
+from perseus_planner.profiler.torch_stage import torch_stage
 
 if TYPE_CHECKING:
-    from perseus_planner.profiler.engines.engine_stages import EngineStages
-    from perseus_planner.profiler.stage import Progress
+    from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.stage import Block, Progress, Stage
     from perseus_planner.profiles.profiles import Profile
 
 _logger = logging.getLogger("perseus_planner.profiler")
@@ -36,7 +35,7 @@ class Profiling:
     profile: Profile | None = None  #: After the block, on rank 0, the profile; None on other ranks
     #: After the block, why there is no profile, if the stages cannot be measured; None if they can.
     problem: str | None = None
-    _loss: MegatronLoss = field(default_factory=MegatronLoss, repr=False)
+    _loss: LossOfSteps = field(default_factory=LossOfSteps, repr=False)
 
     def watched(self, forward_step: ForwardStep) -> ForwardStep:
         """Return the `forward_step` to give to Megatron-core inside the block, so that its loss
@@ -90,42 +89,61 @@ def profile_pipeline(
             `force`.
         GpuError, ProfileError: As in `measure_stage`.
     """
-    profiling = Profiling()
-    with _recorded(engine, profiling, tensor_group) as find_stages:
+    profiling, adapter = Profiling(), engine_of(engine, "profile_pipeline")
+    problem = adapter.problem
+    recording = None if problem is not None else Recording(adapter, profiling._loss)
+    with nullcontext() if recording is None else recording.running():
         yield profiling
-    target = None if output is None else Path(output)
-    request = ProfileRequest(
-        gpu, settings or SweepSettings(), target, resume, blocking_power_w, timeout_s, progress
-    )
     with RankGroup(timeout_s) as group:
-        found = find_stages()
-        profiling.problem = next(filter(None, group.gather(found.problem)), None)
-        if profiling.problem is not None:
+        stages = [] if recording is None else recording.stages()
+        problem = problem or sharding_problem(recorded.stage.module for recorded in stages)
+        profiling.problem = next(filter(None, group.gather(problem)), None)
+        if profiling.problem is not None or recording is None:
             if group.rank == 0:
                 _logger.warning("the pipeline was not profiled: %s", profiling.problem)
             return
-        request = replace(request, iteration=found.iteration, force=force)
+        request = ProfileRequest(
+            gpu=gpu,
+            settings=settings or SweepSettings(),
+            output=None if output is None else Path(output),
+            resume=resume,
+            blocking_power_w=blocking_power_w,
+            timeout_s=timeout_s,
+            progress=progress,
+            iteration=adapter.iteration(recording.forwards),
+            force=force,
+        )
         profiling.profile = measure_with_ranks(
-            group, found.stages, found.tensor_rank, request, found.device
+            group,
+            [_local_stage(recorded, adapter.splits_backward) for recorded in stages],
+            adapter.tensor_rank if tensor_group is None else _rank_in(tensor_group),
+            request,
+            adapter.device,
         )
 
 
-def _recorded(
-    engine: Any, profiling: Profiling, tensor_group: Any
-) -> AbstractContextManager[Callable[[], EngineStages]]:
-    kind = engine_kind(engine)
-    if kind == "deepspeed":
-        return record_deepspeed(engine)
-    if kind == "torch":
-        return record_torch_schedule(engine, _rank_in(tensor_group))
-    if kind == "megatron":
-        return record_megatron(megatron_chunks(engine), profiling._loss)
-    raise UsageError(
-        f"profile_pipeline was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}"
-    )
+def _local_stage(recorded: RecordedStage, splits_backward: bool) -> LocalStage:
+    number = recorded.stage.number
+
+    @contextmanager
+    def opened(gpu: Gpu, block: Block | None) -> Iterator[Stage]:
+        measured = torch_stage(
+            gpu,
+            recorded.stage.module,
+            recorded.inputs,
+            recorded.loss,
+            first=number == 0,
+            split_backward=splits_backward,
+            forward=recorded.forward,
+            block=block,
+        )
+        with recorded.as_recorded(), recorded.stage.preserve_state(), measured as stage:
+            yield stage
+
+    return LocalStage(number, opened, recorded.trained_s)
 
 
 def _rank_in(group: Any) -> int:
     import torch.distributed as dist
 
-    return 0 if group is None else dist.get_rank(group)
+    return int(dist.get_rank(group))

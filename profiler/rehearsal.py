@@ -26,17 +26,17 @@ from perseus_planner.base.errors import (
     UsageError,
 )
 from perseus_planner.base.prefixes import si
+from perseus_planner.engines.microbatch import describe_error
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.build import require_torch, torch_device
 from perseus_planner.profiler.lock_check import LockCheck
 from perseus_planner.profiler.ranks.group import RankGroup, process_group
-from perseus_planner.profiler.ranks.messages import Message, exchange
+from perseus_planner.profiler.ranks.neighbours import Message, exchange
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import SingleGpu
 from perseus_planner.profiler.torch_stage import synchronizer, torch_stage
-from perseus_planner.training.microbatch import describe_error
 
 if TYPE_CHECKING:
     import torch
@@ -120,9 +120,9 @@ def rehearse(
         RankError: If another rank has ended.
     """
     require_torch()
-    with process_group() as found:
+    with process_group() as position:
         device = torch_device(gpu)
-        if found is None:
+        if position is None:
             yield _rehearsal([_rehearse_gpu(0, gpu, device, locks)])
             return
         with RankGroup() as group:
@@ -153,22 +153,25 @@ def _rehearsal(ranks: Sequence[RankRehearsal], is_stuck: bool = False) -> Rehear
 
 def _rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> RankRehearsal:
     """Rehearse on this rank's GPU alone; an error becomes one of its problems."""
-    found = RankRehearsal(rank, socket.gethostname(), remarks=tuple(_surroundings()))
+    rehearsal = RankRehearsal(rank, socket.gethostname(), remarks=tuple(_surroundings()))
     try:
         with open_gpu(gpu_text(text, device)) as gpu:
-            found = replace(
-                found, gpu=gpu.text, name=gpu.name, remarks=(*found.remarks, *gpu.warnings())
+            rehearsal = replace(
+                rehearsal,
+                gpu=gpu.text,
+                name=gpu.name,
+                remarks=(*rehearsal.remarks, *gpu.warnings()),
             )
-            found = _check_memory(found, device)
-            return _load(gpu, device, locks, found)
+            rehearsal = _check_memory(rehearsal, device)
+            return _load(gpu, device, locks, rehearsal)
     except PlannerError as error:
-        return replace(found, problems=(str(error),))
+        return replace(rehearsal, problems=(str(error),))
     except RuntimeError as error:  # of torch or CUDA
         problem = (
             f"torch could not run a matrix product: {describe_error(error)}; see whether a "
             "script of torch alone can"
         )
-        return replace(found, problems=(problem,))
+        return replace(rehearsal, problems=(problem,))
 
 
 def _surroundings() -> Iterator[str]:
@@ -191,17 +194,17 @@ def _surroundings() -> Iterator[str]:
             return
 
 
-def _check_memory(found: RankRehearsal, device: torch.device) -> RankRehearsal:
+def _check_memory(rank: RankRehearsal, device: torch.device) -> RankRehearsal:
     size = _SIZES[device.type]
-    found = replace(found, size=size)
+    rank = replace(rank, size=size)
     if device.type != "cuda":
-        return found
+        return rank
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
     needed = _NEEDED * 4 * size * size
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the GPU's memory are free"
-    found = replace(found, free_bytes=free, total_bytes=total)
+    rank = replace(rank, free_bytes=free, total_bytes=total)
     if free < needed:
         raise UsageError(
             f"{text}, and the rehearsal needs {needed / 2**30:.1f} GiB; end what else runs on this "
@@ -209,27 +212,27 @@ def _check_memory(found: RankRehearsal, device: torch.device) -> RankRehearsal:
         )
     if free < (1 - _USED) * total:
         remark = f"{text}: other processes use the rest; end them, as they would be measured too"
-        return replace(found, remarks=(*found.remarks, remark))
-    return found
+        return replace(rank, remarks=(*rank.remarks, remark))
+    return rank
 
 
-def _load(gpu: Gpu, device: torch.device, locks: bool, found: RankRehearsal) -> RankRehearsal:
+def _load(gpu: Gpu, device: torch.device, locks: bool, rank: RankRehearsal) -> RankRehearsal:
     """Measure the load at the highest clock, and at a low one; or at the clock that the GPU runs
     at.
     """
     meter = RowMeter(gpu, synchronizer(device), SingleGpu(), _WINDOW_S, 0.0)
-    found = replace(found, counter_step_s=meter.counter.interval_s)
+    rank = replace(rank, counter_step_s=meter.counter.interval_s)
     if locks and not gpu.text.startswith("dry-run:"):
         try:
             with lease_gpus([gpu], power_limit=False):
                 runs = _runs_at_clocks(gpu, device, meter)
-            return replace(found, runs=runs, **_checked_locks(gpu, runs))
+            return replace(rank, runs=runs, **_checked_locks(gpu, runs))
         except (GpuNotPermitted, GpuNotSupported) as error:
-            found = replace(
-                found, locks=False, remarks=(*found.remarks, f"clocks were only observed: {error}")
+            rank = replace(
+                rank, locks=False, remarks=(*rank.remarks, f"clocks were only observed: {error}")
             )
     return replace(
-        found,
+        rank,
         runs=tuple(_run(gpu, device, meter, precision, None) for precision in ("fp32", "bf16")),
     )
 
@@ -297,21 +300,21 @@ def _compared(ranks: Sequence[RankRehearsal]) -> tuple[RankRehearsal, ...]:
     )
 
 
-def _beside_others(found: RankRehearsal, shares: bool, median_s: float) -> RankRehearsal:
+def _beside_others(rank: RankRehearsal, shares: bool, median_s: float) -> RankRehearsal:
     if shares:
         problem = (
-            f"another rank on {found.node} uses the same GPU, {found.gpu}; name the back-end "
+            f"another rank on {rank.node} uses the same GPU, {rank.gpu}; name the back-end "
             "alone, such as nvml, and each rank uses the GPU that it computes on"
         )
-        found = replace(found, problems=(*found.problems, problem))
-    time_s = _bf16_s(found)
+        rank = replace(rank, problems=(*rank.problems, problem))
+    time_s = _bf16_s(rank)
     if time_s is not None and time_s > _SLOW * median_s:
         remark = (
             f"its matrix product took {si(time_s, 's')}, and {si(median_s, 's')} on most ranks; "
             "see whether something else runs on this GPU, or cool it"
         )
-        found = replace(found, remarks=(*found.remarks, remark))
-    return found
+        rank = replace(rank, remarks=(*rank.remarks, remark))
+    return rank
 
 
 def _median_s(name: str, ranks: Sequence[RankRehearsal]) -> float:

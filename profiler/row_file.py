@@ -59,18 +59,18 @@ class RowFile:
         """
         self.finished.setdefault(kind, {})[row.clock_mhz] = row
         rows = [
-            Row(self._stage, kind, each.clock_mhz, each.time_s, each.energy_j, each.evidence)
+            Row(self._stage, kind, row.clock_mhz, row.time_s, row.energy_j, row.evidence)
             for kind, table in self.finished.items()
-            for each in table.values()
+            for row in table.values()
         ]
         head = "".join(f"{_MARK}{name}: {text}\n" for name, text in self._subject.items())
         write_file(self._path, head.encode() + csv_bytes(rows, self._control), ProfileError)
 
     def _check_subject(self) -> None:
-        found = _read_subject(self._path)
-        for name in dict.fromkeys([*self._subject, *found]):
-            if found.get(name) != self._subject.get(name):
-                there, wanted = found.get(name, "nothing"), self._subject.get(name, "nothing")
+        earlier = _read_subject(self._path)
+        for name in dict.fromkeys([*self._subject, *earlier]):
+            if earlier.get(name) != self._subject.get(name):
+                there, wanted = earlier.get(name, "nothing"), self._subject.get(name, "nothing")
                 raise ProfileError(
                     f"{self._path}: its rows were measured with {name}: {there}, and now it is "
                     f"{wanted}; resume with {name} as before, or measure from the start without "
@@ -90,20 +90,20 @@ def delete_rows(output: Path, stages: int) -> None:
     is written.
     """
     for path in (rows_path(output, stage) for stage in range(stages)):
-        for each in (path, *_unfinished_writes(path)):
-            each.unlink(missing_ok=True)
+        for file in (path, *_unfinished_writes(path)):
+            file.unlink(missing_ok=True)
 
 
 def _unfinished_writes(path: Path) -> list[Path]:
-    return [each for each in path.parent.glob(".*.part") if each.name.startswith(f".{path.name}.")]
+    return [part for part in path.parent.glob(".*.part") if part.name.startswith(f".{path.name}.")]
 
 
 def _read_subject(path: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+    subject: dict[str, str] = {}
     with reading(path, ProfileError), path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if not line.startswith(_MARK):
                 break
             name, _, text = line.removeprefix(_MARK).rstrip("\n").partition(": ")
-            found[name] = text
-    return found
+            subject[name] = text
+    return subject

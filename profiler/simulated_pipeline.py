@@ -12,8 +12,14 @@ from perseus_planner.estimate.op_costs import stage_op_costs
 from perseus_planner.estimate.presets import PRESETS
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.profiler.assembly import assemble_profile, with_one_power
-from perseus_planner.profiler.stage import Progress, Stage, StageRows, TimedRun
+from perseus_planner.profiler.stage import (
+    Progress,
+    Stage,
+    StageRows,
+    TimedRun,
+    assemble_profile,
+    with_one_power,
+)
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 
 if TYPE_CHECKING:
@@ -61,8 +67,8 @@ def profile_simulated(
                 measure_stage(device, stage, number, of_one, progress=of_all, stages=stages)
             )
     if progress is not None:
-        rows = sum(len(table) for each in measured for table in each.measurements.values())
-        progress(rows, rows)
+        count = sum(len(table) for rows in measured for table in rows.measurements.values())
+        progress(count, count)
     return assemble_profile(with_one_power(measured))
 
 

@@ -1,12 +1,17 @@
 """A pipeline stage as the profiler sees it: functions that run its computations, its GPUs, and
-its rows.
+its rows, which make the profile of the pipeline together with those of the other stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from perseus_planner.base import __version__
+from perseus_planner.base.errors import ProfileError
+from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
@@ -93,3 +98,102 @@ class SingleGpu:
     def gather(self, value: T) -> list[T]:
         """Return `[value]`."""
         return [value]
+
+
+def assemble_profile(
+    stages: Sequence[StageRows],
+    *,
+    blocking_power_w: float | None = None,
+    iteration: Mapping[str, str | int] | None = None,
+    conditions: Mapping[str, str] | None = None,
+) -> Profile:
+    """Return the profile of a pipeline.
+
+    Args:
+        stages: The rows of each stage, in any order.
+        blocking_power_w: Power of one waiting GPU, watts, instead of what was measured. Without it,
+            a stage whose power was not measured gets the mean, per GPU, of the others.
+        iteration: As in `Profile.iteration`.
+        conditions: Conditions to record besides those of the stages, such as the date.
+
+    Raises:
+        ProfileError: If a stage is missing or measured twice, if stages were measured in different
+            ways, or if no blocking power is known.
+    """
+    stages = sorted(stages, key=lambda rows: rows.stage)
+    _check_stages(stages)
+    powers_w = _powers_w(stages, blocking_power_w)
+    return Profile(
+        {
+            (stage.stage, kind): rows
+            for stage in stages
+            for kind, rows in stage.measurements.items()
+        },
+        powers_w[0] if len(set(powers_w)) == 1 else powers_w,
+        gpu=" + ".join(dict.fromkeys(stage.gpu for stage in stages)),
+        origin="simulated" if any(stage.origin == "simulated" for stage in stages) else "measured",
+        gpus_per_stage=stages[0].gpus,
+        control=stages[0].control,
+        iteration=iteration or {},
+        conditions={**(conditions or {}), "planner": __version__, **_merge_conditions(stages)},
+    )
+
+
+def with_one_power(rows: Sequence[StageRows]) -> list[StageRows]:
+    """Return the rows of the stages of one GPU, which waits for all of them at the mean of the
+    measured powers.
+    """
+    powers_w = [stage.blocking_power_w for stage in rows if stage.blocking_power_w is not None]
+    return [
+        replace(stage, blocking_power_w=math.fsum(powers_w) / len(powers_w) if powers_w else None)
+        for stage in rows
+    ]
+
+
+def _check_stages(stages: Sequence[StageRows]) -> None:
+    if not stages:
+        raise ProfileError("no stage was measured; give at least one")
+    for stage in stages:
+        for name in ("control", "gpus"):
+            if getattr(stage, name) != getattr(stages[0], name):
+                raise ProfileError(
+                    f"stage {stages[0].stage} and stage {stage.stage} differ in {name}; measure "
+                    "both alike"
+                )
+    numbers = [stage.stage for stage in stages]
+    twice = next((number for number in numbers if numbers.count(number) > 1), None)
+    if twice is not None:
+        raise ProfileError(f"stage {twice} was measured twice; give it once")
+
+
+def _powers_w(stages: Sequence[StageRows], blocking_power_w: float | None) -> tuple[float, ...]:
+    """Return the power of each stage's GPUs while they wait."""
+    if blocking_power_w is not None:
+        return tuple(blocking_power_w * stage.gpus for stage in stages)
+    powers_w = [stage.blocking_power_w for stage in stages]
+    of_one_w = [
+        power_w / stage.gpus
+        for stage, power_w in zip(stages, powers_w, strict=True)
+        if power_w is not None
+    ]
+    if not of_one_w:
+        raise ProfileError(
+            "the blocking power was not measured, as no stage has a neighbour to wait for; "
+            "give it with --blocking-power W (in Python blocking_power_w=)"
+        )
+    mean_w = math.fsum(of_one_w) / len(of_one_w)
+    return tuple(
+        mean_w * stage.gpus if power_w is None else power_w
+        for stage, power_w in zip(stages, powers_w, strict=True)
+    )
+
+
+def _merge_conditions(stages: Sequence[StageRows]) -> dict[str, str]:
+    """Return the conditions of all stages: once where they agree, else stage by stage."""
+    merged = {}
+    for name in dict.fromkeys(name for rows in stages for name in rows.conditions):
+        texts = {rows.stage: rows.conditions[name] for rows in stages if name in rows.conditions}
+        agree = len(set(texts.values())) == 1 and len(texts) == len(stages)
+        by_stage = "; ".join(f"stage {stage}: {text}" for stage, text in texts.items())
+        merged[name] = next(iter(texts.values())) if agree else by_stage
+    return merged

@@ -12,7 +12,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuError, UsageError
-from perseus_planner.base.units import INDEX, MINUTES, SHARE, TIME, WAIT, check_fields
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.units import Index, Minutes, Seconds, Share, Wait
 from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_of_descent, next_setting
 from perseus_planner.profiler.control import common_settings, opened_control
 from perseus_planner.profiler.lock_check import LockCheck
@@ -30,7 +31,7 @@ _LEAST_SETTINGS = 2  # with one, no plan could save anything
 
 
 @dataclass(frozen=True)
-class SweepSettings:
+class SweepSettings(Checked):
     """How a stage is measured.
 
     Raises:
@@ -41,29 +42,26 @@ class SweepSettings:
     #: one row of each kind.
     control: str = "clock"
     full: bool = False  #: Whether to measure at every setting, instead of at as few as a plan needs
-    window_s: float = 5.0  #: The minimum length of a measuring window, seconds
+    window_s: Seconds = 5.0  #: The minimum length of a measuring window, seconds
     #: The longest wait for the GPU to cool down before each setting, seconds.
-    cool_down_s: float = 5.0
-    seed: int = 0  #: Draws when, after an update of the energy counter, each window begins
+    cool_down_s: Wait = 5.0
+    seed: Index = 0  #: Draws when, after an update of the energy counter, each window begins
     #: Whether to keep rows for which the GPU was too hot, also when they were measured again.
     allow_hot: bool = False
     #: How long each GPU measures at most, minutes, all of its stages together; None for no limit.
     #: The row in progress is finished, and two settings are always measured.
-    minutes: float | None = None
+    minutes: Minutes | None = None
     #: How far the share of energy that plans save is to be known, such as 0.003: settings are
     #: measured, and measured again, until half of its 90 % interval is no more. With neither this
     #: nor `minutes`, at most 12 settings are measured, each once.
-    saving_within: float | None = None
+    saving_within: Share | None = None
 
     def __post_init__(self) -> None:
         if self.control not in CONTROLS:
             raise UsageError(
                 f"control: {self.control!r} is unknown; choose one of: {', '.join(CONTROLS)}"
             )
-        check_fields(self, {"window_s": TIME, "cool_down_s": WAIT, "seed": INDEX})
-        for name, rule in (("minutes", MINUTES), ("saving_within", SHARE)):
-            if getattr(self, name) is not None:
-                check_fields(self, {name: rule})
+        super().__post_init__()
         if self.has_goal and (self.full or self.control == "observed"):
             raise UsageError(
                 "minutes and saving_within choose what is measured; leave out full, or "
@@ -120,67 +118,66 @@ def measure_stage(
     if rows_file is not None:
         subject = _subject(gpu, stage, number, settings, group)
         kept = RowFile(rows_file, number, settings.control, subject, resume=resume)
-    finished = next(filter(None, group.gather(kept.finished if kept else {})), {})
-    meter = RowMeter(gpu, stage.synchronize, group, settings.window_s, settings.cool_down_s)
-    result = _Sweep(
-        gpu, stage, number, settings, group, meter, kept, finished, progress, stages
-    ).run()
-    return StageRows(
-        stage=number,
-        measurements={
-            kind: tuple(table[setting] for setting in sorted(table, reverse=True))
-            for kind, table in result.rows.items()
-        },
-        blocking_power_w=fmean(result.blocking_w.values()) if result.blocking_w else None,
-        gpus=group.size,
-        gpu=" + ".join(dict.fromkeys(group.gather(gpu.name))),
-        origin=gpu.origin,
-        control=settings.control,
-        conditions=_conditions(gpu, settings.control, meter, result),
-    )
+    return _Sweep(gpu, stage, number, settings, group, kept, progress, stages).measure()
 
 
-@dataclass(frozen=True)
-class _SweepResult:
-    """What a sweep measured."""
-
-    rows: RowTable  #: All rows
-    #: Setting -> power of the blocked GPUs, watts; empty if the stage has no neighbour.
-    blocking_w: Mapping[int, float]
-    doubt: float | None  #: As in `Choice`
-
-
-@dataclass
 class _Sweep:
-    """A sweep of one stage on one GPU, or on one of the GPUs that share it."""
+    """A sweep of one stage on one GPU, or on one of the GPUs that share it; the arguments are those
+    of `measure_stage`.
+    """
 
-    gpu: Gpu
-    stage: Stage
-    number: int
-    settings: SweepSettings
-    group: GpuGroup
-    meter: RowMeter
-    kept: RowFile | None
-    finished: RowTable  # of the sweep to resume; the same on all GPUs of the group
-    progress: Progress | None
-    stages: int
-
-    def __post_init__(self) -> None:
-        self._rows = {kind: dict(self.finished.get(kind, {})) for kind in self.stage.runs}
-        self._begin_s, self._longest_s = (
-            self.gpu.now_s(),
-            0.0,
-        )  # of the sweep, and of measuring all kinds at a setting
+    def __init__(
+        self,
+        gpu: Gpu,
+        stage: Stage,
+        number: int,
+        settings: SweepSettings,
+        group: GpuGroup,
+        kept: RowFile | None,
+        progress: Progress | None,
+        stages: int,
+    ) -> None:
+        self.gpu, self.stage, self.number, self.settings = gpu, stage, number, settings
+        self.group, self.kept, self.progress, self.stages = group, kept, progress, stages
+        # Of a sweep to resume, the rows are the same on all GPUs of the group.
+        finished: RowTable = next(filter(None, group.gather(kept.finished if kept else {})), {})
+        self.meter = RowMeter(
+            gpu, stage.synchronize, group, settings.window_s, settings.cool_down_s
+        )
+        self._rows = {kind: dict(finished.get(kind, {})) for kind in stage.runs}
+        self._begin_s = gpu.now_s()
+        self._longest_s = 0.0  # of measuring all kinds at a setting
         self._doubt: float | None = None
-        self._locks = {kind: LockCheck(self.gpu.text) for kind in self.stage.runs}
+        self._locks = {kind: LockCheck(gpu.text) for kind in stage.runs}
         for kind, table in self._rows.items():
             for setting in sorted(table, reverse=True):
                 self._check_lock(kind, table[setting], setting, None)
 
-    def run(self) -> _SweepResult:
-        """Measure the missing rows."""
-        if self.settings.control == "observed":
-            return self._observe()
+    def measure(self) -> StageRows:
+        """Measure the missing rows, and return all."""
+        control = self.settings.control
+        blocking_w = self._observe() if control == "observed" else self._set_and_measure()
+        done = sum(map(len, self._rows.values()))
+        if self.progress is not None:
+            self.progress(done, done)
+        return StageRows(
+            stage=self.number,
+            measurements={
+                kind: tuple(table[setting] for setting in sorted(table, reverse=True))
+                for kind, table in self._rows.items()
+            },
+            blocking_power_w=fmean(blocking_w.values()) if blocking_w else None,
+            gpus=self.group.size,
+            gpu=" + ".join(dict.fromkeys(self.group.gather(self.gpu.name))),
+            origin=self.gpu.origin,
+            control=control,
+            conditions=self._conditions(blocking_w),
+        )
+
+    def _set_and_measure(self) -> Mapping[int, float]:
+        """Measure at one setting after another; return setting -> power of the blocked GPUs, watts,
+        empty if the stage has no neighbour.
+        """
         with opened_control(self.gpu, self.settings.control) as (own, set_to):
             settings = common_settings(self.group.gather(own))
             set_to(settings[0])
@@ -193,12 +190,12 @@ class _Sweep:
             for lock in self._locks.values():
                 lock.finish()
             if power_w is None:
-                return self._finish({})
+                return {}
             lowest = min(next(iter(self._rows.values())))
             set_to(lowest)
             lowest_w = self.meter.measure_blocking_w(self.stage.block)
             assert lowest_w is not None
-            return self._finish({settings[0]: power_w, lowest: lowest_w})
+            return {settings[0]: power_w, lowest: lowest_w}
 
     def _measure_all(self, setting: int, set_to: Callable[[int], None], expected: int) -> None:
         """Measure the kinds that are missing at `setting`, or all of them again."""
@@ -208,11 +205,11 @@ class _Sweep:
         missing = [kind for kind in self.stage.runs if setting not in self._rows[kind]]
         for kind in missing or self.stage.runs:
             row = self._measure(kind, setting)
-            known = self._rows[kind].get(setting)
-            self._add(kind, row if known is None else merge(known, row), expected)
+            earlier = self._rows[kind].get(setting)
+            self._add(kind, row if earlier is None else merge(earlier, row), expected)
         self._longest_s = max(self._longest_s, self.gpu.now_s() - begin_s)
 
-    def _observe(self) -> _SweepResult:
+    def _observe(self) -> Mapping[int, float]:
         self._heat()
         power_w = self.meter.measure_blocking_w(self.stage.block)
         for kind in self.stage.runs:
@@ -221,7 +218,7 @@ class _Sweep:
                 self._add(kind, self._measure(kind, None), 1)
         self._measure_hot_again(None)
         clock_mhz = max(next(iter(self._rows.values())))
-        return self._finish({} if power_w is None else {clock_mhz: power_w})
+        return {} if power_w is None else {clock_mhz: power_w}
 
     def _measure_hot_again(self, set_to: Callable[[int], None] | None) -> None:
         """Measure rows again for which the GPU was too hot; None instead of `set_to` if nothing is
@@ -301,11 +298,11 @@ class _Sweep:
 
     def _measure(self, kind: str, setting: int | None) -> Measurement:
         timed = self.stage.runs[kind]
-        known = self._rows[kind].get(setting) if setting is not None else None
-        before = (
-            f" {known.evidence.windows}" if known is not None and known.evidence is not None else ""
+        earlier = self._rows[kind].get(setting) if setting is not None else None
+        again = (
+            "" if earlier is None or earlier.evidence is None else f" {earlier.evidence.windows}"
         )
-        random = Random(f"{self.settings.seed} {self.number} {kind} {setting}{before}")
+        random = Random(f"{self.settings.seed} {self.number} {kind} {setting}{again}")
         row = self.meter.measure_row(timed.run, setting, random)
         self._check_lock(kind, row, setting, self.meter.achieved_mhz)
         if timed.includes is None:
@@ -335,11 +332,28 @@ class _Sweep:
             done = sum(map(len, self._rows.values()))
             self.progress(done, max(done, expected * len(self._rows)))
 
-    def _finish(self, blocking_w: Mapping[int, float]) -> _SweepResult:
-        done = sum(map(len, self._rows.values()))
-        if self.progress is not None:
-            self.progress(done, done)
-        return _SweepResult(self._rows, blocking_w, self._doubt)
+    def _conditions(self, blocking_w: Mapping[int, float]) -> dict[str, str]:
+        gpu, control = self.gpu, self.settings.control
+        conditions = {
+            "driver": gpu.driver,
+            "measured on": gpu.text,
+            "windows": f"{self.meter.window_s:g} s",
+            "energy counter step": f"{self.meter.counter.interval_s:.3f} s",
+        }
+        if blocking_w:
+            conditions["blocking power"] = ", ".join(
+                f"{power_w:.1f} W at {setting} {unit_of(control)}"
+                for setting, power_w in blocking_w.items()
+            )
+        if self._doubt is not None:
+            conditions["saving known within"] = f"{self._doubt:.2%}"
+        if hot := list(_hot(self._rows)):
+            conditions["measured while too hot"] = (
+                f"{_row_names(hot, control)}; cool the GPU and measure again"
+            )
+        if gpu.warnings():
+            conditions["warnings"] = " ".join(gpu.warnings())
+        return conditions
 
     def _expected(self, settings: Sequence[int]) -> int:
         """Return how many settings will be measured, approximately."""
@@ -383,28 +397,3 @@ def _subject(
         "cool-down": f"{settings.cool_down_s!r} s",
         "seed": str(settings.seed),
     }
-
-
-def _conditions(gpu: Gpu, control: str, meter: RowMeter, result: _SweepResult) -> dict[str, str]:
-    unit = unit_of(control)
-    conditions = {
-        "driver": gpu.driver,
-        "measured on": gpu.text,
-        "windows": f"{meter.window_s:g} s",
-        "energy counter step": f"{meter.counter.interval_s:.3f} s",
-    }
-    if result.blocking_w:
-        powers = (
-            f"{power_w:.1f} W at {setting} {unit}" for setting, power_w in result.blocking_w.items()
-        )
-        conditions["blocking power"] = ", ".join(powers)
-    if result.doubt is not None:
-        conditions["saving known within"] = f"{result.doubt:.2%}"
-    hot = list(_hot(result.rows))
-    if hot:
-        conditions["measured while too hot"] = (
-            f"{_row_names(hot, control)}; cool the GPU and measure again"
-        )
-    if gpu.warnings():
-        conditions["warnings"] = " ".join(gpu.warnings())
-    return conditions

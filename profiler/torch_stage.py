@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.engines.microbatch import Microbatch, count_op_cost
+from perseus_planner.engines.torch_state import first_device, preserve_state
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Block, Run, Stage, TimedRun
-from perseus_planner.training.microbatch import Microbatch
-from perseus_planner.training.op_cost import count_op_cost
-from perseus_planner.training.state import preserve_state
-from perseus_planner.training.values import first_device
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
 from perseus_planner.base.errors import GpuError
@@ -26,25 +26,8 @@ _MAX_ERROR = 0.003  # more windows are measured while a relative standard error 
 _LEAST_ERROR = 2e-4  # relative: clocks and counters are not better
 _CHANCE = 1.1  # simulated: see the test of the standard errors
 _TWO_SIDED_95 = (
-    0.0,
-    0.0,
-    12.71,
-    4.30,
-    3.18,
-    2.78,
-    2.57,
-    2.45,
-    2.36,
-    2.31,
-    2.26,
-    2.23,
-    2.20,
-    2.18,
-    2.16,
-    2.14,
-    2.13,
-    2.12,
-    2.11,
+    *(0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31),
+    *(2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11),
 )
 """Quantiles of Student's t for 0 windows, 1 window and so on; the first two have no standard
 error.
@@ -94,13 +77,11 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
         )
     assert whole.evidence is not None
     assert part.evidence is not None
-    evidence = Evidence(
-        whole.evidence.achieved_mhz,
-        math.hypot(whole.evidence.time_stderr_s, part.evidence.time_stderr_s),
-        math.hypot(whole.evidence.energy_stderr_j, part.evidence.energy_stderr_j),
-        whole.evidence.windows,
-        whole.evidence.temperature_c,
-        _ordered({*whole.evidence.throttle, *part.evidence.throttle}),
+    evidence = replace(
+        whole.evidence,
+        time_stderr_s=math.hypot(whole.evidence.time_stderr_s, part.evidence.time_stderr_s),
+        energy_stderr_j=math.hypot(whole.evidence.energy_stderr_j, part.evidence.energy_stderr_j),
+        throttle=_ordered({*whole.evidence.throttle, *part.evidence.throttle}),
     )
     return Measurement(whole.clock_mhz, time_s, energy_j, evidence)
 
@@ -109,24 +90,24 @@ def merge(row: Measurement, again: Measurement) -> Measurement:
     """Return what two measurements of one row tell together: their mean, weighted by their
     windows.
     """
-    one, other = row.evidence, again.evidence
-    assert one is not None
-    assert other is not None
-    windows = one.windows + other.windows
+    earlier, later = row.evidence, again.evidence
+    assert earlier is not None
+    assert later is not None
+    windows = earlier.windows + later.windows
 
     def mean(first: float, second: float) -> float:
-        return (one.windows * first + other.windows * second) / windows
+        return (earlier.windows * first + later.windows * second) / windows
 
     def error(first: float, second: float) -> float:
-        return math.hypot(one.windows * first, other.windows * second) / windows
+        return math.hypot(earlier.windows * first, later.windows * second) / windows
 
     evidence = Evidence(
-        mean(one.achieved_mhz, other.achieved_mhz),
-        error(one.time_stderr_s, other.time_stderr_s),
-        error(one.energy_stderr_j, other.energy_stderr_j),
-        windows,
-        mean(one.temperature_c, other.temperature_c),
-        _ordered({*one.throttle, *other.throttle}),
+        achieved_mhz=mean(earlier.achieved_mhz, later.achieved_mhz),
+        time_stderr_s=error(earlier.time_stderr_s, later.time_stderr_s),
+        energy_stderr_j=error(earlier.energy_stderr_j, later.energy_stderr_j),
+        windows=windows,
+        temperature_c=mean(earlier.temperature_c, later.temperature_c),
+        throttle=_ordered({*earlier.throttle, *later.throttle}),
     )
     return Measurement(
         row.clock_mhz, mean(row.time_s, again.time_s), mean(row.energy_j, again.energy_j), evidence

@@ -260,7 +260,7 @@ class CudaMarks:
         return bool(self._unread) and self._unread[0].last.query()
 
     def _read_times(self) -> list[IterationTimes]:
-        found = []
+        times = []
         while self._is_next_done():
             iteration = self._unread.popleft()
             at_ns, spare = self._clock.advance(iteration.first)
@@ -273,8 +273,8 @@ class CudaMarks:
             self._free.extend(iteration.after_first())
             begin_ns, *between_ns, end_ns = times_ns
             spans_ns = tuple(zip(between_ns[0::2], between_ns[1::2], strict=True))
-            found.append(IterationTimes(iteration.number, begin_ns, spans_ns, end_ns))
-        return found
+            times.append(IterationTimes(iteration.number, begin_ns, spans_ns, end_ns))
+        return times
 
     def _enqueue_owed(self) -> Any:
         """Enqueue the owed request, if there is one; return the stream, or None if nothing may

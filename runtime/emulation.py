@@ -27,17 +27,19 @@ not supported. Evaluation is not slowed down.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.engines import engine_of
+from perseus_planner.engines.engine import EngineStage
+from perseus_planner.engines.microbatch import StageOpCost, stage_op_cost
+from perseus_planner.engines.recording import followed_attribute, followed_module
+from perseus_planner.engines.torch_state import copy_tensors, is_training, tensors
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.training.engine_kinds import SUPPORTED_ENGINES, engine_kind, megatron_chunks
-from perseus_planner.training.op_cost import StageOpCost, stage_op_cost
-from perseus_planner.training.values import copy_tensors, is_training, tensors
 
 if TYPE_CHECKING:
     import torch
@@ -63,18 +65,17 @@ def emulate(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
             emulated.
         GpuError: If there is no such GPU.
     """
-    kind = engine_kind(engine)
-    if kind is None:
-        raise UsageError(
-            f"emulate was given a {type(engine).__name__}; give it {SUPPORTED_ENGINES}"
-        )
-    find = {"torch": _torch_stages, "deepspeed": _deepspeed_stages, "megatron": _megatron_stages}[
-        kind
-    ]
+    adapter = engine_of(engine, "emulate")
     with ExitStack() as stack:
         device = stack.enter_context(_open(gpu))
-        for stage in find(engine, device):
-            stack.enter_context(stage)
+        if adapter.splits_backward:
+            raise UsageError(
+                f"{type(engine).__name__} computes the gradients of inputs and of weights "
+                "separately, which cannot be emulated; use a schedule with whole backwards, such "
+                "as Schedule1F1B or ScheduleInterleaved1F1B"
+            )
+        for stage in adapter.stages():
+            stack.enter_context(_EmulatedStage(device, stage).attached())
         yield device
 
 
@@ -97,7 +98,8 @@ def emulate_stage(
     Raises:
         UsageError: At the first call, if forward or backward fails on its inputs.
     """
-    with _EmulatedStage(gpu, module, module, first=first, loss=loss).attached():
+    stage = EngineStage(0 if first else 1, module, module)
+    with _EmulatedStage(gpu, stage, loss).attached():
         yield
 
 
@@ -106,59 +108,42 @@ class _EmulatedStage:
 
     Args:
         gpu: The emulated GPU.
-        module: The stage.
-        forward: Function that runs the stage to count its FLOPs and bytes.
-        first: As in `emulate_stage`.
+        stage: The stage.
         loss: As in `emulate_stage`.
-        state: Makes a context that preserves further state while counting.
     """
 
-    def __init__(
-        self,
-        gpu: EmulatedGpu,
-        module: torch.nn.Module,
-        forward: Callable[..., Any],
-        *,
-        first: bool,
-        loss: Loss | None = None,
-        state: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._gpu, self._module, self._forward, self._first, self._state = (
-            gpu,
-            module,
-            forward,
-            first,
-            state,
-        )
-        self._loss = loss
+    def __init__(self, gpu: EmulatedGpu, stage: EngineStage, loss: Loss | None = None) -> None:
+        self._gpu, self._stage = gpu, stage
+        # The output of a last chunk of Megatron-core is the losses of its tokens.
+        self._loss = (lambda output: output.float().mean()) if stage.loss_with_output else loss
+        self._received: Any = None  #: what the stage before has sent, if a receiver takes it
         self._costs: dict[object, StageOpCost] = {}  #: by shapes of the inputs
         self._running: StageOpCost | None = None  #: cost of the forward that runs
         self._is_counting = False
-        self._uncounted: tuple[Any, Mapping[str, Any]] | None = (
-            None  #: the call to count once its loss is known
-        )
+        #: The call to count once its loss is known.
+        self._uncounted: tuple[Any, Mapping[str, Any]] | None = None
 
     @contextmanager
-    def attached(self, owner: object = None, loss: str = "") -> Iterator[None]:
-        """Time the module inside the block; in the last stage of an engine, `loss` is the
-        attribute of `owner`.
-        """
+    def attached(self) -> Iterator[None]:
+        """Time the module inside the block."""
+        stage = self._stage
+        function: Any = None
         with ExitStack() as stack:
-            follows = owner is not None and getattr(owner, loss) is not None
-            if follows:
-                stack.enter_context(_intercept(owner, loss, self._after_loss))
-            for handle in (
-                self._module.register_forward_pre_hook(
-                    partial(self._before, loss_follows=follows), with_kwargs=True
-                ),
-                self._module.register_forward_hook(self._after),
-            ):
-                stack.callback(handle.remove)
+            if stage.receiver is not None:
+                receiver = (stage.receiver, "set_input_tensor")
+                stack.enter_context(followed_attribute(*receiver, self._receive))
+            if stage.loss is not None:
+                function = getattr(*stage.loss)
+                after = partial(self._after_loss, function)
+                stack.enter_context(followed_attribute(*stage.loss, after=after))
+            before = partial(self._before, loss_follows=function is not None)
+            stack.enter_context(followed_module(stage.module, before, self._after))
             yield
 
-    def _before(
-        self, _: object, args: Any, kwargs: Mapping[str, Any], *, loss_follows: bool
-    ) -> None:
+    def _receive(self, args: Any, _: object) -> None:
+        (self._received,) = args
+
+    def _before(self, args: Any, kwargs: Mapping[str, Any], *, loss_follows: bool) -> None:
         """Handle the call of the module."""
         self._running = self._uncounted = None
         if self._is_counting or not is_training(args, kwargs):
@@ -172,7 +157,7 @@ class _EmulatedStage:
         self._running = self._costs[shapes]
         _start(self._gpu, self._running.forward)
 
-    def _after(self, _: object, args: Any, output: Any) -> None:
+    def _after(self, _: object, __: object, output: Any) -> None:
         """Handle the return of the module."""
         if self._running is not None:
             self._gpu.finish()
@@ -192,18 +177,31 @@ class _EmulatedStage:
         _time_backward(self._gpu, result, cost.backward)
 
     def _count(self, args: Any, kwargs: Mapping[str, Any], loss: Loss | None) -> StageOpCost:
-        self._is_counting = True
+        stage, self._is_counting = self._stage, True
         try:
-            with self._state():
+            with stage.preserve_state(), self._own_input():
                 return stage_op_cost(
-                    self._module,
+                    stage.module,
                     {"args": tuple(args), "kwargs": dict(kwargs)},
                     loss,
-                    first=self._first,
-                    forward=lambda args, kwargs: self._forward(*args, **kwargs),
+                    first=stage.number == 0,
+                    forward=lambda args, kwargs: stage.forward(*args, **kwargs),
                 )
         finally:
             self._is_counting = False
+
+    @contextmanager
+    def _own_input(self) -> Iterator[None]:
+        """Have the receiver hold a copy of what was sent."""
+        receiver, received = self._stage.receiver, self._received
+        if receiver is None:
+            yield
+            return
+        receiver.set_input_tensor(copy_tensors(received))
+        try:
+            yield
+        finally:
+            receiver.set_input_tensor(received)
 
 
 def _start(gpu: EmulatedGpu, cost: OpCost) -> None:
@@ -239,121 +237,6 @@ def _time_backward(gpu: EmulatedGpu, output: Any, cost: OpCost) -> None:
 
 def _shapes(*values: object) -> object:
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors(values))
-
-
-@contextmanager
-def _intercept(owner: object, name: str, after: Callable[..., None]) -> Iterator[None]:
-    """Call `after` after every call of attribute `name`, a function or a module, inside the
-    block.
-    """
-    import torch
-
-    found: Callable[..., Any] = getattr(owner, name)
-    if isinstance(found, torch.nn.Module):
-        handle = found.register_forward_hook(
-            lambda _, args, kwargs, result: after(found, args, kwargs, result), with_kwargs=True
-        )
-        try:
-            yield
-        finally:
-            handle.remove()
-        return
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = found(*args, **kwargs)
-        after(found, args, kwargs, result)
-        return result
-
-    is_on_instance = name in vars(owner)
-    setattr(owner, name, wrapper)
-    try:
-        yield
-    finally:
-        if is_on_instance:
-            setattr(owner, name, found)
-        else:
-            delattr(owner, name)
-
-
-def _torch_stages(schedule: Any, gpu: EmulatedGpu) -> Iterator[AbstractContextManager[None]]:
-    parts = (
-        [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
-    )  # there is no public attribute
-    order: Mapping[int, Any] = getattr(schedule, "pipeline_order", None) or {}
-    kinds = {
-        action.computation_type.name
-        for row in order.values()
-        for action in row
-        if action is not None
-    }
-    if kinds & {"BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"}:
-        raise UsageError(
-            f"{type(schedule).__name__} computes the gradients of inputs and of weights "
-            "separately, which cannot be emulated; use a schedule with whole backwards, such as "
-            "Schedule1F1B or ScheduleInterleaved1F1B"
-        )
-    for part in parts:
-        stage = _EmulatedStage(gpu, part.submod, part.submod, first=part.is_first)
-        yield stage.attached(schedule, "_loss_fn") if part.is_last else stage.attached()
-
-
-def _deepspeed_stages(engine: Any, gpu: EmulatedGpu) -> Iterator[AbstractContextManager[None]]:
-    module = engine.module
-    # module.forward, because the engine's hooks on the module prepare for a backward by the engine.
-    stage = _EmulatedStage(
-        gpu,
-        module,
-        module.forward,
-        first=engine.stage_id == 0,
-        state=lambda: _preserve_attribute(module, "micro_offset"),
-    )
-    yield stage.attached(module, "loss_fn") if engine.is_last_stage() else stage.attached()
-
-
-def _megatron_stages(model: Any, gpu: EmulatedGpu) -> Iterator[AbstractContextManager[None]]:
-    from megatron.core import parallel_state as state
-
-    chunks, rank = megatron_chunks(model), state.get_pipeline_model_parallel_rank()
-    last = len(chunks) - 1 if rank == state.get_pipeline_model_parallel_world_size() - 1 else None
-    for index, chunk in enumerate(chunks):
-        yield _emulated_chunk(gpu, chunk, first=rank == index == 0, last=index == last)
-
-
-@contextmanager
-def _emulated_chunk(gpu: EmulatedGpu, chunk: Any, *, first: bool, last: bool) -> Iterator[None]:
-    """Time a chunk of Megatron-core, which gets its input by `set_input_tensor` and, if it is
-    last, returns losses.
-    """
-    receiver = chunk
-    while not hasattr(receiver, "set_input_tensor"):
-        receiver = receiver.module
-    receive, received = receiver.set_input_tensor, None
-
-    def remember(_: object, args: Any, __: object, ___: object) -> None:
-        nonlocal received
-        (received,) = args
-
-    @contextmanager
-    def with_copy() -> Iterator[None]:
-        receive(copy_tensors(received))
-        try:
-            yield
-        finally:
-            receive(received)
-
-    loss: Loss | None = (lambda output: output.float().mean()) if last else None
-    stage = _EmulatedStage(gpu, chunk, chunk, first=first, loss=loss, state=with_copy)
-    with _intercept(receiver, "set_input_tensor", remember), stage.attached():
-        yield
-
-
-@contextmanager
-def _preserve_attribute(owner: object, name: str) -> Iterator[None]:
-    found = getattr(owner, name)
-    try:
-        yield
-    finally:
-        setattr(owner, name, found)
 
 
 @contextmanager

@@ -9,26 +9,31 @@ without becomes a warning and no clocks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from perseus_planner.base.errors import PlanError, RankError
+from perseus_planner.engines import engine_of
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
-from perseus_planner.runtime.engines import engine_of
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob, exchange, node, wait_for_others
 from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
+    import torch
+
+    from perseus_planner.engines.engine import Engine
+    from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings
+    from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.controller.protocol import AttachReply, Control
-    from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.job import JobWarnings
 
 RENDEZVOUS_S = 300.0
@@ -39,18 +44,40 @@ REFUSAL_S = 10.0
 """How long rank 0 waits, at most, until all others have read why the job does not begin."""
 
 
-@dataclass(frozen=True)
-class RuntimeSettings:
-    """What the caller of `planner_runtime` chose."""
+STATE_FILE = "autopilot.yaml"
+"""Of the autopilot, in the run folder or else in the folder in which rank 0 was started."""
 
-    #: The plan or its file, or None for the autopilot; that of rank 0 counts.
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """The options of `planner_runtime`, which describes them."""
+
     plan: GivenPlan | None
-    gpu: str  #: The GPU, as for `gpu_text`
-    dry_run: bool  #: See `planner_runtime`
-    max_changes_per_s: float  #: See `planner_runtime`
-    record: Path | None = None  #: The run folder; None to record nothing
-    #: The job as a service should know it; None without a service. That of rank 0 counts.
-    served: ServiceSettings | None = None
+    gpu: str
+    dry_run: bool
+    record: Path | None
+    max_changes_per_s: float
+    on_straggling: Callable[[StragglerDetection], None] | None
+    service: str | None
+    job: str | None
+    frontier: str | os.PathLike[str] | None
+    max_changes: int | None
+    autopilot: AutopilotSettings  #: slowdown, max_slowdown and learn, with a limit of changes
+    state: str | os.PathLike[str] | None
+
+    @property
+    def state_file(self) -> Path | None:
+        """The file of what is learnt; None to keep nothing."""
+        return None if self.state is None else Path.cwd() / (self.record or "") / self.state
+
+    def gpu_of(self, device: torch.device) -> str:
+        """Return the text that opens the GPU of a torch device.
+
+        Raises:
+            UsageError: As in `gpu_text`.
+        """
+        text = gpu_text(self.gpu, device)
+        return f"dry-run:{text}" if self.dry_run and not text.startswith("dry-run:") else text
 
 
 @dataclass(frozen=True)
@@ -104,16 +131,19 @@ class _Step:
 def join_job(
     engine: Any,
     job: TrainingJob,
-    settings: RuntimeSettings,
+    options: RuntimeOptions,
+    served: ServiceSettings | None,
     warnings: JobWarnings,
     stack: ExitStack,
 ) -> RankContext:
-    """Begin together with all other ranks.
+    """Begin together with all other ranks: three steps that all take in this order, and so in one
+    function.
 
     Args:
         engine: The training engine, as for `engine_of`.
         job: The job.
-        settings: Settings of this rank.
+        options: Options of this rank.
+        served: The job as a service should know it; None without a service. That of rank 0 counts.
         warnings: Gives warnings.
         stack: Closes what is opened here.
 
@@ -127,34 +157,30 @@ def join_job(
     everyone = range(job.ranks)
     with _step(job, "infos", everyone, RENDEZVOUS_S) as step:
         adapter = engine_of(engine)
-        text = gpu_text(settings.gpu, adapter.device)
-        info = _rank_info(adapter, job, settings)
+        adapter.check()
+        gpu = options.gpu_of(adapter.device)
+        info = _rank_info(adapter, job, options, served)
         step.value = json.dumps(asdict(info)).encode()
     infos = [None if response is None else _RankInfo.loads(response) for response in step.responses]
     present = [rank for rank in everyone if infos[rank] is not None]
     infos[job.rank] = info  # a rank that is too late for the others still goes on
     _warn_of_absent(job, present, warnings)
+    first, program = infos[0], None
     with _step(job, "plans", present, RENDEZVOUS_S):
         pipeline, pipelines = _pipelines(info, infos)
-        plans = infos[0].plans if infos[0] is not None else None
-        program = (
-            None if plans is None else program_of(adapter, Plans.loads(plans.encode()), 1, pipeline)
-        )
+        if first is not None and first.plans is not None:
+            program = program_of(adapter, Plans.loads(first.plans.encode()), 1, pipeline)
         places = _places(infos)
-    if infos[0] is None:
-        warnings.warn(
-            "no plan",
-            "there is no plan: rank 0 is missing; training goes on without setting clocks",
-        )
+    if first is None:
+        text = "there is no plan: rank 0 is missing; training goes on without setting clocks"
+        warnings.warn("no plan", text)
+    neighbours = [
+        rank for rank, other in enumerate(infos) if other is not None and other.node == info.node
+    ]
     with _step(job, "gpus", present, 2 * attachment.ATTACH_S) as step:
-        if settings.dry_run and not text.startswith("dry-run:"):
-            text = f"dry-run:{text}"
-        neighbours = [
-            rank for rank, each in enumerate(infos) if each is not None and each.node == info.node
-        ]
-        controller = attachment.NodeController(job, neighbours, settings.max_changes_per_s)
+        controller = attachment.NodeController(job, neighbours, options.max_changes_per_s)
         control = "clock" if program is None else cast("Control", program.control)
-        attached = attachment.attach(controller, text, control, stack)
+        attached = attachment.attach(controller, gpu, control, stack)
         if program is not None and attached.gpu is not None:
             check_gpu(program, attached.gpu, control)
         written = NodePlans.create() if job.rank == neighbours[0] else None
@@ -166,11 +192,18 @@ def join_job(
     share = _node_share(infos, written, addresses.get(neighbours[0]), stack)
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
-    attempt = None if infos[0] is None else infos[0].attempt
-    has_autopilot = infos[0] is not None and plans is None
-    autopilot = has_autopilot, len(neighbours)
     return RankContext(
-        adapter, pipeline, pipelines, program, control, attached, attempt, share, places, *autopilot
+        engine=adapter,
+        pipeline=pipeline,
+        pipelines=pipelines,
+        program=program,
+        control=control,
+        attachment=attached,
+        attempt=None if first is None else first.attempt,
+        share=share,
+        places=places,
+        has_autopilot=first is not None and first.plans is None,
+        neighbours=len(neighbours),
     )
 
 
@@ -183,7 +216,7 @@ def _node_share(
     """Return this rank's part in the looks of its node, given what it writes or the address of
     what it reads.
     """
-    nodes = len({each.node for each in infos if each is not None})
+    nodes = len({info.node for info in infos if info is not None})
     if written is None and address:
         with suppress(OSError):  # the first rank of the node has ended
             plans = NodePlans.open(address.decode())
@@ -267,14 +300,16 @@ def _exchange(
     )
 
 
-def _rank_info(engine: Engine, job: TrainingJob, settings: RuntimeSettings) -> _RankInfo:
+def _rank_info(
+    engine: Engine, job: TrainingJob, options: RuntimeOptions, served: ServiceSettings | None
+) -> _RankInfo:
     position = engine.pipeline_rank
     plans = attempt = None
     if job.rank == 0:
-        if settings.served is not None:
-            settings.served.check()
-        plans = None if settings.plan is None else Plans.load(settings.plan).dumps().decode()
-        attempt = Attempt.next_in(settings.record)
+        if served is not None:
+            served.check()
+        plans = None if options.plan is None else Plans.load(options.plan).dumps().decode()
+        attempt = Attempt.next_in(options.record)
     return _RankInfo(node(), position.pipeline, position.peers, plans, attempt)
 
 
@@ -293,19 +328,18 @@ def _pipelines(info: _RankInfo, infos: Sequence[_RankInfo | None]) -> tuple[int,
     """Return this rank's pipeline, as its engine numbers it or else by its first rank, and the
     number of pipelines.
     """
-    everyone = sorted(
-        {
-            each.peers if each.pipeline is None else (each.pipeline,)
-            for each in infos
-            if each is not None
-        }
-    )
-    return everyone.index(info.peers) if info.pipeline is None else info.pipeline, len(everyone)
+    numbers = {
+        other.peers if other.pipeline is None else (other.pipeline,)
+        for other in infos
+        if other is not None
+    }
+    number = sorted(numbers).index(info.peers) if info.pipeline is None else info.pipeline
+    return number, len(numbers)
 
 
 def _places(infos: Sequence[_RankInfo | None]) -> list[tuple[int, int] | None]:
     """Return the pipeline of each rank, and its rank there; None for absent ranks."""
     return [
-        None if each is None else (_pipelines(each, infos)[0], each.peers.index(rank))
-        for rank, each in enumerate(infos)
+        None if info is None else (_pipelines(info, infos)[0], info.peers.index(rank))
+        for rank, info in enumerate(infos)
     ]

@@ -18,13 +18,19 @@ from perseus_planner.runtime.autopilot.job import AutopilotSettings
 from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
 from perseus_planner.runtime.autopilot.ranks.programs import Programs
-from perseus_planner.runtime.autopilot.ranks.rank import STATE_FILE, AutopilotOptions, AutopilotRank
+from perseus_planner.runtime.autopilot.ranks.rank import AutopilotRank
 from perseus_planner.runtime.background import BackgroundThread, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
-from perseus_planner.runtime.rendezvous import RuntimeSettings, check_gpu, join_job, program_of
+from perseus_planner.runtime.rendezvous import (
+    STATE_FILE,
+    RuntimeOptions,
+    check_gpu,
+    join_job,
+    program_of,
+)
 from perseus_planner.runtime.runtime import Runtime
 from perseus_planner.runtime.switching.follower import PlanFollower
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
@@ -33,12 +39,12 @@ from perseus_planner.runtime.telemetry.telemetry import Telemetry
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from perseus_planner.runs.recording import Attempt
+    from perseus_planner.engines.engine import Engine
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.link import ServiceLink
-    from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.hook import Program, RankProgram
     from perseus_planner.runtime.job import TrainingJob
+    from perseus_planner.runtime.rendezvous import RankContext
 
 MAX_CHANGES_PER_S = 100.0
 """Default limit of the clock changes of one node: a call holds the driver's lock for about 6 ms
@@ -127,200 +133,233 @@ def planner_runtime(
         FrontierError: If the frontier cannot be read.
         RankError: If another rank has refused; names the rank and its reason.
     """
-    if engine is None:
-        kept = AutopilotOptions.of(
-            AutopilotSettings(slowdown, max_slowdown),
-            state,
-            None if record is None else Path(record),
-        ).state
-        if record is not None:
-            text = "only runs of pipelines are recorded; leave out record="
-            JobWarnings(this_job()).warn("record", text, by="rank 0")
-        with _without_engine(
-            gpu, plan, kept, dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown
-        ) as iterations:
-            yield iterations
-        return
-    this, process = this_job(), os.getpid()
-    warnings = JobWarnings(this)
-    folder = None if record is None else Path(record)
-    changes = AutopilotSettings.max_changes if max_changes is None else max_changes
-    link = None
-    if service is not None:
-        budget = changes if plan is None else max_changes
-        served = (service, job, frontier, budget, plan is None, slowdown)
-        link = _service_link(served, this, warnings)
-    options = AutopilotOptions.of(
-        AutopilotSettings(slowdown, max_slowdown, changes, learn), state, folder
+    options = RuntimeOptions(
+        plan=plan,
+        gpu=gpu,
+        dry_run=dry_run,
+        record=None if record is None else Path(record),
+        max_changes_per_s=max_changes_per_s,
+        on_straggling=on_straggling,
+        service=service,
+        job=job,
+        frontier=frontier,
+        max_changes=max_changes,
+        autopilot=AutopilotSettings(
+            slowdown,
+            max_slowdown,
+            AutopilotSettings.max_changes if max_changes is None else max_changes,
+            learn,
+        ),
+        state=state,
     )
-    settings = RuntimeSettings(
-        plan, gpu, dry_run, max_changes_per_s, folder, None if link is None else link.settings
-    )
-    with ExitStack() as stack:
-        context = join_job(engine, this, settings, warnings, stack)
-        adapter = context.engine
-        telemetry = Telemetry(
-            this.rank,
-            replace(adapter.pipeline_rank, pipeline=context.pipeline),
-            _files(folder, this, context.attempt, warnings),
-            own_plans=context.pipelines > 1,
-            warn=lambda text: warnings.warn("record", text),
-        )
-        attachment = context.attachment
-        connection, gpu_reply = attachment.connection, attachment.gpu
-        telemetry.update([], [] if gpu_reply is None else [gpu_reply])
-        background = BackgroundThread()
-        source = (
-            ProgramFollower(is_first=adapter.pipeline_rank.rank == 0)
-            if context.has_autopilot
-            else None
-        )
-
-        def make_program(version: int, data: bytes) -> RankProgram:
-            if source is not None:
-                place = adapter.pipeline_rank.rank
-                return Programs.program_of(data, version, context.pipeline, place, source.orders)
-            return plan_program(version, Plans.loads(data))
-
-        def plan_program(version: int, plans: Plans) -> Program:
-            program = program_of(adapter, plans, version, context.pipeline)
-            if gpu_reply is not None:
-                check_gpu(program, gpu_reply, context.control)
-            return program
-
-        def check(plans: Plans) -> None:
-            plan_program(0, plans)
-            for pipeline in range(context.pipelines):
-                program_of(adapter, plans, 0, pipeline)
-
-        follower = PlanFollower(
-            this, context.share, make_program, telemetry.on_end, is_prompt=source is not None
-        )
-        follower.start(context.program)
-        marks, problem = _make_marks(adapter, connection, warnings, stack)
-        follower.problem = attachment.problem or problem
-        autopilot = exchange = None
-        if source is not None:
-            source.follow(follower, marks.ended_s)
-            exchange = None if link is None else ServiceExchange()
-            autopilot = AutopilotRank.begin(
-                context,
-                this,
-                source,
-                follower.agreement,
-                warnings,
-                options,
-                exchange,
-                dry_run=dry_run,
-            )
-            if autopilot.coordinator is not None:
-                autopilot.coordinator.on_status = telemetry.on_status
-        hook = Hook(marks, source or follower, context.program)
-        on_slow = on_straggling if link is None else link.on_straggling(on_straggling)
-        on_counts = None if link is None else link.counted
-        reattachment = (
-            None if connection is None else Reattachment(attachment.controller, connection)
-        )
-        work = BackgroundWork(
-            follower,
-            hook,
-            marks,
-            telemetry,
-            warnings,
-            connection,
-            reattachment,
-            on_slow,
-            on_counts,
-            autopilot,
-        )
-        end_s = 0.0  # after an exception nobody is waited for
-        try:
-            with adapter.attached(hook):
-                background.start(work.run_round, work.descriptors)
-                runtime = Runtime(
-                    context.pipeline, follower, telemetry, check, background.wake, autopilot
-                )
-                if link is not None:
-                    link.begin(context, runtime.plan, runtime.switch_to, exchange)
-                yield runtime
-                end_s = END_S
-        finally:
-            if os.getpid() == process:  # a forked child leaves everything to its parent
-                if link is not None:
-                    link.stop()
-                _leave(connection, background, follower, work, warnings)
-                wait_for_others(this, "training", this.ranks, end_s)
-                if link is not None:
-                    link.close()
+    with _whole(options) if engine is None else _pipeline(engine, options) as runtime:
+        yield runtime
 
 
-def _without_engine(
-    gpu: str,
-    plan: GivenPlan | None,
-    state: Path | None,
-    *,
-    dry_run: bool,
-    slowdown: float,
-    max_slowdown: float,
-) -> AbstractContextManager[Runtime]:
+def _whole(options: RuntimeOptions) -> AbstractContextManager[Runtime]:
+    """Train without an engine."""
     from perseus_planner.runtime.whole.session import training_device, whole_iterations
 
-    if plan is not None:
+    if options.record is not None:
+        text = "only runs of pipelines are recorded; leave out record="
+        JobWarnings(this_job()).warn("record", text, by="rank 0")
+    if options.plan is not None:
         raise UsageError(
             "plan= is for pipelines; give planner_runtime the engine that runs it, or leave out "
             "the plan"
         )
-    return whole_iterations(
-        gpu, training_device(), state, dry_run=dry_run, slowdown=slowdown, max_slowdown=max_slowdown
-    )
+    return whole_iterations(options, training_device())
 
 
-def _service_link(served: tuple[Any, ...], job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
-    """Return the link to the service; `served` are the values of `ServiceSettings`."""
+@contextmanager
+def _pipeline(engine: Any, options: RuntimeOptions) -> Iterator[Runtime]:
+    """Train an engine."""
+    job, process = this_job(), os.getpid()
+    warnings = JobWarnings(job)
+    link = None if options.service is None else _service_link(options, job, warnings)
+    with ExitStack() as stack:
+        served = None if link is None else link.settings
+        context = join_job(engine, job, options, served, warnings, stack)
+        session = _Session(context, job, options, link, warnings, stack)
+        end_s = 0.0  # after an exception nobody is waited for
+        try:
+            with context.engine.attached(session.hook):
+                yield session.begin()
+                end_s = END_S
+        finally:
+            if os.getpid() == process:  # a forked child leaves everything to its parent
+                session.end(end_s)
+
+
+class _Session:
+    """The parts of one rank's runtime, which begin and end together. The constructor makes them one
+    after the other, as each needs those before it.
+
+    Attributes:
+        hook: What its engine calls.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        job: TrainingJob,
+        options: RuntimeOptions,
+        link: ServiceLink | None,
+        warnings: JobWarnings,
+        stack: ExitStack,
+    ) -> None:
+        self._context, self._job, self._link, self._warnings = context, job, link, warnings
+        attachment = context.attachment
+        self._connection, self._gpu = attachment.connection, attachment.gpu
+        self._telemetry = Telemetry(
+            job.rank,
+            replace(context.engine.pipeline_rank, pipeline=context.pipeline),
+            self._files(options.record),
+            own_plans=context.pipelines > 1,
+            warn=lambda text: warnings.warn("record", text),
+        )
+        self._telemetry.update([], [] if self._gpu is None else [self._gpu])
+        self._source = (
+            ProgramFollower(is_first=context.engine.pipeline_rank.rank == 0)
+            if context.has_autopilot
+            else None
+        )
+        self._follower = PlanFollower(
+            job,
+            context.share,
+            self._program,
+            self._telemetry.on_end,
+            is_prompt=self._source is not None,
+        )
+        self._follower.start(context.program)
+        marks, problem = _make_marks(context.engine, self._connection, warnings, stack)
+        self._follower.problem = attachment.problem or problem
+        self._exchange: ServiceExchange | None = None
+        self._autopilot: AutopilotRank | None = None
+        if self._source is not None:
+            self._source.follow(self._follower, marks.ended_s)
+            self._exchange = None if link is None else ServiceExchange()
+            self._autopilot = self._begin_autopilot(self._source, options)
+        self.hook = Hook(marks, self._source or self._follower, context.program)
+        on_slow = options.on_straggling
+        self._background = BackgroundThread()
+        self._work = BackgroundWork(
+            self._follower,
+            self.hook,
+            marks,
+            self._telemetry,
+            warnings,
+            connection=self._connection,
+            reattachment=(
+                None
+                if self._connection is None
+                else Reattachment(attachment.controller, self._connection)
+            ),
+            on_straggling=on_slow if link is None else link.on_straggling(on_slow),
+            on_counts=None if link is None else link.counted,
+            autopilot=self._autopilot,
+        )
+
+    def begin(self) -> Runtime:
+        """Begin what runs beside the training."""
+        self._background.start(self._work.run_round, self._work.descriptors)
+        runtime = Runtime(
+            self._context.pipeline,
+            self._follower,
+            self._telemetry,
+            self._check,
+            self._background.wake,
+            self._autopilot,
+        )
+        if self._link is not None:
+            self._link.begin(self._context, runtime.plan, runtime.switch_to, self._exchange)
+        return runtime
+
+    def end(self, end_s: float) -> None:
+        """Reset this rank's GPU, before an exception of the training propagates; then finish the
+        record, and on rank 0 wait up to `end_s` seconds for the others.
+        """
+        if self._link is not None:
+            self._link.stop()
+        if self._connection is not None:
+            self._connection.request[0] = NO_REQUEST
+        is_stopped = self._background.stop()
+        if self._connection is not None:
+            problem = self._connection.detach(DETACH_S)
+            # Of another problem the user was warned before.
+            if problem is not None and self._follower.problem is None:
+                self._warnings.warn("controller", problem)
+        if is_stopped:
+            self._work.close()
+            self._follower.agreement.end()
+        wait_for_others(self._job, "training", self._job.ranks, end_s)
+        if self._link is not None:
+            self._link.close()
+
+    def _begin_autopilot(self, source: ProgramFollower, options: RuntimeOptions) -> AutopilotRank:
+        autopilot = AutopilotRank.begin(
+            self._context,
+            self._job,
+            source,
+            self._follower.agreement,
+            self._warnings,
+            options,
+            self._exchange,
+        )
+        if autopilot.coordinator is not None:
+            autopilot.coordinator.on_status = self._telemetry.on_status
+        return autopilot
+
+    def _program(self, version: int, data: bytes) -> RankProgram:
+        """Return this rank's part of what rank 0 has sent: plans, or programs of the autopilot."""
+        if self._source is None:
+            return self._plan_program(version, Plans.loads(data))
+        rank, orders = self._context.engine.pipeline_rank.rank, self._source.orders
+        return Programs.program_of(data, version, self._context.pipeline, rank, orders)
+
+    def _plan_program(self, version: int, plans: Plans) -> Program:
+        program = program_of(self._context.engine, plans, version, self._context.pipeline)
+        if self._gpu is not None:
+            check_gpu(program, self._gpu, self._context.control)
+        return program
+
+    def _check(self, plans: Plans) -> None:
+        """Refuse plans that do not fit this rank, or not all pipelines."""
+        self._plan_program(0, plans)
+        for pipeline in range(self._context.pipelines):
+            program_of(self._context.engine, plans, 0, pipeline)
+
+    def _files(self, folder: Path | None) -> RankFiles | None:
+        if folder is None:
+            return None
+        if self._context.attempt is None:
+            text = f"{folder}: rank 0 is missing; training goes on without recording"
+            self._warnings.warn("record", text)
+            return None
+        return RankFiles(folder, self._job.rank, self._job.ranks, self._context.attempt)
+
+
+def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
     try:  # loaded here with pydantic, because most jobs have no service
         from perseus_planner.runtime.agent.link import ServiceLink
         from perseus_planner.runtime.agent.settings import ServiceSettings
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"service={served[0]!r} needs {error.name}, which is not installed; "
+            f"service={options.service!r} needs {error.name}, which is not installed; "
             f"{how_to_install('service')} on every rank"
         ) from error
 
-    return ServiceLink(ServiceSettings(*served), job, warnings)
-
-
-def _files(
-    folder: Path | None, job: TrainingJob, attempt: Attempt | None, warnings: JobWarnings
-) -> RankFiles | None:
-    if folder is not None and attempt is None:
-        warnings.warn("record", f"{folder}: rank 0 is missing; training goes on without recording")
-    return (
-        None
-        if folder is None or attempt is None
-        else RankFiles(folder, job.rank, job.ranks, attempt)
+    assert options.service is not None
+    is_learning = options.plan is None
+    settings = ServiceSettings(
+        address=options.service,
+        name=options.job,
+        frontier=options.frontier,
+        max_changes=options.autopilot.max_changes if is_learning else options.max_changes,
+        is_learning=is_learning,
+        slowdown=options.autopilot.slowdown,
     )
-
-
-def _leave(
-    connection: Connection | None,
-    background: BackgroundThread,
-    follower: PlanFollower,
-    work: BackgroundWork,
-    warnings: JobWarnings,
-) -> None:
-    """Reset this rank's GPU, before an exception of the training propagates; then finish the
-    record.
-    """
-    if connection is not None:
-        connection.request[0] = NO_REQUEST
-    is_stopped = background.stop()
-    if connection is not None:
-        problem = connection.detach(DETACH_S)
-        if problem is not None and follower.problem is None:  # otherwise the user was warned before
-            warnings.warn("controller", problem)
-    if is_stopped:
-        work.close()
-        follower.agreement.end()
+    return ServiceLink(settings, job, warnings)
 
 
 def _make_marks(

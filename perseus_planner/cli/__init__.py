@@ -12,32 +12,26 @@ import click
 
 from perseus_planner.base import __version__
 from perseus_planner.cli import console
-from perseus_planner.cli.budget import budget
 from perseus_planner.cli.calibrate import calibrate
 from perseus_planner.cli.doctor import doctor
 from perseus_planner.cli.estimate import estimate
 from perseus_planner.cli.explore import explore
 from perseus_planner.cli.inference import inference
-from perseus_planner.cli.job import run_job
-from perseus_planner.cli.measure import measure
-from perseus_planner.cli.plan import plan
+from perseus_planner.cli.machine import measure, reset, warm_up
+from perseus_planner.cli.options import examples
+from perseus_planner.cli.planning import plan, run_job, solve
 from perseus_planner.cli.profiling import profile
-from perseus_planner.cli.report import report
-from perseus_planner.cli.reset import reset
 from perseus_planner.cli.run import run
 from perseus_planner.cli.serve import serve
-from perseus_planner.cli.show import show
+from perseus_planner.cli.service import budget, status, straggler
+from perseus_planner.cli.show import report, show
 from perseus_planner.cli.simulate import simulate
-from perseus_planner.cli.solve import solve
-from perseus_planner.cli.status import status
-from perseus_planner.cli.straggler import straggler
-from perseus_planner.cli.warm_up import warm_up
 
 
 @click.group(
     cls=console.Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog=console.examples(
+    epilog=examples(
         "planner profile --gpu simulated:a100-sxm --stages 4 -o profile.yaml",
         "planner solve profile.yaml --schedule 1f1b --microbatches 16 -o frontier.npz",
         "planner plan frontier.npz --slowdown 1.00 -o plan.yaml",

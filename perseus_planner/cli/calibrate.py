@@ -2,90 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
+from perseus_planner.cli.options import AsJson, Counts, Gpu, Option, OutputFile, command
 
 if TYPE_CHECKING:
     from perseus_planner.plans.calibration import MeasuredPlan
 
-_COUNTS = console.Listed("COUNT", "n")
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """Which kernels to measure, for `planner explore`."""
+
+    kernels: Annotated[
+        str | None,
+        "Measure kernels of this model instead, for `planner explore`.",
+        Option(metavar="MODEL"),
+    ]
+    gpu: Annotated[
+        Gpu | None, "With --kernels: kind of GPU, e.g. a100-sxm; clocks and power are its."
+    ]
+    microbatch: Annotated[Counts, "With --kernels: microbatches.", Option(default="1,2,4")]
+    tensor_parallel: Annotated[
+        Counts | None, "With --kernels: GPUs of a layer.  [default: 1 and all ranks]"
+    ]
+    recompute: Annotated[str, "With --kernels: none or full.", Option(metavar="WHAT")] = "none"
+    node_bandwidth: Annotated[
+        float | None,
+        "With --kernels: network of a node, each way.",
+        Option(metavar="GB/S"),
+    ]
 
 
-@click.command(
-    epilog=console.examples(
-        "planner calibrate profile.yaml plan.yaml --measured 5s -o profile.yaml",
-        "planner calibrate profile.yaml run -o profile.yaml",
-        "planner calibrate job.yaml run-1 run-2 run-3 -o job.yaml",
-        "planner calibrate --kernels llama3-8b --gpu h100-sxm --microbatch 1,2 -o system.yaml",
-    )
+@command(
+    "planner calibrate profile.yaml plan.yaml --measured 5s -o profile.yaml",
+    "planner calibrate profile.yaml run -o profile.yaml",
+    "planner calibrate job.yaml run-1 run-2 run-3 -o job.yaml",
+    "planner calibrate --kernels llama3-8b --gpu h100-sxm --microbatch 1,2 -o system.yaml",
 )
-@click.argument("profile_or_job", type=console.PATH, required=False)
-@click.argument("plan_or_run", type=console.PATH, nargs=-1)
-@click.option(
-    "--measured",
-    metavar="TIME",
-    multiple=True,
-    help="Mean time of iterations that ran with the plan, e.g. 6.31s; one for each plan. Not "
-    "needed for a run.",
-)
-@click.option(
-    "--kernels",
-    metavar="MODEL",
-    help="Measure kernels of this model instead, for `planner explore`.",
-)
-@click.option(
-    "--gpu",
-    metavar="GPU",
-    help="With --kernels: kind of GPU, e.g. a100-sxm; clocks and power are its.",
-)
-@click.option(
-    "--microbatch",
-    default="1,2,4",
-    show_default=True,
-    type=_COUNTS,
-    help="With --kernels: microbatches.",
-)
-@click.option(
-    "--tensor-parallel",
-    type=_COUNTS,
-    help="With --kernels: GPUs of a layer.  [default: 1 and all ranks]",
-)
-@click.option(
-    "--recompute",
-    default="none",
-    show_default=True,
-    metavar="WHAT",
-    help="With --kernels: none or full.",
-)
-@click.option(
-    "--node-bandwidth",
-    type=float,
-    metavar="GB/S",
-    help="With --kernels: network of a node, each way.",
-)
-@click.option(
-    "--output",
-    "-o",
-    type=console.OutputFile(".yaml", ".yml"),
-    help="File to write: the profile or job with what was found, which may be the one that is "
-    "read; with --kernels a "
-    "system file.  [default: only print]",
-)
-@console.as_json
 def calibrate(
     profile_or_job: Path | None,
     plan_or_run: tuple[Path, ...],
-    measured: tuple[str, ...],
-    kernels: str | None,
-    output: Path | None,
-    as_json: bool,
-    **options: Any,
+    *,
+    measured: Annotated[
+        tuple[str, ...],
+        "Mean time of iterations that ran with the plan, e.g. 6.31s; one for each plan. Not "
+        "needed for a run.",
+        Option(metavar="TIME"),
+    ],
+    kernels: KernelOptions,
+    output: Annotated[
+        Path | None,
+        "File to write: the profile or job with what was found, which may be the one that is "
+        "read; with --kernels a system file.  [default: only print]",
+        Option("--output", "-o", type=OutputFile(".yaml", ".yml")),
+    ],
+    as_json: AsJson,
 ) -> None:
     """Correct predicted iteration times by measured ones.
 
@@ -103,12 +82,12 @@ def calibrate(
     MODEL forward and backward, its head, all-reduces and memory, and write a system file for
     `planner explore`. It takes about a minute.
     """
-    if kernels is not None:
+    if kernels.kernels is not None:
         if profile_or_job is not None or measured:
             raise UsageError(
                 "--kernels: measures on its own; leave out profile, plan and --measured"
             )
-        _calibrate_kernels(kernels, output=output, as_json=as_json, **options)
+        _calibrate_kernels(kernels, output, as_json=as_json)
         return
     if profile_or_job is None or not plan_or_run:
         raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
@@ -116,32 +95,17 @@ def calibrate(
     from perseus_planner.plans.calibration import calibrate as calibrate_file
     from perseus_planner.views.profiles import calibration_text
 
-    result, text = calibrate_file(profile_or_job, _measured(plan_or_run, measured))
+    result, content = calibrate_file(profile_or_job, list(_measured(plan_or_run, measured)))
+    text, written = calibration_text(result), list[Path]()
     if output is None:
-        console.report(
-            result,
-            f"{calibration_text(result)}\nNothing is written; add -o FILE.",
-            [],
-            as_json=as_json,
-        )
-        return
-    write_file(output, text, UsageError)
-    console.report(result, calibration_text(result), [output], as_json=as_json)
+        text += "\nNothing is written; add -o FILE."
+    else:
+        write_file(output, content, UsageError)
+        written.append(output)
+    console.report(result, text, written, as_json=as_json)
 
 
-def _calibrate_kernels(
-    model: str,
-    *,
-    gpu: str | None,
-    microbatch: tuple[int, ...],
-    tensor_parallel: tuple[int, ...] | None,
-    recompute: str,
-    node_bandwidth: float | None,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    from dataclasses import replace
-
+def _calibrate_kernels(options: KernelOptions, output: Path | None, *, as_json: bool) -> None:
     from perseus_planner.base.units import TIME
     from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
     from perseus_planner.estimate.presets import named_transformer
@@ -150,23 +114,24 @@ def _calibrate_kernels(
     from perseus_planner.profiler.ranks.group import process_group
     from perseus_planner.views.estimate import system_text
 
-    if gpu is None or output is None:
+    if options.gpu is None or output is None:
         raise UsageError(
             "--kernels: needs --gpu, the kind of GPU, and --output, the system file to write"
         )
-    if recompute not in ("none", "full"):
-        raise UsageError(f"--recompute: {recompute!r} is not measured; give none or full")
-    system, shape = system_of(gpu), named_transformer(model)
-    if node_bandwidth is not None:
+    if options.recompute not in ("none", "full"):
+        raise UsageError(f"--recompute: {options.recompute!r} is not measured; give none or full")
+    system, shape = system_of(options.gpu), named_transformer(str(options.kernels))
+    if options.node_bandwidth is not None:
         system = replace(
             system,
-            node_bytes_per_s=1e9 * TIME.check(node_bandwidth, "--node-bandwidth", UsageError),
+            node_bytes_per_s=1e9
+            * TIME.check(options.node_bandwidth, "--node-bandwidth", UsageError),
         )
     with process_group() as group:
         import torch
 
         rank, ranks = group or (0, 1)
-        degrees = {1, ranks} if tensor_parallel is None else set(tensor_parallel)
+        degrees = {1, ranks} if options.tensor_parallel is None else set(options.tensor_parallel)
         for degree in degrees:
             if ranks % degree:
                 raise UsageError(
@@ -179,21 +144,24 @@ def _calibrate_kernels(
                 err=True,
             )
         shapes = [
-            replace(shape, tensor_degree=degree, microbatch=size, recomputation=recompute)
+            replace(shape, tensor_degree=degree, microbatch=size, recomputation=options.recompute)
             for degree in sorted(degrees)
-            for size in sorted(set(microbatch))
+            for size in sorted(set(options.microbatch))
         ]
         system = measure_kernels(KernelPlan(shapes), system)
         if rank:
             return
-    names = (*measured_names(ranks), *(() if node_bandwidth is None else ("node_bytes_per_s",)))
+    names = (
+        *measured_names(ranks),
+        *(() if options.node_bandwidth is None else ("node_bytes_per_s",)),
+    )
     save_system(system, output, names)
     view = system_view(system, names)
     console.report(view, system_text(view), [output], as_json=as_json)
 
 
-def _measured(paths: Sequence[Path], texts: Sequence[str]) -> list[MeasuredPlan]:
-    """Return the plans with the mean times of an iteration; `texts` are those of the plans that
+def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredPlan]:
+    """Yield the plans with the mean times of an iteration; `texts` are those of the plans that
     are files.
     """
     from perseus_planner.base.units import DURATION
@@ -201,33 +169,26 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> list[MeasuredPlan]
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.run import Run, calibration_of
 
-    times_s, runs = (
-        [DURATION.read(text, "--measured") for text in texts],
-        [path.is_dir() for path in paths],
-    )
-    if len(times_s) < runs.count(False):
+    times_s = [DURATION.read(text, "--measured") for text in texts]
+    plans = [path for path in paths if not path.is_dir()]
+    if len(times_s) < len(plans):
         raise UsageError(
             "the measured time of an iteration is missing; give it with --measured TIME, or give "
-            "the folder of a run instead of "
-            f"{paths[[i for i, is_run in enumerate(runs) if not is_run][len(times_s)]]}"
+            f"the folder of a run instead of {plans[len(times_s)]}"
         )
-    if len(times_s) > runs.count(False):
-        if all(runs):
-            raise UsageError(
-                f"{paths[0]}: is a run, which contains the measured times; leave out --measured"
-            )
+    if times_s and not plans:
         raise UsageError(
-            f"--measured: {len(times_s)} times for {runs.count(False)} plans; give one for each"
+            f"{paths[0]}: is a run, which contains the measured times; leave out --measured"
         )
-    found, left_s = [], iter(times_s)
-    for path, is_run in zip(paths, runs, strict=True):
-        if is_run:
+    if len(times_s) > len(plans):
+        raise UsageError(
+            f"--measured: {len(times_s)} times for {len(plans)} plans; give one for each"
+        )
+    left_s = iter(times_s)
+    for path in paths:
+        if path.is_dir():
             of_run = calibration_of(Run.load(path))
-            found.append(MeasuredPlan(of_run.plan, of_run.time_s, str(path)))
+            yield MeasuredPlan(of_run.plan, of_run.time_s, str(path))
         else:
-            found.append(
-                MeasuredPlan(
-                    Plan.load(path), next(left_s), "--measured" if len(paths) == 1 else str(path)
-                )
-            )
-    return found
+            name = "--measured" if len(paths) == 1 else str(path)
+            yield MeasuredPlan(Plan.load(path), next(left_s), name)

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perseus_planner.base import units
 from perseus_planner.base.errors import EndedElsewhere, PlannerError, UsageError, did_you_mean
+from perseus_planner.cli import options
+from perseus_planner.cli.options import PATH as PATH
+from perseus_planner.cli.options import chip_names as chip_names
+from perseus_planner.cli.options import examples as examples
+from perseus_planner.cli.options import refuse_same as refuse_same
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _UNPRINTABLE = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)
-PATH = click.Path(path_type=Path)
-PATH.name = "file"  # as the help calls it
-as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text."
 )
 
 
@@ -41,6 +42,13 @@ class Refusal(click.ClickException):
     """A `PlannerError`, printed as one line on stderr."""
 
     exit_code = 2
+
+
+def cannot_run(command: Sequence[str], error: OSError) -> UsageError:
+    """Return the refusal of a command that cannot be started."""
+    return UsageError(
+        f"{command[0]}: cannot be run: {error.strerror}; write the command after `--`"
+    )
 
 
 class Commands(click.Group):
@@ -110,33 +118,21 @@ class Commands(click.Group):
             raise click.ClickException(hint) from error
 
 
-def examples(*lines: str) -> str:
-    """Return the examples at the end of a command's help."""
-    return f"\b\nExample{'s' * (len(lines) > 1)}:\n" + "\n".join(f"  {line}" for line in lines)
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object, in SI units, instead of text."
+)
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: a quantity or rule of `quantities`, which is loaded when one is read.
-
-    Args:
-        rule: Its name there.
-        name: What it is called in the help.
-    """
+class Quantity(options.Quantity):
+    """The type of an option, by the name of its rule."""
 
     def __init__(self, rule: str, name: str) -> None:
-        self.rule, self.name = rule, name
+        super().__init__(getattr(units, rule), name)
 
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the number that a text writes, in SI units."""
-        from perseus_planner.base import units as quantities
 
-        return (
-            getattr(quantities, self.rule).read(value, _option(parameter))
-            if isinstance(value, str)
-            else value
-        )
+def Listed(rule: str, name: str) -> options.Listed:  # noqa: N802
+    """Return the type of an option with several numbers, by the name of their rule."""
+    return options.Listed(getattr(units, rule), name)
 
 
 TIME, LAG = Quantity("DURATION", "time"), Quantity("LAG", "time")
@@ -144,104 +140,23 @@ POWER, BLOCKING_POWER = Quantity("POWER_BUDGET", "power"), Quantity("BLOCKING_PO
 SLOWDOWN = Quantity("SLOWDOWN", "ratio")
 
 
-class Listed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: several quantities between commas."""
-
-    def __init__(self, rule: str, name: str) -> None:
-        self.one, self.name = Quantity(rule, name), f"{name},{name},…"
-
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the numbers that a text writes."""
-        parts = value.split(",") if isinstance(value, str) else value
-        return tuple(self.one.convert(part, parameter, context) for part in parts)
-
-
-class OutputFile(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: a file to write, refused before any work is done if it cannot be
-    written.
-
-    Args:
-        endings: What its name must end in; none for anything.
-    """
-
-    name = "file"
-
-    def __init__(self, *endings: str) -> None:
-        self.endings = endings
-
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the path, which can be written."""
-        path, option = Path(value), _option(parameter)
-        check_writable(path, option)
-        if self.endings and path.suffix.lower() not in self.endings:
-            raise UsageError(f"{option} {path}: must end in {' or '.join(self.endings)}; rename it")
-        return path
-
-
-def _option(parameter: click.Parameter | None) -> str:
-    return "" if parameter is None else parameter.opts[0]
-
-
-def check_writable(path: Path, place: str) -> None:
-    """Check that a file can be written; `place` names the option or key that it comes from.
-
-    Raises:
-        UsageError: If it is a folder, or its folder does not exist.
-    """
-    if path.is_dir():
-        raise UsageError(f"{place} {path}: is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise UsageError(
-            f"{place} {path}: there is no folder {path.parent}; make it, or name another"
-        )
-
-
-def refuse_same(sources: Iterable[Path], target: Path, option: str = "--output") -> None:
-    """Check that `target`, which `option` names, is not one of the files that are read.
-
-    Raises:
-        UsageError: If it is one of them.
-    """
-    for source in sources:
-        if target.exists() and source.exists() and target.samefile(source):
-            raise UsageError(f"{option} {target}: is the file that is read; name another")
-
-
-def numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
-    """Return the files for `count` results: `target` for one result, else a-0.npz, a-1.npz and so
-    on for a.npz.
-
-    Raises:
-        UsageError: If one of the files is a folder, or is read itself.
-    """
-    targets = [target]
-    if count > 1:
-        targets = [
-            target.with_name(f"{target.stem}-{number}{target.suffix}") for number in range(count)
-        ]
-    for each in targets:
-        refuse_same(sources, each)
-        if each.is_dir():
-            raise UsageError(f"--output {each}: is a folder; name a file in it")
-    return targets
+OutputFile = options.OutputFile
 
 
 def output(what: str, *endings: str) -> Callable[[Any], Any]:
     """Return the option that names the file to write, whose name must have one of the endings."""
-    text = f"File to write: {what}, {endings[0]}."
-    return click.option("--output", "-o", required=True, type=OutputFile(*endings), help=text)
+    return click.option(
+        "--output",
+        "-o",
+        required=True,
+        type=options.OutputFile(*endings),
+        help=f"File to write: {what}, {endings[0]}.",
+    )
 
 
-def gpu_names() -> list[str]:
-    """Return the texts of GPUs that can be named on any node."""
-    from perseus_planner.gpu import BACK_ENDS
-    from perseus_planner.gpu.simulated.model import CATALOG
-
-    return [*(f"{name}:" for name in BACK_ENDS), *(f"simulated:{name}" for name in CATALOG)]
+def complete(names: Callable[[], Iterable[str]]) -> Any:
+    """Return what completes the value of an option in the shell."""
+    return options.complete(names).settings["shell_complete"]
 
 
 def model_names() -> list[str]:
@@ -249,20 +164,6 @@ def model_names() -> list[str]:
     from perseus_planner.estimate.presets import PRESETS
 
     return list(PRESETS)
-
-
-def chip_names() -> list[str]:
-    """Return the names of kinds of GPUs."""
-    from perseus_planner.gpu.simulated.model import CATALOG
-
-    return list(CATALOG)
-
-
-def complete(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
-    """Return what completes the value of an option in the shell: those of `names`, which is
-    called only then.
-    """
-    return lambda _context, _parameter, begun: [name for name in names() if name.startswith(begun)]
 
 
 def report(

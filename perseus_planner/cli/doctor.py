@@ -4,18 +4,19 @@ is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.cli import console
+from perseus_planner.cli.options import AsJson, Option, Stages, command, complete, gpu_names
 from perseus_planner.cli.rehearsal import rehearse_and_report
 
 if TYPE_CHECKING:
@@ -43,46 +44,39 @@ class Verdict:
     profile: int  #: On how many both; the former alone if setting was not tried
 
 
-@click.command(
-    epilog=console.examples(
-        "planner doctor",
-        "planner doctor nvml:0",
-        "planner doctor --measure-latency",
-        "torchrun --nproc-per-node 8 -m perseus_planner doctor --rehearse",
-    )
+@dataclass(frozen=True)
+class RehearsalOptions:
+    """How to rehearse a profile."""
+
+    rehearse: Annotated[
+        bool,
+        "Try all that a profile needs in about a minute, under torchrun on all ranks: clocks "
+        "under load, energy, memory, precision, and messages between neighbours. GPU is each "
+        "rank's, as in `planner profile`.",
+    ]
+    no_locks: Annotated[bool, "Rehearse without locking clocks."]
+    stages: Annotated[
+        Stages | None,
+        "Number of stages to rehearse with.  [default: one on each rank]",
+    ]
+
+
+@command(
+    "planner doctor",
+    "planner doctor nvml:0",
+    "planner doctor --measure-latency",
+    "torchrun --nproc-per-node 8 -m perseus_planner doctor --rehearse",
 )
-@click.argument(
-    "gpus", nargs=-1, metavar="[GPU]...", shell_complete=console.complete(console.gpu_names)
-)
-@click.option(
-    "--measure-latency",
-    is_flag=True,
-    help="Set clocks for some seconds, to see whether that is permitted and how long it takes; "
-    "then reset them.",
-)
-@click.option(
-    "--rehearse",
-    is_flag=True,
-    help="Try all that a profile needs in about a minute, under torchrun on all ranks: clocks "
-    "under load, energy, "
-    "memory, precision, and messages between neighbours. GPU is each rank's, as in `planner "
-    "profile`.",
-)
-@click.option("--no-locks", is_flag=True, help="Rehearse without locking clocks.")
-@click.option(
-    "--stages",
-    type=int,
-    metavar="S",
-    help="Number of stages to rehearse with.  [default: one on each rank]",
-)
-@console.as_json
 def doctor(
-    gpus: tuple[str, ...],
-    measure_latency: bool,
-    rehearse: bool,
-    no_locks: bool,
-    stages: int | None,
-    as_json: bool,
+    gpus: Annotated[tuple[str, ...], Option(metavar="[GPU]..."), complete(gpu_names)],
+    *,
+    measure_latency: Annotated[
+        bool,
+        "Set clocks for some seconds, to see whether that is permitted and how long it takes; "
+        "then reset them.",
+    ],
+    rehearsal: RehearsalOptions,
+    as_json: AsJson,
 ) -> None:
     """Show what can be read and set on all GPUs that NVML shows, or on the GPUs that you name.
 
@@ -95,65 +89,55 @@ def doctor(
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.records import read_records
 
-    if rehearse:
+    if rehearsal.rehearse:
         if measure_latency or len(gpus) > 1:
             raise UsageError(
                 "--rehearse takes one GPU, and no --measure-latency; run them one after the other"
             )
-        rehearse_and_report(*gpus, locks=not no_locks, stages=stages, as_json=as_json)
+        locks, stages = not rehearsal.no_locks, rehearsal.stages
+        rehearse_and_report(*gpus, locks=locks, stages=stages, as_json=as_json)
         return
-    if no_locks or stages is not None:
+    if rehearsal.no_locks or rehearsal.stages is not None:
         raise UsageError("--no-locks and --stages are about a rehearsal; add --rehearse")
     if gpus == ("cuda",):
-        gpus = _cuda()
-    texts, unreadable, remarks = _visible() if gpus in ((), ("nvml",)) else (gpus, (), ())
+        from perseus_planner.gpu.nvml.cuda import count_devices
+
+        gpus = tuple(f"cuda:{number}" for number in range(count_devices()))
+    texts, count, remarks = _visible() if gpus in ((), ("nvml",)) else (list(gpus), len(gpus), [])
     with ExitStack() as stack:
-        found, parallel, problems = _diagnose(
-            [stack.enter_context(open_gpu(text)) for text in texts], measure_latency
-        )
-    verdict = _verdict(found, len(texts) + len(unreadable))
+        opened = [stack.enter_context(open_gpu(text)) for text in texts]
+        diagnoses, parallel, problems = _diagnose(opened, measure_latency)
+    verdict = _verdict([each.inspection for each in diagnoses], count)
     diagnosis = {
         "verdict": verdict,
-        "gpus": found,
+        "gpus": diagnoses,
         "parallel": parallel,
-        "clock_change": _clock_change(_latencies(found), parallel),
-        "remarks": [*remarks, *unreadable, *problems, *read_records()[1]],
+        "clock_change": _clock_change([each.latency for each in diagnoses], parallel),
+        "remarks": [*remarks, *problems, *read_records()[1]],
     }
     console.report(diagnosis, _text(diagnosis), [], as_json=as_json)
     if not verdict.observe and not verdict.set_clocks:
         click.get_current_context().exit(1)
 
 
-def _cuda() -> tuple[str, ...]:
-    """Return the CUDA devices that this process sees.
-
-    Raises:
-        GpuError: If there is none.
+def _visible() -> tuple[list[str], int, list[str]]:
+    """Return the GPUs that can be opened, the number with those that cannot, and why they cannot,
+    or why there are none.
     """
-    from perseus_planner.gpu.nvml.cuda import count_devices
-
-    return tuple(f"cuda:{number}" for number in range(count_devices()))
-
-
-def _visible() -> tuple[Sequence[str], tuple[str, ...], tuple[str, ...]]:
-    """Return the GPUs that can be opened, why others cannot, and why there are none."""
     from perseus_planner.gpu import all_gpus
 
     try:
         shown = all_gpus()
     except GpuError as error:
-        return (), (), (f"No GPU: {error}",)
+        return [], 0, [f"No GPU: {error}"]
     if not shown:
         remark = (
             "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` "
             "works without one"
         )
-        return (), (), (remark,)
-    return (
-        [gpu.text for gpu in shown if not gpu.problem],
-        tuple(gpu.problem for gpu in shown if gpu.problem),
-        (),
-    )
+        return [], 0, [remark]
+    texts = [gpu.text for gpu in shown if not gpu.problem]
+    return texts, len(shown), [gpu.problem for gpu in shown if gpu.problem]
 
 
 def _diagnose(
@@ -162,25 +146,27 @@ def _diagnose(
     """Diagnose each GPU and all together; return what is wrong last, and continue if one of them
     is lost.
     """
-    found: list[GpuDiagnosis] = []
-    settable: list[Gpu] = []
-    problems = []
+    from perseus_planner.gpu.inspection import measure_parallel_latency
+    from perseus_planner.gpu.lease.lease import lease_gpus
+
+    diagnoses: list[GpuDiagnosis] = []
+    measured: dict[Gpu, Latency] = {}
+    parallel, problems = None, []
     for gpu, inspection in zip(gpus, _inspect_all(gpus), strict=True):
         if isinstance(inspection, GpuError):
             problems.append(str(inspection))
             continue
-        found.append(_measure(gpu, inspection) if measure else GpuDiagnosis(inspection, None))
-        settable += [gpu] if found[-1].latency is not None else []
-    parallel = None
-    try:
-        parallel = _measure_parallel(settable, _latencies(found))
-    except GpuError as error:
-        problems.append(str(error))
-    return found, parallel, problems
-
-
-def _latencies(found: Sequence[GpuDiagnosis]) -> list[Latency]:
-    return [diagnosis.latency for diagnosis in found if diagnosis.latency is not None]
+        diagnoses.append(_measure(gpu, inspection) if measure else GpuDiagnosis(inspection, None))
+        if (latency := diagnoses[-1].latency) is not None:
+            measured[gpu] = latency
+    if len(measured) > 1:
+        try:
+            with lease_gpus(list(measured), power_limit=False):
+                call_s = median(latency.call_p50_s for latency in measured.values())
+                parallel = measure_parallel_latency(list(measured), call_s)
+        except GpuError as error:
+            problems.append(str(error))
+    return diagnoses, parallel, problems
 
 
 def _inspect_all(gpus: Sequence[Gpu]) -> list[Inspection | GpuError]:
@@ -199,28 +185,6 @@ def _inspect_all(gpus: Sequence[Gpu]) -> list[Inspection | GpuError]:
         return [inspected(gpu) for gpu in gpus]
     with ThreadPoolExecutor(max(1, len(gpus))) as pool:
         return list(pool.map(inspected, gpus))
-
-
-def _verdict(found: Sequence[GpuDiagnosis], gpus: int) -> Verdict:
-    seen = [diagnosis.inspection for diagnosis in found]
-    tried = [each.can_set_clocks for each in seen]
-    return Verdict(
-        gpus,
-        observe=sum(each.can_observe for each in seen),
-        set_clocks=None if None in tried else sum(map(bool, tried)),
-        profile=sum(each.can_observe and each.can_set_clocks is not False for each in seen),
-    )
-
-
-def _measure_parallel(gpus: Sequence[Gpu], latencies: Sequence[Latency]) -> ParallelLatency | None:
-    """Measure setting all GPUs at once; None for fewer than two."""
-    from perseus_planner.gpu.inspection import measure_parallel_latency
-    from perseus_planner.gpu.lease.lease import lease_gpus
-
-    if len(gpus) < 2:
-        return None
-    with lease_gpus(gpus, power_limit=False):
-        return measure_parallel_latency(gpus, median(latency.call_p50_s for latency in latencies))
 
 
 def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
@@ -246,15 +210,25 @@ def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
     return GpuDiagnosis(replace(inspection, settings=(clock, limit)), latency)
 
 
+def _verdict(inspections: Sequence[Inspection], gpus: int) -> Verdict:
+    can_set = [each.can_set_clocks for each in inspections]
+    return Verdict(
+        gpus,
+        observe=sum(each.can_observe for each in inspections),
+        set_clocks=None if None in can_set else sum(map(bool, can_set)),
+        profile=sum(each.can_observe and each.can_set_clocks is not False for each in inspections),
+    )
+
+
 def _clock_change(
-    latencies: Sequence[Latency], parallel: ParallelLatency | None
+    measured: Iterable[Latency | None], parallel: ParallelLatency | None
 ) -> dict[str, float]:
     """Return the values for `clock_change` in a job file that were measured."""
-    if not latencies:
-        return {}
-    call_s = median(latency.call_p50_s for latency in latencies)
+    latencies = [latency for latency in measured if latency is not None]
     settles_s = [latency.settle_p50_s for latency in latencies if latency.settle_p50_s is not None]
-    change: dict[str, float] = {"call_s": float(f"{call_s:.3g}")}
+    change: dict[str, float] = {}
+    if latencies:
+        change["call_s"] = float(f"{median(latency.call_p50_s for latency in latencies):.3g}")
     if settles_s:
         change["settle_s"] = float(f"{median(settles_s):.3g}")
     if parallel is not None:
@@ -275,30 +249,25 @@ def _text(diagnosis: dict[str, Any]) -> str:
 
 
 def _verdict_text(verdict: Verdict) -> str:
-    not_tried = "not tried; `planner doctor --measure-latency` tries it"
-    if_permitted = (
-        ", where setting clocks is permitted"
-        if verdict.profile and verdict.set_clocks is None
-        else ""
-    )
-    rows = {
-        "plan": "works, with or without GPUs",
-        "observe": _works(verdict.observe, verdict.gpus),
-        "profile": _works(verdict.profile, verdict.gpus) + if_permitted,
-        "set clocks": not_tried
-        if verdict.set_clocks is None
-        else _works(verdict.set_clocks, verdict.gpus),
-    }
-    return "\n".join(["What works here:", *(f"  {name:10}  {text}" for name, text in rows.items())])
+    def works(count: int) -> str:
+        if not verdict.gpus:
+            return "no GPU"
+        if not count:
+            return "does not work, for the reasons above"
+        return f"works on {count} of {verdict.gpus} GPU{'s' * (verdict.gpus > 1)}"
 
-
-def _works(count: int, gpus: int) -> str:
-    if not gpus:
-        return "no GPU"
+    profile = works(verdict.profile)
+    if verdict.set_clocks is not None:
+        set_clocks = works(verdict.set_clocks)
+    else:
+        set_clocks = "not tried; `planner doctor --measure-latency` tries it"
+        profile += ", where setting clocks is permitted" if verdict.profile else ""
     return (
-        f"works on {count} of {gpus} GPU{'s' * (gpus > 1)}"
-        if count
-        else "does not work, for the reasons above"
+        "What works here:\n"
+        "  plan        works, with or without GPUs\n"
+        f"  observe     {works(verdict.observe)}\n"
+        f"  profile     {profile}\n"
+        f"  set clocks  {set_clocks}"
     )
 
 
@@ -306,21 +275,17 @@ def _gpu_text(diagnosis: GpuDiagnosis) -> str:
     seen = diagnosis.inspection
     origin = "" if seen.origin == "measured" else f", {seen.origin}"
     rows = [
-        (reading.name, reading.value or f"cannot be read: {reading.problem}")
-        for reading in seen.readings
+        *((each.name, each.value or f"cannot be read: {each.problem}") for each in seen.readings),
+        *_energy_rows(seen.energy),
+        *(
+            (f"setting the {each.name}", ": ".join(filter(None, (each.result, each.remark))))
+            for each in seen.settings
+        ),
+        *(("changing the clock", text) for text in _latency_texts(diagnosis.latency)),
+        ("lease", seen.leased_by or "free"),
+        *(("stale lease", text) for text in seen.stale_leases),
+        *(("warning", text) for text in seen.warnings),
     ]
-    rows += list(_energy_rows(seen.energy))
-    rows += [
-        (
-            f"setting the {check.name}",
-            f"{check.result}: {check.remark}" if check.remark else check.result,
-        )
-        for check in seen.settings
-    ]
-    rows += [("changing the clock", text) for text in _latency_texts(diagnosis.latency)]
-    rows += [("lease", seen.leased_by or "free")]
-    rows += [("stale lease", text) for text in seen.stale_leases]
-    rows += [("warning", text) for text in seen.warnings]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name.ljust(width)}  {text}" for name, text in rows]
     return "\n".join([f"{seen.gpu}: {seen.name}, driver {seen.driver}{origin}", *lines])

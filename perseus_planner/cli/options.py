@@ -141,64 +141,59 @@ def examples(*lines: str) -> str:
     return f"\b\nExample{'s' * (len(lines) > 1)}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: a number by a rule of `base.units`, in SI units.
+class Text(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The type of an option that a function reads.
 
     Args:
-        rule: the rule.
         name: what it is called in the help.
+        read: a function of the text and of the name of the option, for error texts.
     """
 
-    def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
-        self.rule, self.name = rule, name
+    def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
+        self.name, self.read = name, read
 
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> Any:
-        """Return the number that a text writes, in SI units."""
-        return self.rule.read(value, _option(parameter)) if isinstance(value, str) else value
+        """Return what a text says; a value that is none stands as it is."""
+        option = "" if parameter is None else parameter.opts[0]
+        return self.read(value, option) if isinstance(value, str) else value
 
 
-class Listed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: several quantities between commas."""
+class Quantity(Text):
+    """The type of an option: a number by a rule of `base.units`, in SI units."""
 
     def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
-        self.one, self.name = Quantity(rule, name), f"{name},{name},…"
-
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the numbers that a text writes."""
-        parts = value.split(",") if isinstance(value, str) else value
-        return tuple(self.one.convert(part, parameter, context) for part in parts)
+        super().__init__(name, rule.read)
 
 
-class OutputFile(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: a file to write, refused before any work is done if it cannot be
-    written.
+class Listed(Text):
+    """The type of an option: several numbers between commas, each by a rule of `base.units`."""
+
+    def __init__(self, rule: units.Quantity | units.Rule, name: str) -> None:
+        super().__init__(
+            f"{name},{name},…",
+            lambda text, option: tuple(rule.read(part, option) for part in text.split(",")),
+        )
+
+
+class OutputFile(Text):
+    """The type of an option: a file to write, which is refused before any work is done if it cannot
+    be written.
 
     Args:
         endings: what its name must end in; none for anything.
     """
 
-    name = "file"
-
     def __init__(self, *endings: str) -> None:
-        self.endings = endings
+        def read(text: str, option: str) -> Path:
+            path = Path(text)
+            check_writable(path, option)
+            if endings and path.suffix.lower() not in endings:
+                raise UsageError(f"{option} {path}: must end in {' or '.join(endings)}; rename it")
+            return path
 
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the path, which can be written."""
-        path, option = Path(value), _option(parameter)
-        check_writable(path, option)
-        if self.endings and path.suffix.lower() not in self.endings:
-            raise UsageError(f"{option} {path}: must end in {' or '.join(self.endings)}; rename it")
-        return path
-
-
-def _option(parameter: click.Parameter | None) -> str:
-    return "" if parameter is None else parameter.opts[0]
+        super().__init__("file", read)
 
 
 def check_writable(path: Path, place: str) -> None:
@@ -268,9 +263,10 @@ Slowdown = Annotated[float, Quantity(units.SLOWDOWN, "ratio")]
 Certainty = Annotated[float, Quantity(units.CERTAINTY, "percent")]
 Tolerance = Annotated[float, Quantity(units.TOLERANCE, "percent")]
 Share = Annotated[float, Quantity(units.SHARE, "share")]
-Natural = Annotated[int, click.IntRange(min=0)]
+Number = Annotated[int, Option(metavar="N")]
+Natural = Annotated[int, Option(type=click.IntRange(min=0), metavar="N")]
+Stages = Annotated[int, Option(metavar="S")]
+GpuCount = Annotated[int, Option(metavar="GPUS")]
 Counts = Annotated[tuple[int, ...], Listed(units.COUNT, "n")]
 Gpu = Annotated[str, Option(metavar="GPU")]
-#: N clock changes of a GPU per iteration.
-MaxChanges = Annotated[Natural, Option(metavar="N")]
 AsJson = Annotated[bool, "Print one JSON object, in SI units, instead of text.", Option("--json")]

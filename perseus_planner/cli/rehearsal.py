@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +16,7 @@ from perseus_planner.base.units import COUNT
 from perseus_planner.cli import console
 
 if TYPE_CHECKING:
-    from perseus_planner.profiler.rehearsal import RankRehearsal, Rehearsal
+    from perseus_planner.profiler.rehearsal import LoadRun, RankRehearsal, Rehearsal
 
 
 def rehearse_and_report(
@@ -40,15 +40,12 @@ def rehearse_and_report(
 
 
 def _text(result: Rehearsal) -> str:
-    from perseus_planner.base.tables import table
-
     nodes = len({rank.node for rank in result.ranks})
-    sizes = ", ".join(
-        f"{size} x {size}" for size in sorted({rank.size for rank in result.ranks} - {0})
-    )
+    sizes = sorted({rank.size for rank in result.ranks} - {0})
     head = f"Rehearsal on {_count(len(result.ranks), 'rank')} of {_count(nodes, 'node')}"
-    head += f"; the load is a matrix product of {sizes}" if sizes else ""
-    texts = [head, table(_columns(result.ranks))]
+    if sizes:
+        head += f"; the load is a matrix product of {', '.join(f'{n} x {n}' for n in sizes)}"
+    texts = [head, _table(result.ranks)]
     for title, lines in (
         ("Problems:", [(rank.rank, text) for rank in result.ranks for text in rank.problems]),
         ("Remarks:", [(rank.rank, text) for rank in result.ranks for text in rank.remarks]),
@@ -58,52 +55,47 @@ def _text(result: Rehearsal) -> str:
     return "\n\n".join([*texts, _verdict(result)])
 
 
-def _columns(ranks: Sequence[RankRehearsal]) -> list[list[str]]:
-    columns = {
-        "rank": [str(rank.rank) for rank in ranks],
-        "node": [rank.node for rank in ranks],
-        "GPU": [rank.name or "-" for rank in ranks],
-        "locked -> achieved": [_clocks(rank) for rank in ranks],
-        "power": [
-            ", ".join(si(run.power_w, "W", 3) for run in rank.runs if run.precision == "bf16")
-            for rank in ranks
-        ],
-        "counter": [_time(rank.counter_step_s) for rank in ranks],
-        "fp32": [_time(_run_s(rank, "fp32")) for rank in ranks],
-        "bf16": [_time(_run_s(rank, "bf16")) for rank in ranks],
-        "free memory": [_memory(rank) for rank in ranks],
-        "messages from": [_messages(rank) for rank in ranks],
+def _table(ranks: Sequence[RankRehearsal]) -> str:
+    from perseus_planner.base.tables import Column, lay_out, table
+
+    def time(precision: str) -> Callable[[RankRehearsal], str | None]:
+        return lambda rank: next(
+            (si(run.time_s, "s", 3) for run in rank.runs if run.precision == precision), None
+        )
+
+    cells: dict[str, Callable[[RankRehearsal], object]] = {
+        "rank": lambda rank: rank.rank,
+        "node": lambda rank: rank.node,
+        "GPU": lambda rank: rank.name,
+        "locked -> achieved": lambda rank: ", ".join(map(_clock, _bf16(rank))),
+        "power": lambda rank: ", ".join(si(run.power_w, "W", 3) for run in _bf16(rank)),
+        "counter": lambda rank: rank.counter_step_s and si(rank.counter_step_s, "s", 3),
+        "fp32": time("fp32"),
+        "bf16": time("bf16"),
+        "free memory": _memory,
+        "messages from": lambda rank: ", ".join(
+            f"{each.sender}: {si(each.size_bytes / each.time_s, 'B/s', 3)}"
+            for each in rank.received
+        ),
     }
-    return [[name, *(cell or "-" for cell in cells)] for name, cells in columns.items()]
+    columns = [Column(name, cell, "<") for name, cell in cells.items()]
+    return table([[cell or "-" for cell in column] for column in lay_out(ranks, *columns)])
 
 
-def _clocks(rank: RankRehearsal) -> str:
-    runs = [run for run in rank.runs if run.precision == "bf16"]
-    return ", ".join(
-        f"{'-' if run.locked_mhz is None else run.locked_mhz} -> {run.achieved_mhz:.0f} MHz"
-        + (f" ({', '.join(run.throttle)})" if run.throttle else "")
-        for run in runs
-    )
+def _bf16(rank: RankRehearsal) -> list[LoadRun]:
+    return [run for run in rank.runs if run.precision == "bf16"]
 
 
-def _run_s(rank: RankRehearsal, precision: str) -> float | None:
-    return next((run.time_s for run in rank.runs if run.precision == precision), None)
+def _clock(run: LoadRun) -> str:
+    locked = "-" if run.locked_mhz is None else run.locked_mhz
+    throttle = f" ({', '.join(run.throttle)})" if run.throttle else ""
+    return f"{locked} -> {run.achieved_mhz:.0f} MHz{throttle}"
 
 
-def _memory(rank: RankRehearsal) -> str:
+def _memory(rank: RankRehearsal) -> str | None:
     if rank.free_bytes is None or rank.total_bytes is None:
-        return ""
+        return None
     return f"{rank.free_bytes / 2**30:.1f} of {rank.total_bytes / 2**30:.1f} GiB"
-
-
-def _messages(rank: RankRehearsal) -> str:
-    return ", ".join(
-        f"{each.sender}: {si(each.size_bytes / each.time_s, 'B/s', 3)}" for each in rank.received
-    )
-
-
-def _time(time_s: float | None) -> str:
-    return "" if time_s is None else si(time_s, "s", 3)
 
 
 def _by_ranks(lines: Sequence[tuple[int, str]]) -> list[str]:

@@ -7,74 +7,91 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import click
 from click.core import ParameterSource
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
+from perseus_planner.cli.options import Gpu, Natural, Option, Share, Slowdown, command
 
 
-@click.command(
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Arguments of `planner_runtime`."""
+
+    plan: Annotated[Path | None, "Plan to train by; without one, training plans itself."]
+    slowdown: Annotated[
+        Slowdown | None,
+        "Without a plan: how long an iteration may take, as a multiple of that at full clocks.  "
+        "[default: 1.00]",
+    ]
+    max_slowdown: Annotated[
+        Share | None,
+        "Without a plan: how much longer iterations may be on average while it learns.  [default: "
+        "0.005]",
+    ]
+    max_changes: Annotated[
+        Natural | None,
+        "The most clock changes of a GPU per iteration, without a plan or in the service's plans. "
+        " [default: 8]",
+    ]
+    learn: Annotated[
+        bool | None,
+        "Without a plan: whether to try clocks, or plan on what is known.  [default: learn]",
+        Option("--learn/--no-learn", default=None),
+    ]
+    state: Annotated[
+        Path | None,
+        "Without a plan: profile of what was learnt, from which the next start goes on.  "
+        "[default: autopilot.yaml]",
+    ]
+    gpu: Annotated[Gpu | None, "GPU of each rank, or only a back-end.  [default: cuda]"]
+    dry_run: Annotated[bool, "Do everything except setting clocks."]
+    record: Annotated[
+        Path | None,
+        "Record the run there, for `planner show` and `planner calibrate`.",
+        Option(metavar="FOLDER"),
+    ]
+    job: Annotated[str | None, "Name of this training in a service.", Option(metavar="NAME")]
+    service: Annotated[str | None, "Follow this service.", Option(metavar="URL")]
+    frontier: Annotated[Path | None, "With a plan: frontier from which the service plans."]
+
+    def check_service(self, *, is_named: bool) -> None:
+        """Check that the service can be told what trains.
+
+        Args:
+            is_named: whether the service is an option; PLANNER_SERVICE alone is there for other
+                commands.
+        """
+        if not self.service or not (self.job or is_named):
+            return
+        if self.frontier and not self.plan:
+            raise UsageError(
+                "--frontier: is for --plan; without a plan the frontier is learnt, so leave it out"
+            )
+        missing = "job" if not self.job else "frontier" if self.plan and not self.frontier else None
+        if missing is not None:
+            raise UsageError(
+                f"--service {self.service}: needs --{missing}; give it, or leave out the service"
+            )
+
+
+@command(
+    "planner run -- torchrun --nproc-per-node 8 pretrain_gpt.py",
+    "planner run --slowdown 1.05 --record run -- deepspeed train.py",
+    "planner run --plan plan.yaml --dry-run -- torchrun --nproc-per-node 8 train.py",
+    "srun planner run -- python train.py",
     context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": "PLANNER"},
-    epilog=console.examples(
-        "planner run -- torchrun --nproc-per-node 8 pretrain_gpt.py",
-        "planner run --slowdown 1.05 --record run -- deepspeed train.py",
-        "planner run --plan plan.yaml --dry-run -- torchrun --nproc-per-node 8 train.py",
-        "srun planner run -- python train.py",
-    ),
 )
-@click.option(
-    "--plan", type=console.PATH, help="Plan to train by; without one, training plans itself."
-)
-@click.option(
-    "--slowdown",
-    type=console.SLOWDOWN,
-    help="Without a plan: how long an iteration may take, as a multiple of that at full clocks.  "
-    "[default: 1.00]",
-)
-@click.option(
-    "--max-slowdown",
-    type=console.Quantity("SHARE", "share"),
-    help="Without a plan: how much longer iterations may be on average while it learns.  [default: "
-    "0.005]",
-)
-@click.option(
-    "--max-changes",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="The most clock changes of a GPU per iteration, without a plan or in the service's plans. "
-    " [default: 8]",
-)
-@click.option(
-    "--learn/--no-learn",
-    default=None,
-    help="Without a plan: whether to try clocks, or plan on what is known.  [default: learn]",
-)
-@click.option(
-    "--state",
-    type=console.PATH,
-    help="Without a plan: profile of what was learnt, from which the next start goes on.  "
-    "[default: autopilot.yaml]",
-)
-@click.option("--gpu", metavar="GPU", help="GPU of each rank, or only a back-end.  [default: cuda]")
-@click.option("--dry-run", is_flag=True, help="Do everything except setting clocks.")
-@click.option(
-    "--record",
-    type=console.PATH,
-    metavar="FOLDER",
-    help="Record the run there, for `planner show` and `planner calibrate`.",
-)
-@click.option("--job", metavar="NAME", help="Name of this training in a service.")
-@click.option("--service", metavar="URL", help="Follow this service.")
-@click.option(
-    "--frontier", type=console.PATH, help="With a plan: frontier from which the service plans."
-)
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.pass_context
-def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:
+def run(
+    command: Annotated[tuple[str, ...], Option(required=True, type=click.UNPROCESSED)],
+    *,
+    options: RuntimeOptions,
+) -> None:
     """Run COMMAND, and save energy in each of its Python processes that trains.
 
     Training plans itself, or follows a plan. The script stays as it is: the runtime attaches when a
@@ -88,52 +105,28 @@ def run(context: click.Context, /, command: tuple[str, ...], **options: Any) -> 
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.unmodified.options import write_options
 
-    if options["plan"] is not None:
-        Plan.load(options["plan"])
-    if options["slowdown"] is not None:
-        AutopilotSettings(slowdown=options["slowdown"])  # refused here, and not by every rank
-    _check_service(context, options)
+    if options.plan is not None:
+        Plan.load(options.plan)
+    if options.slowdown is not None:
+        AutopilotSettings(slowdown=options.slowdown)  # refused here, and not by every rank
+    source = click.get_current_context().get_parameter_source("service")
+    options.check_service(is_named=source is ParameterSource.COMMANDLINE)
     ignoring = _flag_that_ignores(command)
     if ignoring is not None:
         click.echo(
             f"planner: {command[0]} {ignoring} ignores PYTHONPATH, so its training has no planner",
             err=True,
         )
-    options["dry_run"] = options["dry_run"] or None
     given = {
         name: value.absolute() if isinstance(value, Path) else value
-        for name, value in options.items()
+        for name, value in vars(options).items()
     }
-    environment = {
-        **os.environ,
-        **write_options(given),
-        "PYTHONPATH": _modules(os.environ.get("PYTHONPATH")),
-    }
+    variables = write_options({**given, "dry_run": options.dry_run or None})
+    modules = _modules(os.environ.get("PYTHONPATH"))
     try:
-        os.execvpe(command[0], command, environment)
+        os.execvpe(command[0], command, {**os.environ, **variables, "PYTHONPATH": modules})
     except OSError as error:
-        raise UsageError(
-            f"{command[0]}: cannot be run: {error.strerror}; write the command after `--`"
-        ) from error
-
-
-def _check_service(context: click.Context, options: dict[str, Any]) -> None:
-    """Check that the service can be told what trains; PLANNER_SERVICE alone is there for other
-    commands.
-    """
-    is_wanted = (
-        options["job"] or context.get_parameter_source("service") is ParameterSource.COMMANDLINE
-    )
-    needed = ("job", "frontier") if options["plan"] else ("job",)
-    missing = next((name for name in needed if not options[name]), None)
-    if options["service"] and is_wanted and options["frontier"] and not options["plan"]:
-        raise UsageError(
-            "--frontier: is for --plan; without a plan the frontier is learnt, so leave it out"
-        )
-    if options["service"] and is_wanted and missing is not None:
-        raise UsageError(
-            f"--service {options['service']}: needs --{missing}; give it, or leave out the service"
-        )
+        raise console.cannot_run(command, error) from error
 
 
 def _modules(given: str | None) -> str:

@@ -9,82 +9,63 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Annotated, Literal
 
 import click
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.files import read_text
-from perseus_planner.cli import console
+from perseus_planner.cli.options import Option, command
 
 
-@click.command(
-    epilog=console.examples(
-        "planner serve",
-        "planner serve --unix /run/planner.sock --database /var/lib/planner/service.sqlite",
-        "planner serve --host 0.0.0.0 --tokens tokens.txt --tls-cert cert.pem --tls-key key.pem",
-    )
-)
-@click.option(
-    "--host",
-    metavar="HOST",
-    help="Name or address to listen on; one that other machines can reach needs tokens.  [default: "
-    "127.0.0.1]",
-)
-@click.option(
-    "--port",
-    type=int,
-    metavar="PORT",
-    help="Port to listen on; 0 for any free port.  [default: 8400]",
-)
-@click.option(
-    "--unix",
-    type=console.PATH,
-    metavar="PATH",
-    help="Unix socket to listen on instead, which only your processes can use.",
-)
-@click.option(
-    "--database",
-    envvar="PLANNER_SERVICE_DATABASE",
-    metavar="FILE|URL|@FILE",
-    help="SQLite file with everything that must survive, created if needed, or a URL of "
-    "SQLAlchemy. "
-    "PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL with a password.  "
-    "[default: perseus-planner/service.sqlite in $XDG_STATE_HOME or ~/.local/state]",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(1, 64),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Number of processes that solve and plan.",
-)
-@click.option(
-    "--tokens",
-    type=console.PATH,
-    help="File with a line `token role name` for each client; roles are read, report and operate. "
-    "Without it, the environment variable PLANNER_SERVICE_TOKENS may hold such lines.",
-)
-@click.option("--tls-cert", type=console.PATH, help="Certificate or chain, PEM, to serve HTTPS.")
-@click.option("--tls-key", type=console.PATH, help="Its private key, PEM, without a password.")
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="What is logged to stderr, a line each: with info what happens to jobs, with debug also "
-    "each request.",
+@command(
+    "planner serve",
+    "planner serve --unix /run/planner.sock --database /var/lib/planner/service.sqlite",
+    "planner serve --host 0.0.0.0 --tokens tokens.txt --tls-cert cert.pem --tls-key key.pem",
 )
 def serve(
-    host: str | None,
-    port: int | None,
-    unix: Path | None,
-    database: str | None,
-    workers: int,
-    tokens: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    log_level: str,
+    *,
+    host: Annotated[
+        str | None,
+        "Name or address to listen on; one that other machines can reach needs tokens.  [default: "
+        "127.0.0.1]",
+        Option(metavar="HOST"),
+    ],
+    port: Annotated[
+        int | None,
+        "Port to listen on; 0 for any free port.  [default: 8400]",
+        Option(metavar="PORT"),
+    ],
+    unix: Annotated[
+        Path | None,
+        "Unix socket to listen on instead, which only your processes can use.",
+        Option(metavar="PATH"),
+    ],
+    database: Annotated[
+        str | None,
+        "SQLite file with everything that must survive, created if needed, or a URL of "
+        "SQLAlchemy. PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL "
+        "with a password.  "
+        "[default: perseus-planner/service.sqlite in $XDG_STATE_HOME or ~/.local/state]",
+        Option(envvar="PLANNER_SERVICE_DATABASE", metavar="FILE|URL|@FILE"),
+    ],
+    workers: Annotated[
+        int,
+        "Number of processes that solve and plan.",
+        Option(type=click.IntRange(1, 64), metavar="N"),
+    ] = 1,
+    tokens: Annotated[
+        Path | None,
+        "File with a line `token role name` for each client; roles are read, report and operate. "
+        "Without it, the environment variable PLANNER_SERVICE_TOKENS may hold such lines.",
+    ],
+    tls_cert: Annotated[Path | None, "Certificate or chain, PEM, to serve HTTPS."],
+    tls_key: Annotated[Path | None, "Its private key, PEM, without a password."],
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        "What is logged to stderr, a line each: with info what happens to jobs, with debug also "
+        "each request.",
+    ] = "info",
 ) -> None:
     """Serve plans to training jobs, and take reports of stragglers.
 

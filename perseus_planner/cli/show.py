@@ -1,86 +1,84 @@
 """`planner show`: the content of a file or a run folder as text, as a figure, or as a Perfetto
-trace.
+trace; and `planner report`, which writes a page about several of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import click
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
+from perseus_planner.cli.options import (
+    AsJson,
+    BlockingPower,
+    Number,
+    Option,
+    OutputFile,
+    command,
+    output_file,
+    refuse_same,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.runs.autopilot import AutopilotStatus
-    from perseus_planner.runs.run import Run
+    from perseus_planner.views.savings import EnergyRates, IterationSize
+    from perseus_planner.views.sources import Sources
 
 #: the keys of `views.report.FIGURES`, which is not loaded for --help
 FIGURES = ("points", "timeline", "timeline-clock", "curves")
 
 
 class _View(NamedTuple):
-    """One file: its summary and text, and functions for its figure and its trace (None if it has
-    no timeline).
-    """
+    """One file: its summary and text, and what draws and traces it."""
 
     summary: Any
     text: str
-    draw: Callable[[], Figure]
-    write_trace: Callable[[Path, tuple[Path, ...]], None] | None
+    draw: Callable[[Any], Figure]  #: a function of the module `views.figures`
+    #: a function of the file to write and of the files beside it; None if there is no timeline.
+    write_trace: Callable[[Path, tuple[Path, ...]], None] | None = None
 
 
-@click.command(
-    epilog=console.examples(
-        "planner show frontier.npz --plot frontier.png",
-        "planner show plan.yaml --plot plan.svg --perfetto plan.json",
-        "planner show frontier.npz --beside plan.yaml --plot before-after.pdf --figure timeline",
-        "planner show run --plot run.png",
-        "planner show profile.yaml --plot curves.png",
-    )
+@command(
+    "planner show frontier.npz --plot frontier.png",
+    "planner show plan.yaml --plot plan.svg --perfetto plan.json",
+    "planner show frontier.npz --beside plan.yaml --plot before-after.pdf --figure timeline",
+    "planner show run --plot run.png",
+    "planner show profile.yaml --plot curves.png",
 )
-@click.argument("file", type=console.PATH)
-@click.option(
-    "--plot",
-    type=console.OutputFile(),
-    metavar="FIGURE",
-    help="Also write a figure: .png, .svg or .pdf.",
-)
-@click.option(
-    "--figure",
-    type=click.Choice(FIGURES),
-    help="Choose a figure of `planner report`: the frontier with plans and other planners, the "
-    "iteration before and "
-    "after coloured by power or by clock, or energy over time of each computation.  [default: FILE "
-    "alone]",
-)
-@click.option(
-    "--beside",
-    type=console.PATH,
-    multiple=True,
-    help="Add a frontier, plan, run or profile to the --figure; can be repeated. A frontier adds "
-    "the iteration with "
-    "all clocks at maximum to the --perfetto trace of a plan.",
-)
-@click.option(
-    "--perfetto",
-    type=console.OutputFile(".json"),
-    metavar="TRACE",
-    help="Also write the timeline of a plan or run for Perfetto (ui.perfetto.dev) or "
-    "chrome://tracing: .json.",
-)
-@console.as_json
 def show(
     file: Path,
-    plot: Path | None,
-    figure: str | None,
-    beside: tuple[Path, ...],
-    perfetto: Path | None,
-    as_json: bool,
+    *,
+    plot: Annotated[
+        Path | None,
+        "Also write a figure: .png, .svg or .pdf.",
+        Option(type=OutputFile(), metavar="FIGURE"),
+    ],
+    figure: Annotated[
+        str | None,
+        "Choose a figure of `planner report`: the frontier with plans and other planners, the "
+        "iteration before and after coloured by power or by clock, or energy over time of each "
+        "computation.  [default: FILE alone]",
+        Option(type=click.Choice(FIGURES)),
+    ],
+    beside: Annotated[
+        tuple[Path, ...],
+        "Add a frontier, plan, run or profile to the --figure; can be repeated. A frontier adds "
+        "the iteration with all clocks at maximum to the --perfetto trace of a plan.",
+    ],
+    perfetto: Annotated[
+        Path | None,
+        "Also write the timeline of a plan or run for Perfetto (ui.perfetto.dev) or "
+        "chrome://tracing: .json.",
+        Option(type=OutputFile(".json"), metavar="TRACE"),
+    ],
+    as_json: AsJson,
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
@@ -97,15 +95,15 @@ def show(
         from perseus_planner.views.figures import check_figure_path
 
         check_figure_path(plot, "--plot")
-    if perfetto is not None:
-        console.refuse_same([file, *beside], perfetto, "--perfetto")
+    refuse_same([file, *beside], perfetto, "--perfetto")
     view = _view(file)
     if perfetto is not None and view.write_trace is None:
         raise UsageError(f"--perfetto {perfetto}: {file} has no timeline; name a plan or a run")
     if plot is not None:
-        from perseus_planner.views.figures import save_figure
+        from perseus_planner.views import figures
 
-        save_figure(view.draw() if figure is None else _draw(figure, (file, *beside)), plot)
+        drawn = view.draw(figures) if figure is None else _draw(figure, (file, *beside))
+        figures.save_figure(drawn, plot)
     if perfetto is not None and view.write_trace is not None:
         view.write_trace(perfetto, beside)
     written = [path for path in (plot, perfetto) if path is not None]
@@ -139,28 +137,19 @@ def _view(path: Path) -> _View:
 
 
 def _profile_view(file: Path) -> _View:
-    from dataclasses import replace
-
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.views.profiles import profile_text, summarize_profile
 
     beside = next(
         (path for path in map(file.with_suffix, (".yaml", ".yml")) if path.exists()), None
     )
-    is_table = (
-        file.suffix.lower() == ".csv" and beside is None
-    )  # which does not hold the power of a waiting GPU
-    profile = Profile.load(file, blocking_power_w=0.0) if is_table else Profile.load(beside or file)
+    # A table does not hold the power of a waiting GPU.
+    is_table = file.suffix.lower() == ".csv" and beside is None
+    profile = Profile.load(beside or file, 0.0 if is_table else None)
     summary = summarize_profile(profile)
     if is_table:
         summary = replace(summary, context=replace(summary.context, blocking_power_w=None))
-
-    def draw() -> Figure:
-        from perseus_planner.views.figures import draw_curves
-
-        return draw_curves(profile)
-
-    return _View(summary, profile_text(summary), draw, None)
+    return _View(summary, profile_text(summary), lambda figures: figures.draw_curves(profile))
 
 
 def _frontier_view(file: Path) -> _View:
@@ -169,41 +158,34 @@ def _frontier_view(file: Path) -> _View:
 
     frontier = Frontier.load(file)
     summary = summarize_frontier(frontier)
-
-    def draw() -> Figure:
-        from perseus_planner.views.figures import draw_frontier
-
-        return draw_frontier(chart_frontier(frontier))
-
-    return _View(summary, frontier_text(summary), draw, None)
+    return _View(
+        summary,
+        frontier_text(summary),
+        lambda figures: figures.draw_frontier(chart_frontier(frontier)),
+    )
 
 
 def _plan_view(file: Path) -> _View:
     from perseus_planner.base.prefixes import si
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.views.gantt import chart_plan
     from perseus_planner.views.plan import summarize_timeline, timeline_text
     from perseus_planner.views.traces import trace_plan
 
     plan = Plan.load(file)
     summary = summarize_timeline(plan)
 
-    def draw() -> Figure:
-        from perseus_planner.views.figures import draw_gantt
-        from perseus_planner.views.gantt import chart_plan
-
-        chart = chart_plan(
-            str(plan.schedule), plan, f"{si(plan.time_s, 's')}, {si(plan.energy_j, 'J', 5)}"
-        )
-        return draw_gantt([chart], plan.control)
+    def draw(figures: Any) -> Any:
+        subtitle = f"{si(plan.time_s, 's')}, {si(plan.energy_j, 'J', 5)}"
+        return figures.draw_gantt([chart_plan(str(plan.schedule), plan, subtitle)], plan.control)
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
         from perseus_planner.cluster.baselines import all_maximum
         from perseus_planner.views.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
-        trace_plan(
-            plan, path, None if frontier is None else frontier.plan_of(all_maximum(frontier.dag))
-        )
+        before = None if frontier is None else frontier.plan_of(all_maximum(frontier.dag))
+        trace_plan(plan, path, before)
 
     return _View(summary, timeline_text(summary), draw, write_trace)
 
@@ -213,38 +195,143 @@ def _pools_view(file: Path) -> _View:
     from perseus_planner.views.inference import plan_figure, plan_text, plan_view
 
     summary = plan_view(InferencePlan.load(file))
-    return _View(summary, plan_text(summary), lambda: plan_figure(summary), None)
+    return _View(summary, plan_text(summary), lambda _: plan_figure(summary))
 
 
 def _run_view(folder: Path) -> _View:
     from perseus_planner.runs.run import Run
+    from perseus_planner.views.gantt import chart_run_beside_plan
     from perseus_planner.views.run import summarize_run
-    from perseus_planner.views.run_text import run_text
+    from perseus_planner.views.run_text import run_text, summarize_unplanned, unplanned_text
     from perseus_planner.views.traces import trace_run
 
     run = Run.load(folder)
-    if run.autopilot is not None and not run.versions:
-        return _unplanned_view(run, run.autopilot)
-    summary = summarize_run(run)
+    if run.autopilot is None or run.versions:
+        summary = summarize_run(run)
+        return _View(
+            summary,
+            run_text(summary),
+            lambda figures: figures.draw_gantt(chart_run_beside_plan(run), summary.context.control),
+            lambda path, _: trace_run(run, path),
+        )
 
-    def draw() -> Figure:
-        from perseus_planner.views.figures import draw_gantt
-        from perseus_planner.views.gantt import chart_run_beside_plan
-
-        return draw_gantt(chart_run_beside_plan(run), summary.context.control)
-
-    return _View(summary, run_text(summary), draw, lambda path, _: trace_run(run, path))
-
-
-def _unplanned_view(run: Run, status: AutopilotStatus) -> _View:
-    from perseus_planner.views.run_text import summarize_unplanned, unplanned_text
-
-    summary = summarize_unplanned(run, status)
-
-    def draw() -> Figure:
+    def refuse(_: Any) -> Any:
         raise UsageError(
             f"{run.folder}: was trained without a plan, so there is no figure of it; leave --plot "
             "out"
         )
 
-    return _View(summary, unplanned_text(summary), draw, None)
+    unplanned = summarize_unplanned(run, run.autopilot)
+    return _View(unplanned, unplanned_text(unplanned), refuse)
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """What is saved with, as `views.savings.IterationSize` has it."""
+
+    pipelines: Annotated[
+        Number | None,
+        "Number of equal data-parallel pipelines, whose savings are added up.  [default: that of "
+        "the job file, or 1]",
+    ]
+    tokens: Annotated[
+        int | None,
+        "Tokens per iteration of all these pipelines together.  [default: that of the job file]",
+        Option("--tokens-per-iteration", metavar="N"),
+    ]
+    samples: Annotated[
+        int | None,
+        "Samples per iteration of all these pipelines together.  [default: that of the job file]",
+        Option("--samples-per-iteration", metavar="N"),
+    ]
+    iterations: Annotated[
+        Number | None,
+        "Number of iterations of the planned run, to show what it saves in all.",
+    ]
+
+
+@command(
+    "planner report frontier.npz plan.yaml -o report.html",
+    "planner report frontier.npz plan.yaml run job.yaml profile.yaml --price 0.09 --pue 1.1 -o "
+    "report.html",
+)
+def report(
+    source: Annotated[tuple[Path, ...], Option(required=True)],
+    *,
+    price: Annotated[float, "Price of a kWh, US dollars.", Option(metavar="USD")] = 0.12,
+    pue: Annotated[
+        float,
+        "Power usage effectiveness: energy at the meter over energy at the GPUs.",
+        Option(metavar="RATIO"),
+    ] = 1.2,
+    carbon: Annotated[
+        float, "Emissions of the grid per kWh, kg of CO2e.", Option(metavar="KG")
+    ] = 0.40,
+    size: SizeOptions,
+    blocking_power_w: Annotated[
+        BlockingPower | None,
+        "Power of a waiting GPU, e.g. 83.64W, for a profile that is a CSV.",
+    ],
+    output: Annotated[Path, output_file("the page", ".html", ".htm")],
+    as_json: AsJson,
+) -> None:
+    """Write a page that shows where the energy goes, what a plan changes, and what it saves.
+
+    SOURCE is a profile, a frontier, a job file, a plan or a run folder. Give one or more, with at
+    most one profile, frontier and job file; all must be for the same kind of pipeline. The report
+    is about the first plan. Add the frontier to compare with the iteration before and with other
+    planners, and the profile to see standard errors. A plan of `planner inference plan` has a
+    report of its own.
+
+    The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give
+    the numbers of the place where your GPUs are.
+    """
+    from perseus_planner.base.documents import kind_of
+    from perseus_planner.base.files import write_file
+    from perseus_planner.views.report import make_report, page, report_text
+    from perseus_planner.views.savings import EnergyRates
+    from perseus_planner.views.sources import read_sources
+
+    refuse_same(source, output)
+    rates = EnergyRates(price, pue, carbon)
+    if any(kind_of(path) == "inference" for path in source):
+        _report_pools(source, rates, output, as_json=as_json)
+        return
+    with console.progress("Reporting"):
+        sources = read_sources(source, blocking_power_w)
+        made = make_report(sources, rates, _size(sources, size))
+        write_file(output, page(made), UsageError)
+    console.report(made, report_text(made), [output], as_json=as_json)
+
+
+def _report_pools(
+    source: tuple[Path, ...], rates: EnergyRates, output: Path, *, as_json: bool
+) -> None:
+    """Write the page of a plan for inference."""
+    from perseus_planner.base.files import write_file
+    from perseus_planner.inference.plan import InferencePlan
+    from perseus_planner.views.inference import plan_view
+    from perseus_planner.views.pools import make_pools_report, pools_page, pools_text
+
+    if len(source) > 1:
+        raise UsageError("a plan for inference has a report of its own; name it alone")
+    made = make_pools_report(source[0].name, plan_view(InferencePlan.load(source[0])), rates)
+    write_file(output, pools_page(made), UsageError)
+    console.report(made, pools_text(made), [output], as_json=as_json)
+
+
+def _size(sources: Sources, options: SizeOptions) -> IterationSize:
+    """Return the size of an iteration by the options, or else by the job file."""
+    from perseus_planner.views.savings import IterationSize
+
+    numbers: dict[str, Any] = dict(vars(options))
+    for name in ("tokens", "samples"):
+        of_job = getattr(sources.job, f"{name}_per_iteration", None)
+        if numbers[name] is None and of_job is not None:
+            try:
+                numbers[name] = float(of_job * sources.share_of_pipelines)
+            except OverflowError:
+                numbers[name] = math.inf  # which `IterationSize` refuses
+    if options.pipelines is None:
+        numbers["pipelines"] = sources.pipelines
+    return IterationSize(**numbers)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.base.errors import EndedElsewhere, PlannerError, RankError, UsageError
-from perseus_planner.training.microbatch import describe_error
+from perseus_planner.base.loops import Loop
+from perseus_planner.engines.microbatch import describe_error
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -78,11 +79,15 @@ def process_group() -> Iterator[tuple[int, int] | None]:
         UsageError: If the environment names a rank, but not how to reach the others.
         RankError: If the ranks cannot reach each other.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ and not _is_initialized():
+    is_started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    if not is_started and "torch.distributed" not in sys.modules:
         yield None
         return
     import torch.distributed as dist
 
+    if not is_started and not (dist.is_available() and dist.is_initialized()):
+        yield None
+        return
     make = not dist.is_initialized()
     if make:
         _init_process_group()
@@ -96,13 +101,6 @@ def process_group() -> Iterator[tuple[int, int] | None]:
 def local_rank() -> int:
     """Return the number of this rank on its node; 0 if no launcher has set it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def _is_initialized() -> bool:
-    import sys
-
-    distributed: Any = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _init_process_group() -> None:
@@ -145,22 +143,18 @@ class RankGroup:
         )
         self._timeout_s = timeout_s
         self._turns: Counter[str] = Counter()
-        self._heartbeats = [
-            (b"", time.monotonic())
-        ] * self.size  # the last one of each rank, and when it was new
+        # The last one of each rank, and when it was new.
+        self._heartbeats = [(b"", time.monotonic())] * self.size
         self._checked_s = 0.0
-        self._left = threading.Event()
-        self._heart = threading.Thread(
-            target=self._beat, daemon=True, name="perseus-planner heartbeat"
-        )
+        self._beats = count()
+        self._heart = Loop(self._beat, "perseus-planner heartbeat", _HEARTBEAT_S)
 
     def __enter__(self) -> RankGroup:
         self._heart.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
-        self._left.set()
-        self._heart.join()
+        self._heart.stop()
         if error is None:
             self._wait_for_others()
             return
@@ -261,11 +255,8 @@ class RankGroup:
             ) from error
 
     def _beat(self) -> None:
-        for beat in count():
-            with suppress(RuntimeError):
-                self.store.set(f"alive/{self.rank}", str(beat))
-            if self._left.wait(_HEARTBEAT_S):
-                return
+        with suppress(RuntimeError):
+            self.store.set(f"alive/{self.rank}", str(next(self._beats)))
 
 
 def _reason(error: BaseException) -> str:

@@ -17,10 +17,10 @@ from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.profiler.assembly import assemble_profile, with_one_power
 from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.row_file import delete_rows, rows_path
+from perseus_planner.profiler.stage import assemble_profile, with_one_power
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 from perseus_planner.profiler.training_check import TOLERANCE, difference_from_training
 
@@ -65,6 +65,18 @@ class ProfileRequest:
     force: bool = False  #: Whether to measure computations that take another time than in training
 
 
+@dataclass(frozen=True)
+class _Part:
+    """This process's part in the measurement of a pipeline."""
+
+    held: int  #: Number of the stages that it holds
+    stages: int  #: Number of all stages
+    tensor_rank: int = 0  #: Its rank among the processes that share its stages
+    group: RankGroup | None = None  #: All ranks; None if it is alone
+    sharing: StageGroup | None = None  #: The ranks that share its stages
+    block: Block | None = None  #: As in `Stage`
+
+
 def measure_alone(
     stages: Sequence[LocalStage], request: ProfileRequest, device: torch.device
 ) -> Profile:
@@ -75,11 +87,10 @@ def measure_alone(
         UsageError: If the stages would not run on the GPU that is measured.
         GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
     """
+    part = _Part(len(stages), len(stages))
     with _lease_gpu(request, device) as gpu:
-        rows = with_one_power(
-            [_measure(gpu, stage, request, len(stages), len(stages)) for stage in stages]
-        )
-    return _write_profile(rows, request)
+        rows = [_measure(gpu, stage, request, part) for stage in stages]
+    return _write_profile(with_one_power(rows), request)
 
 
 def measure_with_ranks(
@@ -109,13 +120,12 @@ def measure_with_ranks(
     """
     holdings = group.gather((tuple(stage.number for stage in stages), tensor_rank))
     measuring = [rank for rank, holding in enumerate(holdings) if holdings.index(holding) == rank]
-    by_tensor_rank = {
-        each: [rank for rank in measuring if holdings[rank][1] == each] for _, each in holdings
-    }
     pipelines = [
-        sorted(ranks, key=lambda rank: holdings[rank]) for ranks in by_tensor_rank.values()
+        sorted(
+            (rank for rank in measuring if holdings[rank][1] == number), key=holdings.__getitem__
+        )
+        for number in dict.fromkeys(number for _, number in holdings)
     ]
-    total = len({number for numbers, _ in holdings for number in numbers})
     rows: list[StageRows] = []
     messages = pipelines if request.blocking_power_w is None else []
     with connect_neighbour(group, messages, device) as neighbour:
@@ -123,32 +133,24 @@ def measure_with_ranks(
             group.gather(None)
         else:
             sharing = [rank for rank in measuring if holdings[rank][0] == holdings[group.rank][0]]
-            stage_group = StageGroup(group, sorted(sharing, key=lambda rank: holdings[rank][1]))
-            block = neighbour.block if neighbour.exists else None
+            part = _Part(
+                held=len(stages),
+                stages=len({number for numbers, _ in holdings for number in numbers}),
+                tensor_rank=tensor_rank,
+                group=group,
+                sharing=StageGroup(group, sorted(sharing, key=lambda rank: holdings[rank][1])),
+                block=neighbour.block if neighbour.exists else None,
+            )
             with _lease_gpu(request, device) as gpu:
                 _refuse_shared_gpus(
                     group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings))
                 )
                 with _rank_errors(group):
-                    rows = [
-                        _measure(
-                            gpu,
-                            stage,
-                            request,
-                            len(stages),
-                            total,
-                            group,
-                            stage_group,
-                            block,
-                            tensor_rank,
-                        )
-                        for stage in stages
-                    ]
-        rows = with_one_power(rows)
-    gathered = group.gather(rows if tensor_rank == 0 else [])
+                    rows = [_measure(gpu, stage, request, part) for stage in stages]
+    gathered = group.gather(with_one_power(rows) if tensor_rank == 0 else [])
     profile = None
     if group.rank == 0:
-        profile = _write_profile([row for each in gathered for row in each], request)
+        profile = _write_profile([row for rows in gathered for row in rows], request)
     group.gather(None)  # if writing fails, all ranks end
     return profile
 
@@ -194,56 +196,40 @@ def _lease(gpu: Gpu, settings: SweepSettings) -> AbstractContextManager[None]:
 
 
 def _refuse_shared_gpus(gpus: Sequence[tuple[str, str, bool] | None]) -> None:
-    found: set[Any] = set()
+    taken: set[Any] = set()
     for gpu in gpus:
-        if gpu is not None and gpu[2] and gpu in found:
+        if gpu is not None and gpu[2] and gpu in taken:
             raise UsageError(
                 f"two ranks on {gpu[0]} would measure the same GPU, {gpu[1]}; name the back-end "
                 "alone, such as nvml, and each rank measures the GPU that it computes on"
             )
-        found.add(gpu)
+        taken.add(gpu)
 
 
-def _measure(
-    gpu: Gpu,
-    stage: LocalStage,
-    request: ProfileRequest,
-    local_stages: int,
-    stages: int,
-    group: RankGroup | None = None,
-    stage_group: StageGroup | None = None,
-    block: Block | None = None,
-    tensor_rank: int = 0,
-) -> StageRows:
+def _measure(gpu: Gpu, stage: LocalStage, request: ProfileRequest, part: _Part) -> StageRows:
     def progress(done: int, total: int) -> None:
-        if group is not None:
-            group.check()
+        if part.group is not None:
+            part.group.check()
         if request.progress is not None:
             request.progress(done, total)
 
-    rows_file = (
-        rows_path(request.output, stage.number)
-        if request.output is not None and tensor_rank == 0
-        else None
-    )
-    with stage.open(gpu, block) as opened:
+    output = request.output if part.tensor_rank == 0 else None
+    with stage.open(gpu, part.block) as opened:
         difference = _difference_from_training(gpu, opened, stage, request)
         rows = measure_stage(
             gpu,
             opened,
             stage.number,
-            request.settings.for_one_of(local_stages),
-            group=stage_group,
-            rows_file=rows_file,
+            request.settings.for_one_of(part.held),
+            group=part.sharing,
+            rows_file=None if output is None else rows_path(output, stage.number),
             resume=request.resume,
             progress=progress,
-            stages=stages,
+            stages=part.stages,
         )
-    return (
-        rows
-        if difference is None
-        else replace(rows, conditions={**rows.conditions, "unlike training": difference})
-    )
+    if difference is None:
+        return rows
+    return replace(rows, conditions={**rows.conditions, "unlike training": difference})
 
 
 def _difference_from_training(

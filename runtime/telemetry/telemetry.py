@@ -36,9 +36,9 @@ from perseus_planner.runtime.telemetry.recorder import RunRecorder
 from perseus_planner.runtime.telemetry.samples import GpuSamples
 
 if TYPE_CHECKING:
+    from perseus_planner.engines.engine import PipelineRank
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
-    from perseus_planner.runtime.engines.engine import PipelineRank
     from perseus_planner.runtime.hook import RankProgram
     from perseus_planner.runtime.marks import IterationTimes
 

@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.training.engine_kinds import megatron_chunks
+from perseus_planner.engines import parts_of, wrap_training
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from perseus_planner.runtime.whole.session import IterationRuntime
 
 _MOST_STEPS = 100
@@ -55,7 +57,7 @@ class UnmodifiedTraining:
         Args:
             engine: As for `planner_runtime`.
         """
-        parts = megatron_chunks(engine)
+        parts = parts_of(engine)
         if self._process is None or (self._iterations is not None and self._process == os.getpid()):
             self._runtime.close()
             self._iterations = None
@@ -143,9 +145,9 @@ def _is_on_a_gpu(optimizer: Any) -> bool:
     ):
         return True
     return any(
-        each.device.type == "cuda"
+        parameter.device.type == "cuda"
         for group in optimizer.param_groups
-        for each in group["params"][:1]
+        for parameter in group["params"][:1]
     )
 
 
@@ -167,4 +169,16 @@ def _say(problem: str) -> None:
 
 
 _TRAINING = UnmodifiedTraining()
-begin, stepped = _TRAINING.begin, _TRAINING.stepped
+
+
+def wrap(module: ModuleType) -> None:
+    """Follow what trains in the module of an engine, or of torch's optimizers, that has just been
+    loaded.
+
+    Raises:
+        AttributeError: If the module is not as in the supported versions.
+    """
+    if module.__name__ == "torch.optim.optimizer":
+        module.register_optimizer_step_post_hook(lambda optimizer, *_: _TRAINING.stepped(optimizer))
+    else:
+        wrap_training(module, _TRAINING.begin)

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.units import LIMIT
+from perseus_planner.base.units import LIMIT, Count, Joules, Seconds
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.ledger import Ledger
@@ -70,9 +70,9 @@ class Window:
 class ValueRow:
     """What is known of a value: means over its windows, per iteration."""
 
-    time_s: float
-    energy_j: float | None = None
-    windows: int = 1
+    time_s: Seconds
+    energy_j: Joules | None = None
+    windows: Count = 1
 
     def add(self, time_s: float, energy_j: float | None) -> None:
         """Count one more window."""

@@ -17,13 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
-from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.job import JobWarnings, this_job
 from perseus_planner.runtime.runtime import Runtime
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.job import TrainingJob
+    from perseus_planner.runtime.rendezvous import RuntimeOptions
     from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
 
@@ -129,43 +128,29 @@ class IterationRuntime(Runtime):
 
 
 @contextmanager
-def whole_iterations(
-    gpu: str,
-    device: torch.device,
-    state: Path | None,
-    *,
-    dry_run: bool,
-    slowdown: float,
-    max_slowdown: float,
-) -> Iterator[IterationRuntime]:
+def whole_iterations(options: RuntimeOptions, device: torch.device) -> Iterator[IterationRuntime]:
     """Train inside the block at the value of least energy that the slowdown allows; reset the GPU
     on leaving.
 
     Args:
-        gpu: GPU of this rank, as for `gpu_text`.
+        options: Those of the caller. In a dry run nothing is set, and so no more than the reference
+            is learnt.
         device: The device that torch computes on.
-        state: The file of what is learnt; None to keep nothing.
-        dry_run: Set nothing, and so learn no more than the reference.
-        slowdown: The agreed iteration time, as a multiple of that at full clocks.
-        max_slowdown: How much longer iterations may be on average, as a share of the time at full
-            clocks.
 
     Raises:
         GpuInUse: If another job that is alive sets the GPU.
         GpuError: If the GPU cannot be read or set.
         UsageError: If `gpu` or an option cannot be used here.
     """
-    job = this_job()
-    text = gpu_text(gpu, device)
-    if dry_run and not text.startswith("dry-run:"):
-        text = f"dry-run:{text}"
+    job, limits = this_job(), (options.autopilot.slowdown, options.autopilot.max_slowdown)
     with ExitStack() as stack:
-        opened = stack.enter_context(open_gpu(text))
+        opened = stack.enter_context(open_gpu(options.gpu_of(device)))
         values, unit, set_value = _settable(opened)
-        search = ValueSearch(values[:1] if dry_run else values, slowdown, max_slowdown)
+        search = ValueSearch(values[:1] if options.dry_run else values, *limits)
         stack.enter_context(_leased(opened, job, power_limit=unit == "W"))
-        part = RankPart(slowdown, max_slowdown)
-        kept = IterationState(None if dry_run else state, opened.name, unit, job.ranks)
+        part = RankPart(*limits)
+        state = None if options.dry_run else options.state_file
+        kept = IterationState(state, opened.name, unit, job.ranks)
         rank = _Rank(job, opened, part, set_value, unit, (search, kept) if job.rank == 0 else None)
         stack.callback(rank.stop)
         rank.start()

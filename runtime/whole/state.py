@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from perseus_planner.base.documents import read_document
+from perseus_planner.base.documents import load, read_document
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.base.files import write_file
-from perseus_planner.base.units import COUNT, ENERGY, LIMIT, TIME
+from perseus_planner.base.units import LIMIT
 from perseus_planner.runtime.whole.search import ValueRow
 
 _FORMAT, _VERSION = "planner-iterations", 1
@@ -63,12 +63,8 @@ class IterationState:
                     f"what was learnt before is not used: {self._path} is of other GPUs or as many "
                     "others",
                 )
-            rows = {}
-            for each in document.sections("rows", ("value", "time_s", "windows"), ("energy_j",)):
-                energy_j = each.number("energy_j", ENERGY) if "energy_j" in each.values else None
-                rows[each.number("value", LIMIT)] = ValueRow(
-                    each.number("time_s", TIME), energy_j, each.number("windows", COUNT)
-                )
+            entries = document.sections("rows", ("value", "time_s", "windows"), ("energy_j",))
+            rows = {entry.number("value", LIMIT): load(ValueRow, entry) for entry in entries}
         except PlannerError as error:
             return {}, f"what was learnt before is not used: {error}"
         return (

@@ -56,43 +56,35 @@ def loads(load: Callable[[Path], object], path: Path, data: bytes) -> object | N
         return None
 
 
-def test_a_frontier_cut_short_anywhere_is_refused(frontier: Frontier, folder: Path):
-    frontier.save("whole.npz")
-    data = (folder / "whole.npz").read_bytes()
-    for size in [*range(0, len(data), 7), *range(len(data) - 40, len(data))]:
-        assert loads(Frontier.load, Path("cut.npz"), data[:size]) is None
+@pytest.fixture(params=["frontier", "plan"])
+def whole(request: pytest.FixtureRequest, folder: Path) -> Frontier | Plan:
+    """A frontier or a plan, and its file, "whole"."""
+    made = request.getfixturevalue(request.param)
+    made.save("whole")
+    return made
 
 
-def test_a_frontier_with_any_byte_flipped_is_refused_or_the_same(frontier: Frontier, folder: Path):
-    frontier.save("whole.npz")
-    data = (folder / "whole.npz").read_bytes()
+def test_a_file_cut_short_anywhere_is_refused(whole: Frontier | Plan):
+    data = Path("whole").read_bytes()
+    sizes = [*range(len(data) - 1)]
+    if isinstance(whole, Frontier):
+        sizes = [*sizes[::7], *range(len(data) - 40, len(data))]
+    for size in sizes:
+        assert loads(type(whole).load, Path("cut"), data[:size]) is None, size
+
+
+def test_a_file_with_any_byte_flipped_is_refused_or_the_same(whole: Frontier | Plan):
+    flips = (0x01, 0x80, 0xFF) if isinstance(whole, Frontier) else (0x01, 0x80, 0x10, 0x02)
+    data = Path("whole").read_bytes()
     refused = 0
     for place in range(len(data)):
         flipped = bytearray(data)
-        flipped[place] ^= (0x01, 0x80, 0xFF)[place % 3]
-        found = loads(Frontier.load, Path("flipped.npz"), bytes(flipped))
-        assert found is None or same(found, frontier)
-        refused += found is None
-    assert refused > 0.8 * len(data)
-
-
-def test_a_plan_cut_short_anywhere_is_refused(plan: Plan, folder: Path):
-    plan.save("whole.yaml")
-    data = (folder / "whole.yaml").read_bytes()
-    for size in range(len(data) - 1):
-        assert loads(Plan.load, Path("cut.yaml"), data[:size]) is None, size
-
-
-def test_a_plan_with_any_byte_flipped_is_refused_or_the_same(plan: Plan, folder: Path):
-    plan.save("whole.yaml")
-    data = (folder / "whole.yaml").read_bytes()
-    refused = 0
-    for place in range(len(data)):
-        flipped = bytearray(data)
-        flipped[place] ^= (0x01, 0x80, 0x10, 0x02)[place % 4]
-        found = loads(Plan.load, Path("flipped.yaml"), bytes(flipped))
-        assert found in (None, plan)
-        refused += found is None
+        flipped[place] ^= flips[place % len(flips)]
+        found = loads(type(whole).load, Path("flipped"), bytes(flipped))
+        if found is None:
+            refused += 1
+        else:
+            assert same(found, whole) if isinstance(whole, Frontier) else found == whole
     assert refused > 0.8 * len(data)
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import click
 import pytest
-from commands import done, run
+from commands import done, loaded, run
 from fake_nvml import StandIn
 from http_stand_in import stand_in
 from inference_cases import PROFILE as INFERENCE
@@ -67,10 +66,6 @@ heads: 16
 vocabulary: 50304
 sequence: 2048
 """
-
-
-def loaded(command: str) -> dict[str, object]:
-    return json.loads(done(f"{command} --json"))
 
 
 @pytest.fixture
@@ -132,18 +127,21 @@ def test_the_examples_of_all_helps_work_in_order(
     work: Path, nvml: StandIn, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PLANNER_STATE_DIR", str(work / "state"))
-    shutil.copy(work / "profile.csv", work / "measured.csv")
-    shutil.copy(work / "profile.csv", work / "one.csv")
-    (work / "measured.yaml").write_text(YAML.replace("profile.csv", "one.csv"))
-    (work / "job.yaml").write_text(JOB)
-    (work / "mine.yaml").write_text(TRANSFORMER)
-    (work / "system.yaml").write_text("format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\n")
-    (work / "stragglers.csv").write_text("start,end,slowdown,pipeline,stage\n60,600,1.2,3,\n")
-    (work / "inference.csv").write_text(INFERENCE)
-    (work / "rates.csv").write_text(RATES)
+    for name, text in {
+        "measured.csv": CSV,
+        "one.csv": CSV,
+        "measured.yaml": YAML.replace("profile.csv", "one.csv"),
+        "job.yaml": JOB,
+        "mine.yaml": TRANSFORMER,
+        "system.yaml": "format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\n",
+        "stragglers.csv": "start,end,slowdown,pipeline,stage\n60,600,1.2,3,\n",
+        "inference.csv": INFERENCE,
+        "rates.csv": RATES,
+        "budget.csv": "start,power\n2026-01-01T00:00Z,40kW\n",
+    }.items():
+        (work / name).write_text(text)
     write_trace(work / "trace.csv", steady(60))
-    (work / "budget.csv").write_text("start,power\n2026-01-01T00:00Z,40kW\n")
-    silent = (
+    silent = [
         "show",
         "doctor",
         "reset",
@@ -151,7 +149,7 @@ def test_the_examples_of_all_helps_work_in_order(
         "status",
         "budget",
         "warm-up",
-    )  # they write no file
+    ]  # they write no file
     examples = [
         (each, line)
         for each in (main, *main.commands.values())
@@ -180,25 +178,17 @@ def test_the_version_is_the_package_s():
     assert done("--version") == f"planner {perseus_planner.__version__}\n"
 
 
-def test_the_installed_command_answers(tmp_path: Path):
+@pytest.mark.parametrize(
+    "command", [PLANNER, [sys.executable, "-m", "perseus_planner", "--local_rank=1"]]
+)
+def test_the_installed_command_and_the_module_answer_where_a_launcher_adds_a_rank(
+    command: list[str], tmp_path: Path
+):
     result = subprocess.run(
-        [*PLANNER, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [*command, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
-    assert (result.returncode, result.stdout, result.stderr) == (
-        0,
-        f"planner {perseus_planner.__version__}\n",
-        "",
-    )
-
-
-def test_the_module_is_the_command_also_where_a_launcher_adds_a_rank(tmp_path: Path):
-    command = [sys.executable, "-m", "perseus_planner", "--local_rank=1", "--version"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (result.returncode, result.stdout, result.stderr) == (
-        0,
-        f"planner {perseus_planner.__version__}\n",
-        "",
-    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"planner {perseus_planner.__version__}\n"
 
 
 def test_profile_says_that_it_is_simulated_and_what_it_wrote(folder: Path):
@@ -231,24 +221,16 @@ def test_profile_as_json_holds_the_ends_of_every_curve(folder: Path):
     }
 
 
-def test_solve_prints_the_frontier_that_it_wrote(work: Path):
-    text = done(SOLVE)
-    assert (
-        text == f"{frontier_text(summarize_frontier(Frontier.load('frontier.npz')))}\nWrote "
-        "frontier.npz\n"
-    )
-
-
 def test_solve_as_json_holds_what_the_frontier_file_holds(work: Path):
     found = loaded(SOLVE)
     frontier = Frontier.load(work / "frontier.npz")
-    for name in (
+    for name in [
         "baseline_time_s",
         "baseline_energy_j",
         "min_time_s",
         "least_energy_time_s",
         "max_time_s",
-    ):
+    ]:
         assert found[name] == getattr(frontier, name)
     for point in found["points"]:
         assert point["energy_j"] == frontier.bound_j(point["time_s"])
@@ -284,25 +266,20 @@ def test_plan_writes_the_library_s_plan_for_each_target(
     plan = Plan.load("plan.yaml")
     assert plan == wanted(frontier)
     assert found["context"]["origin"] == plan.origin
-    for name in (
+    for name in [
         "deadline_s",
         "time_s",
         "energy_j",
         "bound_j",
         "baseline_time_s",
         "baseline_energy_j",
-    ):
+    ]:
         assert found[name] == getattr(plan, name)
     assert found["time_ratio"] == plan.time_s / frontier.baseline_time_s
     assert found["saved_j"] == frontier.baseline_energy_j - plan.energy_j
     assert sum(rank["energy_j"] for rank in found["per_rank"]) == pytest.approx(
         plan.energy_j, rel=1e-12
     )
-
-
-def test_plan_prints_the_plan_that_it_wrote(frontier: Frontier):
-    text = done("plan frontier.npz --slowdown 1.05 -o plan.yaml")
-    assert text == f"{plan_text(summarize_plan(Plan.load('plan.yaml')))}\nWrote plan.yaml\n"
 
 
 def test_beside_a_straggler_both_wait_for_it(frontier: Frontier):
@@ -337,11 +314,14 @@ def test_show_tells_a_frontier_from_a_plan_by_content(frontier: Frontier, work: 
     )
 
 
-def test_show_prints_the_timeline(frontier: Frontier):
-    done("plan frontier.npz --slowdown 1.05 -o plan.yaml")
-    assert (
-        done("show plan.yaml") == f"{timeline_text(summarize_timeline(Plan.load('plan.yaml')))}\n"
-    )
+def test_the_text_of_a_file_is_printed_when_it_is_written_and_shown(work: Path):
+    text = done(SOLVE)
+    solved = frontier_text(summarize_frontier(Frontier.load("frontier.npz")))
+    assert text == f"{solved}\nWrote frontier.npz\n"
+    text = done("plan frontier.npz --slowdown 1.05 -o plan.yaml")
+    plan = Plan.load("plan.yaml")
+    assert text == f"{plan_text(summarize_plan(plan))}\nWrote plan.yaml\n"
+    assert done("show plan.yaml") == f"{timeline_text(summarize_timeline(plan))}\n"
 
 
 def test_show_as_json_places_every_computation(frontier: Frontier):

@@ -5,18 +5,21 @@ names, completion.
 from __future__ import annotations
 
 import ast
-import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from click import Context
 from click.shell_completion import BashComplete
-from commands import done, refusal
+from commands import done, loaded, refusal
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile
-from perseus_planner.base.errors import did_you_mean, how_to_install
+from perseus_planner.base.errors import UsageError, did_you_mean, how_to_install
 from perseus_planner.cli import main
+from perseus_planner.cli.options import AsJson, Counts, Lag, Option, command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +60,7 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("command", "end"),
+    ("line", "end"),
     [
         ("slove profile.yaml", "Error: No such command 'slove'; did you mean solve?\n"),
         (
@@ -103,9 +106,9 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(
         ),
     ],
 )
-def test_what_is_nearly_right_is_refused_with_what_is_right(command: str, end: str):
+def test_what_is_nearly_right_is_refused_with_what_is_right(line: str, end: str):
     Path("notes.txt").write_text("- a\n")
-    code, out, error = refusal(command)
+    code, out, error = refusal(line)
     assert (code, out) == (2, "")
     assert error.endswith(end)
 
@@ -115,7 +118,7 @@ def test_the_table_of_a_profile_is_shown_with_the_power_beside_it_or_without():
     assert done("show profile.csv") == done("show profile.yaml")
     Path("profile.yaml").rename("elsewhere.txt")
     assert "; blocking power not known\n" in done("show profile.csv")
-    assert json.loads(done("show profile.csv --json"))["context"]["blocking_power_w"] is None
+    assert loaded("show profile.csv")["context"]["blocking_power_w"] is None
 
 
 def test_a_job_file_alone_is_profiled_solved_and_planned():
@@ -174,3 +177,46 @@ def test_only_extras_that_exist_are_named_to_install():
     assert named
     assert named <= set(extras)
     assert how_to_install("plot") == "run `pip install '.[plot]'` in your clone of perseus-planner"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Options of the command below."""
+
+    most_s: Annotated[Lag | None, "The longest."]
+    counts: Annotated[Counts, "How many.", Option(default="1,2")]
+
+
+def test_parameters_and_fields_are_options_by_their_types():
+    given = []
+
+    @command("planner tried a --kind y")
+    def tried(
+        files: tuple[Path, ...],
+        *,
+        sizes: Sizes,
+        kind: Annotated[Literal["x", "y"], "Which."] = "x",
+        names: Annotated[tuple[str, ...], "Who.", Option("--name")],
+        as_json: AsJson,
+    ) -> None:
+        """Try it."""
+        given.append((files, sizes, kind, names, as_json))
+
+    tried.main(
+        ["a", "b", "--most", "3ms", "--name", "n", "--name", "m", "--json"], standalone_mode=False
+    )
+    tried.main(["--kind", "y", "--counts", "3"], standalone_mode=False)
+    assert given == [
+        ((Path("a"), Path("b")), Sizes(0.003, (1, 2)), "x", ("n", "m"), True),
+        ((), Sizes(None, (3,)), "y", (), False),
+    ]
+    with pytest.raises(UsageError, match=r"^--most: 'soon' is not a duration: "):
+        tried.main(["--most", "soon"], standalone_mode=False)
+    helped = tried.get_help(Context(tried, info_name="tried"))
+    assert [" ".join(line.split()) for line in helped.splitlines()[5:10]] == [
+        "--most TIME The longest.",
+        "--counts N,N,… How many. [default: 1,2]",
+        "--kind [x|y] Which. [default: x]",
+        "--name TEXT Who.",
+        "--json Print one JSON object, in SI units, instead of text.",
+    ]

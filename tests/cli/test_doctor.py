@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import done, refusal
+from commands import done, loaded, refusal, refused
 from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 from waiting import LONG_S
@@ -61,7 +61,7 @@ def clock_change(text: str) -> dict[str, float]:
 
 
 def settings(command: str) -> dict[str, str]:
-    (found,) = json.loads(done(command))["gpus"]
+    (found,) = loaded(command)["gpus"]
     return {each["name"]: each["result"] for each in found["inspection"]["settings"]}
 
 
@@ -159,16 +159,14 @@ def test_latency_is_measured_and_all_is_reset(
 
 
 def test_one_gpu_alone_does_not_tell_how_many_share_a_lock(nvml: StandIn, short):
-    content = json.loads(done("doctor nvml:0 --measure-latency --json"))
+    content = loaded("doctor nvml:0 --measure-latency")
     assert set(content["clock_change"]) == {"call_s", "settle_s"}
     assert content["parallel"] is None
     assert content["gpus"][0]["latency"]["calls"] == 32
 
 
 def test_gpus_of_machines_of_their_own_do_not_wait_for_each_other():
-    content = json.loads(
-        done("doctor simulated:a100-sxm simulated:h100-sxm --measure-latency --json")
-    )
+    content = loaded("doctor simulated:a100-sxm simulated:h100-sxm --measure-latency")
     assert content["parallel"]["queue"] is False
     assert content["clock_change"]["gpus_per_node"] == 1
     assert content["clock_change"]["call_s"] == pytest.approx(0.0045, rel=0.5)
@@ -214,9 +212,9 @@ def test_latency_of_a_simulated_gpu_is_that_of_its_model():
 def test_what_may_not_be_set_is_said(
     nvml: StandIn, state: Path, short, function: str, code: int, clock, limit
 ):
-    assert settings("doctor nvml:0 --json") == {"clock": "not tried", "power limit": "not tried"}
+    assert settings("doctor nvml:0") == {"clock": "not tried", "power limit": "not tried"}
     nvml.fail(function, code)
-    assert settings("doctor nvml:0 --measure-latency --json") == {
+    assert settings("doctor nvml:0 --measure-latency") == {
         "clock": clock,
         "power limit": limit,
     }
@@ -299,9 +297,7 @@ def test_no_driver_is_an_answer(nvml: StandIn):
 
 
 def test_a_gpu_that_is_not_there_is_refused(nvml: StandIn):
-    code, stdout, stderr = refusal("doctor nvml:7")
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith("Error: nvml:7: NVML shows no such GPU")
+    assert refused("doctor nvml:7").startswith("nvml:7: NVML shows no such GPU")
 
 
 def test_privilege_is_read_from_the_kernel(nvml: StandIn, short, monkeypatch: pytest.MonkeyPatch):

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import done, refusal
+from commands import done, loaded, refused
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
-from perseus_planner.cli.solve import SCHEDULES
+from perseus_planner.cli.planning import SCHEDULES
 from perseus_planner.profiles.groups import on_each_gpu, slowed
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
 from perseus_planner.views.frontier import frontier_text, summarize_frontier
@@ -114,7 +114,7 @@ def test_kinds_of_replicas_have_a_frontier_each_and_it_says_for_how_many(work: P
     assert not (work / "out.npz").exists()
     texts = "\n".join(frontier_text(summarize_frontier(frontier)) for frontier in each)
     assert text == f"{texts}\nWrote out-0.npz, for 3 pipelines\nWrote out-1.npz, for 1 pipeline\n"
-    found = json.loads(done("solve job.yaml -o out.npz --json"))
+    found = loaded("solve job.yaml -o out.npz")
     assert (found["counts"], found["files"]) == ([3, 1], ["out-0.npz", "out-1.npz"])
     assert [part["min_time_s"] for part in found["frontiers"]] == [
         frontier.min_time_s for frontier in each
@@ -124,7 +124,7 @@ def test_kinds_of_replicas_have_a_frontier_each_and_it_says_for_how_many(work: P
 def test_replicas_that_are_alike_have_one_frontier(work: Path):
     (work / "job.yaml").write_text(f"{JOB}replicas: 5\n")
     assert done("solve job.yaml -o out.npz").endswith("\nWrote out.npz, for 5 pipelines\n")
-    assert json.loads(done("solve job.yaml -o out.npz --json"))["counts"] == [5]
+    assert loaded("solve job.yaml -o out.npz")["counts"] == [5]
 
 
 def test_the_text_says_what_the_numbers_include(work: Path):
@@ -192,9 +192,7 @@ REFUSED = {
 @pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
 def test_bad_options_are_refused_in_one_line(work: Path, command: str, message: str):
     (work / "bad.yaml").write_text(f"{HEAD}microbatchs: 3\n")
-    before = {file: file.read_bytes() for file in work.iterdir()}
-    assert refusal(command) == (2, "", f"Error: {message}\n")
-    assert {file: file.read_bytes() for file in work.iterdir()} == before
+    assert refused(command) == message
 
 
 def test_the_installed_command_solves_a_job(work: Path):
@@ -224,16 +222,10 @@ def test_microbatches_that_are_no_multiple_of_the_ranks_go_in_groups_of_another_
         "solve four.yaml --schedule interleaved-1f1b --microbatches 5 --ranks 2 "
         "--virtual-stages 2 -o g.npz"
     )
-    status, _, complaint = refusal(command)
-    assert (status, "give a group of 3" in complaint) == (2, True)
+    assert "give a group of 3" in refused(command)
     done(f"{command} --microbatch-group 3")
     assert Frontier.load("g.npz").schedule == schedules.interleaved_1f1b(2, 2, 5, group=3)
-    assert (
-        refusal("solve four.yaml --schedule gpipe --microbatches 5 --microbatch-group 3 -o g.npz")[
-            0
-        ]
-        == 2
-    )
+    refused("solve four.yaml --schedule gpipe --microbatches 5 --microbatch-group 3 -o g.npz")
 
 
 def test_a_profile_of_the_halves_of_a_backward_plans_a_zero_bubble_schedule(work: Path):

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import refusal
+from commands import refused
 
 GPU = "emulated:a100-sxm/0"
+MEASURE = [sys.executable, "-m", "perseus_planner", "measure", "--gpu", GPU]
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +26,7 @@ def measured(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `planner measure` in a process of its own, since the command writes to its standard
     output.
     """
-    command = [sys.executable, "-m", "perseus_planner", "measure", "--gpu", GPU, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*MEASURE, *arguments], capture_output=True, text=True, timeout=300)
 
 
 def test_the_energy_of_a_command_is_printed_beside_its_output(tmp_path: Path):
@@ -68,18 +68,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 print("ready", flush=True)
 signal.pause()
 """
-    command = [
-        sys.executable,
-        "-m",
-        "perseus_planner",
-        "measure",
-        "--gpu",
-        GPU,
-        "--",
-        sys.executable,
-        "-c",
-        code,
-    ]
+    command = [*MEASURE, "--", sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -91,14 +80,12 @@ signal.pause()
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path):
     table = tmp_path / "power.csv"
-    assert refusal(f"measure --gpu {GPU} --csv {table} -- nowhere-to-be-found") == (
-        2,
-        "",
-        "Error: nowhere-to-be-found: cannot be run: No such file or directory; write the command "
-        "after `--`\n",
+    assert refused(f"measure --gpu {GPU} --csv {table} -- nowhere-to-be-found") == (
+        "nowhere-to-be-found: cannot be run: No such file or directory; write the command after "
+        "`--`"
     )
     assert not table.exists()
-    assert refusal("measure --gpu simulated:a100-sxm -- true")[2] == (
-        "Error: --gpu simulated:a100-sxm: has a time of its own, in which commands take none; use "
-        "emulated:a100-sxm/0\n"
+    assert refused("measure --gpu simulated:a100-sxm -- true") == (
+        "--gpu simulated:a100-sxm: has a time of its own, in which commands take none; use "
+        "emulated:a100-sxm/0"
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
-from commands import done, refusal
+from commands import done, loaded, refusal, refused
 from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 from launching import ended, started
@@ -76,9 +75,9 @@ def test_the_next_command_leaves_what_a_living_process_sets(nvml: StandIn, state
 
 
 def test_json_has_one_object_per_gpu(nvml: StandIn, dead: str):
-    content = json.loads(done("reset --json"))
+    content = loaded("reset")
     assert content["gpus"][1] == {"gpu": SECOND, "name": NAME, "left_by": dead, "problem": None}
-    assert json.loads(done("reset --json")) == {"gpus": [], "invalid_records": [], "files": []}
+    assert loaded("reset") == {"gpus": [], "invalid_records": [], "files": []}
 
 
 def test_named_gpus_are_reset_and_no_others(nvml: StandIn):
@@ -182,17 +181,13 @@ def test_all_of_none_is_nothing(nvml: StandIn):
     ],
 )
 def test_options_that_contradict_are_refused(command: str, message: str):
-    assert refusal(command) == (2, "", f"Error: {message}\n")
+    assert refused(command) == message
 
 
 def test_a_gpu_that_is_not_there_is_refused(nvml: StandIn):
-    code, stdout, stderr = refusal("reset nvml:7")
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith("Error: nvml:7: NVML shows no such GPU; choose one of: 0 ")
+    assert refused("reset nvml:7").startswith("nvml:7: NVML shows no such GPU; choose one of: 0 ")
 
 
 def test_without_a_driver_all_is_refused(nvml: StandIn):
     nvml.fail("nvmlInitWithFlags", 9)
-    code, stdout, stderr = refusal("reset --all")
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith("Error: NVML")
+    assert refused("reset --all").startswith("NVML")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import EXAMPLES, ended, ranks, started
+from launching import EXAMPLES, ranks
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.torch_device import gpu_text
@@ -199,11 +199,6 @@ def test_too_few_ranks_end_with_one_message(own: Path) -> None:
         "Error: 4 stages on 1 GPU each need 4 ranks, but there are 2; start 4 ranks, of one "
         "pipeline only\n"
     )
-
-
-def test_the_command_is_a_module_too(own: Path) -> None:
-    result = ended(started(["-m", "perseus_planner", "--version"], own))
-    assert (result.code, result.stdout.split()[0]) == (0, "planner")
 
 
 def test_tensor_parallel_stages_need_ranks(own: Path) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from threading import Barrier
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from gpu_groups import Member, measured_together
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
@@ -126,33 +124,12 @@ def test_an_interrupted_sweep_goes_on_to_the_same_goal(tmp_path: Path):
 
 
 def test_gpus_that_share_a_stage_measure_alike_though_their_clocks_differ():
-    barrier = Barrier(2)
-    gathered: list[Any] = [None, None]
-
-    class Pair:
-        size = 2
-
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def gather(self, value: T) -> list[T]:
-            gathered[self.rank] = value
-            barrier.wait(300)
-            values = list(gathered)
-            barrier.wait(300)
-            return values
-
-    def measure(gpu: WatchedGpu, rank: int) -> None:
+    def measure(gpu: WatchedGpu, member: Member) -> StageRows:
         settings = SweepSettings(window_s=1.0, cool_down_s=0.0, minutes=2.0)
-        try:
-            measure_stage(gpu, gpu.stage(), 0, settings, group=Pair(rank))
-        except BaseException:
-            barrier.abort()
-            raise
+        return measure_stage(gpu, gpu.stage(), 0, settings, group=member)
 
     gpus = WatchedGpu(), WatchedGpu(faster=1.3)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(measure, gpus, (0, 1)))
+    assert {type(each) for each in measured_together(measure, gpus)} == {StageRows}
     assert gpus[0].clocks == gpus[1].clocks
 
 
@@ -236,27 +213,3 @@ def test_the_first_clocks_are_those_of_a_sweep_without_a_goal():
     assert len(goal) > 6
     assert plain[: len(goal)] == goal[: len(plain)]
     assert next_setting(A100.clocks_mhz, {"F": {}, "B": {}}, 80.0) == plain[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"minutes": 0.0}, "minutes: 0.0 is not a number of minutes above 0, such as 30"),
-        (
-            {"saving_within": -0.1},
-            "saving_within: -0.1 is not a share: give a number of 0 or more, such as 0.001",
-        ),
-        (
-            {"minutes": 5.0, "full": True},
-            "minutes and saving_within choose what is measured; leave out full, or ",
-        ),
-        (
-            {"saving_within": 0.01, "control": "observed"},
-            "minutes and saving_within choose what is measured; leave out",
-        ),
-    ],
-)
-def test_goals_that_cannot_be_are_refused(settings: dict[str, Any], text: str):
-    with pytest.raises(UsageError) as error:
-        SweepSettings(**settings)
-    assert text in str(error.value)

@@ -72,9 +72,3 @@ def test_a_tensor_parallel_stage_measures_all_its_ranks(tmp_path: Path) -> None:
     assert (profile.stages, profile.gpus_per_stage, profile.origin) == (2, 2, "simulated")
     assert profile.blocking_w(0) > 100  # two waiting GPUs
     assert sorted(file.name for file in tmp_path.iterdir()) == ["both.csv", "both.yaml"]
-
-
-def test_a_wrong_number_of_ranks_ends_all_with_one_message(tmp_path: Path) -> None:
-    everyone = ranks("stages", 2, tmp_path, "simulated:a100-sxm", "3", "1", "profile.yaml")
-    assert [each.code for each in everyone] == [2, 2]
-    assert sum(bool(each.stderr) for each in everyone) == 1

@@ -5,7 +5,6 @@ uninterrupted one.
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import random
 import signal
 import time
@@ -178,11 +177,6 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, after: int):
         for row in table
     }
     assert kept.items() >= before.items()
-
-
-def test_the_rows_of_a_stage_can_be_pickled():
-    rows = swept(None)
-    assert pickle.loads(pickle.dumps(rows)) == rows
 
 
 def killed(path: Path, kills: int) -> None:

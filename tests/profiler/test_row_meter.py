@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 from statistics import fmean
 from typing import TypeVar
 
 import pytest
+from gpu_groups import Member, measured_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_gpu import ReplayGpu
-from waiting import LONG_S
 
 from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.counter import EnergyCounter
@@ -27,16 +25,21 @@ from perseus_planner.profiler.windows import Window, subtract, without_outliers
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
-T = TypeVar("T")
+G = TypeVar("G", bound=ReplayGpu)
 WORK = OpCost(flops=1e13, bytes=1e10)
 
 
 def playing(
-    time_s: float = 0.05, energy_j: float = 15.0, *, waiting_w: float = 80.0, **options: float
-) -> ReplayGpu:
+    time_s: float = 0.05,
+    energy_j: float = 15.0,
+    *,
+    kind: type[G] = ReplayGpu,  # type: ignore[assignment]
+    waiting_w: float = 80.0,
+    **options: float,
+) -> G:
     """Return a GPU that replays one row."""
     row = (Measurement(1410, time_s, energy_j),)
-    return ReplayGpu(Profile({(0, "F"): row, (0, "B"): row}, waiting_w), 0, **options)
+    return kind(Profile({(0, "F"): row, (0, "B"): row}, waiting_w), 0, **options)
 
 
 def measuring(gpu: ReplayGpu, *, window_s: float = 5.0) -> RowMeter:
@@ -88,9 +91,7 @@ class Lagging(ReplayGpu):
 
 
 def test_a_row_waits_for_a_counter_that_lags():
-    row = (Measurement(1410, 0.05, 15.0),)
-    gpu = Lagging(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
-    assert row_of(gpu).energy_j == pytest.approx(15.0, rel=2e-3)
+    assert row_of(playing(kind=Lagging)).energy_j == pytest.approx(15.0, rel=2e-3)
 
 
 @pytest.mark.parametrize("step_s", [0.02, 0.1, 0.5])
@@ -174,8 +175,7 @@ class Queueing(ReplayGpu):
 
 
 def test_a_gpu_that_lags_behind_the_host_is_sampled_while_it_works_and_never_idles():
-    row = (Measurement(1410, 0.05, 15.0),)
-    gpu = Queueing(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
+    gpu = playing(kind=Queueing)
     measured = row_of(gpu)
     assert measured.time_s == pytest.approx(0.05, rel=1e-9)
     assert measured.energy_j == pytest.approx(15.0, rel=4e-4)
@@ -184,8 +184,7 @@ def test_a_gpu_that_lags_behind_the_host_is_sampled_while_it_works_and_never_idl
 
 
 def test_the_device_is_synchronised_at_the_edges_of_windows_only():
-    row = (Measurement(1410, 0.05, 15.0),)
-    gpu = Queueing(Profile({(0, "F"): row, (0, "B"): row}, 80.0), 0)
+    gpu = playing(kind=Queueing)
     meter = measuring(gpu)
     meter.heat(gpu.stage().runs["F"].run)
     before = gpu.synchronised
@@ -208,8 +207,7 @@ class Cooling(ReplayGpu):
 
 @pytest.mark.parametrize("what", ["heating", "cooling down"])
 def test_what_the_gpu_does_between_two_windows_is_in_neither(what: str):
-    row = (Measurement(1410, 0.05, 15.0),)
-    gpu = Cooling(Profile({(0, "F"): row, (0, "B"): row}, 100.0), 0)
+    gpu = playing(kind=Cooling, waiting_w=100.0)
     stage = gpu.stage()
     run = stage.runs["F"].run
     meter = RowMeter(gpu, stage.synchronize, SingleGpu(), 5.0, 120.0)
@@ -225,7 +223,7 @@ def test_what_the_gpu_does_between_two_windows_is_in_neither(what: str):
 
 
 def test_windows_begin_at_other_phases_of_the_counter_and_again_at_the_same_for_the_same_seed():
-    def phases(seed: int) -> Iterator[float]:
+    def phases(seed: int) -> list[float]:
         gpu = playing()
         begins: list[float] = []
         meter = measuring(gpu)
@@ -235,9 +233,9 @@ def test_windows_begin_at_other_phases_of_the_counter_and_again_at_the_same_for_
             gpu.stage().runs["F"].run(repetitions)
 
         meter.measure_row(run, 1410, Random(seed))
-        return iter(begins[-12::4])
+        return begins[-12::4]
 
-    first, again, other = list(phases(1)), list(phases(1)), list(phases(2))
+    first, again, other = phases(1), phases(1), phases(2)
     assert first == again
     assert first != other
     assert min(abs(one - two) for one, two in pairwise(sorted(first))) > 1e-3
@@ -255,10 +253,6 @@ def test_the_truth_is_within_two_standard_errors_in_95_percent_of_rows(noise: fl
             (row.energy_j - 15.0) / evidence.energy_stderr_j,
         ]
     assert 0.93 <= fmean(abs(each) <= 2 for each in deviations) <= 0.97
-
-
-def test_three_windows_are_enough_where_there_is_no_noise():
-    assert evidence_of(row_of(playing())).windows == 3
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -353,65 +347,30 @@ def test_subtracted_rows_add_their_errors_in_quadrature():
         subtract(one, both)
 
 
-class ThreadGroup:
-    """A group of GPUs that are measured in threads."""
+def measure_counted(gpu: ReplayGpu, member: Member) -> tuple[Measurement, list[int]]:
+    """Return the row of a group, and how often the computation was repeated in each call."""
+    calls: list[int] = []
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._values: list[object] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=LONG_S)
-        self._number = threading.local()
+    def run(repetitions: int) -> None:
+        calls.append(repetitions)
+        gpu.stage().runs["F"].run(repetitions)
 
-    def join(self, number: int) -> None:
-        self._number.value = number
-
-    def gather(self, value: T) -> list[T]:
-        self._values[self._number.value] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values  # type: ignore[return-value]
-
-
-def measured_together(gpus: list[ReplayGpu], runs: list[list[int]]) -> list[Measurement]:
-    group = ThreadGroup(len(gpus))
-    rows: list[Measurement | None] = [None] * len(gpus)
-
-    def measure(number: int) -> None:
-        group.join(number)
-        gpu = gpus[number]
-
-        def run(repetitions: int) -> None:
-            runs[number].append(repetitions)
-            gpu.stage().runs["F"].run(repetitions)
-
-        rows[number] = RowMeter(gpu, gpu.stage().synchronize, group, 5.0, 0.0).measure_row(
-            run, 1410, Random(0)
-        )
-
-    threads = [threading.Thread(target=measure, args=(number,)) for number in range(len(gpus))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG_S)
-    return [row for row in rows if row is not None]
+    meter = RowMeter(gpu, gpu.stage().synchronize, member, 5.0, 0.0)
+    return meter.measure_row(run, 1410, Random(0)), calls
 
 
 def test_a_group_takes_the_time_of_its_slowest_gpu_and_the_energy_of_all():
-    runs: list[list[int]] = [[], [], []]
     gpus = [playing(0.05, 15.0), playing(0.06, 12.0, step_s=0.5), playing(0.04, 20.0, noise=0.004)]
-    rows = measured_together(gpus, runs)
-    assert len(rows) == 3
-    assert rows[0] == rows[1] == rows[2]
-    assert evidence_of(rows[0]) == evidence_of(rows[1]) == evidence_of(rows[2])
-    assert runs[0] == runs[1] == runs[2]
-    assert rows[0].time_s == pytest.approx(0.06, rel=1e-9)
-    assert rows[0].energy_j == pytest.approx(47.0, rel=0.005)
+    first, second, third = measured_together(measure_counted, gpus)
+    assert first == second == third
+    row, _ = first
+    assert {evidence_of(each) for each, _ in (first, second, third)} == {evidence_of(row)}
+    assert row.time_s == pytest.approx(0.06, rel=1e-9)
+    assert row.energy_j == pytest.approx(47.0, rel=0.005)
 
 
 def test_an_outlier_on_one_gpu_is_an_outlier_of_the_group():
-    runs: list[list[int]] = [[], []]
-    rows = measured_together([playing(0.05, 15.0), playing(0.05, 15.0, outliers=0.2, seed=4)], runs)
-    assert runs[0] == runs[1]
-    assert len(runs[0]) > 0
-    assert rows[0].energy_j == pytest.approx(30.0, rel=0.01)
+    gpus = [playing(0.05, 15.0), playing(0.05, 15.0, outliers=0.2, seed=4)]
+    (row, calls), (_, others) = measured_together(measure_counted, gpus)
+    assert calls == others != []
+    assert row.energy_j == pytest.approx(30.0, rel=0.01)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.gpu import open_gpu
+from perseus_planner.engines.microbatch import count_op_cost
+from perseus_planner.engines.torch_state import preserve_state
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.stage import Stage
 from perseus_planner.profiler.torch_stage import torch_stage
-from perseus_planner.training.op_cost import count_op_cost
-from perseus_planner.training.state import preserve_state
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -358,9 +357,3 @@ def test_a_dry_run_of_a_simulated_gpu_is_refused() -> None:
         torch_stage(DryRun(), network(), sample()),
     ):
         pass
-
-
-def test_a_stage_of_a_simulated_gpu_opened_by_text_can_be_run() -> None:
-    with open_gpu("simulated:h100-sxm") as gpu, torch_stage(gpu, network(), sample()) as stage:
-        stage.runs["F"].run(10)
-        assert gpu.now_s() > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import Ended, ranks
 
-from perseus_planner.profiler.engines.computation_times import ComputationTimes
+from perseus_planner.engines.recording import ComputationTimes
 
 torch = pytest.importorskip("torch")
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.runs import IterationRecord
 from perseus_planner.runtime.agent.outbox import added_up
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
-from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.telemetry import counters
 from perseus_planner.runtime.telemetry.counters import (

@@ -17,12 +17,12 @@ from virtual_time import virtual_time as virtual_time
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
+from perseus_planner.engines.microbatch import stage_op_cost
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.torch_stage import torch_stage
 from perseus_planner.runtime.emulation import emulate, emulate_stage
-from perseus_planner.training.op_cost import stage_op_cost
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -13,8 +13,8 @@ import pytest
 from launching import Results, results_of
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.runtime.engines import engine_of
-from perseus_planner.runtime.engines.engine import attached_once, replaced
+from perseus_planner.engines import engine_of
+from perseus_planner.engines.engine import attached_once, replaced
 
 pytest.importorskip("torch")
 
@@ -230,5 +230,5 @@ def test_something_else_than_an_engine_is_refused() -> None:
 )
 def test_an_engine_that_cannot_be_followed_is_refused(module: str, name: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        engine_of(type(name, (), {"__module__": module})())
+        engine_of(type(name, (), {"__module__": module})()).check()
     assert str(error.value) == message

@@ -20,6 +20,7 @@ from strategies import smooth_profile
 from torch.distributed import HashStore
 
 from perseus_planner import solve
+from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.runtime.background import BackgroundWork
 from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.backoff import FIRST_PAUSE_S
@@ -27,7 +28,6 @@ from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.handshake import Handshakes
 from perseus_planner.runtime.controller.protocol import AttachRequest, Overload
 from perseus_planner.runtime.controller.server import Controller
-from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import HostMarks, clock_request

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from select import select
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -548,7 +549,7 @@ def test_a_rank_without_the_packages_of_a_service_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "perseus_planner.service.client.client", None)
     with pytest.raises(UsageError) as refused:
-        session._service_link(("http://127.0.0.1:1", "gpt3", "frontier.npz", None), None, None)
+        session._service_link(SimpleNamespace(service="http://127.0.0.1:1"), None, None)
     assert str(refused.value) == (
         "service='http://127.0.0.1:1' needs perseus_planner.service.client.client, which is not "
         "installed; run `pip install '.[service]'` in your clone of perseus-planner on every rank"

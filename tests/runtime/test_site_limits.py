@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from perseus_planner.base.errors import GpuNotSupported
+from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.protocol import Gpu
 from perseus_planner.runtime.background import BackgroundWork
@@ -24,7 +25,6 @@ from perseus_planner.runtime.controller.protocol import (
 )
 from perseus_planner.runtime.controller.protocol import create_shared_memory as memory
 from perseus_planner.runtime.controller.rank import Rank
-from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 

@@ -20,12 +20,12 @@ from made_runs import BEGIN_NS, any_plan, ns
 from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
+from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path
 from perseus_planner.runs.straggler import StragglerDetector
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
-from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, parse_clock_request
 from perseus_planner.runtime.telemetry.recorder import WRITTEN_AFTER_S

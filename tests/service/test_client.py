@@ -509,7 +509,7 @@ def test_a_name_cannot_direct_the_terminal(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_status_is_watched_until_the_service_says_no_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(import_module("perseus_planner.cli.status"), "_LOOK_S", 0.0)
+    monkeypatch.setattr(import_module("perseus_planner.cli.service"), "_LOOK_S", 0.0)
     told = iter([{**STATUS, "version": version} for version in (7, 7, 9)])
 
     def answers(method: str, path: str, body: Any) -> tuple[int, Any]:

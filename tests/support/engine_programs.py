@@ -23,8 +23,8 @@ from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.runtime.engines import engine_of
-from perseus_planner.runtime.engines.engine import Engine
+from perseus_planner.engines import engine_of
+from perseus_planner.engines.engine import Engine
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import HostMarks, parse_clock_request
 from perseus_planner.schedules import Schedule

@@ -29,7 +29,7 @@ ROOMS = (
     "plans",
     "solver",
     "gpu",
-    "training",
+    "engines",
     "estimate",
     "cluster",
     "runs",

@@ -8,11 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from random import Random
 
+from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import clock_calls, replay
 from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path, attempts_in
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
-from perseus_planner.runtime.engines.engine import PipelineRank
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.telemetry.telemetry import Telemetry

@@ -24,7 +24,7 @@ from tiny_gpt import Training, parallel
 from torch import nn
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.runtime.engines.megatron import MegatronModel
+from perseus_planner.engines.megatron import MegatronModel
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.schedules import interleaved_1f1b
 

@@ -91,7 +91,7 @@ class Training:
     @cached_property
     def engine(self) -> Any:
         """The planner's adapter, which a training that knows no planner does not load."""
-        from perseus_planner.runtime.engines.megatron import MegatronModel
+        from perseus_planner.engines.megatron import MegatronModel
 
         return MegatronModel(self.model)
 

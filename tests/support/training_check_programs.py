@@ -17,11 +17,10 @@ from torch import nn
 from torch.distributed import pipelining
 
 from perseus_planner.base.errors import EndedElsewhere, ProfileError
+from perseus_planner.engines import recording
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG
 from perseus_planner.profiler import training_check
-from perseus_planner.profiler.engines import computation_times
-from perseus_planner.profiler.engines.engine_stages import RecordedCall
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks import measure
 from perseus_planner.profiler.sweep import SweepSettings
@@ -103,11 +102,11 @@ def compared(autocast: str, force: str) -> None:
     """
     dist.init_process_group("gloo")
     patch = pytest.MonkeyPatch()
-    patch.setattr(computation_times, "time", CLOCK)
+    patch.setattr(recording, "time", CLOCK)
     patch.setattr(training_check, "time", CLOCK)
     patch.setattr(measure, "open_gpu", lambda _: MeasuredGpu())
     if autocast == "lost":
-        patch.setattr(RecordedCall, "as_recorded", lambda _: nullcontext())
+        patch.setattr(recording.RecordedCall, "as_recorded", lambda _: nullcontext())
     example = torch.empty(4, WIDTH, requires_grad=True)
     stage = pipelining.PipelineStage(
         Layer(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"), example, example

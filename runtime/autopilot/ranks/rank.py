@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuError
@@ -15,38 +13,14 @@ from perseus_planner.runtime.autopilot.ranks.coordinator import Coordinator, Pla
 from perseus_planner.runtime.autopilot.ranks.observer import ObservedGpu, Observer
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.engines.engine import Engine
     from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
     from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
     from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
-    from perseus_planner.runtime.engines.engine import Engine
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
-    from perseus_planner.runtime.rendezvous import RankContext
+    from perseus_planner.runtime.rendezvous import RankContext, RuntimeOptions
     from perseus_planner.runtime.switching.agreement import Agreement
-
-
-STATE_FILE = "autopilot.yaml"
-"""Its name, in the run folder or else in the folder in which rank 0 was started."""
-
-
-@dataclass(frozen=True)
-class AutopilotOptions:
-    """What the caller of `planner_runtime` chose for the autopilot."""
-
-    settings: AutopilotSettings  #: The settings of the autopilot
-    state: Path | None  #: File of what is learnt; None to keep nothing
-
-    @classmethod
-    def of(
-        cls, settings: AutopilotSettings, state: str | os.PathLike[str] | None, folder: Path | None
-    ) -> AutopilotOptions:
-        """Return the options; a relative path of the state is in the run folder, or where the
-        rank was started.
-        """
-        if state is None:
-            return cls(settings, None)
-        return cls(settings, (Path.cwd() / (folder or "") / state))
 
 
 class AutopilotRank:
@@ -68,10 +42,8 @@ class AutopilotRank:
         source: ProgramFollower,
         agreement: Agreement,
         warnings: JobWarnings,
-        options: AutopilotOptions,
+        options: RuntimeOptions,
         exchange: ServiceExchange | None,
-        *,
-        dry_run: bool,
     ) -> AutopilotRank:
         """Begin the part of this rank, before training."""
         places = Places.among(context.places)
@@ -91,11 +63,11 @@ class AutopilotRank:
         coordinator = Coordinator(
             job.own_store,
             places,
-            asdict(options.settings),
+            asdict(options.autopilot),
             agreement,
             warnings,
-            sets_clocks=not dry_run,
-            state=None if options.state is None else str(options.state),
+            sets_clocks=not options.dry_run,
+            state=None if options.state_file is None else str(options.state_file),
             exchange=exchange,
             gpus_per_node=context.neighbours,
         )

@@ -68,7 +68,7 @@ def _wrap(module: ModuleType) -> None:
             import perseus_planner  # noqa: F401
         except ModuleNotFoundError:  # this is not the environment of `planner run`
             sys.path.append(_ROOT)
-        from perseus_planner.runtime.unmodified.engines import wrap
+        from perseus_planner.runtime.unmodified.training import wrap
 
         wrap(module)
     except Exception as error:

@@ -1,5 +1,5 @@
-"""The PipelineEngine of DeepSpeed, and its DualPipeVEngine, followed through the instructions
-that they execute.
+"""The PipelineEngine of DeepSpeed, and its DualPipeVEngine, followed through the instructions that
+they execute.
 """
 
 from __future__ import annotations
@@ -7,22 +7,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.runtime.engines.engine import (
+from perseus_planner.engines.engine import (
+    EngineStage,
+    IterationHook,
     PipelineRank,
     attached_once,
     check_free,
     check_has,
     replaced,
 )
-from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.runtime.hook import Hook
+    from perseus_planner.schedules import Computation
 
 _NEEDED = ("_exec_schedule", "_INSTRUCTION_MAP", "grid", "micro_batches", "num_stages", "stage_id")
 
@@ -40,18 +42,28 @@ class DeepSpeedPipeline:
 
     Args:
         engine: The engine, of DeepSpeed 0.14 to 0.19.
-
-    Raises:
-        UsageError: If the engine lacks an attribute used here, or a runtime is attached to it.
     """
 
     name = "DeepSpeed"
+    splits_backward = False
 
     def __init__(self, engine: Any) -> None:
-        check_has(engine, _NEEDED, "DeepSpeed 0.14 to 0.19")
-        check_free(engine)
         self._engine = engine
-        self._stages = (engine.stage_id, 2 * engine.num_stages - 1 - engine.stage_id)  # by phase
+
+    def check(self) -> None:
+        """See `Engine.check`."""
+        check_has(self._engine, _NEEDED, "DeepSpeed 0.14 to 0.19")
+        check_free(self._engine)
+
+    @property
+    def problem(self) -> str | None:
+        """See `Engine.problem`."""
+        if any(base.__name__ == "DualPipeVEngine" for base in type(self._engine).__mro__):
+            return (
+                "DualPipeV engines cannot be profiled; give `planner profile` a function that "
+                "builds the stages"
+            )
+        return None
 
     @property
     def pipeline_rank(self) -> PipelineRank:
@@ -62,36 +74,66 @@ class DeepSpeedPipeline:
         )
 
     @property
+    def tensor_rank(self) -> int:
+        """See `Engine.tensor_rank`."""
+        return int(self._engine.grid.get_slice_parallel_rank())
+
+    @property
     def device(self) -> torch.device:
         """See `Engine.device`."""
         device: torch.device = self._engine.device
         return device
 
+    def stages(self) -> list[EngineStage]:
+        """See `Engine.stages`."""
+        engine, module = self._engine, self._engine.module
+
+        @contextmanager
+        def preserve_offset() -> Iterator[None]:
+            offset = module.micro_offset  # counts forwards, and seeds layers
+            try:
+                yield
+            finally:
+                module.micro_offset = offset
+
+        loss = engine.is_last_stage() and module.loss_fn is not None
+        return [
+            EngineStage(
+                engine.stage_id,
+                module,
+                module.forward,  # without the engine's hooks, which prepare for a backward by it
+                loss=(module, "loss_fn") if loss else None,
+                preserve_state=preserve_offset,
+            )
+        ]
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """See `Engine.parameters`."""
         yield from self._engine.module.parameters()
+
+    def iteration(self, forwards: int) -> Mapping[str, str | int]:
+        """See `Engine.iteration`."""
+        return {"schedule": "1f1b", "microbatches": self._engine.micro_batches}
 
     def order(self) -> tuple[Computation, ...]:
         """See `Engine.order`; read from the instructions of the engine's current training
         schedule.
         """
+        from perseus_planner.schedules import Computation
+
         kinds, counts, order = _kinds(), Counter[tuple[int, str]](), []
         for step in self._schedule().steps():
             for instruction in step:
                 kind = kinds.get(type(instruction))
                 if kind is not None:
-                    stage = self._stages[instruction.kwargs.get("phase", 0)]
+                    stage = self._numbers[instruction.kwargs.get("phase", 0)]
                     order.append(Computation(stage, kind, counts[stage, kind]))
                     counts[stage, kind] += 1
         return tuple(order)
 
     @contextmanager
-    def attached(self, hook: Hook) -> Iterator[None]:
-        """See `Engine.attached`.
-
-        Raises:
-            UsageError: If another hook is attached.
-        """
+    def attached(self, hook: IterationHook) -> Iterator[None]:
+        """See `Engine.attached`."""
         import torch
 
         engine, execute = self._engine, self._engine._exec_schedule
@@ -116,6 +158,12 @@ class DeepSpeedPipeline:
         with attached_once(engine, _exec_schedule=execute_hooked):
             yield
 
+    @property
+    def _numbers(self) -> tuple[int, int]:
+        """The number of the stage of each phase."""
+        engine = self._engine
+        return engine.stage_id, 2 * engine.num_stages - 1 - engine.stage_id
+
     def _schedule(self) -> Any:
         engine = self._engine
         if hasattr(engine, "_train_schedule"):  # since 0.19.8, which brought a second schedule
@@ -124,18 +172,23 @@ class DeepSpeedPipeline:
 
         return TrainSchedule(engine.micro_batches, engine.num_stages, engine.stage_id)
 
-    def _hooked_instructions(self, hook: Hook) -> dict[type, Callable[..., Any]]:
+    def _hooked_instructions(self, hook: IterationHook) -> dict[type, Callable[..., Any]]:
         """Return the instruction map of one iteration, with the hook called around forwards and
         backwards.
         """
         original: Mapping[type, Callable[..., Any]] = self._engine._INSTRUCTION_MAP
         return {
             **original,
-            **{each: self._hooked(hook, original[each], kind) for each, kind in _kinds().items()},
+            **{
+                instruction: self._hooked(hook, original[instruction], kind)
+                for instruction, kind in _kinds().items()
+            },
         }
 
-    def _hooked(self, hook: Hook, execute: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        begin, end, stages = hook.begin, hook.end, self._stages
+    def _hooked(
+        self, hook: IterationHook, execute: Callable[..., Any], kind: str
+    ) -> Callable[..., Any]:
+        begin, end, stages = hook.begin, hook.end, self._numbers
         microbatches = tuple(count() for _ in stages)
 
         def execute_hooked(engine: Any, **arguments: Any) -> None:
@@ -145,6 +198,18 @@ class DeepSpeedPipeline:
             end()
 
         return execute_hooked
+
+
+def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:
+    """See `engines.wrap_training`."""
+    train = module.PipelineEngine.train_batch
+
+    @wraps(train)
+    def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin(self)
+        return train(self, *args, **kwargs)
+
+    module.PipelineEngine.train_batch = train_batch
 
 
 def _kinds() -> dict[type, str]:

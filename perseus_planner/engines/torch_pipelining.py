@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.runtime.engines.engine import (
+from perseus_planner.engines.engine import (
+    EngineStage,
+    IterationHook,
     PipelineRank,
     attached_once,
     check_free,
     check_has,
     replaced,
 )
-from perseus_planner.schedules import Computation, gpipe, one_f_one_b
 
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.runtime.hook import Hook
+    from perseus_planner.schedules import Computation
 
 _Attributes = dict[str, Callable[..., Any]]
 
@@ -32,7 +34,17 @@ _STAGE_NEEDED = (
 )
 _VERSIONS = "torch 2.6 or later"
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-_LINEAR = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}
+_LINEAR = ("ScheduleGPipe", "Schedule1F1B")  # of one stage
+_SCHEDULES = {
+    "ScheduleGPipe": "gpipe",
+    "Schedule1F1B": "1f1b",
+    "ScheduleLoopedBFS": "looped-bfs",
+    "ScheduleInterleaved1F1B": "interleaved-1f1b",
+    "ScheduleInterleavedZeroBubble": "interleaved-zb",
+    "ScheduleZBVZeroBubble": "zbv",
+    "ScheduleDualPipeV": "dualpipe-v",
+}
+"""The classes of torch -> the names of their generators."""
 
 
 class TorchPipeline:
@@ -45,20 +57,27 @@ class TorchPipeline:
 
     Args:
         schedule: The schedule, of torch 2.6 or later.
-
-    Raises:
-        UsageError: If the schedule lacks an attribute used here, or a runtime is attached to it.
     """
 
     name = "torch.distributed.pipelining"
+    problem = None
+    tensor_rank = 0  # a schedule does not know about GPUs that share a stage
 
     def __init__(self, schedule: Any) -> None:
-        check_has(schedule, _NEEDED, _VERSIONS)
-        check_free(schedule)
         self._schedule = schedule
-        self._stages = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+
+    def check(self) -> None:
+        """See `Engine.check`."""
+        check_has(self._schedule, _NEEDED, _VERSIONS)
+        check_free(self._schedule)
         for stage in self._stages:
             check_has(stage, _STAGE_NEEDED, _VERSIONS)
+
+    @property
+    def _stages(self) -> list[Any]:
+        """The stages, for which torch has no public attribute."""
+        schedule = self._schedule
+        return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
     @property
     def pipeline_rank(self) -> PipelineRank:
@@ -78,33 +97,74 @@ class TorchPipeline:
 
         return torch.device(self._stages[0].device)
 
+    @property
+    def splits_backward(self) -> bool:
+        """See `Engine.splits_backward`."""
+        order: Mapping[int, Any] = getattr(self._schedule, "pipeline_order", None) or {}
+        actions = (action for row in order.values() for action in row if action is not None)
+        return any(
+            getattr(action.computation_type, "name", "") == "BACKWARD_INPUT" for action in actions
+        )
+
+    def stages(self) -> list[EngineStage]:
+        """See `Engine.stages`."""
+        return [
+            EngineStage(
+                stage.stage_index,
+                stage.submod,
+                stage.submod,
+                loss=(self._schedule, "_loss_fn") if stage.is_last else None,
+            )
+            for stage in self._stages
+        ]
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """See `Engine.parameters`."""
         for stage in self._stages:
             yield from stage.submod.parameters()
+
+    def iteration(self, forwards: int) -> Mapping[str, str | int]:
+        """See `Engine.iteration`; empty for a schedule that is read from a file or the user's
+        own.
+        """
+        schedule, stages = self._schedule, self._stages
+        name = _SCHEDULES.get(type(schedule).__name__)
+        if name is None:
+            return {}
+        microbatches: int = schedule._n_microbatches
+        iteration: dict[str, str | int] = {
+            "schedule": name,
+            "microbatches": microbatches,
+            "virtual_stages": len(stages),
+        }
+        if name == "interleaved-1f1b":
+            groups = max(1, microbatches // stages[0].group_size)
+            iteration["microbatch_group"] = microbatches // groups
+        return iteration
 
     def order(self) -> tuple[Computation, ...] | None:
         """See `Engine.order`; None for user-defined schedules without a list of actions."""
         schedule, first_stage = self._schedule, self._stages[0]
         # The order that schedules of one stage report is not what they run: 1F1B is off by one on
         # its last rank.
-        for each in type(schedule).__mro__:
-            if each.__name__ in _LINEAR:
-                return _LINEAR[each.__name__](
-                    first_stage.group_size, schedule._n_microbatches
-                ).ranks[first_stage.group_rank]
+        for base in type(schedule).__mro__:
+            if base.__name__ in _LINEAR:
+                from perseus_planner.schedules import generate
+
+                linear = generate(
+                    _SCHEDULES[base.__name__],
+                    ranks=first_stage.group_size,
+                    microbatches=schedule._n_microbatches,
+                )
+                return linear.ranks[first_stage.group_rank]
         lists = getattr(schedule, "pipeline_order_with_comms", None) or getattr(
             schedule, "pipeline_order", None
         )
         return tuple(_computations(lists[first_stage.group_rank])) if lists else None
 
     @contextmanager
-    def attached(self, hook: Hook) -> Iterator[None]:
-        """See `Engine.attached`.
-
-        Raises:
-            UsageError: If another hook is attached.
-        """
+    def attached(self, hook: IterationHook) -> Iterator[None]:
+        """See `Engine.attached`."""
         import torch
 
         schedule, step = self._schedule, self._schedule.step
@@ -129,7 +189,25 @@ class TorchPipeline:
             yield
 
 
-def _hooked_stage(hook: Hook, stage: Any) -> _Attributes:
+def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:
+    """See `engines.wrap_training`."""
+    import torch
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            is_training = self._has_backward and torch.is_grad_enabled()
+            if is_training and begin(self):
+                return self.step(*args, **kwargs)  # now has a hook
+            return original(self, *args, **kwargs)
+
+        return step
+
+    for schedule in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
+        schedule.step = wrapped(schedule.step)
+
+
+def _hooked_stage(hook: IterationHook, stage: Any) -> _Attributes:
     """Return the methods of a stage with the hook called around what they compute."""
     begin, end, number, is_last = hook.begin, hook.end, stage.stage_index, stage.is_last
     forward, backward, backward_weight = (
@@ -166,7 +244,7 @@ def _hooked_stage(hook: Hook, stage: Any) -> _Attributes:
     }
 
 
-def _hooked_loss(hook: Hook, schedule: Any) -> _Attributes:
+def _hooked_loss(hook: IterationHook, schedule: Any) -> _Attributes:
     """Return what the schedule calls after each forward, with the hook called at the end of the
     last stage's loss.
     """
@@ -184,8 +262,10 @@ def _computations(actions: Any) -> Iterator[Computation]:
     """Yield the computations among a rank's actions; the two of an overlapped pair run one after
     the other.
     """
+    from perseus_planner.schedules import Computation
+
     for action in actions:
-        for each in getattr(action, "sub_actions", None) or (action,):
-            kind = None if each is None else _KINDS.get(each.computation_type.name)
+        for part in getattr(action, "sub_actions", None) or (action,):
+            kind = None if part is None else _KINDS.get(part.computation_type.name)
             if kind is not None:
-                yield Computation(each.stage_index, kind, each.microbatch_index)
+                yield Computation(part.stage_index, kind, part.microbatch_index)

@@ -1,22 +1,19 @@
-"""What the runtime needs of a training engine, and how adapters attach to an engine's objects
-and detach again.
+"""What the planner needs of a training engine, and how adapters attach to an engine's objects and
+detach again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perseus_planner.base.errors import UsageError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
 
-    from perseus_planner.runtime.hook import Hook
     from perseus_planner.schedules import Computation
 
 _MARK = "_perseus_planner_attached"
@@ -33,6 +30,45 @@ class PipelineRank:
     peers: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class EngineStage:
+    """A stage of the pipeline as its engine runs it."""
+
+    number: int  #: Its number in the pipeline, from 0
+    module: torch.nn.Module  #: It holds the weights, and the engine calls it
+    #: Runs a microbatch with the arguments of `module`, and nothing that the engine does besides.
+    forward: Callable[..., Any]
+    #: In the last stage, the object and the name of its attribute that is the loss function. None
+    #: if `module` returns the loss, or `loss_with_output`.
+    loss: tuple[Any, str] | None = None
+    #: Whether this is the last stage of Megatron-core, whose loss function comes with each output.
+    loss_with_output: bool = False
+    #: The module whose `set_input_tensor` takes what the stage before has sent; None if `forward`
+    #: takes it.
+    receiver: Any = None
+    #: Preserves further state that `forward` changes.
+    preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class IterationHook(Protocol):
+    """What an engine's iterations are shown to."""
+
+    def begin_iteration(self, microbatches: int | None = None) -> None:
+        """Begin a training iteration, of this many microbatches if the engine knows."""
+
+    def begin(self, stage: int, kind: str, microbatch: int) -> None:
+        """Begin a computation."""
+
+    def end(self) -> None:
+        """End the computation."""
+
+    def end_iteration(self) -> None:
+        """End the iteration."""
+
+    def abandon_iteration(self) -> None:
+        """End the iteration because it raises."""
+
+
 class Engine(Protocol):
     """A training engine on this rank."""
 
@@ -45,21 +81,51 @@ class Engine(Protocol):
         """Which rank of which pipeline this process is."""
 
     @property
+    def tensor_rank(self) -> int:
+        """Its rank among the GPUs that share its stages."""
+
+    @property
     def device(self) -> torch.device:
         """The device that this process computes on."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether it computes the gradients of inputs and of weights separately."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why its stages cannot be measured; None if they can."""
+
+    def stages(self) -> list[EngineStage]:
+        """Return the stages that this rank holds, first to last."""
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that this rank trains."""
+
+    def iteration(self, forwards: int) -> Mapping[str, str | int]:
+        """Return how its schedule is generated, as `Profile.iteration`, after an iteration with so
+        many forwards of the first stage.
+        """
 
     def order(self) -> tuple[Computation, ...] | None:
         """Return what this rank runs in a training iteration; None if that is only known when it
         runs.
         """
 
-    def attached(self, hook: Hook) -> AbstractContextManager[None]:
+    def check(self) -> None:
+        """Refuse an engine that cannot be followed, or that is followed already.
+
+        Raises:
+            UsageError: If it lacks an attribute that is used here, or a runtime is attached to it.
+        """
+
+    def attached(self, hook: IterationHook) -> AbstractContextManager[None]:
         """Call `hook` in every training iteration, but in no evaluation, while the block runs.
 
         On leaving, all that was wrapped is as it was before.
+
+        Raises:
+            UsageError: If another hook is attached.
         """
 
 

@@ -13,18 +13,17 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.runtime.engines.engine import PipelineRank
-from perseus_planner.schedules import Computation, interleaved_1f1b
+from perseus_planner.engines.engine import EngineStage, IterationHook, PipelineRank
 
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.runtime.hook import Hook
+    from perseus_planner.schedules import Computation
 
 Timers = Callable[..., Any]
 """The timers of a config: called with a name, they return a timer to start and stop."""
@@ -38,9 +37,25 @@ class MegatronModel:
     """
 
     name = "Megatron-core"
+    splits_backward = False
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._chunks = tuple(chunks)
+
+    def check(self) -> None:
+        """See `Engine.check`; only its config shows whether it can be followed."""
+
+    @property
+    def problem(self) -> str | None:
+        """See `Engine.problem`."""
+        from megatron.core import parallel_state as state
+
+        if state.get_expert_model_parallel_world_size() > 1:
+            return (
+                "expert parallelism spreads experts over replicas, so no stage can be measured "
+                "alone; profile without it"
+            )
+        return None
 
     @property
     def pipeline_rank(self) -> PipelineRank:
@@ -65,13 +80,21 @@ class MegatronModel:
         )
 
     @property
+    def tensor_rank(self) -> int:
+        """See `Engine.tensor_rank`; tensor and context parallel."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state as state
+
+        return int(dist.get_rank(state.get_tensor_and_context_parallel_group()))
+
+    @property
     def device(self) -> torch.device:
         """See `Engine.device`.
 
         Raises:
             UsageError: If the chunks have no parameters.
         """
-        device = next((each.device for each in self.parameters()), None)
+        device = next((parameter.device for parameter in self.parameters()), None)
         if device is None:
             raise UsageError(
                 "the chunks of the Megatron-core model have no parameters; give the chunks that "
@@ -79,10 +102,38 @@ class MegatronModel:
             )
         return device
 
+    def stages(self) -> list[EngineStage]:
+        """See `Engine.stages`."""
+        from megatron.core import parallel_state as state
+
+        rank = state.get_pipeline_model_parallel_rank()
+        ranks = state.get_pipeline_model_parallel_world_size()
+        return [
+            EngineStage(
+                index * ranks + rank,
+                chunk,
+                chunk,
+                loss_with_output=index * ranks + rank == ranks * len(self._chunks) - 1,
+                receiver=_receiver(chunk),
+                preserve_state=_preserve_random_states,
+            )
+            for index, chunk in enumerate(self._chunks)
+        ]
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """See `Engine.parameters`."""
         for chunk in self._chunks:
             yield from chunk.parameters()
+
+    def iteration(self, forwards: int) -> Mapping[str, str | int]:
+        """See `Engine.iteration`."""
+        iteration: dict[str, str | int] = {"schedule": "1f1b", "microbatches": forwards}
+        if len(self._chunks) > 1:
+            iteration |= {"schedule": "interleaved-1f1b", "virtual_stages": len(self._chunks)}
+            config = _receiver(self._chunks[0]).config
+            group = getattr(config, "microbatch_group_size_per_vp_stage", None)
+            iteration |= {} if group is None else {"microbatch_group": group}
+        return iteration
 
     def order(self) -> tuple[Computation, ...] | None:
         """See `Engine.order`; known if every iteration has the same number of microbatches."""
@@ -100,13 +151,14 @@ class MegatronModel:
         Raises:
             ScheduleError: If Megatron refuses this number.
         """
+        from perseus_planner.schedules import interleaved_1f1b
+
         rank = self.pipeline_rank
-        return interleaved_1f1b(rank.ranks, len(self._chunks), microbatches, self._group).ranks[
-            rank.rank
-        ]
+        schedule = interleaved_1f1b(rank.ranks, len(self._chunks), microbatches, self._group)
+        return schedule.ranks[rank.rank]
 
     @contextmanager
-    def attached(self, hook: Hook) -> Iterator[None]:
+    def attached(self, hook: IterationHook) -> Iterator[None]:
         """See `Engine.attached`.
 
         Raises:
@@ -155,6 +207,44 @@ class MegatronModel:
         return list({id(config): config for config in configs}.values())
 
 
+def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:
+    """See `engines.wrap_training`."""
+    import torch
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            if "model" in kwargs and not kwargs.get("forward_only") and torch.is_grad_enabled():
+                begin(kwargs["model"])
+            return original(*args, **kwargs)
+
+        return forward_backward
+
+    for name in ("with", "without"):
+        name = f"forward_backward_pipelining_{name}_interleaving"
+        setattr(module, name, wrapped(getattr(module, name)))
+
+
+def _receiver(chunk: Any) -> Any:
+    """Return the module inside a wrapped chunk that takes the tensor from the stage before."""
+    while not hasattr(chunk, "set_input_tensor"):
+        chunk = chunk.module
+    return chunk
+
+
+@contextmanager
+def _preserve_random_states() -> Iterator[None]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states() if hasattr(tracker, "get_states") else None
+    try:
+        yield
+    finally:
+        if states is not None:
+            tracker.set_states(states)
+
+
 class _TimerEvents:
     """Calls a hook when timers start and stop.
 
@@ -162,7 +252,7 @@ class _TimerEvents:
         actions: Name of a timer -> what to call when it has started and before it stops.
     """
 
-    def __init__(self, hook: Hook, rank: PipelineRank, chunks: int, group: int) -> None:
+    def __init__(self, hook: IterationHook, rank: PipelineRank, chunks: int, group: int) -> None:
         self._hook, self._rank, self._chunks, self._group = hook, rank, chunks, group
         self._is_training = self._is_stopped = False
         self._computations: dict[str, Iterator[Computation]] = {}
@@ -209,6 +299,8 @@ class _TimerEvents:
         group ends with the last microbatch. The iterator then goes on with microbatches that should
         not run, so that the hook sees them if they do.
         """
+        from perseus_planner.schedules import Computation
+
         begin = 0
         while True:
             end = (

@@ -1,0 +1,413 @@
+"""`planner solve`, which makes the frontiers of a job, and `planner plan`, which chooses a plan on
+each of them; `planner job.yaml` does both after `planner profile`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import FACTOR, STAGE
+from perseus_planner.cli import console
+from perseus_planner.cli.options import (
+    AsJson,
+    BlockingPower,
+    Certainty,
+    Counts,
+    GpuCount,
+    Lag,
+    Natural,
+    Option,
+    Overhead,
+    Power,
+    Slowdown,
+    Stages,
+    Time,
+    Tolerance,
+    command,
+    complete,
+    option_name,
+    output_file,
+    refuse_same,
+)
+from perseus_planner.cli.profiling import profile
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from perseus_planner.plans.plan import Plan
+    from perseus_planner.plans.settings import Settings
+    from perseus_planner.solver.replicas import Replicas
+
+#: the names in `schedules.NAMES`, which is not loaded for --help
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "looped-bfs",
+    "interleaved-1f1b",
+    "zb-h1",
+    "interleaved-zb",
+    "zbv",
+    "dualpipe-v",
+)
+_COMPLETED = complete(lambda: SCHEDULES)
+
+
+def _slow_stages(
+    _: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> dict[int, float] | None:
+    """Read repeated options such as 3=1.15 as stages and slowdowns."""
+    slowdowns: dict[int, float] = {}
+    for text in texts:
+        stage_text, _equals, slowdown_text = text.partition("=")
+        stage = STAGE.parse(stage_text) if re.fullmatch(r"\d+", stage_text) else None
+        slowdown = FACTOR.parse(slowdown_text)
+        if stage is None or slowdown is None:
+            raise UsageError(
+                f"{parameter.opts[0]}: {text!r} is not a slow stage: write stage and slowdown, "
+                "such as 3=1.15"
+            )
+        if stage in slowdowns:
+            raise UsageError(f"{parameter.opts[0]}: stage {stage} is given twice; keep one")
+        slowdowns[stage] = slowdown
+    return slowdowns or None
+
+
+@dataclass(frozen=True)
+class SettingOptions:
+    """What replaces the settings of the same names in a job file, if it is given."""
+
+    schedule: Annotated[
+        str | None,
+        f"Order of the computations: {', '.join(SCHEDULES)}; or a text grid (.csv or .txt) with a "
+        "line for each rank and cells such as 3F17.  [default: the one that a profile.yaml was "
+        "measured in]",
+        Option(metavar="NAME|GRID"),
+        _COMPLETED,
+    ]
+    microbatches: Annotated[
+        int | None,
+        "Number of microbatches per iteration.  [default: as for the schedule]",
+        Option(metavar="M"),
+    ]
+    ranks: Annotated[
+        int | None,
+        "Number of pipeline ranks.  [default: as many as the profile's stages need]",
+        Option(metavar="R"),
+    ]
+    virtual_stages: Annotated[
+        int | None,
+        "Number of stages on each rank, in looped and interleaved schedules.  [default: the "
+        "stages over the ranks]",
+        Option(metavar="V"),
+    ]
+    microbatch_group: Annotated[
+        int | None,
+        "Number of microbatches that a rank runs on one stage before its next stage, in "
+        "interleaved-1f1b.  [default: the number of ranks]",
+        Option(metavar="G"),
+    ]
+    stages: Annotated[
+        Stages | None,
+        "Number of pipeline stages; checked against the profile.  [default: the profile's]",
+    ]
+    tensor_parallel: Annotated[
+        GpuCount | None,
+        "Number of GPUs per stage. If the profile was measured on one GPU, its energies and "
+        "blocking power are multiplied; its times are not.  [default: the profile's]",
+    ]
+    transfer: Annotated[
+        Lag | None,
+        "Time of an activation or a gradient from rank to rank, e.g. 1.5ms.  [default: 0s]",
+    ]
+    slow_stages: Annotated[
+        dict[int, float] | None,
+        "Stage that is slower than its profile, with the factor, e.g. 3=1.15; can be repeated.",
+        Option("--slow", type=str, multiple=True, metavar="STAGE=SLOWDOWN", callback=_slow_stages),
+    ]
+    blocking_power_w: Annotated[
+        BlockingPower | None,
+        "Power of a waiting GPU, e.g. 83.64W; required for a profile that is a CSV, and replaces "
+        "that of a profile.yaml.",
+    ]
+    gpu_power_limit_w: Annotated[
+        Power | None,
+        "Power limit of each GPU, e.g. 500W, if it is lower than when it was profiled; clocks "
+        "that it would cap are not used.",
+    ]
+    overhead_s: Annotated[
+        Overhead | None,
+        "Constant part of the iteration time that the replay does not explain, e.g. 120ms, as "
+        "`planner calibrate` measures it; replaces that of a profile.yaml.",
+    ]
+
+    def replaced(self, path: Path) -> Settings:
+        """Return the settings of the job file, or of the profile at `path`, with the given options
+        in their place.
+        """
+        from perseus_planner.base.documents import kind_of
+        from perseus_planner.plans.settings import Settings, read_settings, schedule_of
+        from perseus_planner.schedules.pipeline import Transfer
+
+        given = _given(self)
+        if self.schedule is not None:
+            given["schedule"] = schedule_of(self.schedule, Path())
+        if self.transfer is not None:
+            given["transfer"] = Transfer(self.transfer, self.transfer)
+        settings = read_settings(path) if kind_of(path) == "job" else Settings(profile=path)
+        return replace(settings, **given)
+
+
+@command(
+    "planner solve profile.yaml --schedule 1f1b --microbatches 16 -o frontier.npz",
+    "planner solve measured.csv --blocking-power 83.64 --schedule 1f1b --microbatches 96 -o "
+    "frontier.npz",
+    "planner solve job.yaml -o frontier.npz",
+    "planner solve job.yaml --slow 1=1.15 -o slow.npz",
+)
+def solve(
+    profile_or_job: Path,
+    *,
+    options: SettingOptions,
+    output: Annotated[
+        Path, output_file("the frontier, which `planner plan` and `planner show` read", ".npz")
+    ],
+    as_json: AsJson,
+) -> None:
+    """Find the least energy of an iteration for every iteration time.
+
+    PROFILE_OR_JOB is a profile.yaml of `planner profile`; or a CSV with the columns stage,
+    instruction (forward or backward), frequency (MHz), time (s) and energy (J); or a job file, a
+    YAML file that names the profile, the schedule and all other settings. Options replace settings
+    of the same name in the job file, except those of single replicas. The settings overhead_s,
+    clock_change and blocking_power_w of a job replace those of a profile.yaml.
+
+    If the replicas of a job differ, there is a frontier for each kind: FILE gets -0, -1 and so on
+    before its ending.
+    """
+    from perseus_planner.plans.job import Job
+    from perseus_planner.solver.frontier import solve_dag
+    from perseus_planner.views.frontier import frontier_text, summarize_frontier
+
+    refuse_same([profile_or_job], output)
+    job = Job.of(options.replaced(profile_or_job))
+    targets = _numbered(output, len(job.counts), job.files)
+    with console.progress("Solving") as progress:
+        frontiers = [solve_dag(dag, progress=progress) for dag in job.dags()]
+    for frontier, target in zip(frontiers, targets, strict=True):
+        frontier.save(target)
+    summaries = [summarize_frontier(frontier) for frontier in frontiers]
+    summary = summaries[0] if len(summaries) == 1 else {"frontiers": summaries}
+    text = "\n".join(map(frontier_text, summaries))
+    console.report(summary, text, targets, as_json=as_json, counts=job.counts)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which plan is chosen: exactly one of these is given."""
+
+    deadline_s: Annotated[Time | None, "The longest that an iteration may take, e.g. 2.95s."]
+    slowdown: Annotated[
+        Slowdown | None,
+        "The longest that an iteration may take, as a multiple of its time with all clocks at "
+        "maximum, e.g. 1.05.",
+    ]
+    straggler_time_s: Annotated[
+        Time | None, "The iteration time of a straggler that this pipeline waits for, e.g. 3.2s."
+    ]
+    least_energy: Annotated[
+        bool,
+        "Choose the iteration time of least energy, for pipelines that do not wait for others.",
+    ]
+    power_budget_w: Annotated[
+        Power | None,
+        "Choose the fastest plan with at most this average power of all GPUs of the pipeline, "
+        "e.g. 5kW.",
+    ]
+
+    def __post_init__(self) -> None:
+        given = [option_name(name) for name in _given(self)]
+        if len(given) != 1:
+            names = ", ".join(option_name(field.name) for field in fields(self))
+            raise UsageError(f"give exactly one of {names}; got {' and '.join(given) or 'none'}")
+
+
+@dataclass(frozen=True)
+class PlanLimits:
+    """What a plan keeps to, whichever is chosen; arguments of `Frontier.plan_until`."""
+
+    max_changes: Annotated[
+        Natural | None, "The most clock changes of a GPU per iteration; 0 keeps one clock."
+    ]
+    on_time: Annotated[
+        Certainty | None,
+        "The probability of being on time, or within --power-budget, though the profile is "
+        "uncertain, e.g. 95%.  [default: measured times are taken for the true ones]",
+    ]
+    tolerance: Annotated[
+        Tolerance | None,
+        "With --on-time: how much slower than all clocks at maximum still counts as no slower.  "
+        "[default: 0.1%]",
+    ]
+
+
+@command(
+    "planner plan frontier.npz --slowdown 1.00 -o plan.yaml",
+    "planner plan frontier.npz --slowdown 1.00 --on-time 95% -o plan.yaml",
+    "planner plan frontier.npz --straggler-time 3.2s -o plan.yaml",
+    "planner plan frontier.npz slow.npz --replicas 3,1 --slowdown 1.00 -o replicas.yaml",
+)
+def plan(
+    frontier: Annotated[tuple[Path, ...], Option(required=True)],
+    *,
+    target: Target,
+    limits: PlanLimits,
+    replicas: Annotated[
+        Counts, "The number of pipelines of each FRONTIER, e.g. 3,1.  [default: 1 each]"
+    ] = (),
+    output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
+    as_json: AsJson,
+) -> None:
+    """Choose a clock for every computation.
+
+    FRONTIER is a file that `planner solve` wrote. Give exactly one of --deadline, --slowdown,
+    --straggler-time, --least-energy and --power-budget. Write times as 5s, 950ms or 1m, and powers
+    as 900W or 5kW.
+
+    If pipelines of different kinds train side by side, give one FRONTIER for each kind. All plans
+    then meet one common deadline, and a --slowdown refers to the slowest pipeline. FILE gets -0, -1
+    and so on before its ending.
+    """
+    if limits.tolerance is not None and (limits.on_time is None or target.power_budget_w):
+        raise UsageError(
+            "--tolerance: is of the time of a plan with --on-time; leave it out, or give --on-time "
+            "as well"
+        )
+    if target.power_budget_w is not None and len(frontier) > 1:
+        raise UsageError(
+            "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
+            "instead"
+        )
+    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner.solver.replicas import Replicas
+    from perseus_planner.views.plan import plan_text, plans_text, summarize_plan, summarize_plans
+
+    files = _numbered(output, len(frontier), frontier)
+    pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)
+    with console.progress("Planning"):
+        plans = _make_plans(pipelines, target, limits)
+    for each, file in zip(plans, files, strict=True):
+        each.save(file)
+    summary: Any
+    if len(plans) == 1:
+        summary = summarize_plan(plans[0], target.straggler_time_s)
+        text = plan_text(summary)
+    else:
+        summary = summarize_plans(pipelines, plans, target.straggler_time_s)
+        text = plans_text(summary)
+    console.report(summary, text, files, as_json=as_json, counts=pipelines.counts)
+
+
+def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:
+    if target.power_budget_w is not None:
+        (frontier,) = pipelines.frontiers
+        return (frontier.plan_within_power(target.power_budget_w, **_given(limits)),)
+    source = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else pipelines
+    # More, as rounding may refuse exactly that time.
+    least_s = max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
+    # No plan is surely faster than the baseline.
+    fastest_s = source.min_time_s if limits.on_time is None else source.baseline_time_s
+    wanted_s = target.deadline_s
+    if target.slowdown is not None:
+        wanted_s = target.slowdown * source.baseline_time_s
+    if target.straggler_time_s is not None:
+        wanted_s = max(target.straggler_time_s, fastest_s)
+    elif wanted_s is None:
+        wanted_s = max(least_s, fastest_s)
+    elif wanted_s > least_s:
+        from perseus_planner.base.prefixes import si
+
+        click.echo(
+            f"planner: the plan takes {si(least_s, 's', 6)}, where an iteration needs the least "
+            f"energy: {si(wanted_s, 's', 6)} would be slower and cost more; if others wait "
+            "until then anyway, give --straggler-time",
+            err=True,
+        )
+        wanted_s = max(least_s, fastest_s)
+    return pipelines.plans_for(wanted_s, **_given(limits))
+
+
+def _given(options: DataclassInstance) -> dict[str, Any]:
+    """Return the options that are given, by the names of their fields."""
+    return {
+        name: value
+        for name, value in vars(options).items()
+        if value is not None and value is not False
+    }
+
+
+def _numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
+    """Return the files for `count` results: `target` for one result, else a-0.npz, a-1.npz and so
+    on for a.npz.
+
+    Raises:
+        UsageError: If one of the files is a folder, or is read itself.
+    """
+    targets = [target]
+    if count > 1:
+        targets = [
+            target.with_name(f"{target.stem}-{number}{target.suffix}") for number in range(count)
+        ]
+    for each in targets:
+        refuse_same(sources, each)
+        if each.is_dir():
+            raise UsageError(f"--output {each}: is a folder; name a file in it")
+    return targets
+
+
+@command(hidden=True)
+def run_job(
+    job: Path,
+    *,
+    slowdown: Annotated[str, "As for `planner plan`.", Option(metavar="RATIO")] = "1.00",
+    max_changes: Annotated[str | None, "As for `planner plan`.", Option(metavar="N")],
+) -> None:
+    """Profile the stages of a job file, solve for its frontier, and choose a plan, in one go.
+
+    The profile is the one that JOB names; if it is there already, it is not measured again.
+    Frontier and plan are written beside it, as frontier.npz and plan.yaml.
+    """
+    from perseus_planner.plans.settings import read_settings
+
+    named = read_settings(job).profile
+    if not isinstance(named, Path):
+        raise UsageError(
+            f"{job}: has several profiles or none; run `planner profile`, `planner solve` and "
+            "`planner plan`"
+        )
+    frontier, chosen = (str(named.with_name(name)) for name in ("frontier.npz", "plan.yaml"))
+    steps = [
+        (solve, [str(job), "-o", frontier]),
+        (plan, [frontier, "--slowdown", slowdown, "-o", chosen]),
+    ]
+    if max_changes is not None:
+        steps[-1][1].extend(["--max-changes", max_changes])
+    if named.exists():
+        click.echo(f"{click.format_filename(named)} is there; remove it to measure again\n")
+    else:
+        steps.insert(0, (profile, [str(job)]))
+    context = click.get_current_context()
+    for step, arguments in steps:
+        click.echo(f"planner {' '.join([str(step.name), *arguments])}")
+        with step.make_context(step.name, arguments, parent=context.parent) as step_context:
+            step.invoke(step_context)
+        click.echo()
+    click.echo(
+        f"Next: planner show {chosen}, and train with planner_runtime(engine, plan={chosen!r})"
+    )

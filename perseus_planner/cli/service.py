@@ -1,0 +1,364 @@
+"""The commands that ask the service: `planner status` shows its jobs, `planner straggler` reports
+that part of a job is slow, and `planner budget` sets deadlines and power budgets.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+
+from perseus_planner.base.errors import PlannerError, ServiceAway, UsageError, how_to_install
+from perseus_planner.base.units import DURATION, POWER_BUDGET
+from perseus_planner.cli import console
+from perseus_planner.cli.options import (
+    AsJson,
+    Lag,
+    Natural,
+    Option,
+    Slowdown,
+    command,
+    option_name,
+)
+
+if TYPE_CHECKING:
+    from perseus_planner.service.answers import Answer
+    from perseus_planner.service.client.client import Client
+    from perseus_planner.service.model import Scope
+    from perseus_planner.service.schemas import ReportRequest
+
+_EVENTS = 10  #: that are shown, the latest
+_LOOK_S = 1.0  #: between two looks at the jobs, or at a file that may be replaced
+_WAIT_S = 5.0  #: for plans, so that the answer can say what they save
+_CLEAR = "\033[2J\033[H"  #: clears a terminal
+
+Service = Annotated[
+    str | None,
+    "Address of the service: http://host:port, https://host:port or unix:/path.  "
+    "[default: PLANNER_SERVICE, or this machine]",
+    Option(metavar="ADDRESS"),
+]
+
+
+@command("planner status", "planner status gpt3 --watch", "planner status --totals")
+def status(
+    job: Annotated[str | None, Option(metavar="[JOB]")],
+    *,
+    watch: Annotated[bool, "Print again whenever something has changed, until interrupted."],
+    totals: Annotated[
+        bool,
+        "Show what every job ran, used and saved, also of jobs that have ended, and leave.",
+    ],
+    service: Service,
+    as_json: AsJson,
+) -> None:
+    """Show the jobs of the service, or one of them with its reports and what its pipelines do."""
+    if totals and (job is not None or watch):
+        raise UsageError("--totals: is of all jobs, once; leave out the name of a job and --watch")
+    with _open_client(service) as client:
+        from perseus_planner.service.answers import Jobs, Totals
+        from perseus_planner.views.service_text import jobs_text, status_text, totals_text
+
+        if totals:
+            of_jobs = client.totals()
+            _print(Totals(of_jobs), totals_text(of_jobs), as_json=as_json)
+            return
+        before, clear = None, watch and sys.stdout.isatty()
+        while True:
+            shown: Any = client.jobs() if job is None else client.status(job)
+            if shown != before and job is None:
+                _print(Jobs(shown), jobs_text(shown), as_json=as_json, clear=clear)
+            elif shown != before and job is not None:
+                events = () if as_json else client.history(job).events[-_EVENTS:]
+                _print(shown, status_text(shown, events), as_json=as_json, clear=clear)
+            if not watch:
+                return
+            before = shown
+            time.sleep(_LOOK_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewReport:
+    """What is slow, how slow it is, and when."""
+
+    pipeline: Annotated[
+        Natural | None,
+        "Number of a data-parallel pipeline that is slow, from 0.",
+    ]
+    stage: Annotated[
+        Natural | None,
+        "Number of a slow stage, from 0; with --pipeline if there are several.",
+    ]
+    rank: Annotated[Natural | None, "A slow rank of the job."]
+    gpu: Annotated[
+        str | None, "UUID of a slow GPU, as nvidia-smi -L prints it.", Option(metavar="UUID")
+    ]
+    node: Annotated[str | None, "Host name of a slow node.", Option(metavar="NAME")]
+    slowdown: Annotated[
+        Slowdown | None, "Time over normal time, 1 or more; 1 means that it has recovered."
+    ]
+    score: Annotated[
+        float | None, "Or its performance over normal performance.", Option(metavar="SHARE")
+    ]
+    in_s: Annotated[Lag | None, "It begins after this time.  [default: now]"]
+    ttl_s: Annotated[Lag | None, "How long it lasts.  [default: until it is cleared]"]
+    cause: Annotated[Literal["compute", "communication", "data", "unknown"], "What is slow."] = (
+        "unknown"
+    )
+    source: Annotated[
+        str | None,
+        "Who reports: a later report of a source replaces its earlier one.  [default: user@host]",
+        Option(metavar="NAME"),
+    ]
+    key: Annotated[
+        str | None,
+        "Identifies the report, so that it counts once however often it is sent.",
+        Option(metavar="KEY"),
+    ]
+
+    def refuse(self, beside: str, *kept: str) -> None:
+        """Check that nothing but the options of the names `kept` is given beside another."""
+        for field in fields(self):
+            if field.name not in kept and getattr(self, field.name) not in (None, field.default):
+                raise UsageError(
+                    f"{option_name(field.name)}: is for a new report; leave it out beside {beside}"
+                )
+
+    def request(self) -> ReportRequest:
+        """Return the report for the service."""
+        from perseus_planner.service.schemas import ReportRequest
+
+        values = {name: value for name, value in vars(self).items() if name not in _SCOPES}
+        values["source"] = self.source or f"{getpass.getuser()}@{socket.gethostname()}"
+        return ReportRequest(scope=self._scope(), **values)
+
+    def _scope(self) -> Scope:
+        from perseus_planner.service.model import Scope
+
+        named = [name for name in _SCOPES[1:] if getattr(self, name) is not None]
+        if self.pipeline is not None and not named:
+            return Scope("pipeline", str(self.pipeline))
+        if len(named) != 1 or (self.pipeline is not None and named != ["stage"]):
+            raise UsageError(
+                "name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"
+            )
+        kind: Any = named[0]
+        return Scope(kind, str(getattr(self, kind)), self.pipeline)
+
+
+_SCOPES = ("pipeline", "stage", "rank", "gpu", "node")  #: fields that say what is slow
+
+
+@command(
+    "planner straggler --job gpt3 --pipeline 3 --slowdown 1.2 --in 10s --ttl 30m",
+    "planner straggler --job gpt3 --node node07 --score 0.83 --cause compute --source dcgm",
+    "planner straggler --job gpt3 --pipeline 3 --slowdown 1",
+    "planner straggler --job gpt3 --clear 5f0c",
+    "tail -F train.log | planner straggler --job gpt3 --megatron-log --ttl 10m",
+)
+def straggler(
+    *,
+    job: Annotated[str, "Name of the training job.", Option("--job", "-j", metavar="JOB")],
+    report: NewReport,
+    clear: Annotated[str | None, "Withdraw the report with that key.", Option(metavar="KEY")],
+    megatron_log: Annotated[
+        bool,
+        "Read the log of a Megatron job from standard input, and report the ranks that its "
+        "StragglerDetector names.",
+    ],
+    service: Service,
+    as_json: AsJson,
+) -> None:
+    """Report that a part of a training job is slow.
+
+    The other pipelines then run no faster than needed, which saves energy. Write times as 30s, 30m
+    or 2h.
+    """
+    if clear is not None and megatron_log:
+        raise UsageError("--clear: withdraws one report; leave out --megatron-log")
+    with _open_client(service) as client:
+        if megatron_log:
+            report.refuse("--megatron-log", "ttl_s")
+            from perseus_planner.service.client.sources import Feed, megatron_reports
+
+            feed = Feed(client, job, megatron_reports, ttl_s=report.ttl_s)
+            for answers in filter(None, map(feed, sys.stdin)):
+                click.echo(console.printable(_answers_text(answers)))
+            return
+        if clear is not None:
+            report.refuse("--clear")
+            answer = client.clear(job, clear)
+        else:
+            answer = client.report(job, report.request(), wait_s=_WAIT_S)
+        _print(answer, _answers_text([answer]), as_json=as_json)
+
+
+@dataclass(frozen=True)
+class BudgetSchedule:
+    """Budgets that change in time."""
+
+    schedule: Annotated[
+        Path | None,
+        "CSV of power budgets with the columns start and power; or of a signal, start and price "
+        "(per kWh) or start and carbon (gCO2/kWh), with --target. Start is such as "
+        "2026-11-22T18:00+01:00, or seconds since the epoch.",
+    ]
+    target: Annotated[
+        float | None, "What an hour may cost: money, or kg of CO2.", Option(metavar="NUMBER")
+    ]
+    watch: Annotated[
+        bool, "Go on, and take the file of --schedule up again whenever it is replaced."
+    ]
+
+
+@command(
+    "planner budget --job gpt3 --power 40kW",
+    "planner budget --power 1200kW",
+    "planner budget --job gpt3 --deadline 5.2s",
+    "planner budget --job gpt3 --power none",
+    "planner budget --schedule budget.csv",
+    "planner budget --schedule carbon.csv --target 20 --watch",
+)
+def budget(
+    *,
+    job: Annotated[
+        str | None,
+        "Name of a training job.  [default: all jobs together]",
+        Option("--job", "-j", metavar="JOB"),
+    ],
+    power: Annotated[
+        str | None,
+        "Upper bound on the average power of all its GPUs; none removes it.",
+        Option(metavar="POWER"),
+    ],
+    deadline: Annotated[
+        str | None,
+        "Iteration time to aim for without stragglers; none for that of all clocks at maximum.",
+        Option(metavar="TIME"),
+    ],
+    schedule: BudgetSchedule,
+    neither: Annotated[
+        bool, "Remove the power budget and, for one job, the deadline.", Option("--none")
+    ],
+    service: Service,
+    as_json: AsJson,
+) -> None:
+    """Set the power or the iteration time of a job, or the power of all jobs together.
+
+    Jobs move along their frontiers to meet it with the least slowdown. What cannot be met is
+    refused, naming the least that can. The service keeps a schedule and follows it without you; a
+    budget of it that cannot be met when its time has come becomes the least that can. Any other
+    budget of the same job, or of all jobs, ends it.
+    """
+    if (path := schedule.schedule) is not None:
+        if neither or power is not None or deadline is not None:
+            raise UsageError(
+                "--schedule: says the power by itself; leave out --power, --deadline and --none"
+            )
+        with _open_client(service) as client:
+            send = partial(_send, client, path, schedule.target, job, as_json=as_json)
+            send()
+            if schedule.watch:
+                _follow(path, send)
+        return
+    if schedule.target is not None or schedule.watch:
+        raise UsageError(
+            f"{'--watch' if schedule.watch else '--target'}: is for a schedule; name its file with "
+            "--schedule"
+        )
+    if neither == (power is not None or deadline is not None):
+        raise UsageError("give --power, --deadline or both of them, or --none")
+    if deadline is not None and job is None:
+        raise UsageError("--deadline: is for one job; name it with --job")
+    deadline_s = None if deadline in (None, "none") else DURATION.read(str(deadline), "--deadline")
+    power_w = None if power in (None, "none") else POWER_BUDGET.read(str(power), "--power")
+    with _open_client(service) as client:
+        answers = []
+        if deadline is not None or (neither and job is not None):
+            answers.append(client.set_deadline(str(job), deadline_s))
+        if power is not None or neither:
+            answers += client.set_power(power_w, job)
+        _print_answers(answers, as_json=as_json)
+
+
+def _send(
+    client: Client, path: Path, target: float | None, job: str | None, *, as_json: bool
+) -> None:
+    """Read a schedule, send it, and print what it does now and next."""
+    from perseus_planner.base.prefixes import si
+    from perseus_planner.service.client.budget_file import read_budgets, split_at
+
+    power_w, later = split_at(read_budgets(path, target), time.time())
+    _print_answers(client.set_power(power_w, job, later), as_json=as_json)
+    if as_json:
+        return
+    for step in later[:1]:
+        start = time.strftime("%Y-%m-%d %H:%M", time.localtime(step.start_s))
+        more = f", and {len(later) - 1} more after that" if len(later) > 1 else ""
+        power_text = "no budget" if step.power_w is None else si(step.power_w, "W")
+        click.echo(f"Next: {power_text} from {start}{more}.")
+    if not later:
+        click.echo("The schedule has no later budget.")
+
+
+def _follow(path: Path, send: Callable[[], None]) -> None:
+    """Send the schedule again whenever its file is replaced; what is wrong with it is printed."""
+    from perseus_planner.service.client.budget_file import replaced
+
+    for _ in replaced(path, lambda: time.sleep(_LOOK_S)):
+        while True:
+            try:
+                send()
+            except ServiceAway as error:
+                click.echo(f"{error}; it is tried again", err=True)
+                time.sleep(_LOOK_S)
+                continue
+            except PlannerError as error:
+                click.echo(f"{error}; the schedule before it holds", err=True)
+            break
+
+
+def _open_client(address: str | None) -> Client:
+    """Return a client of the service at `address`, as for `Client`.
+
+    Raises:
+        UsageError: If the address is malformed, or a package of the extra `service` is not
+            installed.
+    """
+    try:
+        from perseus_planner.service.client.client import Client
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
+    return Client(address)
+
+
+def _answers_text(answers: Sequence[Answer]) -> str:
+    from perseus_planner.views.service_text import answer_text
+
+    return "\n".join(map(answer_text, answers))
+
+
+def _print_answers(answers: Sequence[Answer], *, as_json: bool) -> None:
+    from perseus_planner.service.answers import Answers
+
+    text = _answers_text(answers) or "No job runs; it applies to those that start."
+    _print(Answers(tuple(answers)), text, as_json=as_json)
+
+
+def _print(value: Any, text: str, *, as_json: bool, clear: bool = False) -> None:
+    """Print a value of `service.answers` as text, on a terminal that is cleared before, or as
+    JSON.
+    """
+    if as_json:
+        from perseus_planner.service.schemas import to_json
+
+        text, clear = to_json(value, indent=2).decode(), False
+    click.echo(_CLEAR * clear + console.printable(text))

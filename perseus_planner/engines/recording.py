@@ -1,0 +1,363 @@
+"""Records what an engine's stages compute in a training iteration, so that it can be repeated: the
+arguments of their last calls, the modes of torch, and how long forwards and backwards took.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.engines.torch_state import ComputeModes, copy_tensors, is_training, tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from perseus_planner.engines.engine import Engine, EngineStage
+
+ForwardStep = Callable[..., tuple[Any, Any]]
+Before = Callable[[Any, Mapping[str, Any]], object]
+"""Called with the arguments of a call."""
+After = Callable[[Any, Mapping[str, Any], Any], object]
+"""Called with the arguments and the result of a call."""
+
+
+class ComputationTimes:
+    """Times of the forwards of a function, and of the backwards that begin at their results.
+
+    On a GPU they are taken by CUDA events in the stream that computes, so nothing waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._begin: Any = None
+        self._forwards: list[tuple[Any, Any]] = []
+        self._backwards: list[tuple[Any, Any]] = []
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, timed."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self.begin()
+            result = function(*args, **kwargs)
+            self.end(result)
+            return result
+
+        return wrapper
+
+    def begin(self) -> None:
+        """Note that a forward begins."""
+        self._begin = _mark()
+
+    def end(self, result: object) -> None:
+        """Note that the forward has given `result`, and watch for its backward."""
+        self._forwards.append((self._begin, _mark()))
+        begun = False
+
+        def begin_backward(_: object) -> None:
+            nonlocal begun
+            if not begun:  # at the first of several results
+                begun = True
+                self._begin_backward()
+
+        for tensor in tensors(result):
+            if tensor.requires_grad:
+                tensor.register_hook(begin_backward)
+
+    def least_forward_s(self) -> float | None:
+        """Return the time of the fastest forward, seconds; None if there was none."""
+        return min(map(_elapsed_s, self._forwards), default=None)
+
+    def least_backward_s(self) -> float | None:
+        """Return the time of the fastest backward, seconds; None if there was none."""
+        return min(map(_elapsed_s, self._backwards), default=None)
+
+    def _begin_backward(self) -> None:
+        from torch.autograd import Variable
+
+        begin, engine = _mark(), cast("Any", Variable)._execution_engine
+        engine.queue_callback(
+            lambda: self._backwards.append((begin, _mark()))
+        )  # at the end of this backward
+
+
+def _mark() -> Any:
+    """Return this moment: that of the CUDA device, if this process uses one."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_s(span: tuple[Any, Any]) -> float:
+    begin, end = span
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+class RecordedCall:
+    """The last call that trains of a module or function. The last one counts because engines may
+    call modules before the first microbatch, with tensors that hold nothing, to find the shapes.
+
+    Attributes:
+        args: Its arguments by position; None until there was a call.
+        kwargs: Its arguments by name.
+        count: The number of such calls.
+        times: How long such calls and their backwards took.
+    """
+
+    def __init__(self) -> None:
+        self.args: tuple[Any, ...] | None = None
+        self.kwargs: dict[str, Any] = {}
+        self.count = 0
+        self.times = ComputationTimes()
+        self._modes: ComputeModes | None = None
+        self._is_recorded = False
+
+    def before(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Keep copies of the arguments, unless the call only infers shapes or evaluates."""
+        self._is_recorded = is_training(args, kwargs)
+        if self._is_recorded:
+            self.count += 1
+            self._modes = ComputeModes.current()
+            self.args, self.kwargs = copy_tensors(tuple(args)), copy_tensors(dict(kwargs))
+            self.times.begin()
+
+    def after(self, _: Any, __: Mapping[str, Any], result: Any) -> None:
+        """Take the time of the call."""
+        if self._is_recorded:
+            self.times.end(result)
+
+    def as_recorded(self) -> AbstractContextManager[None]:
+        """Have the modes of torch of the last call inside the block."""
+        return self._modes.entered() if self._modes is not None else nullcontext()
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Return the arguments under the names args and kwargs.
+
+        Raises:
+            UsageError: If there was no call of `name`.
+        """
+        if self.args is None:
+            raise UsageError(
+                f"{name} did not run inside the block of profile_pipeline; run one whole training "
+                "iteration there"
+            )
+        return {"args": self.args, "kwargs": self.kwargs}
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@contextmanager
+def followed_module(
+    module: torch.nn.Module, before: Before = _ignore, after: After = _ignore
+) -> Iterator[None]:
+    """Have functions called before and after every call of `module` inside the block."""
+
+    def enter(_: object, args: Any, kwargs: Mapping[str, Any]) -> None:
+        before(args, kwargs)
+
+    def leave(_: object, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        after(args, kwargs, result)
+
+    with ExitStack() as stack:
+        for handle in (
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, with_kwargs=True),
+        ):
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def followed_attribute(
+    owner: object, name: str, before: Before = _ignore, after: After = _ignore
+) -> Iterator[None]:
+    """Have functions called before and after every call of attribute `name` of `owner` inside the
+    block; it is a function, a method, a module or None.
+    """
+    import torch
+
+    function: Callable[..., Any] | None = getattr(owner, name)
+    if function is None:
+        yield
+        return
+    if isinstance(function, torch.nn.Module):
+        with followed_module(function, before, after):
+            yield
+        return
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before(args, kwargs)
+        result = function(*args, **kwargs)
+        after(args, kwargs, result)
+        return result
+
+    is_own = name in vars(owner)
+    setattr(owner, name, wrapper)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, function)
+        else:
+            delattr(owner, name)
+
+
+class LossOfSteps:
+    """The loss function that a `forward_step` of Megatron-core returned last.
+
+    Attributes:
+        function: The loss function; None until there was one.
+        times: How long these functions and their backwards took.
+    """
+
+    def __init__(self) -> None:
+        self.function: Callable[..., Any] | None = None
+        self.times = ComputationTimes()
+
+    def watched(self, forward_step: ForwardStep) -> ForwardStep:
+        """Return `forward_step` wrapped to keep its loss function."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            output, self.function = forward_step(*args, **kwargs)
+            return output, self.times.timed(self.function)
+
+        return wrapper
+
+    def scalar(self) -> Callable[[Any], Any]:
+        """Return the loss as a function of the output alone.
+
+        Raises:
+            UsageError: If there was none.
+        """
+        if (function := self.function) is None:
+            raise UsageError(
+                "the loss of the last stage is not known: inside the block of profile_pipeline, "
+                "give Megatron `profiling.watched(forward_step)` as its forward_step_func"
+            )
+        # It returns the loss and what to report, or the loss, the number of tokens and what to
+        # report.
+        return lambda output: function(output)[0]
+
+
+@dataclass(frozen=True)
+class RecordedStage:
+    """A stage, and the microbatch of the training to repeat through it."""
+
+    stage: EngineStage  #: The stage
+    inputs: dict[str, Any]  #: What `forward` takes by name
+    forward: Callable[..., Any]  #: Runs the microbatch
+    loss: Callable[[Any], Any] | None  #: In the last stage, maps its result to a scalar
+    as_recorded: Callable[[], AbstractContextManager[None]]  #: The modes of torch in the training
+    #: Kind -> its time in the iteration, seconds; of an engine that splits backwards, only that of
+    #: forwards.
+    trained_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class Recording:
+    """The calls of the stages of an engine; see `record_stages`."""
+
+    def __init__(self, engine: Engine, loss_of_steps: LossOfSteps) -> None:
+        self._engine, self._loss_of_steps = engine, loss_of_steps
+        self._stages = engine.stages()
+        self._calls = [RecordedCall() for _ in self._stages]
+        self._received = [RecordedCall() for _ in self._stages]
+        self._losses = [RecordedCall() for _ in self._stages]
+        self._loss_functions: list[Any] = [
+            None if stage.loss is None else getattr(*stage.loss) for stage in self._stages
+        ]
+
+    @property
+    def forwards(self) -> int:
+        """How many microbatches ran through the first stage of this rank."""
+        return self._calls[0].count
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record inside the block."""
+        with ExitStack() as stack:
+            for stage, call, received, loss in zip(
+                self._stages, self._calls, self._received, self._losses, strict=True
+            ):
+                stack.enter_context(followed_module(stage.module, call.before, call.after))
+                if stage.receiver is not None:
+                    receiver = (stage.receiver, "set_input_tensor")
+                    stack.enter_context(followed_attribute(*receiver, received.before))
+                if stage.loss is not None:
+                    stack.enter_context(followed_attribute(*stage.loss, loss.before, loss.after))
+            yield
+
+    def stages(self) -> list[RecordedStage]:
+        """Return the stages with what was recorded.
+
+        Raises:
+            UsageError: If a stage did not run, or its loss is not known.
+        """
+        return [self._stage(index) for index in range(len(self._stages))]
+
+    def _stage(self, index: int) -> RecordedStage:
+        stage, call = self._stages[index], self._calls[index]
+        loss, loss_times = None, None
+        if stage.loss_with_output:
+            loss, loss_times = self._loss_of_steps.scalar(), self._loss_of_steps.times
+        elif stage.loss is not None:
+            loss_call = self._losses[index]
+            loss, loss_times = _bound(self._loss_functions[index], loss_call), loss_call.times
+        inputs = call.arguments(f"stage {stage.number}")
+        if stage.receiver is not None:
+            inputs["received"] = _first(self._received[index])
+        return RecordedStage(
+            stage,
+            inputs,
+            _forward(stage),
+            loss,
+            call.as_recorded,
+            _trained_s(call.times, loss_times, self._engine.splits_backward),
+        )
+
+
+def _forward(stage: EngineStage) -> Callable[..., Any]:
+    def forward(args: Any, kwargs: Any, received: Any = None) -> Any:
+        if stage.receiver is not None:
+            stage.receiver.set_input_tensor([received])
+        return stage.forward(*args, **kwargs)
+
+    return forward
+
+
+def _first(call: RecordedCall) -> Any:
+    (value,) = call.args or (None,)
+    return value[0] if isinstance(value, list) else value
+
+
+def _bound(function: Callable[..., Any], call: RecordedCall) -> Callable[[Any], Any]:
+    """Return `function` as a function of the output alone, with the other arguments as recorded."""
+    arguments = call.arguments("the loss")
+    _, *rest = arguments["args"]
+
+    def loss(output: Any) -> Any:
+        with call.as_recorded():
+            return function(output, *rest, **arguments["kwargs"])
+
+    return loss
+
+
+def _trained_s(
+    times: ComputationTimes, loss_times: ComputationTimes | None, splits_backward: bool
+) -> dict[str, float]:
+    parts = [times, *([] if loss_times is None else [loss_times])]
+    forward_s = [part.least_forward_s() for part in parts]
+    backward_s = None if splits_backward else parts[-1].least_backward_s()
+    trained_s = {} if None in forward_s else {"F": math.fsum(filter(None, forward_s))}
+    return trained_s if backward_s is None else {**trained_s, "B": backward_s}

@@ -1,0 +1,249 @@
+"""What a measurement must know of torch modules: the tensors in their arguments and results, the
+state that it leaves as it was, and the modes of torch in which a computation ran.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.base.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in `value`, in order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return `value` with each tensor replaced by the result of `function`."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def copy_tensors(value: Any) -> Any:
+    """Return `value` with copies of its tensors, which are leaves and require gradients if the
+    tensors do.
+    """
+    return map_tensors(
+        lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), value
+    )
+
+
+def call_arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return args and kwargs for a module: a dict by name, a tuple or list by position, another
+    value alone.
+    """
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def first_device(value: object) -> torch.device:
+    """Return the device of the first tensor in `value`; the CPU if there is none."""
+    import torch
+
+    return next((tensor.device for tensor in tensors(value)), torch.device("cpu"))
+
+
+def is_training(*values: object) -> bool:
+    """Return whether a call with these values trains, instead of evaluating or inferring shapes
+    with fake tensors.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    real = (
+        tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+        for tensor in tensors(values)
+    )
+    return torch.is_grad_enabled() and all(real)
+
+
+@contextmanager
+def preserve_state(module: torch.nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers, training mode and random number generators after the block.
+
+    Inside the block the module is in training mode and has no gradients. Gradients computed there,
+    including Megatron-core's `main_grad`, are not reduced among replicas and never seen by an
+    optimizer or engine: hooks on accumulated gradients do not run.
+
+    Raises:
+        UsageError: If the module is sharded over replicas (FSDP), which would have to be measured
+            together.
+    """
+    if problem := sharding_problem([module]):
+        raise UsageError(problem)
+    with ExitStack() as stack:
+        stack.enter_context(_preserve_random_state())
+        stack.enter_context(_preserve_buffers(module))
+        stack.enter_context(_training_mode(module))
+        for parameter in module.parameters():
+            stack.enter_context(_hide_gradient(parameter))
+        for part in module.modules():
+            if callable(no_sync := getattr(part, "no_sync", None)):
+                stack.enter_context(no_sync())
+        yield
+
+
+def sharding_problem(modules: Iterable[torch.nn.Module]) -> str | None:
+    """Return why modules that are sharded over replicas (FSDP) cannot be measured; None if none
+    of them is.
+    """
+    kinds = {
+        base.__name__
+        for module in modules
+        for part in module.modules()
+        for base in type(part).__mro__
+    }
+    if not kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        return None
+    return (
+        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of "
+        "them; profile the pipeline without FSDP"
+    )
+
+
+@contextmanager
+def _preserve_random_state() -> Iterator[None]:
+    import torch
+
+    state, devices = random.getstate(), []
+    if torch.cuda.is_available():
+        devices = [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+@contextmanager
+def _preserve_buffers(module: torch.nn.Module) -> Iterator[None]:
+    import torch
+
+    contents = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, content in contents:
+                buffer.copy_(content)
+                setattr(part, name, buffer)
+
+
+@contextmanager
+def _training_mode(module: torch.nn.Module) -> Iterator[None]:
+    # A module in training mode may have parts that are deliberately not.
+    modes = {part: part.training for part in module.modules()}
+    if not module.training:
+        module.train()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextmanager
+def _hide_gradient(parameter: Any) -> Iterator[None]:
+    """Hide the gradients of `parameter`, and disable the hooks on accumulated gradients."""
+    hooks: dict[int, Callable[..., Any]] = (
+        getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    )
+    gradient, found_hooks = parameter.grad, dict(hooks)
+    main = getattr(parameter, "main_grad", None)
+    added = getattr(parameter, "grad_added_to_main_grad", None)
+    parameter.grad = None
+    hooks.clear()
+    content = None
+    if main is not None:  # in the memory of the host, as it may be as large as the model
+        content = main.detach().to("cpu", copy=True)
+        main.detach().zero_()
+    try:
+        yield
+    finally:
+        parameter.grad = gradient
+        hooks.update(found_hooks)
+        if main is not None:
+            parameter.main_grad = main
+            main.detach().copy_(content)
+        if added is not None:
+            parameter.grad_added_to_main_grad = added
+
+
+@dataclass(frozen=True)
+class ComputeModes:
+    """Modes of torch that change what a module computes, and in which precision."""
+
+    #: Device type -> whether autocast is enabled, and its dtype.
+    autocast: dict[str, tuple[bool, Any]]
+    caches_casts: bool  #: Whether autocast keeps the weights that it has cast
+    attention: tuple[Any, ...]  #: The kernels that scaled_dot_product_attention may choose
+
+    @classmethod
+    def current(cls) -> ComputeModes:
+        """Return the modes of this thread."""
+        import torch
+        from torch.backends import cuda
+        from torch.nn.attention import SDPBackend
+
+        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        enabled = {
+            SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+            SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+            SDPBackend.MATH: cuda.math_sdp_enabled(),
+            SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+        }
+        return cls(
+            {
+                device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in devices
+            },
+            torch.is_autocast_cache_enabled(),
+            tuple(kernel for kernel, is_enabled in enabled.items() if is_enabled),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have these modes inside the block."""
+        import torch
+        from torch.nn.attention import sdpa_kernel
+
+        with ExitStack() as stack:
+            for device, (enabled, dtype) in self.autocast.items():
+                context = torch.autocast(
+                    device, dtype=dtype, enabled=enabled, cache_enabled=self.caches_casts
+                )
+                stack.enter_context(context)
+            if self.attention:
+                stack.enter_context(sdpa_kernel(list(self.attention)))
+            yield
