@@ -20,8 +20,7 @@ from perseus_planner.cli.options import AsJson, Option, Stages, command, complet
 from perseus_planner.cli.rehearsal import rehearse_and_report
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.inspection import EnergyWatch, Inspection
-    from perseus_planner.gpu.latency import Latency, ParallelLatency
+    from perseus_planner.gpu.inspection import EnergyWatch, Inspection, Latency, ParallelLatency
     from perseus_planner.gpu.protocol import Gpu
 
 
@@ -147,7 +146,7 @@ def _diagnose(
     """Diagnose each GPU and all together; return what is wrong last, and continue if one of them
     is lost.
     """
-    from perseus_planner.gpu.latency import measure_parallel_latency
+    from perseus_planner.gpu.inspection import measure_parallel_latency
     from perseus_planner.gpu.lease.lease import lease_gpus
 
     diagnoses: list[GpuDiagnosis] = []
@@ -190,8 +189,13 @@ def _inspect_all(gpus: Sequence[Gpu]) -> list[Inspection | GpuError]:
 
 def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
     """Add to the inspection of a GPU what setting it shows."""
-    from perseus_planner.gpu.inspection import NOT_TRIED, SettingCheck, failed_check
-    from perseus_planner.gpu.latency import check_power_limit_setting, measure_latency
+    from perseus_planner.gpu.inspection import (
+        NOT_TRIED,
+        SettingCheck,
+        check_power_limit_setting,
+        failed_check,
+        measure_latency,
+    )
     from perseus_planner.gpu.lease.lease import lease_gpus
 
     latency = None

@@ -243,7 +243,7 @@ def gpu_names() -> list[str]:
 
 def chip_names() -> list[str]:
     """Return the names of kinds of GPUs."""
-    from perseus_planner.gpu.simulated.catalog import CATALOG
+    from perseus_planner.gpu.simulated.model import CATALOG
 
     return list(CATALOG)
 

@@ -32,7 +32,7 @@ from perseus_planner.base.errors import GpuError, UsageError, did_you_mean
 from perseus_planner.base.files import write_file
 from perseus_planner.base.units import COUNT, TIME
 from perseus_planner.estimate.transformer import CHOICES
-from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.gpu.simulated.model import CATALOG
 
 if TYPE_CHECKING:
     from perseus_planner.estimate.transformer import Transformer

@@ -27,7 +27,7 @@ from perseus_planner.base.errors import GpuError, did_you_mean
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu, GpuReader
 
 if TYPE_CHECKING:
-    from perseus_planner.gpu.nvml.discovery import VisibleGpu
+    from perseus_planner.gpu.nvml.device import VisibleGpu
 
 __all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "GpuReader", "open_gpu"]
 
@@ -36,7 +36,7 @@ _OPENERS = {
     "cuda": ("nvml.cuda", "open_cuda"),
     "zeusd": ("zeusd", "open_zeusd"),
     "command": ("command", "open_command"),
-    "amd": ("amd.gpu", "open_amd"),
+    "amd": ("amd", "open_amd"),
     "dry-run": ("dry_run", "open_dry_run"),
     "simulated": ("simulated.gpu", "open_simulated"),
     "emulated": ("simulated.emulated", "open_emulated"),
@@ -54,7 +54,7 @@ def check_back_end(text: str) -> None:
     """
     back_end = text.partition(":")[0]
     if back_end not in _OPENERS:
-        from perseus_planner.gpu.simulated.catalog import CATALOG
+        from perseus_planner.gpu.simulated.model import CATALOG
 
         advice = did_you_mean(back_end, BACK_ENDS) or did_you_mean(
             back_end, CATALOG, "simulated:{}".format
@@ -85,8 +85,8 @@ def all_gpus() -> tuple[VisibleGpu, ...]:
     Raises:
         GpuError: If NVML cannot be used here, and there is no AMD GPU; the text says what to do.
     """
-    from perseus_planner.gpu.amd.gpu import visible_amd_gpus
-    from perseus_planner.gpu.nvml.discovery import VisibleGpu, visible_gpus
+    from perseus_planner.gpu.amd import visible_amd_gpus
+    from perseus_planner.gpu.nvml.device import VisibleGpu, visible_gpus
 
     amd = tuple(VisibleGpu(index, text, "", "") for index, text in enumerate(visible_amd_gpus()))
     try:

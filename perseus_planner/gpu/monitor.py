@@ -23,6 +23,7 @@ from math import fsum
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
+from perseus_planner.base.loops import Loop
 from perseus_planner.base.prefixes import si
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.counter import POLL_S, EnergyCounter
@@ -101,9 +102,8 @@ class Monitor(ClosedOnExit):
         self._synchronize, self._on_sample = synchronize, on_sample
         self._open: set[Window] = set()
         self._lock = threading.Lock()  #: of what the sampling thread shares
-        self._problem: GpuError | None = None
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._sampling: Loop | None = None
         with ExitStack() as stack:
             opened = [
                 stack.enter_context(open_gpu(each)) if isinstance(each, str) else each
@@ -116,13 +116,9 @@ class Monitor(ClosedOnExit):
             ]
             if self._sampled:
                 self._sample()
-                self._thread = threading.Thread(
-                    target=self._keep_sampling,
-                    args=(sample_s or SAMPLE_S,),
-                    name="energy samples",
-                    daemon=True,
-                )
-                self._thread.start()
+                self._sampling = Loop(
+                    self._sample, "energy samples", sample_s or SAMPLE_S, on_error=self._fail
+                ).start()
             self._stack = stack.pop_all()
 
     @property
@@ -138,9 +134,8 @@ class Monitor(ClosedOnExit):
 
     def close(self) -> None:
         """Stop sampling, and close the GPUs that were opened here."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._sampling is not None:
+            self._sampling.stop()
         self._stack.close()
 
     def _edge(self) -> list[_Edge]:
@@ -151,12 +146,6 @@ class Monitor(ClosedOnExit):
             if self._problem is not None:
                 raise self._problem
             return [meter.edge() for meter in self._meters]
-
-    def _begin(self, window: Window) -> list[_Edge]:
-        begun = self._edge()
-        with self._lock:
-            self._open.add(window)
-        return begun
 
     def _end(self, window: Window, begun: Sequence[_Edge]) -> tuple[GpuEnergy, ...]:
         try:
@@ -180,14 +169,9 @@ class Monitor(ClosedOnExit):
             if self._on_sample is not None:
                 self._on_sample(sample)
 
-    def _keep_sampling(self, every_s: float) -> None:
-        while not self._stopping.wait(every_s):
-            try:
-                self._sample()
-            except GpuError as error:
-                with self._lock:
-                    self._problem = error
-                return
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._problem = error
 
 
 class Window:
@@ -219,7 +203,9 @@ class Window:
                 f"window {self.name!r}: has begun already; make a new one with "
                 "`monitor.window(name)`"
             )
-        self._begun = self._monitor._begin(self)
+        self._begun = self._monitor._edge()
+        with self._monitor._lock:
+            self._monitor._open.add(self)
         return self
 
     def end(self) -> Self:

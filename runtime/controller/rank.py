@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from perseus_planner.base.errors import GpuError, GpuInUse
 from perseus_planner.base.processes import WatchedProcess
 from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.lease.guardian import SAME_LIMIT_W, restore_power_limit
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
-from perseus_planner.gpu.lease.release import SAME_LIMIT_W, restore_power_limit
 from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.controller.protocol import (
     AttachRefusal,

@@ -17,9 +17,8 @@ from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 from waiting import LONG_S
 
-from perseus_planner.gpu import inspection, latency, open_gpu
-from perseus_planner.gpu.inspection import watch_energy
-from perseus_planner.gpu.latency import measure_latency
+from perseus_planner.gpu import inspection, open_gpu
+from perseus_planner.gpu.inspection import measure_latency, watch_energy
 from perseus_planner.profiles.measurement import ClockChange
 
 SET = "nvmlDeviceSetGpuLockedClocks"
@@ -145,7 +144,7 @@ def test_who_holds_a_gpu_and_who_left_it_is_said(nvml: StandIn, state: Path, sho
 def test_latency_is_measured_and_all_is_reset(
     nvml: StandIn, state: Path, short, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(latency, "_ROUNDS", 1)
+    monkeypatch.setattr(inspection, "_ROUNDS", 1)
     nvml.set(f"latency_us_{SET}", 50_000)  # so long that a busy machine adds little
     text = done("doctor --measure-latency")
     assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]

@@ -142,6 +142,7 @@ def test_the_pairs_are_those_of_neighbouring_stages(tmp_path: Path):
     assert received == [[2], [3], [0], [1]]
 
 
+@pytest.mark.soak  # other tests have the exit code of each rank
 def test_torchrun_ends_with_a_failure(tmp_path: Path):
     command = ("-m", "perseus_planner", "doctor", "--rehearse", f"{GPU}?fault=not-supported:energy")
     result = ended(torchrun(2, tmp_path, *command))

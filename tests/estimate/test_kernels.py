@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import done, refusal
-from launching import ended, torchrun
+from launching import ranks
 
 from perseus_planner.estimate.kernel_times import layer_times
 from perseus_planner.estimate.system import load_system
@@ -55,15 +55,15 @@ def test_one_process_measures_layers_head_and_memory(folder: Path, recompute: st
 
 
 def test_the_ranks_of_a_node_measure_tensor_groups_and_their_links(folder: Path):
-    run = ended(torchrun(2, folder, "-m", "perseus_planner", *MEASURE.split(), "--microbatch", "1"))
-    assert run.code == 0, run.stderr
+    command = [*MEASURE.split(), "--microbatch", "1"]
+    everyone = ranks("command", 2, folder, str(folder), *command)
+    assert [rank.code for rank in everyone] == [0, 0], [rank.stderr for rank in everyone]
     system = load_system(folder / "system.yaml")
     assert [key.tensor_degree for key in system.kernels] == [1, 2]
     assert system.link_bytes_per_s > 0
-    assert run.stdout.count("Wrote") == 1
-    assert (
-        run.stderr.count("torch finds no GPU: processors are measured, which may take hours") == 1
-    )
+    assert "".join(rank.stdout for rank in everyone).count("Wrote") == 1
+    said = "torch finds no GPU: processors are measured, which may take hours"
+    assert "".join(rank.stderr for rank in everyone).count(said) == 1
 
 
 REFUSED = {

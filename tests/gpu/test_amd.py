@@ -15,9 +15,8 @@ from fake_amd_smi import UUIDS, AmdStandIn, amd, rocm  # noqa: F401  # fixtures
 from perseus_planner import Monitor
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.amd.gpu import visible_amd_gpus
-from perseus_planner.gpu.inspection import inspect
-from perseus_planner.gpu.latency import measure_latency
+from perseus_planner.gpu.amd import visible_amd_gpus
+from perseus_planner.gpu.inspection import inspect, measure_latency
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.torch_device import gpu_text
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import done
 from fake_nvml import CUDA_SOURCE, UUIDS, StandIn, compiled
+from nvml_exercise import check_refused
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu import inspection, open_gpu
@@ -85,11 +86,7 @@ def test_an_old_driver_is_asked_the_older_way(nvml: StandIn, cuda, tmp_path: Pat
 
 def test_a_mig_instance_is_refused(nvml: StandIn, cuda):
     cuda(f"{DIGITS[0]}/{INSTANCE}")
-    with (
-        pytest.raises(GpuNotSupported, match=r"cuda:0: .*MIG instance.*`nvidia-smi -mig 0`"),
-        open_gpu("cuda:0"),
-    ):
-        pass
+    check_refused("cuda:0", GpuNotSupported, r"cuda:0: .*MIG instance.*`nvidia-smi -mig 0`")
 
 
 def test_a_mig_instance_is_refused_where_an_old_driver_tells_the_whole_gpu(
@@ -98,11 +95,7 @@ def test_a_mig_instance_is_refused_where_an_old_driver_tells_the_whole_gpu(
     nvml.set("mig", 1, gpu=0)
     old = compiled(tmp_path / "old", without=("cuDeviceGetUuid_v2",), source=CUDA_SOURCE)
     cuda(f"{DIGITS[0]}/{INSTANCE}", library=old)
-    with (
-        pytest.raises(GpuNotSupported, match=r"cuda:0: MIG is on.*`nvidia-smi -mig 0`"),
-        open_gpu("cuda:0"),
-    ):
-        pass
+    check_refused("cuda:0", GpuNotSupported, r"cuda:0: MIG is on.*`nvidia-smi -mig 0`")
     assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown")
 
 
@@ -111,22 +104,16 @@ def test_an_ordinal_that_cuda_does_not_show_is_refused(
 ):
     cuda(*DIGITS)
     said = r"^cuda:2: CUDA shows 2 GPUs, cuda:0 to cuda:1 here.*; see `planner doctor`$"
-    with pytest.raises(GpuError, match=said), open_gpu("cuda:2"):
-        pass
+    check_refused("cuda:2", GpuError, said)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("FAKE_CUDA_INIT", "100")
     said = r"^cuda:0: CUDA shows no GPU here \(CUDA_VISIBLE_DEVICES=''\); see `planner doctor`$"
-    with pytest.raises(GpuError, match=said), open_gpu("cuda:0"):
-        pass
+    check_refused("cuda:0", GpuError, said)
 
 
 @pytest.mark.parametrize("which", ["x", "-1", "GPU-1", "0,1", "9" * 5000])
 def test_what_is_no_ordinal_is_refused(which: str):
-    with (
-        pytest.raises(GpuError, match="is not a CUDA ordinal; write cuda:0"),
-        open_gpu(f"cuda:{which}"),
-    ):
-        pass
+    check_refused(f"cuda:{which}", GpuError, "is not a CUDA ordinal; write cuda:0")
 
 
 def test_a_cuda_driver_that_does_not_start_is_said(
@@ -135,24 +122,15 @@ def test_a_cuda_driver_that_does_not_start_is_said(
     cuda(*DIGITS)
     monkeypatch.setenv("FAKE_CUDA_INIT", "803")
     said = r"cuda:0: the CUDA driver returns error 803 from cuInit.*; check that `nvidia-smi`"
-    with pytest.raises(GpuError, match=said), open_gpu("cuda:0"):
-        pass
+    check_refused("cuda:0", GpuError, said)
 
 
 def test_without_the_cuda_driver_what_brings_it_is_said(cuda, tmp_path: Path):
     cuda(library=tmp_path / "libcuda.so.1")
-    with (
-        pytest.raises(GpuError, match=r"cannot load libcuda\.so\.1.*comes with the NVIDIA driver"),
-        open_gpu("cuda:0"),
-    ):
-        pass
+    check_refused("cuda:0", GpuError, r"cannot load libcuda\.so\.1.*comes with the NVIDIA driver")
 
 
 @pytest.mark.parametrize("absent", ["cuInit", "cuDeviceGetCount", "cuDeviceGet"])
 def test_a_cuda_library_without_a_function_is_refused(cuda, tmp_path: Path, absent: str):
     cuda(*DIGITS, library=compiled(tmp_path / "poor", without=(absent,), source=CUDA_SOURCE))
-    with (
-        pytest.raises(GpuNotSupported, match=f"has no {absent}; update the NVIDIA driver"),
-        open_gpu("cuda:0"),
-    ):
-        pass
+    check_refused("cuda:0", GpuNotSupported, f"has no {absent}; update the NVIDIA driver")

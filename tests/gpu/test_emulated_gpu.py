@@ -20,10 +20,9 @@ from virtual_time import virtual_time as virtual_time
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import SETTLE_S
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
-from perseus_planner.gpu.simulated.model import Load, OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, Load, OpCost
 from perseus_planner.gpu.simulated.state_file import StateFile
 
 A100 = CATALOG["a100-sxm"]

@@ -274,18 +274,23 @@ def test_a_closed_pipe_is_not_taken_for_the_owners_death(nvml: StandIn, state: P
 
 SLOW_COMMAND = """
 import os, signal, sys, time
+from pathlib import Path
 import pynvml
 
 pynvml.nvmlInit()
-device = pynvml.nvmlDeviceGetHandleByUUID(sys.argv[2])
+device, is_reset = pynvml.nvmlDeviceGetHandleByUUID(sys.argv[2]), Path(sys.argv[3])
 if sys.argv[1] == "reset":
     pynvml.nvmlDeviceResetGpuLockedClocks(device)
+    is_reset.touch()
 else:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as sudo's child does not end with who asked for it
-    print("begun", file=open(sys.argv[4], "w"), flush=True)
-    time.sleep(0.5)
-    pynvml.nvmlDeviceSetGpuLockedClocks(device, int(sys.argv[3]), int(sys.argv[3]))
-"""  # noqa: E501
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sudo's child does not end with who asked for it
+    is_reset.unlink()
+    print("begun", file=open(sys.argv[5], "w"), flush=True)
+    while not is_reset.exists():
+        time.sleep(0.01)
+    pynvml.nvmlDeviceSetGpuLockedClocks(device, int(sys.argv[4]), int(sys.argv[4]))
+"""
+"""Sets a clock late: once a reset that came after it began is over."""
 
 
 def test_a_command_that_sets_a_clock_after_its_owner_was_killed_is_undone(
@@ -293,11 +298,11 @@ def test_a_command_that_sets_a_clock_after_its_owner_was_killed_is_undone(
 ):
     (tmp_path / "slow.py").write_text(SLOW_COMMAND)
     os.mkfifo(tmp_path / "begun")
-    command = f"{sys.executable} {tmp_path / 'slow.py'}"
-    monkeypatch.setenv(
-        "PLANNER_SET_CLOCK", f"{command} set {{uuid}} {{min}} {tmp_path / 'begun'} {{max}}"
-    )
-    monkeypatch.setenv("PLANNER_RESET_CLOCK", f"{command} reset {{uuid}}")
+    slow, begun, is_reset_file = (tmp_path / name for name in ("slow.py", "begun", "reset"))
+    command = f"{sys.executable} {slow}"
+    setting = f"{command} set {{uuid}} {is_reset_file} {{min}} {begun} {{max}}"
+    monkeypatch.setenv("PLANNER_SET_CLOCK", setting)
+    monkeypatch.setenv("PLANNER_RESET_CLOCK", f"{command} reset {{uuid}} {is_reset_file}")
     code = LOCKS_AND_WAITS.replace(
         "        for gpu in gpus:", '        print("held", flush=True)\n        for gpu in gpus:'
     )

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 from fake_nvml import CLOCKS_MHZ, PCI, UUIDS, StandIn, compiled
-from nvml_exercise import exercised, failed
+from nvml_exercise import check_refused, exercised, failed
 
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.nvml.discovery import visible_gpus
+from perseus_planner.gpu.nvml.device import visible_gpus
 
 NOT_SUPPORTED, NO_PERMISSION, UNINITIALIZED, LOST = 3, 4, 1, 15
 
@@ -153,29 +153,19 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(nvml: StandIn, w
 
 
 def test_an_ambiguous_uuid_is_refused(nvml: StandIn):
-    with (
-        pytest.raises(GpuError, match=r"several GPUs match: nvml:GPU-1.*; write more"),
-        open_gpu("nvml:GPU-"),
-    ):
-        pass
+    check_refused("nvml:GPU-", GpuError, r"several GPUs match: nvml:GPU-1.*; write more")
 
 
 def test_a_pci_bus_id_that_is_not_there_is_refused(nvml: StandIn):
     said = r"nvml:0000:11:00\.0: cannot find it.*; run `planner doctor`"
-    with pytest.raises(GpuError, match=said), open_gpu("nvml:0000:11:00.0"):
-        pass
+    check_refused("nvml:0000:11:00.0", GpuError, said)
 
 
 def test_mig_instances_and_vgpus_are_refused(nvml: StandIn):
     said = r"a MIG instance has no clock.*`nvidia-smi -mig 0`"
-    with pytest.raises(GpuNotSupported, match=said), open_gpu("nvml:MIG-0ff0"):
-        pass
+    check_refused("nvml:MIG-0ff0", GpuNotSupported, said)
     nvml.set("virtualization", 2, gpu=1)
-    with (
-        pytest.raises(GpuNotSupported, match=r"this is a vGPU.*; run on the host"),
-        open_gpu("nvml:1"),
-    ):
-        pass
+    check_refused("nvml:1", GpuNotSupported, r"this is a vGPU.*; run on the host")
 
 
 def test_what_falsifies_a_profile_is_said(nvml: StandIn):
@@ -317,13 +307,8 @@ def test_a_gpu_that_is_lost_midway_is_lost_in_every_call_and_hides_no_other(nvml
             with pytest.raises(GpuLost, match=f"nvml:{UUIDS[0]}: .*dmesg.*reset it.*planner reset"):
                 call()
         assert other.power_w() > 0
-    with pytest.raises(GpuLost, match="GPU is lost"), open_gpu("nvml:0"):
-        pass
-    with (
-        pytest.raises(GpuLost, match="it may be the one that is lost"),
-        open_gpu(f"nvml:{UUIDS[0]}"),
-    ):
-        pass
+    check_refused("nvml:0", GpuLost, "GPU is lost")
+    check_refused(f"nvml:{UUIDS[0]}", GpuLost, "it may be the one that is lost")
     with open_gpu(f"nvml:{UUIDS[1]}") as gpu:
         assert gpu.uuid == UUIDS[1]
     lost_one, other_one = visible_gpus()
@@ -340,8 +325,7 @@ def test_visible_gpus_opens_none_of_them(nvml: StandIn):
     assert nvml.calls("nvmlInitWithFlags") == nvml.calls("nvmlShutdown") == 1
     nvml.set("gpus", 0)
     assert visible_gpus() == ()
-    with pytest.raises(GpuError, match="NVML shows none on this node"), open_gpu("nvml:0"):
-        pass
+    check_refused("nvml:0", GpuError, "NVML shows none on this node")
 
 
 def test_nvml_is_started_once_and_shut_down_when_the_last_gpu_is_closed(nvml: StandIn):

@@ -14,11 +14,10 @@ import pytest
 from fake_nvml import UUIDS, StandIn, loaded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nvml_exercise import READINGS, SETTINGS, exercised, failed
+from nvml_exercise import READINGS, SETTINGS, check_refused, exercised, failed
 
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.nvml.discovery import visible_gpus
+from perseus_planner.gpu.nvml.device import visible_gpus
 
 FUNCTIONS = {
     # function -> the methods that cannot do without it; none where an older function stands in, or
@@ -159,8 +158,7 @@ def test_where_nvml_cannot_start_the_remedy_is_said_and_a_later_start_succeeds(
         GpuError, match=f"NVML: cannot start: NVML returns .* from nvmlInit; .*{remedy}"
     ):
         visible_gpus()
-    with pytest.raises(GpuError, match="NVML: cannot start"), open_gpu("nvml:0"):
-        pass
+    check_refused("nvml:0", GpuError, "NVML: cannot start")
     nvml.heal()
     assert len(visible_gpus()) == 2
 
@@ -198,22 +196,12 @@ def test_why_a_library_does_not_load_is_said(
 
 def test_without_the_binding_what_installs_it_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with (
-        pytest.raises(GpuError, match=r"run `pip install '\.\[nvml\]'` in your clone"),
-        open_gpu("nvml:0"),
-    ):
-        pass
+    check_refused("nvml:0", GpuError, r"run `pip install '\.\[nvml\]'` in your clone")
 
 
 def test_the_unofficial_binding_of_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
-    with (
-        pytest.raises(
-            GpuError, match=r"pip uninstall pynvml`, then run `pip install '\.\[nvml\]'`"
-        ),
-        open_gpu("nvml:0"),
-    ):
-        pass
+    check_refused("nvml:0", GpuError, r"pip uninstall pynvml`, then run `pip install '\.\[nvml\]'`")
 
 
 def test_a_name_that_is_no_text_is_refused(nvml: StandIn):

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import Gpu, open_gpu
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import COUNTED
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu, SimulatedNode
-from perseus_planner.gpu.simulated.model import REFERENCE_C, GpuModel, Load, OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, REFERENCE_C, GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 
 A100, H100 = CATALOG["a100-sxm"], CATALOG["h100-sxm"]

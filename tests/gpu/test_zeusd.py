@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,7 @@ SOCKET = "zeusd.sock"
 GPU = "zeusd:1"
 LOCK, RESET = "/gpu/set_gpu_locked_clocks", "/gpu/reset_gpu_locked_clocks"
 LIMIT = "/gpu/set_power_limit"
+REFUSED = f"zeusd at zeusd.sock refused {LOCK}: "
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,23 +203,151 @@ def test_pci_addresses_are_read_as_nvml_and_zeusd_write_them(text: str, address:
     assert pci_address(text) == address
 
 
+# --- what is refused
+
+Setup = Callable[[FakeZeusd, Callable[[str, str], None]], object]
+"""What goes wrong: given the daemon, and what sets an environment variable."""
+
+START = (
+    "start it with `sudo zeusd serve`, or set ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to "
+    "its host:port"
+)
+ISSUE = "set ZEUSD_TOKEN to a token from `zeusd token issue --scope gpu-control`"
+ENABLE = "start zeusd 0.5 or later with --enable gpu-control"
+
+
+def shown(scope: str = "gpu-control", key: bytes = KEY, expires_in_s: int = 60) -> Setup:
+    """Let the daemon want a token, and show it this one."""
+
+    def setup(zeusd: FakeZeusd, env: Callable[[str, str], None]) -> None:
+        zeusd.key = KEY
+        env("ZEUSD_TOKEN", token(key, [scope], int(time.time()) + expires_in_s))
+
+    return setup
+
+
+def over_tcp(host_port: str) -> Setup:
+    return lambda _, env: (env("ZEUSD_SOCK_PATH", ""), env("ZEUSD_HOST_PORT", host_port))
+
+
+REFUSALS: dict[str, tuple[Setup, type[GpuError], str]] = {
+    "no socket": (
+        lambda _, env: env("ZEUSD_SOCK_PATH", "absent.sock"),
+        GpuLost,
+        f"there is no zeusd at absent.sock (No such file or directory); {START}",
+    ),
+    "a socket that nobody listens on": (
+        lambda zeusd, _: zeusd.stop(),
+        GpuLost,
+        f"there is no zeusd at zeusd.sock (Connection refused); {START}",
+    ),
+    **{
+        f"the address {host_port!r}": (
+            over_tcp(host_port),
+            GpuError,
+            f"ZEUSD_HOST_PORT is {host_port!r}, which is not host:port; set it to, for example, "
+            "localhost:4938",
+        )
+        for host_port in (
+            *("localhost", "localhost:", "localhost:70000"),
+            *("a b:1", "http://a:1", "a:1/x", "[::::]:1"),
+        )
+    },
+    **{
+        f"the token {text!r}": (
+            lambda _, env, text=text: env("ZEUSD_TOKEN", text),  # type: ignore[misc]
+            GpuError,
+            "ZEUSD_TOKEN contains a space or a character that is not ASCII; set it to a token of "
+            "zeusd",
+        )
+        for text in ("two words", "new\nline", "naïve")
+    },
+    "a daemon that breaks off": (
+        lambda zeusd, _: setattr(zeusd, "breaks_off_at", LOCK),
+        GpuLost,
+        "zeusd at zeusd.sock broke off at /gpu/set_gpu_locked_clocks (Server disconnected without "
+        "sending a response.); check whether it still runs, and its log; the request may or may "
+        "not have taken effect, so run `planner reset`",
+    ),
+    "no token": (
+        lambda zeusd, _: setattr(zeusd, "key", KEY),
+        GpuNotPermitted,
+        f"{REFUSED}Authentication required. Provide an Authorization: Bearer <token> header.; "
+        f"{ISSUE}",
+    ),
+    "a token that has expired": (
+        shown(expires_in_s=-60),
+        GpuNotPermitted,
+        f"{REFUSED}Token has expired.; {ISSUE}",
+    ),
+    "a token with another key": (
+        shown(key=b"another key"),
+        GpuNotPermitted,
+        f"{REFUSED}Invalid token: InvalidSignature; {ISSUE}",
+    ),
+    "a token of another scope": (
+        shown("gpu-read"),
+        GpuNotPermitted,
+        f"{REFUSED}Token for user 'alice' lacks required scope 'gpu-control'. Token scopes: "
+        "['gpu-read']; ask for a token of scope gpu-control",
+    ),
+    "a group that is off": (
+        lambda zeusd, _: setattr(zeusd, "groups", ("gpu-read",)),
+        GpuNotSupported,
+        f"{REFUSED}API group 'gpu-control' is not enabled on this server.; {ENABLE}",
+    ),
+    "a path that an older daemon does not have": (
+        lambda zeusd, _: zeusd.answers.update({LOCK: Answer(404)}),
+        GpuNotSupported,
+        f"{REFUSED}HTTP 404; {ENABLE}",
+    ),
+    **{
+        f"code {code} of NVML": (
+            lambda zeusd, _, code=code: setattr(zeusd.gpus[1], "refuses", code),  # type: ignore[misc]
+            kind,
+            f"{REFUSED}NVML error: {said}",
+        )
+        for code, kind, said in (
+            (
+                NOT_PERMITTED,
+                GpuNotPermitted,
+                "the current user does not have permission to perform this operation; run zeusd "
+                "itself as root, in a container with SYS_ADMIN",
+            ),
+            (
+                NOT_SUPPORTED,
+                GpuNotSupported,
+                "the requested operation is not available on the target device; use the other "
+                "control (SM clock or power limit), or observe mode",
+            ),
+            (
+                INVALID,
+                GpuError,
+                "a supplied argument was invalid; `nvidia-smi -q` shows which values this GPU "
+                "supports",
+            ),
+            (
+                LOST,
+                GpuLost,
+                "device fell off the bus or has otherwise become inacessible; reset the GPU, or "
+                "reboot the node",
+            ),
+            (999, GpuError, "an internal driver error occured; check the log of zeusd (HTTP 500)"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_goes_wrong_is_said_with_what_to_do(
+    zeusd: FakeZeusd, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    setup, kind, said = REFUSALS[name]
+    setup(zeusd, monkeypatch.setenv)
+    assert refusal(kind) == said
+
+
 # --- the daemon cannot be reached
-
-
-def test_no_socket(zeusd, monkeypatch):
-    monkeypatch.setenv("ZEUSD_SOCK_PATH", "absent.sock")
-    assert refusal(GpuLost) == (
-        "there is no zeusd at absent.sock (No such file or directory); start it with `sudo zeusd "
-        "serve`, or set ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
-    )
-
-
-def test_a_socket_that_nobody_listens_on(zeusd):
-    zeusd.stop()
-    assert refusal(GpuLost) == (
-        "there is no zeusd at zeusd.sock (Connection refused); start it with `sudo zeusd serve`, "
-        "or set ZEUSD_SOCK_PATH to its socket or ZEUSD_HOST_PORT to its host:port"
-    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every socket")
@@ -253,36 +382,6 @@ def test_a_port_that_nobody_listens_on(zeusd, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "host_port",
-    ["localhost", "localhost:", "localhost:70000", "a b:1", "http://a:1", "a:1/x", "[::::]:1"],
-)
-def test_an_address_that_is_none(zeusd, monkeypatch, host_port: str):
-    monkeypatch.delenv("ZEUSD_SOCK_PATH")
-    monkeypatch.setenv("ZEUSD_HOST_PORT", host_port)
-    assert refusal(GpuError) == (
-        f"ZEUSD_HOST_PORT is {host_port!r}, which is not host:port; set it to, for example, "
-        "localhost:4938"
-    )
-
-
-@pytest.mark.parametrize("shown", ["two words", "new\nline", "naïve"])
-def test_a_token_that_cannot_be_one(zeusd, monkeypatch, shown: str):
-    monkeypatch.setenv("ZEUSD_TOKEN", shown)
-    assert refusal(GpuError) == (
-        "ZEUSD_TOKEN contains a space or a character that is not ASCII; set it to a token of zeusd"
-    )
-
-
-def test_a_daemon_that_breaks_off(zeusd):
-    zeusd.breaks_off_at = LOCK
-    assert refusal(GpuLost) == (
-        "zeusd at zeusd.sock broke off at /gpu/set_gpu_locked_clocks (Server disconnected without "
-        "sending a response.); check whether it still runs, and its log; the request may or may "
-        "not have taken effect, so run `planner reset`"
-    )
-
-
 def test_a_daemon_that_ends_while_it_is_in_use(zeusd):
     with open_gpu(GPU) as gpu:
         gpu.set_clock_mhz(1200)
@@ -306,94 +405,6 @@ def test_a_daemon_that_does_not_answer(zeusd, monkeypatch):
     assert refusal(GpuLost) == (
         "zeusd at zeusd.sock did not answer /discover within 0.2 s; check whether it still runs, "
         "and its log"
-    )
-
-
-# --- the daemon refuses
-
-
-def test_no_token(zeusd):
-    zeusd.key = KEY
-    assert refusal(GpuNotPermitted) == (
-        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: Authentication required. Provide "
-        "an Authorization: Bearer <token> header.; set ZEUSD_TOKEN to a token from `zeusd token "
-        "issue --scope gpu-control`"
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "expires_in_s", "said"),
-    [(KEY, -60, "Token has expired."), (b"another key", 60, "Invalid token: InvalidSignature")],
-)
-def test_a_token_that_does_not_hold(zeusd, monkeypatch, key: bytes, expires_in_s: int, said: str):
-    zeusd.key = KEY
-    monkeypatch.setenv("ZEUSD_TOKEN", token(key, ["gpu-control"], int(time.time()) + expires_in_s))
-    assert refusal(GpuNotPermitted) == (
-        f"zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: {said}; set ZEUSD_TOKEN to a "
-        "token from `zeusd token issue --scope gpu-control`"
-    )
-
-
-def test_a_token_of_another_scope(zeusd, monkeypatch):
-    zeusd.key = KEY
-    monkeypatch.setenv("ZEUSD_TOKEN", token(KEY, ["gpu-read"]))
-    assert refusal(GpuNotPermitted) == (
-        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: Token for user 'alice' lacks "
-        "required scope 'gpu-control'. Token scopes: ['gpu-read']; ask for a token of scope "
-        "gpu-control"
-    )
-
-
-def test_a_group_that_is_off(zeusd):
-    zeusd.groups = ("gpu-read",)
-    assert refusal(GpuNotSupported) == (
-        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: API group 'gpu-control' is not "
-        "enabled on this server.; start zeusd 0.5 or later with --enable gpu-control"
-    )
-
-
-def test_a_path_that_an_older_daemon_does_not_have(zeusd):
-    zeusd.answers[LOCK] = Answer(404)
-    assert refusal(GpuNotSupported) == (
-        "zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: HTTP 404; start zeusd 0.5 or "
-        "later with --enable gpu-control"
-    )
-
-
-@pytest.mark.parametrize(
-    ("code", "kind", "said"),
-    [
-        (
-            NOT_PERMITTED,
-            GpuNotPermitted,
-            "the current user does not have permission to perform this operation; run zeusd "
-            "itself as root, in a container with SYS_ADMIN",
-        ),
-        (
-            NOT_SUPPORTED,
-            GpuNotSupported,
-            "the requested operation is not available on the target device; use the other control "
-            "(SM clock or power limit), or observe mode",
-        ),
-        (
-            INVALID,
-            GpuError,
-            "a supplied argument was invalid; `nvidia-smi -q` shows which values this GPU supports",
-        ),
-        (
-            LOST,
-            GpuLost,
-            "device fell off the bus or has otherwise become inacessible; reset the GPU, or reboot "
-            "the node",
-        ),
-        (999, GpuError, "an internal driver error occured; check the log of zeusd (HTTP 500)"),
-    ],
-)
-def test_what_nvml_refuses_the_daemon(zeusd, code: int, kind: type[GpuError], said: str):
-    zeusd.gpus[1].refuses = code
-    assert (
-        refusal(kind)
-        == f"zeusd at zeusd.sock refused /gpu/set_gpu_locked_clocks: NVML error: {said}"
     )
 
 

@@ -317,7 +317,7 @@ def test_a_plan_needs_a_measured_clock_for_each_computation(frontier: Frontier):
     ("microbatches", "most", "ratios"),
     [
         (12, 0.005, (1.0, 1.01, 1.02, 1.05, 1.1, 1.2)),
-        (96, 0.003, (1.0, 1.05, 1.2)),
+        pytest.param(96, 0.003, (1.0, 1.05, 1.2), marks=pytest.mark.soak),
     ],  # benchmark 3 has all of both
 )
 @pytest.mark.parametrize(

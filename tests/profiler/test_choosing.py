@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_planner.gpu.simulated.catalog import CATALOG
-from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.profiler.choosing import (
     _RISES,
     MAX_SETTINGS,

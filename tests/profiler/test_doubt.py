@@ -13,9 +13,8 @@ import pytest
 from gpu_groups import Member, measured_together
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.choosing import MAX_SETTINGS, next_setting
 from perseus_planner.profiler.doubt import find_doubt

@@ -16,9 +16,8 @@ from replay_gpu import ReplayGpu
 
 from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.counter import EnergyCounter
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import SingleGpu

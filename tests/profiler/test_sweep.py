@@ -18,9 +18,8 @@ from perseus_planner import __version__, schedules, solve
 from perseus_planner.base.errors import GpuError, GpuNotPermitted, ProfileError, UsageError
 from perseus_planner.gpu import Gpu
 from perseus_planner.gpu.dry_run import DryRunGpu
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import NOISE, SimulationOptions
 from perseus_planner.profiler.simulated_pipeline import profile_simulated
 from perseus_planner.profiler.stage import Stage, StageRows, TimedRun, assemble_profile
@@ -134,7 +133,10 @@ def test_a_full_sweep_measures_every_clock_from_the_top_down():
     assert [clock for clock, _ in itertools.groupby(clocks)] == list(A100.clocks_mhz)
 
 
-@pytest.mark.parametrize("name", ["a100-sxm", "h100-sxm", "a40"])
+@pytest.mark.parametrize(
+    "name",
+    ["a100-sxm", *(pytest.param(name, marks=pytest.mark.soak) for name in ("h100-sxm", "a40"))],
+)
 def test_plans_from_few_clocks_cost_hardly_more_than_plans_from_all(name: str):
     works = [OpCost(1.17e13, 1.3e10), OpCost(1.17e13, 1.28e10), OpCost(1.38e13, 1.7e10)]
     model = CATALOG[name]

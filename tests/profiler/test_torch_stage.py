@@ -11,9 +11,8 @@ import pytest
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.microbatch import count_op_cost
 from perseus_planner.engines.torch_state import preserve_state
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.gpu.simulated.model import OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.stage import Stage
 from perseus_planner.profiler.torch_stage import torch_stage

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 from click.testing import CliRunner
@@ -88,13 +87,6 @@ def assert_ran_as_planned(folder: Path) -> None:
             assert ran == [(each, plan.clocks[str(each)]) for each in order]
 
 
-def _launched(launch: Callable[..., Popen[str]], folder: Path, command: Sequence[str]) -> str:
-    """Return what two ranks print that a launcher starts."""
-    result = ended(launch(2, folder, *command))
-    assert result.code == 0, result.stderr
-    return result.stdout
-
-
 def _forked(engine: str, folder: Path, script: Sequence[str]) -> str:
     """Return what two ranks print that are forked from a process with the engine imported."""
     everyone = ranks("script", 2, folder, *script, imports=ENGINES[engine])
@@ -117,9 +109,8 @@ def _need(engine: str) -> None:
 def clone(tmp_path: Path) -> Path:
     """A clone from which nothing is installed."""
     for name in ("perseus_planner", "profiler", "runtime", "examples"):
-        ignored = shutil.ignore_patterns(
-            "__pycache__", "profile.*", "frontier.npz", "plan.yaml", "run"
-        )
+        # With what is compiled, so that no process has to do that again.
+        ignored = shutil.ignore_patterns("profile.*", "frontier.npz", "plan.yaml", "run")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
     return tmp_path
 
@@ -132,16 +123,10 @@ def test_the_job_of_the_examples_is_profiled_in_a_bare_clone_by_a_rank_for_each_
         started(["-c", "import perseus_planner.runtime.hook as hook; print(hook.__file__)"], clone)
     )
     assert found.stdout == f"{clone}/perseus_planner/runtime/hook.py\n"
-    command = [
-        "-m",
-        "perseus_planner",
-        "profile",
-        "examples/job.yaml",
-        "--stages",
-        "2",
-        "--split-backward",
-    ]
-    output = _launched(torchrun, clone, command)
+    command = ["-m", *["perseus_planner", "profile", "examples/job.yaml", "--stages", "2"]]
+    result = ended(torchrun(2, clone, *command, "--split-backward"))
+    assert result.code == 0, result.stderr
+    output = result.stdout
     assert output.startswith(
         "Profile of 2 stages, simulated a100-sxm (simulated: no GPU was touched); blocking"
     )
@@ -155,15 +140,8 @@ def test_the_job_of_the_examples_is_profiled_in_one_process_from_another_folder(
     folder: Path,
 ) -> None:
     _need("torch")
-    command = [
-        "-m",
-        "perseus_planner",
-        "profile",
-        str(EXAMPLES / "job.yaml"),
-        "--observe",
-        "-o",
-        "profile.yaml",
-    ]
+    options = ["--observe", "-o", "profile.yaml"]
+    command = ["-m", "perseus_planner", "profile", str(EXAMPLES / "job.yaml"), *options]
     result = ended(started(command, folder))
     assert (result.code, result.stderr) == (0, "")
     assert Profile.load(folder / "profile.yaml").stages == 4

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from load_fit import fit_load, fit_profile
 
 from perseus_planner.base.errors import ProfileError
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.gpu.simulated.model import Load, OpCost
+from perseus_planner.gpu.simulated.model import CATALOG, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile

@@ -65,7 +65,9 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_files")
-@pytest.mark.parametrize(("lasts_s", "within"), [(0.5, 6), (1.5, 3)])
+@pytest.mark.parametrize(
+    ("lasts_s", "within"), [(0.5, 6), pytest.param(1.5, 3, marks=pytest.mark.soak)]
+)
 def test_many_ranks_take_few_operations_and_switch_together_soon(lasts_s: float, within: int):
     cluster = Cluster(lasts_s)
     cluster.iterate(0)

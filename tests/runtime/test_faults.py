@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import StandIn
-from gpu_owners import files
+from gpu_owners import files, planner_processes
 from launching import Results, results_of
-from planner_processes import planner_processes
 from waiting import eventually
 
 pytest.importorskip("torch")

@@ -15,9 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import run
-from gpu_owners import await_end, files, owner
+from gpu_owners import (
+    AUTOPILOT,
+    CONTROLLER,
+    GUARDIAN,
+    await_end,
+    files,
+    has_not_ended,
+    owner,
+    planner_processes,
+)
 from launching import deepspeed, launched, results_of, torchrun
-from planner_processes import AUTOPILOT, CONTROLLER, GUARDIAN, has_not_ended, planner_processes
 from waiting import eventually, idle_s, soon
 
 from perseus_planner.gpu.lease.lease import recover

@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from gpu_owners import files
+from gpu_owners import files, has_not_ended, planner_processes
 from launching import free_port, ranks, started
-from planner_processes import has_not_ended, planner_processes
 from waiting import LONG_S, eventually
 
 from perseus_planner import Run

@@ -26,7 +26,7 @@ from waiting import LONG_S, eventually
 
 from perseus_planner import Frontier, solve
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated.catalog import CATALOG
+from perseus_planner.gpu.simulated.model import CATALOG
 from perseus_planner.profiles.groups import within_power_limit
 
 pytest.importorskip("torch")

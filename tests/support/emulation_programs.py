@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_training import DeepSpeed, Torch
 from torch import nn
-from torch.distributed import pipelining
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
@@ -21,7 +22,7 @@ from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.runtime.emulation import emulate
 
 WIDTH, MICROBATCHES = 32, 4
-CPU = torch.device("cpu")
+SHAPE = (4, WIDTH)
 
 
 def train(name: str) -> None:
@@ -33,7 +34,7 @@ def train(name: str) -> None:
         torch.manual_seed(0)
         engine, step, modules = {
             "torch": torch_pipeline,
-            "interleaved": _interleaved,
+            "interleaved": partial(torch_pipeline, "interleaved-1f1b"),
             "deepspeed": deepspeed_pipeline,
         }[name]()
         losses = _stepped(step)
@@ -60,12 +61,7 @@ def train(name: str) -> None:
 
 def split() -> None:
     """A schedule that computes I and W separately."""
-    dist.init_process_group("gloo")
-    stages = [
-        pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank() + each, 4, CPU)
-        for each in (0, 2)
-    ]
-    schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
+    schedule = Torch("interleaved-zb", 4).engine
     refused = pytest.raises(UsageError, match="gradients of inputs and of weights separately")
     with refused, emulate(schedule, "emulated:a100-sxm?slower=20000"):
         pass
@@ -111,68 +107,22 @@ def _check(
     )
 
 
-def torch_pipeline() -> tuple[Any, Any, list[Any]]:
-    return _schedule(pipelining.Schedule1F1B, 1)
-
-
-def _interleaved() -> tuple[Any, Any, list[Any]]:
-    return _schedule(pipelining.ScheduleInterleaved1F1B, 2)
-
-
-def _schedule(kind: Any, chunks: int) -> tuple[Any, Any, list[Any]]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    given, sent = torch.empty(4, WIDTH), torch.empty(4, WIDTH, requires_grad=True)
-    stages = [
-        pipelining.PipelineStage(
-            _layer(number), number, chunks * size, CPU, sent if number else given, sent
-        )
-        for number in range(rank, chunks * size, size)
-    ]
-    schedule = kind(
-        stages[0] if chunks == 1 else stages, MICROBATCHES, loss_fn=nn.functional.mse_loss
-    )
-    data = torch.randn(4 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.SGD(
-        [each for stage in stages for each in stage.submod.parameters()], lr=0.01
-    )
+def torch_pipeline(name: str = "1f1b") -> tuple[Any, Any, list[Any]]:
+    """Return an engine, its step, and its modules."""
+    pipeline = Torch(name, MICROBATCHES, layer=_layer, shape=SHAPE, has_shapes=True)
 
     def step() -> list[Any]:
-        losses: list[Any] = []
-        arguments = {"target": data, "losses": losses} if rank == size - 1 else {}
-        schedule.step(*([data] if rank == 0 else []), **arguments)
-        optimizer.step()  # gradients are kept and grow: every microbatch adds to one that is there
+        losses = pipeline.run(pipeline.engine.step)
+        pipeline.optimizer.step()  # gradients are kept and grow: each microbatch adds to one
         return losses
 
-    return schedule, step, [stage.submod for stage in stages]
+    return pipeline.engine, step, list(pipeline.layers)
 
 
 def deepspeed_pipeline() -> tuple[Any, Any, list[Any]]:
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(verbose=False)
-    module = PipelineModule(
-        layers=[_layer(each) for each in range(2)],
-        num_stages=2,
-        loss_fn=nn.functional.mse_loss,
-        partition_method="uniform",
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": MICROBATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "steps_per_print": 2**31,
-    }
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=list(module.parameters()), config=config
-    )
-    data = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-    return engine, lambda: [engine.train_batch(iter([(data, data)] * MICROBATCHES))], [module]
+    pipeline = DeepSpeed(MICROBATCHES, layer=_layer, shape=SHAPE, layers=2, num_stages=2)
+    return pipeline.engine, pipeline.step, [pipeline.engine.module]
 
 
-def _layer(stage: int) -> nn.Module:
-    torch.manual_seed(stage)
+def _layer() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus_planner.gpu.amd import gpu as amd_gpu
+from perseus_planner.gpu import amd as amd_gpu
 
 SOURCE = Path(__file__).with_name("fake_amd_smi.c")
 UUIDS = ("aaff74a1-0000-1000-8018-000000000001", "bbff74a1-0000-1000-8018-000000000002")

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn, UnixStreamServer
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 NOT_PERMITTED, NOT_SUPPORTED, INVALID, LOST = 4, 3, 2, 15
@@ -56,17 +56,6 @@ class Refused(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
-
-
-class GpuBehind(Protocol):
-    """A GPU as zeusd uses it; each call may raise `Refused`."""
-
-    name: str
-    pci_address: str
-
-    def lock(self, least_mhz: int, greatest_mhz: int) -> None: ...
-    def unlock(self) -> None: ...
-    def limit(self, limit_mw: int) -> None: ...
 
 
 @dataclass

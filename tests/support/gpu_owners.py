@@ -1,4 +1,6 @@
-"""Processes that lease GPUs of the stand-in NVML library, for tests that kill them."""
+"""Processes that lease GPUs of the stand-in NVML library, for tests that kill them, and those that
+the planner starts for a job: clock controllers, guardians and the autopilot.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from planner_processes import has_not_ended
 from waiting import soon
 
 _BEGIN = """
@@ -48,6 +49,9 @@ SETS_FOR_EVER = f"""{_BEGIN}
 """Prints `begun`, then leases, sets and releases its GPUs repeatedly."""
 
 TEXTS = ("nvml:0", "nvml:1")
+
+CONTROLLER, GUARDIAN = "perseus_planner.runtime.controller", "perseus_planner.gpu.lease.guardian"
+AUTOPILOT = "perseus_planner.runtime.autopilot.ranks"
 
 
 @contextmanager
@@ -87,11 +91,7 @@ def guardians(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def own_guardians() -> list[psutil.Process]:
     """Return the guardians that this process has started; it may have other children."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if "perseus_planner.gpu.lease.guardian" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if GUARDIAN in child.cmdline()]
 
 
 def kill(*pids: int) -> None:
@@ -113,3 +113,29 @@ def files(folder: Path) -> list[str]:
         if folder.exists()
         else []
     )
+
+
+def planner_processes(state: str, *modules: str) -> list[psutil.Process]:
+    """Return the processes of jobs with this state folder, oldest first; of both kinds unless
+    `modules` are given.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = process.cmdline()
+            is_one = line[1:2] == ["-m"] and line[2] in (modules or (CONTROLLER, GUARDIAN))
+            if (
+                is_one
+                and process.environ().get("PLANNER_STATE_DIR") == state
+                and has_not_ended(process)
+            ):
+                found.append(process)
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def has_not_ended(process: psutil.Process) -> bool:
+    """Whether the process runs; a zombie has ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

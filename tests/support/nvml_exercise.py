@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu import THROTTLE_REASONS, Gpu, open_gpu
 
@@ -90,3 +92,16 @@ def _recorded(outcome: dict[str, Any], name: str) -> Iterator[None]:
         yield
     except GpuError as error:
         outcome[name] = error
+
+
+def refusal_of(text: str) -> str:
+    """Return the error with which a GPU is not opened."""
+    with pytest.raises(GpuError) as refused, open_gpu(text):
+        pass
+    return str(refused.value)
+
+
+def check_refused(text: str, kind: type[GpuError], said: str) -> None:
+    """Check that a GPU is not opened, with an error in which the pattern `said` occurs."""
+    with pytest.raises(kind, match=said), open_gpu(text):
+        pass

@@ -19,7 +19,7 @@ from unittest import mock
 import psutil
 import torch
 import torch.distributed as dist
-from planner_processes import CONTROLLER, planner_processes
+from gpu_owners import CONTROLLER, planner_processes
 from runtime_training import (
     FAST,
     GPU,
@@ -41,6 +41,7 @@ from runtime_training import (
 from perseus_planner.runtime import Runtime, background, planner_runtime, rendezvous
 from perseus_planner.runtime.controller import backoff
 from perseus_planner.runtime.switching.agreement import Rejection
+from perseus_planner.runtime.telemetry import recorder
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
 
@@ -185,8 +186,9 @@ def clocks_go_on(state: str) -> None:
     """Failures outside the clocks, or a rank that leaves, do not affect the clocks of others."""
     with job(state) as result:
         warning_log = WarningLog()
-        result["trace removed"] = _recorded(warning_log, Path("removed"), _removed)
-        result["trace full"] = _recorded(warning_log, Path("full"), _full)
+        with mock.patch.object(recorder, "WRITTEN_AFTER_S", 0.1):
+            result["trace removed"] = _recorded(warning_log, Path("removed"), _removed)
+            result["trace full"] = _recorded(warning_log, Path("full"), _full)
         result["left early"] = _left_early(warning_log)
         result["forked"] = _forked(warning_log)
         with mock.patch.object(background, "HUNG_S", 1.0):

@@ -163,12 +163,13 @@ class LoopTraining:
     def __init__(self) -> None:
         module: Any = ModuleType("megatron.training.global_vars")
         # At this level those of computations do nothing.
-        self._timers = module._GLOBAL_TIMERS = Timers(0, "minmax")
-        sys.modules[module.__name__] = module
+        module._GLOBAL_TIMERS = Timers(0, "minmax")
+        sys.modules[module.__name__] = self._globals = module
+        dist.init_process_group("gloo")
         self._parallel = parallel()
         self._parallel.__enter__()  # until the process ends
         self._training = Training()
-        self._training.config.timers = self._timers
+        self._training.config.timers = module._GLOBAL_TIMERS
         self._train = get_forward_backward_func()
 
     def step(self) -> list[Any]:
@@ -179,7 +180,7 @@ class LoopTraining:
         with torch.no_grad():
             self._training.config.timers = None
             losses = self._training.run(evaluate, 4, forward_only=True)
-            self._training.config.timers = self._timers
+            self._training.config.timers = self._globals._GLOBAL_TIMERS
         return losses
 
     def state(self) -> list[Any]:

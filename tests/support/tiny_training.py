@@ -62,6 +62,7 @@ class Torch:
         sides: Number of pipelines side by side.
         layer: Makes the module of a stage.
         loss: The loss.
+        shape: Rows of a microbatch, and width.
         has_shapes: Whether stages are told what they get and send. Otherwise torch runs the modules
             on uninitialised memory to find that out, and changes their buffers.
     """
@@ -75,13 +76,17 @@ class Torch:
         sides: int = 1,
         layer: Callable[[], nn.Module] = Layer,
         loss: Callable[..., Any] = nn.functional.mse_loss,
+        shape: tuple[int, int] = (ROWS, WIDTH),
         has_shapes: bool = False,
     ) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         world = dist.get_world_size()
         rank, ranks = dist.get_rank() // sides, world // sides
         groups = [dist.new_group([*range(side, world, sides)]) for side in range(sides)]
         second = 2 * ranks - 1 - rank if name in ("zbv", "dualpipe-v") else ranks + rank
         numbers = [rank] if name in ("gpipe", "1f1b") else [rank, second]
+        received, sent = (torch.empty(shape, requires_grad=is_sent) for is_sent in (False, True))
         torch.manual_seed(rank)
         self.layers = nn.ModuleList(layer() for _ in numbers)
         self.stages = [
@@ -90,7 +95,7 @@ class Torch:
                 number,
                 ranks * len(numbers),
                 torch.device("cpu"),
-                *(_example(number > 0), _example(True)) if has_shapes else (),
+                *(sent if number else received, sent) if has_shapes else (),
                 group=groups[dist.get_rank() % sides],
             )
             for module, number in zip(self.layers, numbers, strict=True)
@@ -98,7 +103,7 @@ class Torch:
         kind = getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
         parts = self.stages[0] if len(numbers) == 1 else self.stages
         self.engine = kind(parts, microbatches, loss_fn=loss)
-        self.rank, self.microbatches = rank, microbatches
+        self.rank, self.microbatches, self._shape = rank, microbatches, shape
         self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=0.01)
         for stage in self.stages:
             if watch is not None:
@@ -122,9 +127,9 @@ class Torch:
 
     def run(self, run: Callable[..., Any]) -> list[Any]:
         """Give the microbatches to a method of the schedule; return the losses on the last rank."""
-        data = torch.randn(
-            2, self.microbatches * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)
-        )
+        rows, width = self._shape
+        generator = torch.Generator().manual_seed(0)
+        data = torch.randn(2, self.microbatches * rows, width, generator=generator)
         losses: list[Any] = []
         is_first, is_last = (
             any(getattr(stage, name) for stage in self.stages) for name in ("is_first", "is_last")
@@ -150,10 +155,6 @@ class Torch:
         self.layers.load_state_dict(layers)
         self.optimizer.load_state_dict(optimizer)
         torch.set_rng_state(random)
-
-
-def _example(has_gradient: bool) -> Any:
-    return torch.empty(ROWS, WIDTH, requires_grad=has_gradient)
 
 
 def _watch_stage(stage: Any, watch: Watcher) -> None:
@@ -190,6 +191,8 @@ class DeepSpeed:
         microbatches: Microbatches of an iteration.
         watch: Called when a computation begins.
         module: The class of the model; DeepSpeed's PipelineModule by default.
+        layer: Makes a layer.
+        shape: Rows of a microbatch, and width.
         options: Arguments of the model; as many layers and stages as there are ranks by default.
     """
 
@@ -199,6 +202,8 @@ class DeepSpeed:
         watch: Watcher | None = None,
         *,
         module: Callable[..., Any] | None = None,
+        layer: Callable[[], nn.Module] = Layer,
+        shape: tuple[int, int] = (ROWS, WIDTH),
         **options: Any,
     ) -> None:
         import deepspeed
@@ -208,9 +213,9 @@ class DeepSpeed:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("gloo", verbose=False)
         torch.manual_seed(0)
-        layers = [Layer() for _ in range(options.pop("layers", dist.get_world_size()))]
+        layers = [layer() for _ in range(options.pop("layers", dist.get_world_size()))]
         if "topology" not in options:
-            options["num_stages"] = dist.get_world_size()
+            options.setdefault("num_stages", dist.get_world_size())
         model = (module or PipelineModule)(
             layers=layers,
             loss_fn=nn.functional.mse_loss,
@@ -218,7 +223,7 @@ class DeepSpeed:
             **options,
         )
         config = {
-            "train_micro_batch_size_per_gpu": ROWS,
+            "train_micro_batch_size_per_gpu": shape[0],
             "gradient_accumulation_steps": microbatches,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "steps_per_print": 2**31,
@@ -226,26 +231,32 @@ class DeepSpeed:
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
         )
-        self.rank = dist.get_rank()
+        self.rank, self._shape = dist.get_rank(), shape
         if watch is not None:
             self.engine._INSTRUCTION_MAP = self._watched(watch)
 
     def change(self, microbatches: int) -> None:
         """Change the number of microbatches of the next iterations."""
-        self.engine.set_train_batch_size(ROWS * microbatches * self.engine.grid.data_parallel_size)
+        replicas = self.engine.grid.data_parallel_size
+        self.engine.set_train_batch_size(self._shape[0] * microbatches * replicas)
 
     def step(self) -> list[Any]:
         """Run one iteration; return its loss."""
-        return [self.engine.train_batch(_microbatches()).detach().clone()]
+        return [self.engine.train_batch(self._microbatches()).detach().clone()]
 
     def evaluate(self) -> list[Any]:
         """Evaluate; return the loss."""
-        return [self.engine.eval_batch(_microbatches()).detach().clone()]
+        return [self.engine.eval_batch(self._microbatches()).detach().clone()]
 
     def state(self) -> list[Any]:
         """Return the results of the training other than losses."""
         weights = [weight.detach().clone() for weight in self.engine.module.parameters()]
         return [*weights, torch.get_rng_state()]
+
+    def _microbatches(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield tuple(torch.randn(self._shape, generator=generator) for _ in range(2))
 
     def _watched(self, watch: Watcher) -> dict[type, Callable[..., Any]]:
         from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
@@ -267,16 +278,11 @@ class DeepSpeed:
         }
 
 
-def _microbatches() -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        yield tuple(torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))
-
-
 class Single:
     """Like `Torch`, for a model on one GPU."""
 
     def __init__(self) -> None:
+        dist.init_process_group("gloo")
         self._layer = Layer()
         self._optimizer = torch.optim.AdamW(self._layer.parameters(), lr=0.01)
 
@@ -309,8 +315,6 @@ ENGINES: dict[str, Callable[[], Any]] = {
 
 
 def main(engine: str, folder: str, iterations: str = str(ITERATIONS)) -> None:
-    if engine != "deepspeed":  # which does this itself
-        dist.init_process_group("gloo")
     training, fails = ENGINES[engine](), Path(folder, "fails")
     results: list[Any] = []
     for iteration in range(int(iterations)):

@@ -18,8 +18,8 @@ from torch.distributed import pipelining
 
 from perseus_planner.base.errors import EndedElsewhere, ProfileError
 from perseus_planner.engines import recording
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.gpu.simulated.model import CATALOG
 from perseus_planner.profiler import training_check
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks import measure

@@ -54,20 +54,20 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
 from perseus_planner.base.processes import this_process
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.lease.guardian import Guardian
+from perseus_planner.gpu.lease.guardian import (
+    Guardian,
+    living_lease,
+    release,
+    run_in_parallel,
+    run_in_turn,
+    undo,
+)
 from perseus_planner.gpu.lease.records import (
     LeaseRecord,
     LockedRecords,
     lock_records,
     read_records,
     recorded_uuids,
-)
-from perseus_planner.gpu.lease.release import (
-    living_lease,
-    release,
-    run_in_parallel,
-    run_in_turn,
-    undo,
 )
 
 if TYPE_CHECKING:

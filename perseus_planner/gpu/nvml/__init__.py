@@ -1,3 +1,3 @@
-"""NVML, NVIDIA's management library: `gpu` and `cuda` open GPUs, `discovery` lists those of the
+"""NVML, NVIDIA's management library: `gpu` and `cuda` open GPUs, `device` lists those of the
 node.
 """

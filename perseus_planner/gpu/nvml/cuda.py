@@ -14,7 +14,7 @@ import uuid
 from typing import Any
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu.nvml.discovery import visible_gpus
+from perseus_planner.gpu.nvml.device import visible_gpus
 from perseus_planner.gpu.nvml.gpu import NvmlGpu, open_nvml
 
 _NO_DEVICE = 100

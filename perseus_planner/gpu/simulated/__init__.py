@@ -1,3 +1,3 @@
 """Simulated GPUs: `gpu` in virtual time, `emulated` in real time; both follow the physics of
-`model` and `catalog`.
+`model`.
 """

@@ -40,6 +40,8 @@ class Meter:
         before_w: Power before time 0.
     """
 
+    _SAVED = ("now_s", "energy_j", "counter_j", "power_w")
+
     def __init__(
         self, step_s: float, phase_s: float, average_s: float, stuck_at_s: float, before_w: float
     ) -> None:
@@ -51,49 +53,43 @@ class Meter:
             average_s,
             stuck_at_s,
         )
-        self._energy_j = 0.0
-        self._power_w = before_w
+        self.energy_j = 0.0
+        self.power_w = before_w  #: what is drawn now
         self._past = deque(
             [(-average_s, -average_s * before_w), (0.0, 0.0)]
         )  # (time, energy until then)
 
     def spend(self, duration_s: float, power_w: float) -> None:
         """Let `duration_s` seconds pass at constant power."""
-        start_s, start_j = self.now_s, self._energy_j
-        self.now_s, self._energy_j = start_s + duration_s, start_j + power_w * duration_s
-        self._power_w = power_w
+        start_s, start_j = self.now_s, self.energy_j
+        self.now_s, self.energy_j = start_s + duration_s, start_j + power_w * duration_s
+        self.power_w = power_w
         shown_s = min(self._last_move_s(), self._stuck_at_s)
         if shown_s > start_s:
             self.counter_j = start_j + power_w * (shown_s - start_s)
-        self._past.append((self.now_s, self._energy_j))
+        self._past.append((self.now_s, self.energy_j))
         while len(self._past) > 2 and self._past[1][0] <= self.now_s - self._average_s:
             self._past.popleft()
 
     def sensed_w(self) -> float:
         """Return what the sensor shows, watts."""
         if not self._average_s:
-            return self._power_w
+            return self.power_w
         (early_s, early_j), (late_s, late_j) = self._past[0], self._past[1]
         share = (self.now_s - self._average_s - early_s) / (late_s - early_s)
-        return (self._energy_j - (early_j + share * (late_j - early_j))) / self._average_s
+        return (self.energy_j - (early_j + share * (late_j - early_j))) / self._average_s
 
     def saved(self) -> dict[str, float]:
         """Return time, energy, counter and power for `restore`."""
-        return {
-            "now_s": self.now_s,
-            "energy_j": self._energy_j,
-            "counter_j": self.counter_j,
-            "power_w": self._power_w,
-        }
+        return {name: getattr(self, name) for name in self._SAVED}
 
     def restore(self, saved: dict[str, float]) -> None:
         """Continue from a saved state; a sensor that averages assumes that the power was
         constant before.
         """
-        self.now_s, self._energy_j = saved["now_s"], saved["energy_j"]
-        self.counter_j, self._power_w = saved["counter_j"], saved["power_w"]
-        before_j = self._energy_j - self._average_s * self._power_w
-        self._past = deque([(self.now_s - self._average_s, before_j), (self.now_s, self._energy_j)])
+        vars(self).update(saved)
+        before_j = self.energy_j - self._average_s * self.power_w
+        self._past = deque([(self.now_s - self._average_s, before_j), (self.now_s, self.energy_j)])
 
     def _last_move_s(self) -> float:
         if not self._step_s:
@@ -109,6 +105,8 @@ class Chip:
         options: Air temperature, drift, counter steps and faults.
         phase_s: When the energy counter first moves.
     """
+
+    _SAVED = ("limit_w", "locked_mhz", "clock_mhz", "temperature_c")
 
     def __init__(self, model: GpuModel, options: SimulationOptions, phase_s: float) -> None:
         idle_w = model.idle_power_w
@@ -178,13 +176,10 @@ class Chip:
         """Return the state as JSON values, for `restore`."""
         return {
             "meter": self.meter.saved(),
-            "limit_w": self.limit_w,
-            "locked_mhz": self.locked_mhz,
             "before": list(self._before),
-            "clock_mhz": self.clock_mhz,
             "reasons": sorted(self.reasons),
             "throttled_s": dict(self.throttled_s),
-            "temperature_c": self.temperature_c,
+            **{name: getattr(self, name) for name in self._SAVED},
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -192,13 +187,8 @@ class Chip:
         self.meter.restore(saved["meter"])
         until_s, before_mhz = saved["before"]
         self._before = (until_s, before_mhz)
-        self.limit_w, self.locked_mhz, self.clock_mhz = (
-            saved["limit_w"],
-            saved["locked_mhz"],
-            saved["clock_mhz"],
-        )
         self.reasons, self.throttled_s = frozenset(saved["reasons"]), dict(saved["throttled_s"])
-        self.temperature_c = saved["temperature_c"]
+        vars(self).update({name: saved[name] for name in self._SAVED})
 
     def restart_time(self) -> None:
         """Set the time to 0, from which the faults count; everything else stays."""

@@ -25,12 +25,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from perseus_planner.base.errors import GpuError, GpuLost, did_you_mean
+from perseus_planner.base.errors import GpuError, GpuLost
 from perseus_planner.base.processes import boot_id
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import SETTLE_S, Chip
 from perseus_planner.gpu.simulated.gpu import SimulationBase
-from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
+from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost, find_model
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 from perseus_planner.gpu.simulated.state_file import State, StateFile
 
@@ -273,10 +272,7 @@ def open_emulated(which: str) -> EmulatedGpu:
     """
     path, _, options = which.partition("?")
     name, _, number = path.partition("/")
-    if name not in CATALOG:
-        known = ", ".join(f"emulated:{known}/0" for known in CATALOG)
-        advice = did_you_mean(name, CATALOG, "emulated:{}/0".format) or f"choose one of: {known}"
-        raise GpuError(f"GPU 'emulated:{which}': there is no GPU {name!r}; {advice}")
+    model = find_model(name, f"emulated:{which}", "GPU", "emulated:{}/0")
     if not re.fullmatch("[0-9]{1,4}", number):
         raise GpuError(
             f"GPU 'emulated:{which}': the number is missing; write one, such as emulated:{name}/0"
@@ -285,4 +281,4 @@ def open_emulated(which: str) -> EmulatedGpu:
         seed, parsed = parse_options(options, UNDISTURBED)
     except GpuError as error:
         raise GpuError(f"GPU 'emulated:{which}': {error}") from None
-    return EmulatedGpu(CATALOG[name], int(number), seed, parsed)
+    return EmulatedGpu(model, int(number), seed, parsed)

@@ -32,12 +32,10 @@ from perseus_planner.base.errors import (
     GpuLost,
     GpuNotPermitted,
     GpuNotSupported,
-    did_you_mean,
 )
 from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
-from perseus_planner.gpu.simulated.catalog import CATALOG
 from perseus_planner.gpu.simulated.chip import LOST, Chip
-from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost
+from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost, find_model
 from perseus_planner.gpu.simulated.options import (
     SimulationOptions,
     format_number,
@@ -380,12 +378,9 @@ def open_simulated(which: str) -> SimulatedGpu:
         GpuError: If there is no such GPU or option.
     """
     name, _, options = which.partition("?")
-    if name not in CATALOG:
-        known = ", ".join(f"simulated:{known}" for known in CATALOG)
-        advice = did_you_mean(name, CATALOG, "simulated:{}".format) or f"choose one of: {known}"
-        raise GpuError(f"GPU 'simulated:{which}': there is no simulated GPU {name!r}; {advice}")
+    model = find_model(name, f"simulated:{which}", "simulated GPU", "simulated:{}")
     try:
         seed, parsed = parse_options(options)
     except GpuError as error:
         raise GpuError(f"GPU 'simulated:{which}': {error}") from None
-    return SimulatedGpu(CATALOG[name], seed, parsed)
+    return SimulatedGpu(model, seed, parsed)

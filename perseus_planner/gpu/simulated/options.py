@@ -29,9 +29,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from perseus_planner.base.errors import GpuError, UsageError
+from perseus_planner.base.fields import rules
 from perseus_planner.base.units import LAG, Rule
 
 NOISE = 0.01
@@ -95,12 +96,20 @@ def _not_supported(faults: Faults, function: str) -> Faults:
     return replace(faults, not_supported=faults.not_supported | {function})
 
 
-def _lost_at(faults: Faults, when: str) -> Faults:
-    return replace(faults, lost_at_s=min(faults.lost_at_s, _seconds(when)))
+def _seconds(text: str) -> float:
+    try:
+        return LAG.read(text, "time")
+    except UsageError as error:
+        raise GpuError(str(error)) from None
 
 
-def _lost_after(faults: Faults, calls: str) -> Faults:
-    return replace(faults, lost_after_calls=min(faults.lost_after_calls, int(calls)))
+def _earliest(name: str, read: Callable[[str], float]) -> Callable[[Faults, str], Faults]:
+    """Return what keeps the earliest of several such faults."""
+
+    def added(faults: Faults, when: str) -> Faults:
+        return replace(faults, **{name: min(getattr(faults, name), read(when))})
+
+    return added
 
 
 def _throttled(faults: Faults, start: str, end: str) -> Faults:
@@ -112,18 +121,14 @@ def _throttled(faults: Faults, start: str, end: str) -> Faults:
     return replace(faults, throttled_s=(*faults.throttled_s, span))
 
 
-def _counter_stuck(faults: Faults, when: str) -> Faults:
-    return replace(faults, counter_stuck_at_s=min(faults.counter_stuck_at_s, _seconds(when)))
-
-
 _FAULTS: Mapping[str, Callable[..., Faults]] = MappingProxyType(
     {
         "not-permitted": lambda faults: replace(faults, not_permitted=True),
         "not-supported:(.*)": _not_supported,
-        r"lost@([0-9]{1,18})calls": _lost_after,
-        "lost@(.+)": _lost_at,
+        r"lost@([0-9]{1,18})calls": _earliest("lost_after_calls", int),
+        "lost@(.+)": _earliest("lost_at_s", _seconds),
         "throttled@([^-]+)-([^-]+)": _throttled,
-        "counter-stuck@(.+)": _counter_stuck,
+        "counter-stuck@(.+)": _earliest("counter_stuck_at_s", _seconds),
     }
 )
 _FAULT_EXAMPLES = (
@@ -140,54 +145,11 @@ def _seconds_rule(what: str, example: str) -> Rule:
     return Rule(float, True, f"{what}: write seconds, or a number with ms or s, such as {example}")
 
 
-_OPTIONS: Mapping[str, tuple[str, Rule]] = MappingProxyType(
-    {
-        "slower": (
-            "slower",
-            Rule(
-                float,
-                False,
-                "a slowdown: write a factor from 0.001 to 1e6, such as 2000",
-                most=1e6,
-                least=1e-3,
-            ),
-        ),
-        "call": ("call_s", _seconds_rule("a duration of a call", "5ms")),
-        "noise": (
-            "noise",
-            Rule(float, True, "a noise: write a share from 0 to 0.2, such as 0.01", most=0.2),
-        ),
-        "outliers": (
-            "outliers",
-            Rule(
-                float,
-                True,
-                "a share of outliers: write a number from 0 to 1, such as 0.05",
-                most=1.0,
-            ),
-        ),
-        "step": ("step_s", _seconds_rule("a counter step", "100ms")),
-        "air": (
-            "air_c",
-            Rule(
-                float,
-                True,
-                "an air temperature: write degrees Celsius from 0 to 60, such as 30",
-                most=60.0,
-            ),
-        ),
-        "drift": (
-            "drift",
-            Rule(
-                float,
-                True,
-                "a multiple of the drift: write a number from 0 to 3, such as 0",
-                most=3.0,
-            ),
-        ),
-    }
-)
-"""Option -> its field in `SimulationOptions`, and what the number must be."""
+_SLOWER = "a slowdown: write a factor from 0.001 to 1e6, such as 2000"
+_NOISE = "a noise: write a share from 0 to 0.2, such as 0.01"
+_OUTLIERS = "a share of outliers: write a number from 0 to 1, such as 0.05"
+_AIR = "an air temperature: write degrees Celsius from 0 to 60, such as 30"
+_DRIFT = "a multiple of the drift: write a number from 0 to 3, such as 0"
 
 
 @dataclass(frozen=True)
@@ -198,15 +160,20 @@ class SimulationOptions:
         GpuError: If a value is out of bounds, or a fault is unknown; the text says what is allowed.
     """
 
-    slower: float = 1.0  #: Factor by which all computation is slower than in the catalog
+    #: Factor by which all computation is slower than in the catalog.
+    slower: Annotated[float, Rule(float, False, _SLOWER, most=1e6, least=1e-3)] = 1.0
     #: Duration of a call that sets something, seconds; None for that of an A800.
-    call_s: float | None = None
+    call_s: Annotated[float, _seconds_rule("a duration of a call", "5ms")] | None = None
     #: Relative standard deviation of the time, and of the power, of one computation.
-    noise: float = NOISE
-    outliers: float = 0.0  #: Share of calls of `run` that take 5 to 30 % longer
-    step_s: float = 0.1  #: How often the energy counter moves, seconds; 0 for continuously
-    air_c: float = 30.0  #: Air temperature, degrees Celsius
-    drift: float = 1.0  #: Multiple of the catalog's dependence of static power on temperature
+    noise: Annotated[float, Rule(float, True, _NOISE, most=0.2)] = NOISE
+    #: Share of calls of `run` that take 5 to 30 % longer.
+    outliers: Annotated[float, Rule(float, True, _OUTLIERS, most=1.0)] = 0.0
+    #: How often the energy counter moves, seconds; 0 for continuously.
+    step_s: Annotated[float, _seconds_rule("a counter step", "100ms")] = 0.1
+    #: Air temperature, degrees Celsius.
+    air_c: Annotated[float, Rule(float, True, _AIR, most=60.0)] = 30.0
+    #: Multiple of the catalog's dependence of static power on temperature.
+    drift: Annotated[float, Rule(float, True, _DRIFT, most=3.0)] = 1.0
     fault: tuple[str, ...] = ()  #: Faults as text, such as "lost@30s"
     faults: Faults = field(init=False, compare=False, repr=False)  #: The same faults, parsed
 
@@ -220,6 +187,15 @@ class SimulationOptions:
                 raise GpuError(f"{given!r} is not {rule.wanted}")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "faults", Faults.parse(self.fault))
+
+
+_OPTIONS: Mapping[str, tuple[str, Rule]] = MappingProxyType(
+    {
+        name.partition("_")[0]: (name, checked.rule)
+        for name, checked in rules(SimulationOptions).items()
+    }
+)
+"""Option -> its field in `SimulationOptions`, and what the number must be."""
 
 
 def parse_options(
@@ -282,10 +258,3 @@ def _number(name: str, rule: Rule, text: str) -> float:
     if value is None:
         raise GpuError(f"{text!r} is not {rule.wanted}")
     return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        return LAG.read(text, "time")
-    except UsageError as error:
-        raise GpuError(str(error)) from None

@@ -1,1 +1,0 @@
-"""AMD GPUs through AMD SMI."""
