@@ -15,7 +15,7 @@ and its power is integrated by the trapezoid rule.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from math import fsum
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
+from perseus_planner.base.loops import Loop
 from perseus_planner.base.prefixes import si
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.counter import POLL_S, EnergyCounter
@@ -102,8 +103,7 @@ class Monitor(ClosedOnExit):
         self._open: set[Window] = set()
         self._lock = threading.Lock()  #: of what the sampling thread shares
         self._problem: GpuError | None = None
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._sampling: Loop | None = None
         with ExitStack() as stack:
             opened = [
                 stack.enter_context(open_gpu(each)) if isinstance(each, str) else each
@@ -116,13 +116,8 @@ class Monitor(ClosedOnExit):
             ]
             if self._sampled:
                 self._sample()
-                self._thread = threading.Thread(
-                    target=self._keep_sampling,
-                    args=(sample_s or SAMPLE_S,),
-                    name="energy samples",
-                    daemon=True,
-                )
-                self._thread.start()
+                self._sampling = Loop(self._keep_sampling(), "energy samples", sample_s or SAMPLE_S)
+                self._sampling.start()
             self._stack = stack.pop_all()
 
     @property
@@ -138,9 +133,8 @@ class Monitor(ClosedOnExit):
 
     def close(self) -> None:
         """Stop sampling, and close the GPUs that were opened here."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._sampling is not None:
+            self._sampling.stop()
         self._stack.close()
 
     def _edge(self) -> list[_Edge]:
@@ -180,14 +174,14 @@ class Monitor(ClosedOnExit):
             if self._on_sample is not None:
                 self._on_sample(sample)
 
-    def _keep_sampling(self, every_s: float) -> None:
-        while not self._stopping.wait(every_s):
-            try:
+    def _keep_sampling(self) -> Generator[None]:
+        try:
+            while True:
+                yield
                 self._sample()
-            except GpuError as error:
-                with self._lock:
-                    self._problem = error
-                return
+        except GpuError as error:
+            with self._lock:
+                self._problem = error
 
 
 class Window:
