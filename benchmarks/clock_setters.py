@@ -30,8 +30,12 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.runtime.controller import rank as controller_rank
 from perseus_planner.runtime.controller.client import Connection
-from perseus_planner.runtime.controller.handshake import Handshakes
-from perseus_planner.runtime.controller.protocol import AttachRequest, ControlChange, ControlFailure
+from perseus_planner.runtime.controller.protocol import (
+    AttachRequest,
+    ControlChange,
+    ControlFailure,
+    Handshakes,
+)
 from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.marks import clock_request
 

@@ -20,8 +20,7 @@ from results import Check, Section, Table
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import Ledger
-from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
+from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, ProgramFollower
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import HostMarks, clock_request
 

@@ -4,8 +4,6 @@ controller has ended.
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,15 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import ControllerLost, GpuError, GpuInUse
+from perseus_planner.base.loops import Backoff, in_background
+from perseus_planner.base.wires import Board
 from perseus_planner.gpu import open_gpu
-from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.controller.client import Connection, attach_reply, start_controller
 from perseus_planner.runtime.controller.protocol import AttachRequest
 from perseus_planner.runtime.job import launcher
 from perseus_planner.runtime.marks import NO_REQUEST
-from perseus_planner.runtime.switching.shared_state import read
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from contextlib import ExitStack
 
     from torch.distributed import Store
@@ -34,6 +33,14 @@ ATTACH_S = 60.0
 
 _POLL_S = 0.01
 _LOOK_S = 1.0  #: between two looks for a new controller, which another rank starts
+
+
+@dataclass(frozen=True)
+class _ControllerStart:
+    """What the node's first rank tells the others of its controller."""
+
+    address: str | None = None
+    problem: str | None = None  #: why it was not started
 
 
 class NodeController:
@@ -70,9 +77,9 @@ class NodeController:
         try:
             address = start_controller(len(self._neighbours), self._max_changes_per_s, ATTACH_S)
         except GpuError as error:
-            self._job.own_store.set(self._key, json.dumps({"problem": str(error)}))
+            Board(self._job.own_store).put(self._key, _ControllerStart(problem=str(error)))
             raise
-        self._job.own_store.set(self._key, json.dumps({"address": address}))
+        Board(self._job.own_store).put(self._key, _ControllerStart(address))
         return address
 
     def address(self) -> str | None:
@@ -85,13 +92,10 @@ class NodeController:
         return self._address(self._job.own_store)
 
     def _address(self, store: Store) -> str | None:
-        found = read(store, self._key)
-        if found is None:
-            return None
-        response: dict[str, str] = json.loads(found)
-        if "problem" in response:
-            raise GpuError(response["problem"])
-        return response["address"]
+        start = Board(store).get(self._key, _ControllerStart)
+        if start is not None and start.problem is not None:
+            raise GpuError(start.problem)
+        return None if start is None else start.address
 
     def first_address(self) -> str:
         """Start the controller or wait until it is started, and return its address.
@@ -178,7 +182,7 @@ class Reattachment:
         self._launcher = launcher()
         self._backoff = Backoff()
         self._looked_s = self._connected_s = -_LOOK_S
-        self._starting: _Start | None = None
+        self._starting: Future[str] | None = None
         self._is_connected = False
 
     def begin(self) -> None:
@@ -208,8 +212,14 @@ class Reattachment:
     def _address(self) -> str | None:
         """Return the address to try now; None if there is none yet."""
         if self._controller.is_started_here:
-            self._starting = self._starting or _Start(self._controller)
-            return self._starting.address()
+            name = "perseus-planner controller start"
+            self._starting = self._starting or in_background(self._controller.start, name)
+            if not self._starting.done():
+                return None
+            error = self._starting.exception()
+            if error is not None:  # the store may be gone
+                raise GpuError(str(error))
+            return self._starting.result()
         if self._now_s() - self._looked_s < _LOOK_S:
             return None
         self._looked_s = self._now_s()
@@ -240,32 +250,3 @@ class Reattachment:
                 f"the clock controller of this node did not answer within {ATTACH_S:g} s"
             )
         return None
-
-
-class _Start:
-    """The start of a controller on a thread of its own."""
-
-    def __init__(self, controller: NodeController) -> None:
-        self._controller = controller
-        self._address: str | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(
-            target=self._run, daemon=True, name="perseus-planner controller start"
-        )
-        self._thread.start()
-
-    def address(self) -> str | None:
-        """Return the address once it is known.
-
-        Raises:
-            GpuError: If the controller did not start.
-        """
-        if self._error is not None:
-            raise GpuError(str(self._error))
-        return self._address
-
-    def _run(self) -> None:
-        try:
-            self._address = self._controller.start()
-        except Exception as error:  # the store may be gone
-            self._error = error

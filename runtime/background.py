@@ -7,9 +7,6 @@ is warned, and they are tried again later.
 
 from __future__ import annotations
 
-import os
-import select
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,10 +26,10 @@ from perseus_planner.runtime.marks import NO_REQUEST, Marks
 if TYPE_CHECKING:
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.attachment import Reattachment
-    from perseus_planner.runtime.autopilot.ranks.rank import AutopilotRank
+    from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
-    from perseus_planner.runtime.switching.follower import PlanFollower
+    from perseus_planner.runtime.switching.plans import PlanFollower
     from perseus_planner.runtime.telemetry.counters import Counts
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
@@ -41,64 +38,10 @@ QUIET, QUIET_S = 2.0, 1.0
 this many seconds.
 """
 
-_PERIOD_S = 0.05  #: between two rounds if nothing wakes the thread
-_STOP_S = 2.0
-
-
-class BackgroundThread:
-    """Calls a function again and again until it is stopped."""
-
-    def __init__(self) -> None:
-        self._pipe_out, self._pipe_in = os.pipe()
-        os.set_blocking(self._pipe_in, False)
-        os.set_blocking(self._pipe_out, False)
-        self._thread: threading.Thread | None = None
-        self._is_stopped = False
-        self._lock = threading.Lock()  #: of the pipe
-        self._is_closed = False
-
-    def wake(self) -> None:
-        """Begin the next round now; costs one system call. Has no effect once the thread is
-        stopped.
-        """
-        with self._lock, suppress(BlockingIOError):  # a full pipe wakes the thread as well
-            if not self._is_closed:
-                os.write(self._pipe_in, b".")
-
-    def start(self, run_round: Callable[[], None], descriptors: Callable[[], list[int]]) -> None:
-        """Call `run_round` whenever one of the descriptors can be read, and every `_PERIOD_S`
-        seconds.
-        """
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(run_round, descriptors),
-            daemon=True,
-            name="perseus-planner runtime",
-        )
-        self._thread.start()
-
-    def stop(self) -> bool:
-        """Stop after the current round; return False if that does not end in time."""
-        self._is_stopped = True
-        self.wake()
-        if self._thread is not None:
-            self._thread.join(_STOP_S)
-            if self._thread.is_alive():
-                return False
-        with self._lock:
-            self._is_closed = True
-            os.close(self._pipe_in)
-            os.close(self._pipe_out)
-        return True
-
-    def _run(self, run_round: Callable[[], None], descriptors: Callable[[], list[int]]) -> None:
-        while not self._is_stopped:
-            poller = select.poll()  # unlike select, takes descriptors of any number
-            for descriptor in (self._pipe_out, *descriptors()):
-                poller.register(descriptor, select.POLLIN)
-            if self._pipe_out in dict(poller.poll(1e3 * _PERIOD_S)):
-                os.read(self._pipe_out, 4096)
-            run_round()
+PERIOD_S = 0.05
+"""Seconds between two rounds if nothing wakes the thread."""
+STOP_S = 2.0
+"""How long the end of training waits for a round."""
 
 
 class _HangDetector:

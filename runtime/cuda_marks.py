@@ -5,15 +5,16 @@ its stream.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import GpuError
+from perseus_planner.base.loops import in_background
 from perseus_planner.runtime.cuda_driver import DeviceWord, Driver
 from perseus_planner.runtime.marks import KEPT, NO_REQUEST, IterationTimes
 
@@ -187,10 +188,7 @@ class CudaMarks:
             False if the device is not done in time; the memory stays registered then.
         """
         self._problem = "the marks are closed"
-        closing = threading.Thread(target=self._release, name="planner-unregister", daemon=True)
-        closing.start()
-        closing.join(timeout_s)
-        return not closing.is_alive()
+        return bool(wait([in_background(self._release, "planner-unregister")], timeout_s).done)
 
     def _release(self) -> None:
         try:

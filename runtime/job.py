@@ -1,29 +1,22 @@
-"""The training job that this process is a rank of: its store, how its ranks exchange values, and
-what it warns of.
-"""
+"""The training job that this process is a rank of: its store, and what it warns of."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.base.errors import RankError
 from perseus_planner.base.processes import boot_id
-from perseus_planner.runtime.switching.shared_state import read
+from perseus_planner.base.wires import STORE_GONE
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LOG = logging.getLogger("perseus_planner.runtime")
-_STORE_GONE = "the rank or launcher that holds the job's store has ended; see why"
-_LONGEST_PAUSE_S = 0.05  #: between two looks at the store, in jobs of up to
-_RANKS_LOOKING = 500  #: ranks; longer in larger ones
 _DONE_PAUSE_S = 0.01
 
 
@@ -72,7 +65,7 @@ def this_job() -> TrainingJob:
             dist.PrefixStore(str(number), store), dist.get_rank(), dist.get_world_size()
         )
     except RuntimeError as error:
-        raise RankError(_STORE_GONE) from error
+        raise RankError(STORE_GONE) from error
 
 
 def _restarts() -> str:
@@ -90,64 +83,6 @@ def launcher() -> int | None:
     is known.
     """
     return os.getppid() if "LOCAL_RANK" in os.environ or "RANK" in os.environ else None
-
-
-def exchange(
-    store: Store, rank: int, ranks: int, value: bytes, timeout_s: float
-) -> list[bytes | None]:
-    """Gather a value from every rank; every rank returns the same list, with None for ranks that
-    were too late.
-
-    The first rank writes the list once all values are there; any rank writes it, with the values
-    that are there, after waiting for `timeout_s`. The first list written counts, so a rank that
-    comes later finds None for itself. This waits in short pauses and can be interrupted.
-
-    Args:
-        store: The same store for all ranks, under a prefix that nothing else uses.
-        rank: This rank, from 0.
-        ranks: Number of ranks.
-        value: The value of this rank.
-        timeout_s: How long to wait for the others, in seconds.
-
-    Raises:
-        RankError: If the store is gone.
-    """
-    try:
-        return _exchange(store, rank, ranks, value, time.monotonic() + timeout_s)
-    except RuntimeError as error:
-        raise RankError(_STORE_GONE) from error
-
-
-def _exchange(
-    store: Store, rank: int, ranks: int, value: bytes, deadline_s: float
-) -> list[bytes | None]:
-    keys = [f"values/{number}" for number in range(ranks)]
-    store.set(keys[rank], zlib.compress(value))
-    pause_s, longest_s = 1e-3, _LONGEST_PAUSE_S * max(1.0, ranks / _RANKS_LOOKING)
-    while (packed := read(store, "all")) is None:
-        if time.monotonic() > deadline_s or (rank == 0 and store.check(keys)):
-            store.compare_set("all", "", _pack([read(store, key) for key in keys]))
-        else:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-    store.delete_key(keys[rank])
-    return _unpack(packed)
-
-
-def _pack(values: list[bytes | None]) -> bytes:
-    # Latin-1 has a character for each byte; together the values compress well because they are
-    # mostly alike.
-    texts = [
-        None if value is None else zlib.decompress(value).decode("latin-1") for value in values
-    ]
-    return zlib.compress(json.dumps(texts).encode())
-
-
-def _unpack(packed: bytes) -> list[bytes | None]:
-    return [
-        None if text is None else text.encode("latin-1")
-        for text in json.loads(zlib.decompress(packed))
-    ]
 
 
 def wait_for_others(job: TrainingJob, key: str, ranks: int, timeout_s: float) -> None:

@@ -8,22 +8,22 @@ without becomes a warning and no clocks.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from perseus_planner.base.errors import PlanError, RankError
+from perseus_planner.base.wires import Board, Message
 from perseus_planner.engines import engine_of
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
 from perseus_planner.runtime.hook import Program
-from perseus_planner.runtime.job import TrainingJob, exchange, node, wait_for_others
-from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
+from perseus_planner.runtime.job import TrainingJob, node, wait_for_others
+from perseus_planner.runtime.switching.agreement import NodePlans, NodeShare
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
@@ -99,21 +99,23 @@ class RankContext:
     neighbours: int  #: Number of ranks on its node, itself included
 
 
-@dataclass(frozen=True)
-class _RankInfo:
+class _RankInfo(Message, frozen=True):
     """What a rank tells the others first."""
 
     node: str
     pipeline: int | None
     peers: tuple[int, ...]
-    plans: str | None = None  #: of rank 0; None if the autopilot makes the programs
-    attempt: Attempt | None = None  #: of rank 0
+    plans: str | None  #: of rank 0; None if the autopilot makes the programs
+    attempt: Attempt | None  #: of rank 0
 
-    @classmethod
-    def loads(cls, data: bytes) -> _RankInfo:
-        values = json.loads(data)
-        attempt = None if values["attempt"] is None else Attempt(*values["attempt"])
-        return cls(**{**values, "peers": tuple(values["peers"]), "attempt": attempt})
+
+class _Refusal(Message, frozen=True):
+    """The rank does not begin."""
+
+    text: str
+
+
+_Response: TypeAlias = _RankInfo | _Refusal | str
 
 
 class _Step:
@@ -121,11 +123,12 @@ class _Step:
 
     Attributes:
         value: What this rank sends to the others.
+        responses: What each rank has sent; None for a rank that was too late.
     """
 
-    value = b""
-    #: What each rank has sent; None for a rank that was too late.
-    responses: Sequence[bytes | None] = ()
+    def __init__(self) -> None:
+        self.value: _RankInfo | str = ""
+        self.responses: Sequence[Any] = ()
 
 
 def join_job(
@@ -159,9 +162,8 @@ def join_job(
         adapter = engine_of(engine)
         adapter.check()
         gpu = options.gpu_of(adapter.device)
-        info = _rank_info(adapter, job, options, served)
-        step.value = json.dumps(asdict(info)).encode()
-    infos = [None if response is None else _RankInfo.loads(response) for response in step.responses]
+        info = step.value = _rank_info(adapter, job, options, served)
+    infos: list[_RankInfo | None] = list(step.responses)
     present = [rank for rank in everyone if infos[rank] is not None]
     infos[job.rank] = info  # a rank that is too late for the others still goes on
     _warn_of_absent(job, present, warnings)
@@ -186,7 +188,7 @@ def join_job(
         written = NodePlans.create() if job.rank == neighbours[0] else None
         if written is not None:
             stack.callback(written.close)
-            step.value = written.address.encode()
+            step.value = written.address
     # A rank that was too late for the others has no responses, and looks for itself.
     addresses = dict(zip(present, step.responses, strict=False))
     share = _node_share(infos, written, addresses.get(neighbours[0]), stack)
@@ -210,7 +212,7 @@ def join_job(
 def _node_share(
     infos: Sequence[_RankInfo | None],
     written: NodePlans | None,
-    address: bytes | None,
+    address: str | None,
     stack: ExitStack,
 ) -> NodeShare:
     """Return this rank's part in the looks of its node, given what it writes or the address of
@@ -219,7 +221,7 @@ def _node_share(
     nodes = len({info.node for info in infos if info is not None})
     if written is None and address:
         with suppress(OSError):  # the first rank of the node has ended
-            plans = NodePlans.open(address.decode())
+            plans = NodePlans.open(address)
             stack.callback(plans.close)
             return NodeShare(nodes, looks=False, plans=plans)
     return NodeShare(nodes, looks=True, plans=written)
@@ -276,28 +278,25 @@ def _step(job: TrainingJob, name: str, ranks: Sequence[int], timeout_s: float) -
         yield step
     except Exception as error:
         with suppress(RankError):  # if the store is gone, the others cannot be told
-            _exchange(
-                job, name, ranks, json.dumps({"refused": str(error) or repr(error)}).encode(), 0.0
-            )
+            _gather(job, name, ranks, _Refusal(str(error) or repr(error)), 0.0)
         wait_for_others(job, name, len(ranks), REFUSAL_S)
         raise
-    step.responses = _exchange(job, name, ranks, step.value, timeout_s)
+    step.responses = _gather(job, name, ranks, step.value, timeout_s)
     for rank, response in zip(ranks, step.responses, strict=False):
-        if response is not None and response.startswith(b'{"refused"'):
+        if isinstance(response, _Refusal):
             wait_for_others(job, name, len(ranks), REFUSAL_S)
-            raise RankError(f"rank {rank} does not begin: {json.loads(response)['refused']}")
+            raise RankError(f"rank {rank} does not begin: {response.text}")
 
 
-def _exchange(
-    job: TrainingJob, name: str, ranks: Sequence[int], value: bytes, timeout_s: float
-) -> list[bytes | None]:
+def _gather(
+    job: TrainingJob, name: str, ranks: Sequence[int], value: _Response, timeout_s: float
+) -> Sequence[Any]:
     import torch.distributed as dist
 
     if job.rank not in ranks:
-        return []
-    return exchange(
-        dist.PrefixStore(name, job.store), ranks.index(job.rank), len(ranks), value, timeout_s
-    )
+        return ()
+    board = Board(dist.PrefixStore(name, job.store))
+    return board.gather(ranks.index(job.rank), len(ranks), value, _Response, timeout_s)
 
 
 def _rank_info(

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
-    from perseus_planner.runtime.autopilot.ranks.rank import AutopilotRank
+    from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.runtime.switching.agreement import Proposal
-    from perseus_planner.runtime.switching.follower import PlanFollower
+    from perseus_planner.runtime.switching.plans import PlanFollower
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import GpuError, UsageError, how_to_install
+from perseus_planner.base.loops import Loop
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
-from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
-from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower
-from perseus_planner.runtime.autopilot.ranks.programs import Programs
-from perseus_planner.runtime.autopilot.ranks.rank import AutopilotRank
-from perseus_planner.runtime.background import BackgroundThread, BackgroundWork
+from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
+from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
+from perseus_planner.runtime.autopilot.ranks.programs import ProgramFollower, Programs
+from perseus_planner.runtime.background import PERIOD_S, STOP_S, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
@@ -32,8 +32,7 @@ from perseus_planner.runtime.rendezvous import (
     program_of,
 )
 from perseus_planner.runtime.runtime import Runtime
-from perseus_planner.runtime.switching.follower import PlanFollower
-from perseus_planner.runtime.switching.plans import GivenPlan, Plans
+from perseus_planner.runtime.switching.plans import GivenPlan, PlanFollower, Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -242,7 +241,6 @@ class _Session:
             self._autopilot = self._begin_autopilot(self._source, options)
         self.hook = Hook(marks, self._source or self._follower, context.program)
         on_slow = options.on_straggling
-        self._background = BackgroundThread()
         self._work = BackgroundWork(
             self._follower,
             self.hook,
@@ -259,10 +257,16 @@ class _Session:
             on_counts=None if link is None else link.counted,
             autopilot=self._autopilot,
         )
+        self._background = Loop(
+            self._work.run_round,
+            "perseus-planner runtime",
+            PERIOD_S,
+            descriptors=self._work.descriptors,
+        )
 
     def begin(self) -> Runtime:
         """Begin what runs beside the training."""
-        self._background.start(self._work.run_round, self._work.descriptors)
+        self._background.start()
         runtime = Runtime(
             self._context.pipeline,
             self._follower,
@@ -283,7 +287,7 @@ class _Session:
             self._link.stop()
         if self._connection is not None:
             self._connection.request[0] = NO_REQUEST
-        is_stopped = self._background.stop()
+        is_stopped = self._background.stop(STOP_S)
         if self._connection is not None:
             problem = self._connection.detach(DETACH_S)
             # Of another problem the user was warned before.

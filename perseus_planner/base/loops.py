@@ -1,12 +1,19 @@
-"""Background work: a thread that calls a function again and again, and when to try again after a
-failure.
+"""Background work: a thread that calls a function once, or again and again, and when to try again
+after a failure.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
+from contextlib import closing
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("perseus_planner")
 
@@ -15,24 +22,54 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 none comes for `LONGEST_PAUSE_S` after a pause."""
 
 
+def in_background(function: Callable[[], T], name: str) -> Future[T]:
+    """Call a function on a daemon thread of its own; return what becomes of it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 class Backoff:
     """The pauses between failures and the next try. All times are in seconds of one clock.
 
     Args:
         first_s: The pause after the first failure.
         longest_s: The longest pause.
+        chance: Returns a random number of at least 0 and below 1, by which a pause is up to half
+            as long, so that processes do not align; None for full pauses.
     """
 
-    def __init__(self, first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> None:
-        self._first_s, self._longest_s = first_s, longest_s
-        self._pause_s = 0.0
+    def __init__(
+        self,
+        first_s: float = FIRST_PAUSE_S,
+        longest_s: float = LONGEST_PAUSE_S,
+        chance: Callable[[], float] | None = None,
+    ) -> None:
+        self._first_s, self._longest_s, self._chance = first_s, longest_s, chance
+        self._next_s = first_s
         self._due_s: float | None = None
+
+    def next_s(self) -> float:
+        """Return the pause after one more failure in a row, seconds."""
+        pause_s, self._next_s = self._next_s, min(2.0 * self._next_s, self._longest_s)
+        return pause_s if self._chance is None else pause_s * (0.5 + 0.5 * self._chance())
+
+    def reset(self) -> None:
+        """Start again with the first pause, after a success."""
+        self._next_s = self._first_s
 
     def fail(self, now_s: float) -> None:
         """Note a failure: the next try is due a pause later."""
-        is_first = self._due_s is None or now_s > self._due_s + self._longest_s
-        self._pause_s = self._first_s if is_first else min(2.0 * self._pause_s, self._longest_s)
-        self._due_s = now_s + self._pause_s
+        if self._due_s is not None and now_s > self._due_s + self._longest_s:
+            self.reset()
+        self._due_s = now_s + self.next_s()
 
     def is_due(self, now_s: float) -> bool:
         """Whether the pause after the last failure is over; True if nothing has failed."""
@@ -43,23 +80,29 @@ class Loop:
     """A daemon thread that calls `step` every `period_s` seconds, and at once when it is woken.
 
     Args:
-        step: What is done; returns the seconds until the next call, or None for `period_s`.
+        step: What is done; returns the seconds until the next call, or None for `period_s`. Or a
+            generator that yields them, and ends the loop when it returns.
         name: Name of the thread.
         period_s: Seconds between calls; None to be called only when woken.
+        descriptors: Returns descriptors that wake the thread when they can be read.
         on_error: Called with an exception of `step`, which ends the loop; by default it is logged.
     """
 
     def __init__(
         self,
-        step: Callable[[], float | None],
+        step: Callable[[], float | None] | Generator[float | None],
         name: str,
         period_s: float | None = None,
+        *,
+        descriptors: Callable[[], Iterable[int]] = tuple,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._step, self._period_s = step, period_s
-        self._on_error = on_error
-        self._woken = threading.Event()
+        self._steps = step if isinstance(step, Generator) else _calls(step)
+        self._period_s = period_s
+        self._descriptors, self._on_error = descriptors, on_error
         self._is_ending = False
+        self._lock = threading.Lock()  #: of what wakes the thread
+        self._waker: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> Loop:
@@ -68,8 +111,10 @@ class Loop:
         return self
 
     def wake(self) -> None:
-        """Have `step` called now, or once more if it runs."""
-        self._woken.set()
+        """Have `step` called now, or once more if it runs; costs one system call."""
+        with self._lock:
+            if self._waker is not None:
+                os.eventfd_write(self._waker, 1)
 
     def stop(self, limit_s: float | None = None) -> bool:
         """End the loop after the call that runs; may be repeated, and called from the loop itself.
@@ -78,19 +123,40 @@ class Loop:
             Whether the thread has ended within `limit_s` seconds; None waits for it.
         """
         self._is_ending = True
-        self._woken.set()
+        self.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(limit_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        with self._lock:
+            if self._waker is not None:
+                os.close(self._waker)
+                self._waker = None
+        return True
 
     def _run(self) -> None:
         try:
-            while not self._is_ending:
-                pause_s = self._step()
-                self._woken.wait(self._period_s if pause_s is None else pause_s)
-                self._woken.clear()
+            with closing(self._steps):
+                while not self._is_ending:
+                    pause_s = next(self._steps)
+                    self._wait(self._period_s if pause_s is None else pause_s)
+        except StopIteration:
+            pass
         except BaseException as error:
             if self._on_error is None:
                 _LOG.exception("%s ended", self._thread.name)
             else:
                 self._on_error(error)
+
+    def _wait(self, pause_s: float | None) -> None:
+        assert self._waker is not None  # closed when the thread has ended
+        poller = select.poll()  # unlike select, takes descriptors of any number
+        for descriptor in (self._waker, *self._descriptors()):
+            poller.register(descriptor, select.POLLIN)
+        if self._waker in dict(poller.poll(None if pause_s is None else 1e3 * pause_s)):
+            os.eventfd_read(self._waker)
+
+
+def _calls(step: Callable[[], float | None]) -> Generator[float | None]:
+    while True:
+        yield step()

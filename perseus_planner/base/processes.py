@@ -10,7 +10,8 @@ import select
 import shlex
 import socket
 import sys
-from dataclasses import dataclass
+
+from perseus_planner.base.wires import Record
 
 
 def is_readable(descriptor: int, timeout_s: float = 0.0) -> bool:
@@ -96,8 +97,7 @@ def child_environment() -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class ProcessDescription:
+class ProcessDescription(Record, frozen=True):
     """A process as messages name it. Nothing is decided by it: containers number processes
     separately.
     """

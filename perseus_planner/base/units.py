@@ -81,30 +81,6 @@ class Rule(NamedTuple):
         return number
 
 
-def check_fields(
-    instance: object,
-    rules: Mapping[str, Rule],
-    error: type[PlannerError] = UsageError,
-    prefix: str = "",
-) -> None:
-    """Check fields of a frozen dataclass and store them as plain numbers; call it from
-    `__post_init__`.
-
-    Args:
-        instance: the dataclass.
-        rules: name of each field to check -> its rule.
-        error: the type of error to raise.
-        prefix: what error texts put before the name of a field, such as "clock_change, ".
-
-    Raises:
-        PlannerError: If a field breaks its rule; of the type `error`.
-    """
-    for name, rule in rules.items():
-        object.__setattr__(
-            instance, name, rule.check(getattr(instance, name), f"{prefix}{name}", error)
-        )
-
-
 INDEX = Rule(int, True, "a whole number of 0 or more")
 STAGE = Rule(int, True, "a stage number: write 0 for the first stage, 1 for the next, and so on")
 COUNT = Rule(int, False, "a whole number of at least 1")

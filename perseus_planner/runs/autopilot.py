@@ -11,7 +11,7 @@ from pathlib import Path
 from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import reading, replacing
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.strict_json import read_fields
+from perseus_planner.base.wires import decode
 
 _NAME = "autopilot.json"
 _STRICT = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes it
@@ -71,9 +71,9 @@ def read_status(attempt: Path) -> AutopilotStatus | None:
     if not path.exists():
         return None
     with reading(path, RunError):
-        text = path.read_text()
+        data = path.read_bytes()
     try:
-        return read_fields(AutopilotStatus, json.loads(text))
+        return decode(data, AutopilotStatus)
     except ValueError as error:
         raise RunError(
             f"{path}: is damaged: {error}; remove it to see the rest of the run"

@@ -11,24 +11,32 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import PlannerError, ServiceAway, ServiceRefusal
-from perseus_planner.runtime.agent.outbox import Detections, JobCounts
-from perseus_planner.runtime.agent.store import RankLocation, StoreMessages
+from perseus_planner.base.loops import Backoff, Loop, in_background
+from perseus_planner.runtime.agent.outbox import Detections, JobCounts, RankLocation, StoreMessages
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.service.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.runtime.agent.outbox import RankLocation
     from perseus_planner.runtime.agent.settings import ServiceSettings
+    from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
+    from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
+    from perseus_planner.service.answers import PipelineStatus
     from perseus_planner.service.model import PlanSet
     from perseus_planner.service.schemas import Registration
+
 
 POLL_S = 30.0
 """How long a long poll for newer plans waits at the service."""
@@ -43,25 +51,9 @@ _COUNTS_S = 5.0  #: between two telemetry messages
 _END_S = 2.0  #: for telling the service that the job has ended
 
 
-class Pauses:
-    """The pauses between tries: each twice as long as the one before, with a random part so that
-    jobs do not align.
-
-    Args:
-        chance: Returns a random number of at least 0 and below 1.
-    """
-
-    def __init__(self, chance: Callable[[], float] = random.random) -> None:
-        self._chance, self._next_s = chance, _FIRST_PAUSE_S
-
-    def next_s(self) -> float:
-        """Return the next pause, seconds."""
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_PAUSE_S)
-        return pause_s * (0.5 + 0.5 * self._chance())
-
-    def reset(self) -> None:
-        """Start again with the shortest pause, after a success."""
-        self._next_s = _FIRST_PAUSE_S
+def new_pauses() -> Backoff:
+    """Return the pauses between tries while the service is away."""
+    return Backoff(_FIRST_PAUSE_S, LONGEST_PAUSE_S, random.random)
 
 
 class Agent:
@@ -106,10 +98,8 @@ class Agent:
             None  #: the last proposal, and when it was made
         )
         self._counts = JobCounts(self._messages, job.ranks)
-        self._follower, self._sender = (
-            threading.Thread(target=run, daemon=True, name=f"perseus-planner service {what}")
-            for what, run in (("plans", self._follow), ("reports", self._send))
-        )
+        self._follower = Loop(self._follow(), "perseus-planner service plans")
+        self._sender = Loop(self._send(), "perseus-planner service reports")
 
     def start(self) -> None:
         """Start the threads."""
@@ -119,15 +109,15 @@ class Agent:
     def stop(self) -> None:
         """Propose no more plans, and warn no more."""
         self._stopped.set()
+        self._follower.stop(0.0)  # it may still wait at the service, and does nothing after that
+        self._sender.stop(0.0)
 
     def close(self) -> None:
         """End, and tell the service that the job has ended, without waiting for a service that
         is away.
         """
         self.stop()
-        self._sender.join(
-            _END_S
-        )  # the follower may still wait at the service, and does nothing after that
+        self._sender.stop(_END_S)
         if self._registering.acquire(timeout=_END_S):
             self._registering.release()
         self._has_left.set()
@@ -143,8 +133,8 @@ class Agent:
 
     # Plans from the service
 
-    def _follow(self) -> None:
-        pauses = Pauses()
+    def _follow(self) -> Generator[float]:
+        pauses = new_pauses()
         try:
             self._prepare()
         except (
@@ -163,13 +153,13 @@ class Agent:
                 except PlannerError as error:
                     self._failed(error, "plans")
                     self._wait_s = 0.0  # so that a service that is back answers at once
-                    self._stopped.wait(pauses.next_s())
+                    yield pauses.next_s()
                     continue
                 pauses.reset()
                 self._answered("plans")
                 self._wait_s = POLL_S
-                if has_waited:
-                    self._stopped.wait(_ROUND_S)  # a service that is ending answers at once
+                # A service that is ending answers at once.
+                yield _ROUND_S if has_waited else 0.0
 
     def _prepare(self) -> None:
         """Do what has to be done once, before the service is asked."""
@@ -183,27 +173,27 @@ class Agent:
             assert self._registration is not None  # prepared
             if self._register(service, self._registration):
                 self._seen = 0
-        found = service.plans(self._name, after=self._seen, wait_s=self._wait_s)
-        if found is not None and not self._stopped.is_set():
-            self._seen = found.version
+        plans = service.plans(self._name, after=self._seen, wait_s=self._wait_s)
+        if plans is not None and not self._stopped.is_set():
+            self._seen = plans.version
             with self._lock:
-                self._propose(found)
-        return found is None
+                self._propose(plans)
+        return plans is None
 
     def _locations(self) -> list[RankLocation]:
         """Return the locations of all ranks once they have passed them on, or time is up."""
         until_s = time.monotonic() + _LOCATIONS_S
-        found: dict[int, RankLocation] = {}
+        locations: dict[int, RankLocation] = {}
         while (
-            len(found) < self._job.ranks
+            len(locations) < self._job.ranks
             and time.monotonic() < until_s
             and not self._stopped.wait(0.01)
         ):
-            for rank in set(range(self._job.ranks)) - set(found):
+            for rank in set(range(self._job.ranks)) - set(locations):
                 location = self._messages.location(rank)
                 if location is not None:
-                    found[rank] = location
-        return [found[rank] for rank in sorted(found)]
+                    locations[rank] = location
+        return [locations[rank] for rank in sorted(locations)]
 
     def _register(self, service: Client, registration: Registration) -> bool:
         """Register the job, and return whether the service did not know it."""
@@ -218,27 +208,28 @@ class Agent:
                 service.end(self._name)
             return registered.is_new
 
-    def _propose(self, found: PlanSet) -> None:
+    def _propose(self, plans: PlanSet) -> None:
         """Propose plans to all ranks, in place of an earlier proposal. The caller holds the
         lock.
         """
         self._open = None
         try:
-            proposal = self._switch_to(dict(enumerate(found.plans)))
+            proposal = self._switch_to(dict(enumerate(plans.plans)))
         except PlannerError as error:
             self._warnings.warn(
                 "service plan", f"the service's plans cannot be taken: {error}", by="rank 0"
             )
         else:
-            self._open = (found, proposal, time.monotonic())
+            self._open = (plans, proposal, time.monotonic())
 
     # Messages to the service
 
-    def _send(self) -> None:
-        pauses, pause_s = Pauses(), _ROUND_S
+    def _send(self) -> Generator[float]:
+        pauses, pause_s = new_pauses(), _ROUND_S
         service: Client | None = None
         with ExitStack() as stack:
-            while not self._stopped.wait(pause_s):
+            while True:
+                yield pause_s
                 pause_s = _ROUND_S
                 try:
                     for detection in self._messages.new_detections():
@@ -337,3 +328,109 @@ class Agent:
                 self._warnings.end(
                     "service away", f"the service at {self._settings.address} answers again"
                 )
+
+
+GROWTH = 1.5
+"""How many times as many rows must be known before the service plans on them."""
+
+_POLL_S = 2.0  #: that a long poll waits at the service: a straggler may change while no plan does
+_LONGER = 1e-6  #: by how much a pipeline must be allowed to take longer
+
+
+class LearningAgent(Agent):
+    """An agent that registers the job with the frontier that it has learnt, again whenever that has
+    grown.
+
+    The plans of the service are not run: it says how long pipelines may take beside a slower one,
+    and the autopilot plans for that.
+
+    Args:
+        settings: The service.
+        job: All ranks.
+        pipelines: Number of data-parallel pipelines.
+        exchange: What the autopilot gives and is given.
+        warnings: The warnings of this rank.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        job: TrainingJob,
+        pipelines: int,
+        exchange: ServiceExchange,
+        warnings: JobWarnings,
+    ) -> None:
+        super().__init__(settings, job, pipelines, None, _never, warnings)
+        self._exchange = exchange
+        self._places: Sequence[RankLocation] = ()
+        self._asked: Learnt | None = None  #: with which the job is being registered
+        self._registered: Learnt | None = None  #: that the service plans on
+        #: registers the job again, while this one is followed; None before
+        self._growing: Future[None] | None = None
+
+    def _prepare(self) -> None:
+        self._places = self._locations()
+
+    def _ask(self, service: Client) -> bool:
+        exchange = self._exchange
+        learnt = exchange.learnt
+        if learnt is None:
+            return True
+        if self._registered is None or not self._is_known.is_set():
+            self._register_learnt(service, learnt)
+        elif learnt.rows >= GROWTH * self._registered.rows and (
+            self._growing is None or self._growing.done()
+        ):
+            self._growing = in_background(partial(self._grow, learnt), "planner growth")
+        plans = service.plans(self._name, after=self._seen, wait_s=min(self._wait_s, _POLL_S))
+        exchange.waits_s = self._waits_s(service.pipelines(self._name))
+        if plans is not None:
+            self._seen = plans.version
+            service.taken(self._name, plans.version, max(0, exchange.status.iteration))
+        return plans is None
+
+    def _register_learnt(self, service: Client, learnt: Learnt) -> None:
+        """Register the job with what was learnt; after a try without an answer, with the same as
+        then.
+        """
+        self._asked = asked = self._asked or learnt
+        try:
+            if self._register(
+                service, self._settings.learnt_registration(self._places, self._pipelines, asked)
+            ):
+                self._seen = 0
+        except ServiceRefusal:
+            self._asked = None
+            raise
+        self._asked, self._registered = None, asked
+
+    def _grow(self, learnt: Learnt) -> None:
+        try:
+            with self._client() as service:
+                self._register_learnt(service, learnt)
+            self._answered("growth")
+        except PlannerError as error:
+            self._failed(error, "growth")
+
+    def _waits_s(self, pipelines: Sequence[PipelineStatus]) -> tuple[float, ...]:
+        """Return how long pipelines may take that wait; one that is slow itself is to be as fast
+        as agreed.
+        """
+        assert self._registered is not None
+        own_s = self._settings.slowdown * self._registered.time_s
+        allowed_s = [
+            0.0 if each.report is not None else max(each.target_s, each.time_s)
+            for each in pipelines
+        ]
+        waits_s = tuple(each if each > own_s * (1 + _LONGER) else 0.0 for each in allowed_s)
+        return waits_s if any(waits_s) else ()
+
+    def _send_counts(self, service: Client) -> bool:
+        counters = self._counts.take()
+        if counters is not None:
+            service.telemetry(self._name, replace(counters, autopilot=self._exchange.status))
+        return counters is not None
+
+
+def _never(_: GivenPlan) -> Proposal:
+    raise AssertionError("the autopilot makes its own plans")

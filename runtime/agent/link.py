@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from perseus_planner.runtime.agent.agent import Agent
-from perseus_planner.runtime.agent.learnt import LearningAgent
-from perseus_planner.runtime.agent.store import Detection, RankLocation, StoreMessages
+from perseus_planner.runtime.agent.agent import Agent, LearningAgent
+from perseus_planner.runtime.agent.outbox import Detection, RankLocation, StoreMessages
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings
-    from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
+    from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.agreement import Proposal

@@ -1,5 +1,7 @@
-"""What rank 0 has to send to the service: the last detection of each rank, and the counts of all
-ranks.
+"""What the ranks of a job tell its rank 0 through the job's store, and what rank 0 has to send to
+the service: locations, the last detection of each rank, and the counts of all ranks.
+
+So only rank 0 connects to the service and needs its token.
 """
 
 from __future__ import annotations
@@ -12,14 +14,85 @@ from statistics import median
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from perseus_planner.base.wires import Board, Record
+from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.telemetry.counters import Counts, common_counts
 from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.schemas import Counters
 from perseus_planner.service.sources import straggling_report
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.agent.store import Detection, StoreMessages
+    from torch.distributed import Store
+
     from perseus_planner.service.schemas import ReportRequest
+
+
+class RankLocation(Record, frozen=True):
+    """The location of a rank."""
+
+    rank: int  #: Rank in the whole job, from 0
+    pipeline: int  #: Data-parallel pipeline of the rank, from 0
+    pipeline_rank: int  #: Rank within that pipeline, from 0
+    node: str  #: Host name
+    gpu: str  #: UUID of its GPU; empty if unknown
+
+
+class Detection(Record, frozen=True):
+    """What a rank has detected about its GPU."""
+
+    rank: int
+    straggling: StragglerDetection
+
+
+class StoreMessages:
+    """The messages in the store. All methods raise the store's RuntimeError when it is gone.
+
+    Args:
+        store: The same for all ranks, with a prefix that nothing else uses.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._board = Board(store)
+        self._read = 0  #: detections up to this number have been read, except
+        self._missing: list[int] = []  #: these, which were numbered but not yet written
+
+    def write_location(self, location: RankLocation) -> None:
+        """Write the location of this rank, once."""
+        self._board.put(f"place/{location.rank}", location)
+
+    def location(self, rank: int) -> RankLocation | None:
+        """Return the location of a rank; None if it has not written it."""
+        return self._board.get(f"place/{rank}", RankLocation)
+
+    def write_detection(self, detection: Detection) -> None:
+        """Write a detection: one store operation to number it, one to write it."""
+        number = self._board.store.add("findings", 1)
+        self._board.put(f"findings/{number}", detection)
+
+    def new_detections(self) -> list[Detection]:
+        """Return the detections that have not been read yet, on rank 0; one store operation if
+        there are none.
+        """
+        newest = self._board.get("findings", int) or 0
+        wanted = [*self._missing, *range(self._read + 1, newest + 1)]
+        self._read, self._missing, detections = newest, [], []
+        for number in wanted:
+            detection = self._board.get(f"findings/{number}", Detection)
+            if detection is None:
+                self._missing.append(number)
+            else:
+                self._board.remove(f"findings/{number}")
+                detections.append(detection)
+        return detections
+
+    def write_counts(self, rank: int, counts: Sequence[Counts]) -> None:
+        """Write the counts of this rank over its earlier ones; one store operation."""
+        self._board.put(f"counts/{rank}", counts)
+
+    def counts(self, rank: int) -> tuple[Counts, ...]:
+        """Return the counts of a rank, the newest last; empty if it has written none."""
+        return self._board.get(f"counts/{rank}", tuple[Counts, ...]) or ()
+
 
 TTL_S = 900.0
 """How long a detection holds at the service, so that it does not outlive a job that was killed."""
@@ -101,7 +174,7 @@ class JobCounts:
         self._messages, self._ranks = messages, ranks
         self._run = uuid4().hex
         self._looked_s = time.monotonic()
-        self._found: Counters | None = None
+        self._new: Counters | None = None
 
     def update_if_due(self, every_s: float) -> None:
         """Update the counts unless that was done in the last `every_s` seconds."""
@@ -112,12 +185,12 @@ class JobCounts:
         """Read how far all ranks have come; one store operation for each."""
         self._looked_s = time.monotonic()
         counts = common_counts([self._messages.counts(rank) for rank in range(self._ranks)])
-        self._found = None if counts is None else added_up(self._run, counts)
+        self._new = None if counts is None else added_up(self._run, counts)
 
     def take(self) -> Counters | None:
         """Return the new counts once; None if there are none since the last call."""
-        found, self._found = self._found, None
-        return found
+        counters, self._new = self._new, None
+        return counters
 
 
 def added_up(run: str, ranks: Sequence[Counts]) -> Counters:

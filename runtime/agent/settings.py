@@ -17,8 +17,8 @@ from perseus_planner.solver.frontier import Frontier
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runtime.agent.store import RankLocation
-    from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
+    from perseus_planner.runtime.agent.outbox import RankLocation
+    from perseus_planner.runtime.autopilot.ranks.messages import Learnt
     from perseus_planner.schedules import Schedule
 
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.autopilot import Autopilot
-    from perseus_planner.runtime.autopilot.decision import Decision, Phase
-    from perseus_planner.runtime.autopilot.job import AutopilotJob, AutopilotSettings
-    from perseus_planner.runtime.autopilot.ledger import Ledger
-    from perseus_planner.runtime.autopilot.observations import (
+    from perseus_planner.runtime.autopilot.job import (
+        AutopilotJob,
+        AutopilotSettings,
         ComputationObservation,
+        Decision,
+        Ledger,
+        Phase,
         RankObservation,
     )
 
@@ -31,14 +33,11 @@ __all__ = [
     "Phase",
     "RankObservation",
 ]
-_MODULES = ("job", "ledger", "observations", "decision", "autopilot")
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: ranks need the ledger, and not the solver.
     if name in __all__:
-        for each in _MODULES:
-            module = import_module(f"{__name__}.{each}")
-            if hasattr(module, name):
-                return getattr(module, name)
+        module = "autopilot" if name == "Autopilot" else "job"
+        return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

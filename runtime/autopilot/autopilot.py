@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.runtime.autopilot.decision import Decision, Phase
-from perseus_planner.runtime.autopilot.job import AutopilotJob, AutopilotSettings
+from perseus_planner.runtime.autopilot.job import (
+    AutopilotJob,
+    AutopilotSettings,
+    Decision,
+    Ledger,
+    Phase,
+)
 from perseus_planner.runtime.autopilot.learning import Learner
-from perseus_planner.runtime.autopilot.ledger import Ledger
 from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
-    from perseus_planner.runtime.autopilot.observations import RankObservation
+    from perseus_planner.runtime.autopilot.job import RankObservation
 
     Integers = NDArray[np.int64]
 

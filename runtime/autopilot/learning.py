@@ -11,7 +11,7 @@ import numpy as np
 from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
-from perseus_planner.runtime.autopilot.observations import time_at_last_clock
+from perseus_planner.runtime.autopilot.job import time_at_last_clock
 from perseus_planner.runtime.autopilot.planning import Costs
 from perseus_planner.runtime.autopilot.power import PowerRows
 from perseus_planner.runtime.autopilot.times import TimeRows, TimeTables
@@ -19,8 +19,7 @@ from perseus_planner.runtime.autopilot.times import TimeRows, TimeTables
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.runtime.autopilot.job import AutopilotJob
-    from perseus_planner.runtime.autopilot.observations import RankObservation
+    from perseus_planner.runtime.autopilot.job import AutopilotJob, RankObservation
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]

@@ -11,7 +11,7 @@ import sys
 
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.processes import WatchedProcess
-from perseus_planner.runtime.controller.handshake import Handshakes
+from perseus_planner.runtime.controller.protocol import Handshakes
 from perseus_planner.runtime.controller.server import Controller
 
 

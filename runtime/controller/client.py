@@ -28,12 +28,13 @@ from types import TracebackType
 from perseus_planner.base import errors
 from perseus_planner.base.errors import ControllerLost, GpuError
 from perseus_planner.base.processes import WatchedProcess, child_environment, is_readable
+from perseus_planner.base.wires import PacketChannel
 from perseus_planner.runtime.controller.protocol import (
     SOCKET_KIND,
+    AnyMessage,
     AttachRefusal,
     AttachReply,
     AttachRequest,
-    Channel,
     ControlFailure,
     Credentials,
     DetachReply,
@@ -312,6 +313,7 @@ class Connection:
             ) from None
         if received is None:
             return None
+        message: FromRank | ToRank
         message, descriptor = received
         if descriptor is not None:
             os.close(descriptor)
@@ -339,7 +341,7 @@ class Connection:
         return bool(poller.poll(0))
 
 
-def _connect(address: str) -> tuple[Channel, int]:
+def _connect(address: str) -> tuple[PacketChannel, int]:
     """Return a connection, and the process that listens at the address.
 
     Raises:
@@ -360,7 +362,7 @@ def _connect(address: str) -> tuple[Channel, int]:
         raise ControllerLost(
             f"the process that listens at {address}, {other.pid}, belongs to user {other.uid}"
         )
-    return Channel(connection), other.pid
+    return PacketChannel(connection, AnyMessage), other.pid
 
 
 def attach_reply(message: ToRank) -> AttachReply | None:

@@ -1,7 +1,7 @@
-"""How ranks and the clock controller talk: messages, the socket that carries them, and the memory
-that they share.
+"""How ranks connect to the clock controller and talk to it: who may, what they must send first, the
+messages, and the memory that they share.
 
-A message is a frozen dataclass here and one line of JSON on the socket:
+A message on the socket:
 
     {"message":"ControlChange","position":3,"value":1200,"seen_ns":…,"begun_ns":…,"ended_ns":…,"before_mhz":1410}
 
@@ -11,24 +11,19 @@ All times are nanoseconds of the monotonic clock, which the processes of a node 
 from __future__ import annotations
 
 import fcntl
-import json
 import mmap
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple, NoReturn, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from perseus_planner.base.errors import UsageError
-from perseus_planner.base.strict_json import read_fields
-
-MAX_LINE_BYTES = 65536
+from perseus_planner.base.errors import GpuError, UsageError
+from perseus_planner.base.wires import Message, PacketChannel
 
 SOCKET_KIND = socket.SOCK_SEQPACKET
-"""A socket that keeps messages apart: a line arrives whole or not at all."""
+"""A socket that keeps messages apart: a message arrives whole or not at all."""
 
 Control = Literal["clock", "power-limit", "observed"]
 """What the values of a rank set: a clock in MHz, a power limit in watts, or nothing because the
@@ -36,8 +31,7 @@ GPU is only read.
 """
 
 
-@dataclass(frozen=True)
-class AttachRequest:
+class AttachRequest(Message, frozen=True):
     """The first message of a rank, sent together with the descriptor of its shared memory.
 
     Raises:
@@ -62,13 +56,11 @@ class AttachRequest:
             )
 
 
-@dataclass(frozen=True)
-class DetachRequest:
+class DetachRequest(Message, frozen=True):
     """The last message of a rank: reset its GPU."""
 
 
-@dataclass(frozen=True)
-class AttachReply:
+class AttachReply(Message, frozen=True):
     """The controller holds the rank's GPU; the fields are its `text`, `uuid`, `name` and
     `origin`.
     """
@@ -79,16 +71,14 @@ class AttachReply:
     origin: str
 
 
-@dataclass(frozen=True)
-class AttachRefusal:
+class AttachRefusal(Message, frozen=True):
     """The controller does not set the rank's GPU; `error` is the name of a class in errors.py."""
 
     error: str
     text: str
 
 
-@dataclass(frozen=True)
-class ControlChange:
+class ControlChange(Message, frozen=True):
     """The controller has set the rank's GPU."""
 
     #: Position in the rank's program for which the value was first requested; None for a reset.
@@ -101,8 +91,7 @@ class ControlChange:
     before_mhz: int | None
 
 
-@dataclass(frozen=True)
-class GpuSample:
+class GpuSample(Message, frozen=True):
     """GpuSamples of the rank's GPU, sent when the rank attaches, when an iteration begins, and when
     it detaches.
 
@@ -118,15 +107,14 @@ class GpuSample:
     #: Throttle reason -> seconds for which it has held; only differences are meaningful.
     throttled_s: dict[str, float]
     #: How many requested changes were replaced by a later request before they could be made.
-    overtaken: int = 0
-    dropped: int = 0  #: How many messages were dropped because the rank had not read earlier ones
+    overtaken: int
+    dropped: int  #: How many messages were dropped because the rank had not read earlier ones
     #: Power limit in watts that something else than the planner has set below the GPU's default;
     #: None if there is none.
-    site_limit_w: float | None = None
+    site_limit_w: float | None
 
 
-@dataclass(frozen=True)
-class ControlFailure:
+class ControlFailure(Message, frozen=True):
     """The controller has reset the rank's GPU as far as it could and does not set it for now;
     `text` says why.
     """
@@ -134,8 +122,7 @@ class ControlFailure:
     text: str
 
 
-@dataclass(frozen=True)
-class Overload:
+class Overload(Message, frozen=True):
     """More than half of the last changes of the rank's GPU were overtaken; `kept` of an
     iteration's could be made.
     """
@@ -143,13 +130,11 @@ class Overload:
     kept: int
 
 
-@dataclass(frozen=True)
-class ControlResumed:
+class ControlResumed(Message, frozen=True):
     """The controller sets the rank's GPU again, after a failure."""
 
 
-@dataclass(frozen=True)
-class DetachReply:
+class DetachReply(Message, frozen=True):
     """The rank is detached; `problem` says why its GPU could not be reset, or is None."""
 
     problem: str | None
@@ -166,40 +151,7 @@ ToRank: TypeAlias = (
     | Overload
     | DetachReply
 )
-Message: TypeAlias = FromRank | ToRank
-
-_KINDS: Mapping[str, type[Message]] = {
-    kind.__name__: kind for kind in (*get_args(FromRank), *get_args(ToRank))
-}
-
-
-def encode(message: Message) -> bytes:
-    """Return the message as one line."""
-    content = {"message": type(message).__name__, **asdict(message)}
-    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
-def decode(line: bytes) -> Message:
-    """Return the message in a line that `encode` wrote.
-
-    Raises:
-        ValueError: If the line is not exactly such a message.
-    """
-    try:
-        content = json.loads(line, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    kind = _KINDS.get(str(content.pop("message", None))) if isinstance(content, dict) else None
-    if kind is None:
-        raise ValueError(f"it is not one of {', '.join(_KINDS)}")
-    try:
-        return read_fields(kind, content)
-    except UsageError as error:
-        raise ValueError(str(error)) from None
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number in JSON")
+AnyMessage: TypeAlias = FromRank | ToRank
 
 
 class SharedRequest:
@@ -292,70 +244,109 @@ def socket_name(address: str) -> str:
     return f"\0{address}"
 
 
-def _received_message(line: bytes, flags: int) -> Message:
-    if not line:
-        raise EOFError
-    if flags & socket.MSG_TRUNC:
-        raise ValueError(f"it has more than {MAX_LINE_BYTES} bytes")
-    return decode(line)
+_TIMEOUT_NS = 10_000_000_000  #: from connecting to the attach request
+_MAX_PENDING = 64
 
 
-class Channel:
-    """One end of a connection between a rank and the controller; no method waits for the other
-    end.
+class NewRank(NamedTuple):
+    """A rank that has sent its attach request."""
+
+    channel: PacketChannel  #: Connection to the rank
+    attach_request: AttachRequest  #: What it sent
+    shared: SharedRequest  #: Memory in which it writes its clock request
+    pid: int  #: Its process
+
+
+class Handshakes:
+    """Accepts connections and waits for their attach requests.
+
+    Attributes:
+        address: What ranks connect to.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._connection = connection
+    def __init__(self) -> None:
+        self.address = new_address()
+        self._listener = socket.socket(socket.AF_UNIX, SOCKET_KIND)
+        self._listener.bind(socket_name(self.address))
+        self._listener.listen(_MAX_PENDING)
+        self._listener.setblocking(False)
+        self._pending: dict[PacketChannel, tuple[int, int]] = {}  #: pid, and when it connected
 
-    def fileno(self) -> int:
-        """Return the descriptor, for `select`."""
-        return self._connection.fileno()
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that become readable when `serve` has something to do."""
+        return [self._listener.fileno(), *(channel.fileno() for channel in self._pending)]
 
-    def send(self, message: Message, descriptor: int | None = None) -> bool:
-        """Send a message, with a descriptor if one is given.
-
-        Returns:
-            False if the other end has to read earlier messages first; the message is not sent then.
-
-        Raises:
-            EOFError: If the other end is closed.
+    def serve(self, ready: set[int], now_ns: int) -> list[NewRank]:
+        """Return the ranks whose attach request has arrived; `ready` are the readable
+        descriptors.
         """
-        try:
-            socket.send_fds(
-                self._connection, [encode(message)], [] if descriptor is None else [descriptor]
-            )
-        except BlockingIOError:
-            return False
-        except OSError:
-            raise EOFError from None
-        return True
-
-    def receive(self) -> tuple[Message, int | None] | None:
-        """Return the next message and the descriptor sent with it, which the caller closes; None if
-        there is none.
-
-        Raises:
-            ValueError: If what arrived is not a message.
-            EOFError: If the other end is closed and all its messages were returned.
-        """
-        try:
-            line, descriptors, flags, _ = socket.recv_fds(
-                self._connection, MAX_LINE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
-            return None
-        except OSError:
-            raise EOFError from None
-        try:
-            return _received_message(line, flags), descriptors[0] if descriptors else None
-        except BaseException:
-            for each in descriptors:
-                os.close(each)
-            raise
+        received = [
+            self._receive(channel) for channel in list(self._pending) if channel.fileno() in ready
+        ]
+        for channel, (_, since_ns) in list(self._pending.items()):
+            if now_ns - since_ns > _TIMEOUT_NS:
+                self._reject(channel, "it has not sent an attach request")
+        if self._listener.fileno() in ready:
+            for _ in range(_MAX_PENDING):
+                if not self._accept(now_ns):
+                    break
+        return [rank for rank in received if rank is not None]
 
     def close(self) -> None:
-        """Close this end; may be repeated."""
-        with suppress(OSError):
-            self._connection.close()
+        """Stop listening, and close connections that have not sent their attach request."""
+        self._listener.close()
+        for channel in self._pending:
+            channel.close()
+
+    def _accept(self, now_ns: int) -> bool:
+        """Accept one connection; return False if none is waiting."""
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return False
+        other = Credentials.of(connection)
+        if other.is_same_user() and len(self._pending) < _MAX_PENDING:
+            self._pending[PacketChannel(connection, AnyMessage)] = (other.pid, now_ns)
+        else:
+            connection.close()
+        return True
+
+    def _receive(self, channel: PacketChannel) -> NewRank | None:
+        try:
+            received = channel.receive()
+            if received is None:
+                return None
+            pid, _ = self._pending[channel]
+            rank = _new_rank(channel, pid, *received)
+        except EOFError:
+            del self._pending[channel]
+            channel.close()
+            return None
+        except ValueError as error:
+            self._reject(channel, str(error))
+            return None
+        del self._pending[channel]
+        return rank
+
+    def _reject(self, channel: PacketChannel, reason: str) -> None:
+        del self._pending[channel]
+        text = f"the clock controller does not understand this process: {reason}"
+        with suppress(EOFError):
+            channel.send(AttachRefusal(GpuError.__name__, text))
+        channel.close()
+
+
+def _new_rank(
+    channel: PacketChannel, pid: int, message: Message, descriptor: int | None
+) -> NewRank:
+    """Return the rank that has sent this message first.
+
+    Raises:
+        ValueError: If it is not an attach request, came without memory, or the process is not
+            visible here.
+    """
+    if isinstance(message, AttachRequest) and descriptor is not None and pid > 0:
+        return NewRank(channel, message, SharedRequest.receive(descriptor), pid)
+    if descriptor is not None:
+        os.close(descriptor)
+    raise ValueError("a rank sends an attach request and its memory first, from a visible process")

@@ -11,11 +11,11 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import GpuError, GpuInUse
+from perseus_planner.base.loops import Backoff
 from perseus_planner.base.processes import WatchedProcess
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.guardian import SAME_LIMIT_W, restore_power_limit
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
-from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.controller.protocol import (
     AttachRefusal,
     AttachReply,
@@ -30,8 +30,9 @@ from perseus_planner.runtime.controller.scheduler import RESET
 from perseus_planner.runtime.marks import NO_REQUEST, parse_clock_request
 
 if TYPE_CHECKING:
+    from perseus_planner.base.wires import PacketChannel
     from perseus_planner.gpu.protocol import Gpu
-    from perseus_planner.runtime.controller.protocol import Channel, SharedRequest
+    from perseus_planner.runtime.controller.protocol import SharedRequest
     from perseus_planner.runtime.controller.scheduler import PendingChange
 
 
@@ -73,7 +74,7 @@ class Rank:
     """
 
     def __init__(
-        self, channel: Channel, attach_request: AttachRequest, shared: SharedRequest, pid: int
+        self, channel: PacketChannel, attach_request: AttachRequest, shared: SharedRequest, pid: int
     ) -> None:
         self.channel, self.attach_request, self.shared = channel, attach_request, shared
         self.process = WatchedProcess(pid)

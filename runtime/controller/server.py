@@ -28,13 +28,12 @@ from perseus_planner.runtime.controller.protocol import (
     DetachRequest,
     Overload,
 )
-from perseus_planner.runtime.controller.rank import LeaseGroup, shared_gpu_errors
+from perseus_planner.runtime.controller.rank import LeaseGroup, Rank, shared_gpu_errors
 from perseus_planner.runtime.controller.scheduler import JUDGED, ChangeScheduler
 
 if TYPE_CHECKING:
     from perseus_planner.base.processes import WatchedProcess
-    from perseus_planner.runtime.controller.handshake import Handshakes
-    from perseus_planner.runtime.controller.rank import Rank
+    from perseus_planner.runtime.controller.protocol import Handshakes
 
 LEASE_WAIT_NS = 10_000_000_000
 """How long to wait for the other ranks, after the first attach request, before GPUs are leased
@@ -155,8 +154,8 @@ class Controller:
                 return
             elif rank.channel.fileno() in ready:
                 self._receive(rank)
-        for rank in self._handshakes.serve(ready, now_ns):
-            self._add(rank, now_ns)
+        for new_rank in self._handshakes.serve(ready, now_ns):
+            self._add(Rank(*new_rank), now_ns)
 
     def _add(self, rank: Rank, now_ns: int) -> None:
         if len(self._ranks()) >= self._count:

@@ -25,19 +25,140 @@ A look takes one operation. A new plan takes one more on each node, and four of 
 from __future__ import annotations
 
 import math
+import os
+import struct
 import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.runtime.switching.node_plans import NodeShare
-from perseus_planner.runtime.switching.shared_state import AgreedState, SharedState, read
+from perseus_planner.base.wires import read_key
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+_HEADER = struct.Struct("<QqQ")  #: version, since, and how many bytes the plan has
+_CHECKSUM = struct.Struct("<I")  #: of header and plan, so that half a plan is not taken for one
+
+
+class AgreedState(NamedTuple):
+    """What the ranks of a job agree on."""
+
+    version: int = 1  #: The newest version; it only grows
+    since: int = 0  #: The first iteration that runs by it
+
+    def text(self) -> str:
+        """Return the state as the store holds it."""
+        return " ".join(map(str, self))
+
+
+class SharedState:
+    """The state in the store as this rank saw it last.
+
+    Both methods take one operation. They raise what the store raises, or a RuntimeError if it has
+    lost the state.
+
+    Attributes:
+        seen: The state seen last.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._text = ""  #: of the state in the store; empty while the key is absent
+        self.seen = AgreedState()
+
+    def look(self) -> None:
+        """Read the state."""
+        value = read_key(self._store, "state")
+        self._take(value or b"", is_absent=value is None)
+
+    def change(self, state: AgreedState) -> None:
+        """Replace the state seen last by `state`, if it is still in the store; read what is
+        there then.
+        """
+        text = state.text()
+        value: bytes = self._store.compare_set("state", self._text, text)
+        # If the key is absent, the expected value comes back although it was not replaced.
+        self._take(value, is_absent=value.decode() == self._text != text)
+
+    def _take(self, value: bytes, *, is_absent: bool) -> None:
+        if is_absent and self._text:
+            raise RuntimeError("the store has lost what the ranks had agreed on")
+        self._text = value.decode()
+        self.seen = AgreedState(*map(int, self._text.split()))
+
+
+class NodePlans:
+    """Memory with the newest plan of a node. It has no name in a file system, so that no death
+    leaves it behind.
+
+    Args:
+        descriptor: Descriptor of the memory, which belongs to this object from now on.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls) -> NodePlans:
+        """Return new memory, without a plan."""
+        return cls(os.memfd_create("perseus-planner-plans", os.MFD_CLOEXEC))
+
+    @classmethod
+    def open(cls, address: str) -> NodePlans:
+        """Return the memory at the address that its creator gave.
+
+        Raises:
+            OSError: If it cannot be opened, for example because its creator has ended.
+        """
+        return cls(os.open(f"/proc/{address}", os.O_RDONLY | os.O_CLOEXEC))
+
+    @property
+    def address(self) -> str:
+        """Where other processes of this user on this node find the memory while this process
+        lives.
+        """
+        return f"{os.getpid()}/fd/{self._descriptor}"
+
+    def write(self, state: AgreedState, plan: bytes) -> None:
+        """Replace the plan."""
+        content = _HEADER.pack(state.version, state.since, len(plan)) + plan
+        os.pwrite(self._descriptor, _CHECKSUM.pack(zlib.crc32(content)) + content, 0)
+
+    def read(self, after: int) -> tuple[AgreedState, bytes] | None:
+        """Return a plan that is newer than version `after`; None if there is none, or it is
+        being written.
+        """
+        start = _CHECKSUM.size + _HEADER.size
+        head = os.pread(self._descriptor, start, 0)
+        if len(head) < start:
+            return None
+        version, since, size = _HEADER.unpack_from(head, _CHECKSUM.size)
+        if version <= after:
+            return None
+        plan = os.pread(self._descriptor, size, start)
+        is_whole = _CHECKSUM.unpack_from(head) == (zlib.crc32(head[_CHECKSUM.size :] + plan),)
+        return (AgreedState(version, since), plan) if is_whole else None
+
+    def close(self) -> None:
+        """Close the memory; the other ranks may still read it."""
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """This rank's part in the looks of its node."""
+
+    nodes: int = 1  #: Number of nodes of the job
+    #: Whether this rank looks at the job's store; otherwise another one of its node does.
+    looks: bool = True
+    #: What it shares with the other ranks of its node; None if it shares nothing.
+    plans: NodePlans | None = None
+
 
 LONGEST_PLAN_BYTES = 4 << 20
 """Longest compressed plan: a TCPStore drops a rank that sends 8 MiB at once, and the whole job
@@ -185,10 +306,10 @@ class Agreement:
         Raises:
             Exception: What `prepare` raises.
         """
-        found = None
+        newer = None
         if self.lost is None:
             try:
-                found = self._find()
+                newer = self._find()
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 self.lost = (
@@ -196,8 +317,8 @@ class Agreement:
                 )
         if self.lost is not None:
             self._reject_queued(self.lost)
-        if found is not None:
-            self._learn(*found)
+        if newer is not None:
+            self._learn(*newer)
 
     def end(self) -> None:
         """Stop taking part, after the last look; open proposals of this rank are rejected."""
@@ -224,7 +345,7 @@ class Agreement:
         state = self._state.seen
         if state.version <= self._known[-1].version:
             return None
-        packed = read(self._store, f"plans/{state.version}")
+        packed = read_key(self._store, f"plans/{state.version}")
         if packed is None:  # a newer one has replaced it meanwhile
             return None
         if self._share.looks and self._share.plans is not None:

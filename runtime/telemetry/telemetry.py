@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,12 @@ from perseus_planner.runtime.controller.protocol import (
     GpuSample,
     ToRank,
 )
-from perseus_planner.runtime.telemetry.counters import Counts, IterationCounter, is_pause
-from perseus_planner.runtime.telemetry.recorder import RunRecorder
-from perseus_planner.runtime.telemetry.samples import GpuSamples
+from perseus_planner.runtime.telemetry.counters import (
+    Counts,
+    IterationCounter,
+    RunRecorder,
+    is_pause,
+)
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank
@@ -41,6 +45,82 @@ if TYPE_CHECKING:
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runtime.hook import RankProgram
     from perseus_planner.runtime.marks import IterationTimes
+
+
+_MAX_SAMPLES = 1_000
+
+
+class GpuSamples:
+    """The last samples of one GPU, oldest first.
+
+    Counters are interpolated linearly between two samples, so the energies of successive iterations
+    add up to what the counter says of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[GpuSample] = []
+
+    def __iter__(self) -> Iterator[GpuSample]:
+        return iter(self._samples)
+
+    def add(self, sample: GpuSample) -> None:
+        """Add a sample that was taken after all others."""
+        self._samples = [*self._samples[-_MAX_SAMPLES + 1 :], sample]
+
+    def first_after(self, at_ns: int) -> GpuSample | None:
+        """Return the first sample that was taken at `at_ns` or later."""
+        index = self._index(at_ns)
+        return self._samples[index] if index < len(self._samples) else None
+
+    def forget_before(self, at_ns: int) -> None:
+        """Forget the samples that are not needed for times from `at_ns` on."""
+        index = self._index(at_ns)
+        is_exact = index < len(self._samples) and self._samples[index].now_ns == at_ns
+        self._samples = self._samples[max(0, index - (not is_exact)) :]
+
+    def energy_j(self, begin_ns: int, end_ns: int) -> float | None:
+        """Return the joules in a span of time; None if no samples enclose it, or the counter was
+        reset in it.
+        """
+        return self._rise(lambda sample: sample.energy_j, begin_ns, end_ns)
+
+    def throttled_s(self, begin_ns: int, end_ns: int) -> Mapping[str, float]:
+        """Return throttle reason -> seconds in a span of time, for the reasons that are known
+        for all of it.
+        """
+        last = self.first_after(end_ns)
+        reasons = last.throttled_s if last is not None else ()
+        rises_s = {reason: self._rise(_seconds_of(reason), begin_ns, end_ns) for reason in reasons}
+        return {reason: seconds for reason, seconds in rises_s.items() if seconds is not None}
+
+    def _rise(
+        self, counter: Callable[[GpuSample], float | None], begin_ns: int, end_ns: int
+    ) -> float | None:
+        begin, end = self._at(counter, begin_ns), self._at(counter, end_ns)
+        return None if begin is None or end is None or end < begin else end - begin
+
+    def _at(self, counter: Callable[[GpuSample], float | None], at_ns: int) -> float | None:
+        index = self._index(at_ns)
+        if index == len(self._samples):
+            return None
+        after = self._samples[index]
+        if after.now_ns == at_ns:
+            return counter(after)
+        if index == 0:
+            return None
+        before = self._samples[index - 1]
+        first, last = counter(before), counter(after)
+        if first is None or last is None or last < first:
+            return None
+        return first + (last - first) * (at_ns - before.now_ns) / (after.now_ns - before.now_ns)
+
+    def _index(self, at_ns: int) -> int:
+        return bisect_left(self._samples, at_ns, key=lambda sample: sample.now_ns)
+
+
+def _seconds_of(reason: str) -> Callable[[GpuSample], float | None]:
+    return lambda sample: sample.throttled_s.get(reason)
+
 
 _PATIENCE = 4  #: iterations that may wait for a sample
 _FULL = 32  #: iterations at full clocks with which those of the autopilot are compared

@@ -5,13 +5,9 @@ Pure, like the search.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from perseus_planner.runtime.autopilot.ledger import Ledger
-from perseus_planner.runtime.whole.search import SETTLING
-
-if TYPE_CHECKING:
-    from perseus_planner.runtime.whole.search import Window
+from perseus_planner.runtime.autopilot.job import Ledger
+from perseus_planner.runtime.whole.search import SETTLING, Window
 
 BURST = 0.1
 """How much a rank may owe before it runs at the highest value, as a share of the reference."""

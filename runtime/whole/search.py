@@ -30,7 +30,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import LIMIT, Count, Joules, Seconds
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.autopilot.ledger import Ledger
+    from perseus_planner.runtime.autopilot.job import Ledger
 
 Purpose = Literal["reference", "probe", "measure", "follow", "audit"]
 

@@ -9,25 +9,24 @@ on the thread of the rank.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
+from perseus_planner.base.loops import Backoff, Loop
+from perseus_planner.base.wires import Board
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
-from perseus_planner.runtime.controller.backoff import Backoff
 from perseus_planner.runtime.job import JobWarnings, this_job
 from perseus_planner.runtime.runtime import Runtime
-from perseus_planner.runtime.switching.shared_state import read
 from perseus_planner.runtime.whole.rank import RankPart, Terms
-from perseus_planner.runtime.whole.search import ValueSearch, Window
+from perseus_planner.runtime.whole.search import ValueSearch
 from perseus_planner.runtime.whole.state import IterationState
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.rendezvous import RuntimeOptions
     from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
+    from perseus_planner.runtime.whole.search import Window
 
 SAVE_S = 60.0
 """Time between two writes of what was learnt."""
@@ -210,14 +210,14 @@ class _Rank:
         deciding: tuple[ValueSearch, IterationState] | None,
     ) -> None:
         self._job, self._gpu, self.part, self._set_value = job, gpu, part, set_value
+        self._board = Board(job.own_store)
         self._search = None if deciding is None else deciding[0]
         self._state = None if deciding is None else deciding[1]
         self._saved_s = time.monotonic()
         self._unit, self._warnings = unit, JobWarnings(job)
-        self._lock, self._wake, self._is_stopped = threading.Lock(), threading.Event(), False
-        self._thread = threading.Thread(
-            target=self._run, daemon=True, name="perseus-planner iterations"
-        )
+        self._lock = threading.Lock()
+        self._period_s = max(_PERIOD_S, job.ranks / _LOOKS_PER_S)
+        self._loop = Loop(self._run, "perseus-planner iterations", self._period_s)
         self.problem: str | None = None
         self.value: int | None = None
         self._terms: Terms | None = None
@@ -227,7 +227,6 @@ class _Rank:
         )
         self._asked_s = 0.0  #: when rank 0 answered the window that it waits for
         self._absent: set[int] = set()
-        self._period_s = max(_PERIOD_S, job.ranks / _LOOKS_PER_S)
         self._backoff = Backoff()
         self._reported: int | None = None  #: the value that was last logged as the best
         self._begin_s: float | None = None
@@ -245,7 +244,7 @@ class _Rank:
         time_s, self._begin_s = time.monotonic() - self._begin_s, None
         with self._lock:
             if self.part.end(time_s, at_top=self._began_at_top and self.part.set_index == 0):
-                self._wake.set()
+                self._loop.wake()
 
     def start(self) -> None:
         if self._search is not None and self._state is not None:
@@ -253,12 +252,10 @@ class _Rank:
             self._search.begin_with(rows)
             if text:
                 _LOG.info("planner: %s", text)
-        self._thread.start()
+        self._loop.start()
 
     def stop(self) -> None:
-        self._is_stopped = True
-        self._wake.set()
-        self._thread.join(_STOP_S)
+        self._loop.stop(_STOP_S)
         self._save()
 
     def _save(self) -> None:
@@ -273,15 +270,12 @@ class _Rank:
     # On the thread of the rank
 
     def _run(self) -> None:
-        while not self._is_stopped:
-            try:
-                self._run_round()
-            except GpuError as error:
-                self._give_up(str(error))
-            except RuntimeError:  # the store is gone, so the job ends
-                return
-            self._wake.wait(self._period_s)
-            self._wake.clear()
+        try:
+            self._run_round()
+        except GpuError as error:
+            self._give_up(str(error))
+        except RuntimeError:  # the store is gone, so the job ends
+            self._loop.stop()
 
     def _run_round(self) -> None:
         if self._has_answered:
@@ -334,19 +328,17 @@ class _Rank:
         energy_j = None
         if begun is not None and ended is not None and time_s is not None and self.problem is None:
             energy_j = time_s * (ended[0] - begun[0]) / (ended[1] - begun[1])
-        answer = json.dumps(asdict(_Answer(time_s, energy_j, is_whole)))
-        self._job.own_store.set(f"whole/answer/{window.number}/{self._job.rank}", answer)
+        key = f"whole/answer/{window.number}/{self._job.rank}"
+        self._board.put(key, _Answer(time_s, energy_j, is_whole))
         self._has_answered, self._asked_s = True, time.monotonic()
 
     def _look(self) -> None:
         """Look for the next window; rank 0 decides it once all have answered."""
         if self._search is not None:
             self._decide(self._search)
-        found = read(self._job.own_store, "whole/window")
-        if found is None:
+        terms = self._board.get("whole/window", Terms)
+        if terms is None:
             return
-        values = json.loads(found)
-        terms = Terms(**{**values, "window": Window(**values["window"])})
         if self._terms is None or terms.window.number != self._terms.window.number:
             with self._lock:
                 self.part.follow(terms)
@@ -377,7 +369,7 @@ class _Rank:
             reference_s,
             search.values[0],
         )
-        self._job.own_store.set("whole/window", json.dumps(asdict(terms)))
+        self._board.put("whole/window", terms)
 
     def _report(self, search: ValueSearch) -> None:
         """Log on rank 0 what is best now, if that has changed."""
@@ -398,15 +390,15 @@ class _Rank:
         still come.
         """
         keys = {rank: f"whole/answer/{number}/{rank}" for rank in range(self._job.ranks)}
-        store = self._job.own_store
         present = [key for rank, key in keys.items() if rank not in self._absent]
-        if time.monotonic() - self._asked_s < PATIENCE_S and not store.check(present):
+        if time.monotonic() - self._asked_s < PATIENCE_S and not self._board.store.check(present):
             return None
-        found = {rank: data for rank, key in keys.items() if (data := read(store, key)) is not None}
-        self._absent = keys.keys() - found.keys()
-        for rank in found:
-            store.delete_key(keys[rank])
-        return [_Answer(**json.loads(data)) for data in found.values()]
+        read = {rank: self._board.get(key, _Answer) for rank, key in keys.items()}
+        answers = {rank: answer for rank, answer in read.items() if answer is not None}
+        self._absent = keys.keys() - answers.keys()
+        for rank in answers:
+            self._board.remove(keys[rank])
+        return list(answers.values())
 
 
 def training_device() -> torch.device:

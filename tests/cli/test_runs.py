@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from commands import done, loaded, refused
 from made_runs import attempt_in, write_run
+from msgspec import structs
 from strategies import smooth_profile
 
 from perseus_planner import Plan, Profile
@@ -79,7 +80,7 @@ def test_as_json_it_says_the_same_in_si_units(plan: Plan, origin: str):
 def test_the_figure_has_the_plan_above_the_run_with_late_changes_marked(plan: Plan):
     def edit(iteration: int, change: ControlChange) -> ControlChange | None:
         late_ns = 5 * 10**7 if iteration == 3 else 0
-        return replace(
+        return structs.replace(
             change, begun_ns=change.begun_ns + late_ns, ended_ns=change.ended_ns + late_ns
         )
 

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,8 @@ from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, await_end, files, guardians, kill, own_guardians, owner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import to_builtins
+from msgspec.structs import asdict, replace
 from waiting import LONG_S
 
 from perseus_planner.base.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
@@ -347,12 +348,13 @@ def damaged(text: str) -> dict[str, bytes]:
         "huge": record.replace(b'"pid": 1', b'"pid": 1' + b"0" * 5000),
         "bool": record.replace(b'"pid": 1', b'"pid": true'),
         "escape": record.replace(b"H100", b"\\u001b[2J"),
+        "escape-in-name": record.replace(b'"since"', b'"\\u001b[2J"'),
     }
 
 
 def damage(name: str, path: Path) -> None:
     """Put something invalid in the place of a record."""
-    text = json.dumps(asdict(a_record(owner=replace(this_process(), pid=1))))
+    text = json.dumps(to_builtins(a_record(owner=replace(this_process(), pid=1))))
     if name == "link":
         (path.parent / "elsewhere").write_text(text)
         path.symlink_to(path.parent / "elsewhere")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import any_plan, attempt_in, write_run
+from msgspec import structs
 from strategies import any_schedule, fixed, furnished, smooth_profile
 
 from perseus_planner import Plan, schedules, solve
@@ -161,7 +162,7 @@ def test_a_late_change_and_one_that_was_never_made_are_found(plan: Plan, tmp_pat
 
     def edit(iteration: int, change: ControlChange) -> ControlChange | None:
         if iteration == 2 and change.position == place["late"]:
-            return replace(
+            return structs.replace(
                 change, begun_ns=change.begun_ns + 3 * 10**7, ended_ns=change.ended_ns + 3 * 10**7
             )
         return None if iteration == 3 and change.position == place["lost"] else change

@@ -26,12 +26,13 @@ from perseus_planner.runtime.switching.agreement import (
     LONGEST_PLAN_BYTES,
     LOOK_S,
     Acceptance,
+    AgreedState,
     Agreement,
+    NodePlans,
+    NodeShare,
     Proposal,
     Rejection,
 )
-from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
-from perseus_planner.runtime.switching.shared_state import AgreedState
 
 NEWER = Rejection("a newer plan was proposed before this one")
 

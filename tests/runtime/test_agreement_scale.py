@@ -14,8 +14,7 @@ pytest.importorskip("torch")
 from stepped_ranks import Counted
 from torch.distributed import HashStore
 
-from perseus_planner.runtime.switching.agreement import Acceptance, Agreement
-from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
+from perseus_planner.runtime.switching.agreement import Acceptance, Agreement, NodePlans, NodeShare
 
 NODES, NODE_RANKS = 2048, 8
 ROUND_S = 0.1  #: twice the time between two rounds of a background thread, so that all are slow

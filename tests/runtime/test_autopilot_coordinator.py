@@ -5,7 +5,6 @@ the process ends.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,23 +13,31 @@ pytest.importorskip("torch")
 
 from torch.distributed import HashStore
 
+from perseus_planner.base.loops import FIRST_PAUSE_S
+from perseus_planner.base.wires import decode, encode
+from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.autopilot import AutopilotSettings
 from perseus_planner.runtime.autopilot.ranks import coordinator as module
-from perseus_planner.runtime.autopilot.ranks.coordinator import Coordinator, Places
-from perseus_planner.runtime.autopilot.ranks.exchange import Learnt, ServiceExchange
-from perseus_planner.runtime.autopilot.ranks.messages import (
-    JOB,
-    LEARNT,
-    OBSERVED,
-    PROGRAMS,
-    STATUS,
-    WAITS,
-    Frame,
-    JobDescription,
-    read_observed,
+from perseus_planner.runtime.autopilot.ranks.coordinator import (
+    NOTHING,
+    Coordinator,
+    observed_key,
+    rank_key,
 )
-from perseus_planner.runtime.autopilot.ranks.observer import NOTHING, observed_key, rank_key
-from perseus_planner.runtime.autopilot.ranks.programs import order_number
-from perseus_planner.runtime.controller.backoff import FIRST_PAUSE_S
+from perseus_planner.runtime.autopilot.ranks.messages import (
+    Frame,
+    FromProcess,
+    JobDescription,
+    Learnt,
+    Observations,
+    Places,
+    RankTraining,
+    ServiceExchange,
+    Status,
+    ToProcess,
+    Waits,
+)
+from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number
 
 ORDER = [(0, "F", 0), (0, "B", 0)]
 OTHER = [(0, "F", 0), (0, "F", 1), (0, "B", 0), (0, "B", 1)]
@@ -53,20 +60,20 @@ class Process:
     """Stands for the process of the autopilot."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[bytes, bytes]] = []
-        self.replies: list[tuple[bytes, bytes]] = []
+        self.sent: list[ToProcess] = []
+        self.replies: list[FromProcess] = []
         self.has_ended = False
 
-    def send(self, kind: bytes, content: bytes) -> None:
-        self.sent.append((kind, content))
+    def send(self, message: ToProcess) -> None:
+        self.sent.append(message)
 
-    def messages(self) -> list[tuple[bytes, bytes]]:
+    def messages(self) -> list[FromProcess]:
         if self.has_ended:
             raise EOFError
         replies, self.replies = self.replies, []
         return replies
 
-    def end(self, timeout_s: float) -> list[tuple[bytes, bytes]]:
+    def end(self, timeout_s: float) -> list[FromProcess]:
         self.has_ended = True
         return []
 
@@ -88,15 +95,13 @@ class Job:
         self.lost = None
         monkeypatch.setattr(module, "AutopilotProcess", self._start)
         places = Places.among([(pipeline, 0) for pipeline in range(pipelines)])
+        described = JobDescription(AutopilotSettings(), places, sets_clocks=True, state=None)
         self.coordinator = Coordinator(
             self.store,
-            places,
-            {},
+            described,
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
-            sets_clocks=True,
-            state=None,
-            exchange=exchange,
+            exchange,
             now_s=lambda: self.now_s,
         )
         for rank in range(pipelines):
@@ -116,12 +121,12 @@ class Job:
         self.warned.append(text)
 
     def observe(self, rank: int, iteration: int, order: list[tuple[int, str, int]] = ORDER) -> None:
-        self.store.set(rank_key(rank), json.dumps({"order": order, "gpu": None}))
+        self.store.set(rank_key(rank), encode(RankTraining(tuple(order), None)))
         self.store.set(
-            observed_key(rank), Frame(rank, order_number(order), iteration, 0, 1.0).pack()
+            observed_key(rank), encode(Frame(rank, order_number(order), iteration, 0, 1.0))
         )
 
-    def look(self) -> list[tuple[bytes, bytes]]:
+    def look(self) -> list[ToProcess]:
         """Look once; return what the process is told."""
         self.now_s += 1.0
         self.coordinator.look()
@@ -136,13 +141,13 @@ def test_an_iteration_is_passed_on_once_when_all_have_told_it(monkeypatch: pytes
     job.begun = 1
     assert job.look() == []
     job.observe(1, 0)
-    (first, told), (second, observed) = job.look()
-    assert (first, second) == (JOB, OBSERVED)
-    assert JobDescription.loads(told).told == {
-        0: {"order": [list(each) for each in ORDER], "gpu": None}
-    }
-    since, frames = read_observed(observed)
-    assert (since, [frame.rank for frame in frames]) == (3, [0, 1])
+    described, observed = job.look()
+    assert isinstance(described, JobDescription)
+    assert isinstance(observed, Observations)
+    assert described.trainings == {0: RankTraining(tuple(ORDER), None)}
+    assert decode(encode(described), ToProcess) == described
+    ranks = [decode(frame, Frame).rank for frame in observed.frames]
+    assert (observed.since, ranks) == (3, [0, 1])
     reads = len(job.store.read)
     assert job.look() == []
     assert len(job.store.read) == reads  # nothing is left to be told
@@ -158,8 +163,13 @@ def test_another_order_is_told_when_all_pipelines_run_it(monkeypatch: pytest.Mon
         for rank, order in enumerate(orders):
             job.observe(rank, iteration, order)
         job.begun = iteration + 1
-        kinds.append([kind for kind, _ in job.look()])
-    assert kinds == [[JOB, OBSERVED], [OBSERVED], [JOB, OBSERVED], [OBSERVED]]
+        kinds.append(list(map(type, job.look())))
+    assert kinds == [
+        [JobDescription, Observations],
+        [Observations],
+        [JobDescription, Observations],
+        [Observations],
+    ]
 
 
 def test_pipelines_that_go_on_running_different_orders_are_warned_of_once(
@@ -170,7 +180,7 @@ def test_pipelines_that_go_on_running_different_orders_are_warned_of_once(
         for rank, order in enumerate([ORDER, OTHER]):
             job.observe(rank, iteration, order)
         job.begun = iteration + 1
-        assert [kind for kind, _ in job.look()] == [OBSERVED]
+        assert list(map(type, job.look())) == [Observations]
         assert bool(job.warned) == (iteration >= module.DIFFERING)
     assert set(job.warned) == {
         "the pipelines of this job run different orders of computations, which the autopilot "
@@ -185,8 +195,8 @@ def test_in_a_large_job_only_those_whose_turn_it_is_are_read(monkeypatch: pytest
             if rank % 4 == iteration % 4:
                 job.observe(rank, iteration)
         job.begun = iteration + 1
-        kinds = [kind for kind, _ in job.look()]
-        assert kinds == ([JOB, OBSERVED] if iteration == 3 else [OBSERVED])
+        kinds = list(map(type, job.look()))
+        assert kinds == ([JobDescription, Observations] if iteration == 3 else [Observations])
     assert job.store.read == [50] * 8
 
 
@@ -196,23 +206,20 @@ def test_what_the_service_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
     job.look()
     job.observe(0, 0)
     job.begun = 1
-    assert [kind for kind, _ in job.look()] == [JOB, OBSERVED]
+    assert list(map(type, job.look())) == [JobDescription, Observations]
     exchange.waits_s = (1.25,)
-    assert [job.look(), job.look()] == [[(WAITS, b"[1.25]")], []]
-    learnt = {"profile_csv": "c", "profile_yaml": "y", "schedule": "s", "rows": 4, "time_s": 1.0}
-    job.started[0].replies = [
-        (LEARNT, json.dumps(learnt).encode()),
-        (STATUS, b'{"phase": "learning"}'),
-    ]
+    assert [job.look(), job.look()] == [[Waits((1.25,))], []]
+    learnt = Learnt("c", "y", "s", 4, 1.0)
+    job.started[0].replies = [learnt, Status(AutopilotStatus("learning"))]
     job.look()
-    assert exchange.learnt == Learnt(**learnt)
+    assert exchange.learnt == learnt
     assert exchange.status.phase == "learning"
     job.started[0].has_ended = True  # its successor is told all again
     job.look()
     job.now_s += FIRST_PAUSE_S
     job.observe(0, 1)
     job.begun = 2
-    assert [kind for kind, _ in job.look()] == [JOB, OBSERVED, WAITS]
+    assert list(map(type, job.look())) == [JobDescription, Observations, Waits]
 
 
 def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_pause(
@@ -220,9 +227,10 @@ def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_
 ):
     job = Job(1, monkeypatch)
     job.look()
-    job.started[0].replies = [(PROGRAMS, b"programs")]
+    programs = Programs(1, (), (), (), 1410, 0.5, None, AutopilotStatus())
+    job.started[0].replies = [programs]
     job.look()
-    assert job.proposed == [b"programs"]
+    assert job.proposed == [encode(programs)]
     job.started[0].has_ended = True
     job.look()
     (text,) = job.warned
@@ -232,5 +240,5 @@ def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_
     job.now_s += FIRST_PAUSE_S
     job.observe(0, 0)
     job.begun = 1
-    assert [kind for kind, _ in job.look()] == [JOB, OBSERVED]
+    assert list(map(type, job.look())) == [JobDescription, Observations]
     assert len(job.started) == 2

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
+from msgspec.structs import replace
 
 pytest.importorskip("torch")
 
@@ -20,39 +20,40 @@ from torch.distributed import HashStore
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import PlanError, UsageError
+from perseus_planner.base.wires import decode, encode
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.autopilot import ComputationObservation, Ledger
-from perseus_planner.runtime.autopilot.ranks.coordinator import Places
-from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
-from perseus_planner.runtime.autopilot.ranks.follower import ProgramFollower, RankLedger
+from perseus_planner.runtime.autopilot import AutopilotSettings, ComputationObservation, Ledger
+from perseus_planner.runtime.autopilot.ranks.coordinator import observed_key, rank_key
 from perseus_planner.runtime.autopilot.ranks.messages import (
-    JOB,
-    LEARNT,
-    LOG,
-    OBSERVED,
-    PROGRAMS,
-    STATUS,
-    WAITS,
-    WARNING,
     Frame,
+    FromProcess,
     JobDescription,
-    observed_message,
-)
-from perseus_planner.runtime.autopilot.ranks.observer import (
-    SETTLE_NS,
+    Learnt,
+    LogLine,
+    Observations,
     ObservedGpu,
-    Observer,
-    observed_key,
-    rank_key,
+    Places,
+    RankTraining,
+    Status,
+    Waits,
 )
+from perseus_planner.runtime.autopilot.ranks.observer import SETTLE_NS, Observer
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
-from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number
+from perseus_planner.runtime.autopilot.ranks.programs import (
+    AutopilotProgram,
+    ProgramFollower,
+    Programs,
+    RankLedger,
+    clock_runs,
+    order_number,
+)
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.hook import Hook, RankProgram
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, IterationTimes, parse_clock_request
 from perseus_planner.schedules import Computation, one_f_one_b
 
+T = TypeVar("T")
 RANKS = one_f_one_b(2, 3).ranks
 ORDERS = {order_number(order): order for order in RANKS}
 TOP_MHZ = 1410
@@ -64,9 +65,17 @@ def programs(
 ) -> Programs:
     """Return programs of one clock for each computation of each rank, of each pipeline."""
     of_pipelines = tuple(tuple(map(tuple, pipeline)) for pipeline in clocks)
+    status = AutopilotStatus("learning", 7)
     return Programs(
-        decision, tuple(ORDERS), of_pipelines, TOP_MHZ, 0.5, ledger, AutopilotStatus("learning", 7)
+        decision, tuple(ORDERS), *clock_runs(of_pipelines), TOP_MHZ, 0.5, ledger, status
     )
+
+
+def program_of(
+    sent: Programs, version: int = 2, pipeline: int = 0, rank: int = 0, orders: Any = ORDERS
+) -> AutopilotProgram:
+    """Return the program of one rank, as it arrives there."""
+    return Programs.program_of(encode(sent), version, pipeline, rank, orders)
 
 
 CLOCKS = st.tuples(
@@ -79,7 +88,7 @@ def test_each_rank_decodes_its_own_program(clocks):
     sent = programs(clocks, ledger=Ledger(0.5, burst_s=0.001))
     for pipeline, expected in enumerate(clocks):
         for rank, order in enumerate(RANKS):
-            program = Programs.program_of(sent.dumps(), 9, pipeline, rank, ORDERS)
+            program = program_of(sent, 9, pipeline, rank)
             assert (program.computations, program.clocks) == (order, tuple(expected[rank]))
             assert (program.version, program.decision, program.microbatches) == (9, 1, 3)
             assert (program.ledger, program.status) == (sent.ledger, sent.status)
@@ -92,8 +101,8 @@ def test_each_rank_decodes_its_own_program(clocks):
     [
         (b"{", ORDERS, "cannot be read"),
         (b'{"orders":[1,2]}', ORDERS, "cannot be read"),
-        (programs([[[1410] * 6] * 2]).dumps(), {}, "for another order"),
-        (programs([[[1410] * 5] * 2]).dumps(), ORDERS, "for another order"),
+        (encode(programs([[[1410] * 6] * 2])), {}, "for another order"),
+        (encode(programs([[[1410] * 5] * 2])), ORDERS, "for another order"),
     ],
 )
 def test_a_program_that_is_not_for_this_rank_is_refused(data, orders, said):
@@ -141,9 +150,7 @@ def trained(
 
 def test_a_rank_whose_ledger_is_overdrawn_runs_the_next_iteration_at_full_clocks_until_it_is_paid():
     ledger = Ledger(1.0, max_slowdown=0.01, burst_s=0.02)
-    program = Programs.program_of(
-        programs([[[1200] * 6] * 2], ledger=ledger).dumps(), 2, 0, 0, ORDERS
-    )
+    program = program_of(programs([[[1200] * 6] * 2], ledger=ledger))
     times_s = [1.0, 1.05, 1.0, 1.0, 1.0, 1.0]
     source, asked = trained([program] * 6, [RANKS[0]] * 6, times_s)
     full = [clocks[1] == TOP_MHZ for clocks in asked]
@@ -173,9 +180,7 @@ def test_a_newer_program_brings_terms_that_count_the_iterations_before():
     old = Ledger(1.0, max_slowdown=0.01, burst_s=0.02)
     new = Ledger(2.0, max_slowdown=0.01, burst_s=0.02, owed_s=0.01, last=0)
     first, second = (
-        Programs.program_of(
-            programs([[[1200] * 6] * 2], ledger=ledger).dumps(), version, 0, 0, ORDERS
-        )
+        program_of(programs([[[1200] * 6] * 2], ledger=ledger), version)
         for version, ledger in enumerate((old, new), 2)
     )
     source, _ = trained([first, second], [RANKS[0]] * 2, [1.02, 2.0])
@@ -185,7 +190,7 @@ def test_a_newer_program_brings_terms_that_count_the_iterations_before():
 
 
 def test_what_an_iteration_ran_is_noted_without_a_program_and_after_a_deviation():
-    program = Programs.program_of(programs([[[1200] * 6] * 2]).dumps(), 2, 0, 0, ORDERS)
+    program = program_of(programs([[[1200] * 6] * 2]))
     other = one_f_one_b(2, 5).ranks[0]
     shorter = RANKS[0][:-2]
     ran = [RANKS[0], RANKS[0], other, RANKS[0], shorter]
@@ -212,10 +217,10 @@ FRAMES = st.builds(
 
 @given(FRAMES, st.data())
 def test_a_frame_arrives_as_it_was_sent_or_not_at_all(frame, data):
-    packed = frame.pack()
-    assert Frame.unpack(packed) == frame
-    with pytest.raises(ValueError, match="cut off"):
-        Frame.unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
+    packed = encode(frame)
+    assert decode(packed, Frame) == frame
+    with pytest.raises(ValueError, match="not what this version writes"):
+        decode(packed[: data.draw(st.integers(0, len(packed) - 1))], Frame)
 
 
 def test_each_computation_has_the_clock_in_force_and_the_change_that_came_into_it():
@@ -236,7 +241,7 @@ def test_each_computation_has_the_clock_in_force_and_the_change_that_came_into_i
 def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     store, source = HashStore(), ProgramFollower()
     observer = Observer(store, 3, source, ObservedGpu("a GPU", "simulated", (1410, 1200)))
-    program = Programs.program_of(programs([[[1200] * 6] * 2]).dumps(), 2, 0, 0, ORDERS)
+    program = program_of(programs([[[1200] * 6] * 2]))
     lasting = iter([0.065] * 4)
     source.follow(Follower([None, program, program, program]), lambda: next(lasting))  # type: ignore[arg-type]
     hook, times = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, None), []
@@ -250,21 +255,24 @@ def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
         spans_ns = tuple((begin_ns + 10 * i * MS, begin_ns + 10 * (i + 1) * MS) for i in range(6))
         times.append(IterationTimes(number, begin_ns, spans_ns, begin_ns + 65 * MS))
     observer.take(times[:1], [])
-    assert Frame.unpack(store.get(observed_key(3))) == Frame(3, order_number(RANKS[0]), 0, 0, 0.065)
-    told = json.loads(store.get(rank_key(3)))
-    gpu = ["a GPU", "simulated", [1410, 1200]]
-    assert told == {"order": [list(each) for each in RANKS[0]], "gpu": gpu, "model": ""}
+    assert decode(store.get(observed_key(3)), Frame) == Frame(
+        3, order_number(RANKS[0]), 0, 0, 0.065
+    )
+    told = decode(store.get(rank_key(3)), RankTraining)
+    assert told == RankTraining(RANKS[0], ObservedGpu("a GPU", "simulated", (1410, 1200)))
 
     def set_at(ms: int, value: int) -> ControlChange:
         return ControlChange(0, value, 0, 0, ms * MS - SETTLE_NS, None)
 
     def sample(ms: int, energy_j: float) -> GpuSample:
-        return GpuSample(0, ms * MS, energy_j, None, None, None, {"sw-thermal": ms / 1000})
+        return GpuSample(
+            0, ms * MS, energy_j, None, None, None, {"sw-thermal": ms / 1000}, 0, 0, None
+        )
 
     observer.take(times[1:2], [set_at(95, 1200), set_at(125, 900), sample(60, 5.0)])
-    assert Frame.unpack(store.get(observed_key(3))).iteration == 0  # not sampled yet
+    assert decode(store.get(observed_key(3)), Frame).iteration == 0  # not sampled yet
     observer.take([], [sample(160, 25.0)])
-    frame = Frame.unpack(store.get(observed_key(3)))
+    frame = decode(store.get(observed_key(3)), Frame)
     assert (frame.iteration, frame.decision, frame.energy_j) == (1, 1, 20.0)
     assert frame.throttled_s == pytest.approx(0.1)
     assert frame.changes == ((0.0, 1200), (0.025, 900))
@@ -272,7 +280,7 @@ def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     observer.take(
         times[2:], []
     )  # a sample is missing: the iteration is told without energy once the next has ended
-    frame = Frame.unpack(store.get(observed_key(3)))
+    frame = decode(store.get(observed_key(3)), Frame)
     assert (frame.iteration, frame.energy_j, frame.changes) == (2, None, ((0.0, 900),))
 
 
@@ -298,22 +306,23 @@ def test_in_large_jobs_pipelines_take_turns(
 
 def description(state: Path | None = None, **changed: object) -> JobDescription:
     """Return a job of one pipeline on a GPU with three clocks."""
-    told = {
-        rank: {
-            "order": [tuple(each) for each in order],
-            "gpu": ["a GPU", "simulated", [1410, 1200, 900]],
-        }
-        for rank, order in enumerate(RANKS)
-    }
-    settings = {"slowdown": 1.5, "max_slowdown": 0.005, "max_changes": 8, "learn": True, "seed": 0}
-    places = {0: (0, 0), 1: (0, 1)}
+    gpu = ObservedGpu("a GPU", "simulated", (1410, 1200, 900))
     job = JobDescription(
-        settings, places, 1, 1, told, sets_clocks=True, state=None if state is None else str(state)
+        settings=AutopilotSettings(slowdown=1.5),
+        places=Places({0: (0, 0), 1: (0, 1)}, 1, 1, 1),
+        trainings={rank: RankTraining(order, gpu) for rank, order in enumerate(RANKS)},
+        sets_clocks=True,
+        state=None if state is None else str(state),
     )
     return replace(job, **changed)
 
 
-def observed(iteration: int, decision: int, clocks: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
+def replied(replies: Sequence[FromProcess], kind: type[T]) -> T:
+    """Return the last reply of a kind."""
+    return [reply for reply in replies if isinstance(reply, kind)][-1]
+
+
+def observed(iteration: int, decision: int, clocks: Sequence[Sequence[int]]) -> Observations:
     """Return the message of an iteration in which each computation takes 0.1 s at the top, and
     as much more below.
     """
@@ -325,29 +334,25 @@ def observed(iteration: int, decision: int, clocks: Sequence[Sequence[int]]) -> 
             spans += [ends, ends + 0.1 * TOP_MHZ / clock]
             ends = spans[-1]
         head = (rank, order_number(order), iteration, decision, ends, tuple(spans), tuple(changes))
-        frame = Frame(*head, 100.0, call_s=0.02)
-        frames.append(frame.pack())
-    return OBSERVED, observed_message(iteration, iteration + 2, frames)
+        frames.append(Raw(encode(Frame(*head, 100.0, call_s=0.02))))
+    return Observations(iteration + 2, tuple(frames))
 
 
 def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_programs(tmp_path: Path):
     state = tmp_path / "made" / "autopilot.yaml"
     planner = Planner(Mock(side_effect=range(10**6)))
-    replies = planner.take([(JOB, description(state).dumps())])
-    first = Programs.program_of(dict(replies)[PROGRAMS], 2, 0, 0, ORDERS)
+    replies = planner.take([description(state)])
+    first = program_of(replied(replies, Programs))
     assert (first.decision, set(first.clocks)) == (0, {TOP_MHZ})
     seen = set()
     clocks, decision = [[TOP_MHZ] * 6] * 2, 0
     for iteration in range(12):
         replies = planner.take([observed(iteration, decision, clocks)])
-        status = AutopilotStatus(**json.loads(dict(replies)[STATUS]))
+        status = replied(replies, Status).status
         assert status.iteration == iteration + 2
         seen.add(status.phase)
-        if PROGRAMS in dict(replies):
-            ran = [
-                Programs.program_of(dict(replies)[PROGRAMS], 2, 0, rank, ORDERS)
-                for rank in range(2)
-            ]
+        if Programs in map(type, replies):
+            ran = [program_of(replied(replies, Programs), rank=rank) for rank in range(2)]
             clocks, decision = [list(each.clocks) for each in ran], ran[0].decision
     assert "learning" in seen
     assert ran[0].busy_s is not None
@@ -360,30 +365,29 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
     profile = Profile.load(state)
     assert profile.gpu == "a GPU"
     assert {len(rows) for rows in profile.measurements.values()} <= {1, 2, 3}
-    replies = Planner().take([(JOB, description(state).dumps())])
-    assert f"rows that were learnt before, from {state}" in replies[0][1].decode()
-    told = description(state).told
-    other = {
-        rank: {**each, "gpu": ["another", "simulated", [1410, 1200]]} for rank, each in told.items()
-    }
-    replies = Planner().take([(JOB, description(state, told=other).dumps())])
+    replies = Planner().take([description(state)])
+    assert f"rows that were learnt before, from {state}" in replies[0].text
+    told = description(state).trainings
+    another = ObservedGpu("another", "simulated", (1410, 1200))
+    other = {rank: RankTraining(each.order, another) for rank, each in told.items()}
+    replies = Planner().take([description(state, trainings=other)])
     text = (
         f"what was learnt before is not used: {state} is of the GPU 'a GPU', and this job has "
         "'another'"
     )
-    assert replies[0] == (LOG, text.encode())
+    assert replies[0] == LogLine(text)
 
 
 def test_a_service_is_told_what_is_learnt(tmp_path: Path):
     planner = Planner()
-    planner.take([(JOB, description(is_shared=True).dumps())])
+    planner.take([description(is_shared=True)])
     messages = [
         learnt
         for iteration in range(4)
         for learnt in planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)])
-        if learnt[0] == LEARNT
+        if isinstance(learnt, Learnt)
     ]
-    learnt = Learnt(**json.loads(messages[-1][1]))
+    learnt = messages[-1]
     assert len(messages) == 1  # no more rows were learnt since
     assert learnt.rows == 4
     assert learnt.time_s > 0.6
@@ -408,18 +412,18 @@ def test_there_is_a_line_a_minute_while_clocks_are_tried_and_then_silence():
 
 def test_beside_a_slower_pipeline_the_ledger_allows_as_much():
     planner = Planner()
-    planner.take([(JOB, description(settings={"slowdown": 1.0, "learn": False}).dumps())])
+    planner.take([description(settings=AutopilotSettings(learn=False))])
     planner.take([observed(number, 0, [[TOP_MHZ] * 6] * 2) for number in range(3)])
 
     def slowdown(iteration: int) -> float:
-        replies = dict(planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)]))
-        ledger = Programs.program_of(replies[PROGRAMS], 2, 0, 0, ORDERS).ledger
+        replies = planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)])
+        ledger = replied(replies, Programs).ledger
         assert ledger is not None
         return ledger.slowdown
 
-    planner.take([(WAITS, b"[1.2]")])
+    planner.take([Waits((1.2,))])
     assert slowdown(3) > 1.1
-    planner.take([(WAITS, b"[]")])
+    planner.take([Waits(())])
     for iteration in range(4, 6):  # those that are ahead
         planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)])
     planner._sent = None  # so that it answers with programs
@@ -428,18 +432,18 @@ def test_beside_a_slower_pipeline_the_ledger_allows_as_much():
 
 def test_another_order_is_planned_with_what_is_known():
     planner = Planner()
-    planner.take([(JOB, description().dumps())])
+    planner.take([description()])
     for iteration in range(3):
         planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)])
     longer = {order_number(order): order for order in one_f_one_b(2, 5).ranks}
     told = {
-        rank: {**description().told[rank], "order": [tuple(each) for each in order]}
+        rank: RankTraining(order, description().trainings[rank].gpu)
         for rank, order in enumerate(longer.values())
     }
-    replies = dict(planner.take([(JOB, description(told=told).dumps())]))
-    program = Programs.program_of(replies[PROGRAMS], 2, 0, 1, longer)
+    replies = planner.take([description(trainings=told)])
+    program = program_of(replied(replies, Programs), rank=1, orders=longer)
     assert (program.microbatches, program.decision) == (5, 0)
-    assert LOG not in replies or b"not used" not in replies[LOG]
+    assert not any("not used" in reply.text for reply in replies if isinstance(reply, LogLine))
     assert planner.take(
         [observed(3, 0, [[TOP_MHZ] * 6] * 2)]
     )  # ranks that still run the other order teach nothing
@@ -450,14 +454,12 @@ def test_another_order_is_planned_with_what_is_known():
 
 
 def test_the_planner_says_what_it_cannot_plan():
-    told = {
-        rank: {"order": [tuple(each) for each in order[1:]], "gpu": None}
-        for rank, order in enumerate(RANKS)
-    }
-    replies = dict(Planner().take([(JOB, description(told=told).dumps())]))
-    assert replies[WARNING].decode().startswith("the autopilot cannot plan what this job runs: ")
-    assert json.loads(replies[STATUS])["phase"] == "stopped"
-    assert PROGRAMS not in replies
+    told = {rank: RankTraining(order[1:], None) for rank, order in enumerate(RANKS)}
+    warning, status = Planner().take([description(trainings=told)])
+    assert isinstance(warning, LogLine)
+    assert warning.is_warning
+    assert warning.text.startswith("the autopilot cannot plan what this job runs: ")
+    assert status == Status(AutopilotStatus("stopped"))
 
 
 @pytest.mark.parametrize(
@@ -474,9 +476,9 @@ def test_options_that_do_not_go_with_the_autopilot_are_refused(options: dict[str
 
 def test_a_dry_run_observes_full_clocks_alone():
     planner = Planner()
-    planner.take([(JOB, description(sets_clocks=False).dumps())])
+    planner.take([description(sets_clocks=False)])
     for iteration in range(6):
-        replies = dict(planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)]))
-        if PROGRAMS in replies:
-            assert set(Programs.program_of(replies[PROGRAMS], 2, 0, 0, ORDERS).clocks) == {TOP_MHZ}
-    assert json.loads(replies[STATUS])["reference_s"] is not None
+        replies = planner.take([observed(iteration, 0, [[TOP_MHZ] * 6] * 2)])
+        if Programs in map(type, replies):
+            assert set(program_of(replied(replies, Programs)).clocks) == {TOP_MHZ}
+    assert replied(replies, Status).status.reference_s is not None

@@ -1,12 +1,11 @@
 """The ledger's guarantee: whatever iterations take, their sum is bounded."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.wires import decode, encode
 from perseus_planner.runtime.autopilot import Ledger
 
 
@@ -76,7 +75,7 @@ def test_a_reference_is_corrected_for_the_last_iterations():
 
 def test_a_ledger_is_plain_values():
     ledger = Ledger(10.0, burst_s=0.05).add(10.1).add(10.0, full_clocks=True)
-    assert Ledger.from_dict(json.loads(json.dumps(ledger.to_dict()))) == ledger
+    assert decode(encode(ledger), Ledger) == ledger
 
 
 def test_credit_is_limited():

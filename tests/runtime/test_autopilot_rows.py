@@ -17,7 +17,7 @@ from perseus_planner.plans.clock_replay import Task
 from perseus_planner.plans.replay import end_times, iteration_energy_j, replay_changes
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runtime.autopilot import AutopilotJob, ComputationObservation
-from perseus_planner.runtime.autopilot.observations import time_at_last_clock
+from perseus_planner.runtime.autopilot.job import time_at_last_clock
 from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 from perseus_planner.runtime.autopilot.power import PowerRows
 from perseus_planner.runtime.autopilot.search import layout, replay

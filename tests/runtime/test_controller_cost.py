@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import resource
 import select
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from controller_ranks import LONG_S
+from controller_ranks import LONG_S, served
 
 from perseus_planner.base.processes import WatchedProcess
 from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.client import Connection
-from perseus_planner.runtime.controller.handshake import Handshakes
-from perseus_planner.runtime.controller.protocol import AttachRequest
+from perseus_planner.runtime.controller.protocol import AttachRequest, Handshakes
 from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.marks import clock_request
 
@@ -61,7 +59,7 @@ def test_the_controller_takes_at_most_20_turns_in_a_computation_or_one_a_millise
         monkeypatch.setattr(server, module, pauses)
     handshakes = Handshakes()
     controller = Controller(handshakes, 1, 1e4)
-    request = AttachRequest(0, SIMULATED, "clock", None, 0.0)
+    request = AttachRequest(0, SIMULATED, "clock", None)
     with closing(Connection(handshakes.address, request)) as connection:
         while not controller._attached:
             controller._turn()
@@ -104,16 +102,8 @@ def test_a_process_is_watched_by_a_descriptor_of_any_number(many_descriptors: No
     watched.close()
 
 
-def test_ranks_are_served_over_descriptors_of_any_number(
-    many_descriptors: None, monkeypatch: pytest.MonkeyPatch
-):
-    handshakes = Handshakes()
-    thread = threading.Thread(target=Controller(handshakes, 1, 1e4).run)
-    thread.start()
-    with Connection(handshakes.address, AttachRequest(0, SIMULATED, "clock", None)) as connection:
-        connection.attach(LONG_S)
+def test_ranks_are_served_over_descriptors_of_any_number(many_descriptors: None):
+    with served(SIMULATED) as connection:
         assert connection.fileno() > 1024
         connection.request[0] = clock_request(0, 1200)
         assert connection.detach(LONG_S) is None
-    thread.join(LONG_S)
-    assert not thread.is_alive()

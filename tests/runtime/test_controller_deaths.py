@@ -15,8 +15,10 @@ from controller_ranks import (
     RANK_OF_ITS_OWN,
     attached,
     awaited,
+    joined,
     locked,
     process_of,
+    serving,
     set_clock,
 )
 from fake_nvml import StandIn
@@ -26,8 +28,7 @@ from waiting import LONG_S, eventually, soon
 from perseus_planner.base.errors import ControllerLost, GpuError
 from perseus_planner.runtime.controller import server as controller
 from perseus_planner.runtime.controller.client import Connection, start_controller
-from perseus_planner.runtime.controller.handshake import Handshakes
-from perseus_planner.runtime.controller.protocol import AttachRequest, ControlFailure
+from perseus_planner.runtime.controller.protocol import AttachRequest, ControlFailure, Handshakes
 from perseus_planner.runtime.marks import clock_request
 
 SIMULATED = "simulated:a100-sxm"
@@ -210,20 +211,13 @@ def test_a_late_rank_is_attached_separately_and_missing_ranks_are_not_waited_for
     nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(controller, "LEASE_WAIT_NS", 0)
-    handshakes = Handshakes()
-    thread = threading.Thread(target=controller.Controller(handshakes, 3, 100.0).run)
-    thread.start()
-    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None)) as first:
-        first.attach(LONG_S)
+    with serving(3) as address, joined(address, 0, "nvml:0") as first:
         set_clock(first, 1200)
-        with Connection(handshakes.address, AttachRequest(1, "nvml:1", "clock", None)) as late:
-            late.attach(LONG_S)
+        with joined(address, 1, "nvml:1") as late:
             set_clock(late, 900)
             assert locked(nvml) == [1200, 900]
         assert locked(nvml) == [1200, None]
         assert len(files(state)) == 1
-    thread.join(LONG_S)
-    assert not thread.is_alive()
     assert files(state) == []
 
 
@@ -234,37 +228,34 @@ def test_without_pidfd_processes_are_polled(
         raise PermissionError
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    handshakes = Handshakes()
-    thread = threading.Thread(target=controller.Controller(handshakes, 1, 100.0).run)
-    thread.start()
-    with owner(RANK_OF_ITS_OWN, [handshakes.address, "0", "nvml:0", "1200", "1"]) as rank:
+    with (
+        serving() as address,
+        owner(RANK_OF_ITS_OWN, [address, "0", "nvml:0", "1200", "1"]) as rank,
+    ):
         child = int(rank.stdout.readline().split()[1])
         kill(rank.pid)
         soon(lambda: nvml.locked_mhz(0) is None)
         kill(child)
-    thread.join(LONG_S)
-    assert not thread.is_alive()
 
 
 def test_a_controller_that_fails_resets_and_informs_all(
     monkeypatch: pytest.MonkeyPatch, nvml: StandIn, state: Path
 ):
     handshakes = Handshakes()
-    serving = controller.Controller(handshakes, 1, 100.0)
+    running = controller.Controller(handshakes, 1, 100.0)
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            serving.run()
+            running.run()
         except ZeroDivisionError as error:
             raised.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    with Connection(handshakes.address, AttachRequest(0, "nvml:0", "clock", None)) as connection:
-        connection.attach(LONG_S)
+    with joined(handshakes.address, 0, "nvml:0") as connection:
         set_clock(connection, 1200)
-        monkeypatch.setattr(serving, "_write_sign_of_life", lambda: 1 / 0)
+        monkeypatch.setattr(running, "_write_sign_of_life", lambda: 1 / 0)
         text = "the clock controller of this node has failed: ZeroDivisionError('division by zero')"
         assert awaited(connection, ControlFailure).text == text
         thread.join(LONG_S)

@@ -20,7 +20,6 @@ from controller_ranks import (
 
 from perseus_planner.base.errors import ControllerLost, GpuError
 from perseus_planner.runtime.controller.client import Connection, start_controller
-from perseus_planner.runtime.controller.handshake import Handshakes
 from perseus_planner.runtime.controller.protocol import (
     SOCKET_KIND,
     AttachRequest,
@@ -28,6 +27,7 @@ from perseus_planner.runtime.controller.protocol import (
     ControlFailure,
     Credentials,
     GpuSample,
+    Handshakes,
     socket_name,
 )
 from perseus_planner.runtime.marks import clock_request

@@ -45,7 +45,7 @@ def row(number: int, **fields: object) -> IterationRecord:
 
 
 def reading(now_ns: int, energy_j: float | None) -> GpuSample:
-    return GpuSample(now_ns, now_ns, energy_j, None, None, None, {})
+    return GpuSample(now_ns, now_ns, energy_j, None, None, None, {}, 0, 0, None)
 
 
 @pytest.fixture(autouse=True)

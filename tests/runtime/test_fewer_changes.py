@@ -20,21 +20,18 @@ from strategies import smooth_profile
 from torch.distributed import HashStore
 
 from perseus_planner import solve
+from perseus_planner.base.loops import FIRST_PAUSE_S
 from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.runtime.background import BackgroundWork
 from perseus_planner.runtime.controller import server
-from perseus_planner.runtime.controller.backoff import FIRST_PAUSE_S
 from perseus_planner.runtime.controller.client import Connection
-from perseus_planner.runtime.controller.handshake import Handshakes
-from perseus_planner.runtime.controller.protocol import AttachRequest, Overload
+from perseus_planner.runtime.controller.protocol import AttachRequest, Handshakes, Overload
 from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import HostMarks, clock_request
-from perseus_planner.runtime.switching.agreement import Acceptance
-from perseus_planner.runtime.switching.follower import PlanFollower
-from perseus_planner.runtime.switching.node_plans import NodeShare
-from perseus_planner.runtime.switching.plans import Plans
+from perseus_planner.runtime.switching.agreement import Acceptance, NodeShare
+from perseus_planner.runtime.switching.plans import PlanFollower, Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 FRONTIER = solve(smooth_profile(2), "1f1b", microbatches=12)

@@ -13,10 +13,8 @@ from torch.distributed import HashStore
 from perseus_planner import solve
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob
-from perseus_planner.runtime.switching.agreement import Acceptance
-from perseus_planner.runtime.switching.follower import PlanFollower
-from perseus_planner.runtime.switching.node_plans import NodeShare
-from perseus_planner.runtime.switching.plans import Plans
+from perseus_planner.runtime.switching.agreement import Acceptance, NodeShare
+from perseus_planner.runtime.switching.plans import PlanFollower, Plans
 
 PLAN = solve(smooth_profile(2), "1f1b", microbatches=2).plan_for_least_energy()
 

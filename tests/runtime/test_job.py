@@ -1,4 +1,4 @@
-"""All ranks receive the same list of values from `exchange`."""
+"""All ranks gather the same messages on a board."""
 # ruff: noqa: TID253 - these tests are there for torch
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,11 +18,15 @@ from stepped_ranks import Counted
 from torch.distributed import HashStore, TCPStore
 
 from perseus_planner.base.errors import RankError
-from perseus_planner.runtime.job import exchange
+from perseus_planner.base.wires import Board
 
 
 def value_of(rank: int) -> bytes:
     return bytes(range(256)) * rank
+
+
+def gather(store: Any, rank: int, size: int, value: bytes, timeout_s: float) -> Sequence[Any]:
+    return Board(store).gather(rank, size, value, bytes, timeout_s)
 
 
 def all_enter(
@@ -29,7 +34,7 @@ def all_enter(
 ) -> list[list[bytes | None]]:
     with ThreadPoolExecutor(len(numbers)) as pool:
         futures = [
-            pool.submit(exchange, Counted(store), rank, size, value_of(rank), timeout_s)
+            pool.submit(gather, Counted(store), rank, size, value_of(rank), timeout_s)
             for rank in numbers
         ]
         return [each.result() for each in futures]
@@ -53,14 +58,14 @@ def test_a_late_rank_receives_what_the_others_received(late: int):
 
 
 def test_a_rank_without_others_enters_at_once():
-    assert exchange(HashStore(), 0, 1, b"", 60.0) == [b""]
+    assert gather(HashStore(), 0, 1, b"", 60.0) == [b""]
 
 
 def test_waiting_can_be_interrupted():
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        exchange(HashStore(), 0, 2, b"", 60.0)
+        gather(HashStore(), 0, 2, b"", 60.0)
     timer.join()
 
 
@@ -68,5 +73,13 @@ def test_a_store_that_is_gone_is_an_error():
     store = Counted(HashStore())
     store.is_gone = True
     with pytest.raises(RankError) as error:
-        exchange(store, 0, 2, b"", 60.0)
+        gather(store, 0, 2, b"", 60.0)
     assert str(error.value) == "the rank or launcher that holds the job's store has ended; see why"
+
+
+def test_what_a_rank_of_another_version_has_written_is_an_error():
+    store = HashStore()
+    with pytest.raises(
+        RankError, match=r"Expected `int \| null`, got `str`.*; use the same version"
+    ):
+        Board(store).gather(0, 1, "text", int, 60.0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import random
 import signal
 import socket
 import sys
@@ -31,15 +32,20 @@ from waiting import LONG_S, eventually
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.base.errors import FrontierError, PlanError, UsageError
+from perseus_planner.base.loops import Backoff
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module
-from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, Pauses
-from perseus_planner.runtime.agent.learnt import LearningAgent
-from perseus_planner.runtime.agent.outbox import TTL_S, Detections
+from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, LearningAgent, new_pauses
+from perseus_planner.runtime.agent.outbox import (
+    TTL_S,
+    Detection,
+    Detections,
+    RankLocation,
+    StoreMessages,
+)
 from perseus_planner.runtime.agent.settings import ServiceSettings
-from perseus_planner.runtime.agent.store import Detection, RankLocation, StoreMessages
-from perseus_planner.runtime.autopilot.ranks.exchange import Learnt, ServiceExchange
+from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.runtime.telemetry.counters import Counts
@@ -155,6 +161,22 @@ def running(
         agent.close()
 
 
+@contextmanager
+def followed(
+    job: TrainingJob, frontier: tuple[Path, Frontier], refuses: tuple[int, Any] | None = None
+) -> Iterator[tuple[Service, Training, StandIn]]:
+    """Run the agent of a job that began without a plan, beside a service that may refuse it."""
+    path, found = frontier
+    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
+    service.refuses = refuses
+    with stand_in(service) as http, running(http.address, job, training, path, None):
+        yield service, training, http
+
+
+def detect(job: TrainingJob, rank: int, slowdown: float) -> None:
+    StoreMessages(job.store).write_detection(Detection(rank, StragglerDetection(slowdown, "why")))
+
+
 def bodies(service: StandIn, method: str, ending: str) -> list[Any]:
     return [
         each.body
@@ -198,21 +220,17 @@ def test_the_job_is_registered_followed_and_ended(
 def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_forgotten(
     job: TrainingJob, frontier: tuple[Path, Frontier]
 ):
-    path, found = frontier
-    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
 
     def told(http: StandIn) -> list[tuple[str, float]]:
         return [
             (each["scope"]["value"], each["slowdown"]) for each in bodies(http, "POST", "/reports")
         ]
 
-    with stand_in(service) as http, running(http.address, job, training, path, None):
-        StoreMessages(job.store).write_detection(Detection(1, StragglerDetection(1.3, "throttled")))
+    with followed(job, frontier) as (service, training, http):
+        detect(job, 1, 1.3)
         eventually(lambda: told(http) == [("1", 1.3)])
-        StoreMessages(job.store).write_detection(Detection(0, StragglerDetection(1.1, "slow")))
-        StoreMessages(job.store).write_detection(
-            Detection(0, StragglerDetection(1.0, "it has recovered"))
-        )
+        detect(job, 0, 1.1)
+        detect(job, 0, 1.0)
         eventually(lambda: told(http)[-1:] == [("0", 1.0)])
         before = len(told(http))
         service.is_known = False
@@ -234,15 +252,11 @@ def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_for
 def test_a_recovery_that_finds_the_service_busy_is_sent_again(
     job: TrainingJob, frontier: tuple[Path, Frontier], busy: tuple[int, Any]
 ):
-    path, found = frontier
-    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
-    with stand_in(service) as http, running(http.address, job, training, path, None):
-        StoreMessages(job.store).write_detection(Detection(1, StragglerDetection(1.3, "throttled")))
+    with followed(job, frontier) as (service, _, http):
+        detect(job, 1, 1.3)
         eventually(lambda: bodies(http, "POST", "/reports"))
         service.busy = busy
-        StoreMessages(job.store).write_detection(
-            Detection(1, StragglerDetection(1.0, "it has recovered"))
-        )
+        detect(job, 1, 1.0)
         eventually(lambda: len(bodies(http, "POST", "/reports")) > 3)
         service.busy = None
         eventually(lambda: [each["slowdown"] for each in service.reports] == [1.3, 1.0])
@@ -251,8 +265,6 @@ def test_a_recovery_that_finds_the_service_busy_is_sent_again(
 def test_what_ranks_have_counted_is_told_together_and_at_last(
     job: TrainingJob, frontier: tuple[Path, Frontier]
 ):
-    path, found = frontier
-    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
     messages = StoreMessages(job.store)
 
     def counts(iterations: int) -> Counts:
@@ -271,7 +283,7 @@ def test_what_ranks_have_counted_is_told_together_and_at_last(
             (each["iterations"], each["energy_j"]) for each in bodies(http, "POST", "/telemetry")
         ]
 
-    with stand_in(service) as http, running(http.address, job, training, path, None):
+    with followed(job, frontier) as (service, _, http):
         messages.write_counts(0, [counts(8), counts(16)])
         messages.write_counts(1, [counts(8)])
         eventually(lambda: told(http)[-1:] == [(8, 200.0)])
@@ -299,9 +311,9 @@ def test_a_service_that_is_killed_and_started_again_is_said_to_be_back_within_5_
 ):
     pytest.importorskip("fastapi")
     monkeypatch.undo()  # the pauses that users have
-    pauses_s, next_s = list[float](), Pauses.next_s
+    pauses_s, next_s = list[float](), Backoff.next_s
     monkeypatch.setattr(
-        Pauses, "next_s", lambda pauses: pauses_s.append(next_s(pauses)) or pauses_s[-1]
+        Backoff, "next_s", lambda pauses: pauses_s.append(next_s(pauses)) or pauses_s[-1]
     )
     path, _ = frontier
     service, training = Serving(tmp_path), Training()
@@ -337,13 +349,13 @@ def test_a_service_that_comes_late_and_goes_is_told_of_each_time(
 ):
     path, found = frontier
     service, training = Service(found.plan_for(found.baseline_time_s)), Training()
-    tries, next_s = [0], Pauses.next_s
+    tries, next_s = [0], Backoff.next_s
 
-    def counted(pauses: Pauses) -> float:
+    def counted(pauses: Backoff) -> float:
         tries[0] += 1
         return next_s(pauses)
 
-    monkeypatch.setattr(Pauses, "next_s", counted)
+    monkeypatch.setattr(Backoff, "next_s", counted)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -375,9 +387,7 @@ def test_a_service_that_comes_late_and_goes_is_told_of_each_time(
 def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
     job: TrainingJob, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
 ):
-    path, found = frontier
-    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
-    with stand_in(service) as http, running(http.address, job, training, path, None):
+    with followed(job, frontier) as (service, training, http):
         for number in range(2):
             eventually(lambda number=number: len(training.given) > number)
             training.given[number][1].settle(Rejection("rank 1 has not answered"))
@@ -385,7 +395,7 @@ def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
         training.given[2][1].settle(Acceptance(4, 90))
         eventually(lambda: bodies(http, "POST", "/taken") == [{"version": 1, "iteration": 90}])
         training.error = PlanError("it is for other ranks")
-        service.versions.append(found.plan_for(found.max_time_s))
+        service.versions.append(frontier[1].plan_for(frontier[1].max_time_s))
         eventually(lambda: any("after=2" in each.path for each in list(http.asked)))
     (record,) = caplog.records
     assert record.getMessage().endswith(
@@ -396,10 +406,11 @@ def test_plans_that_are_not_taken_are_told_of_once_and_proposed_again(
 def test_a_refused_registration_is_told_of_and_tried_again(
     job: TrainingJob, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
 ):
-    path, found = frontier
-    service, training = Service(found.plan_for(found.baseline_time_s)), Training()
-    service.refuses = refused(409, "another job of that name runs")
-    with stand_in(service) as http, running(http.address, job, training, path, None):
+    with followed(job, frontier, refused(409, "another job of that name runs")) as (
+        service,
+        training,
+        http,
+    ):
         eventually(lambda: len(bodies(http, "POST", "/v1/jobs")) > 2)
         service.refuses = None
         eventually(lambda: training.given)
@@ -561,7 +572,8 @@ def test_a_rank_without_the_packages_of_a_service_says_what_to_install(
 
 def test_pauses_double_up_to_the_longest_and_begin_anew(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    pauses = Pauses(chance=lambda: 1.0)
+    monkeypatch.setattr(random, "random", lambda: 1.0)
+    pauses = new_pauses()
     assert [pauses.next_s() for _ in range(8)] == [
         0.5,
         1.0,
@@ -574,7 +586,8 @@ def test_pauses_double_up_to_the_longest_and_begin_anew(monkeypatch: pytest.Monk
     ]
     pauses.reset()
     assert pauses.next_s() == 0.5
-    assert Pauses(chance=lambda: 0.0).next_s() == 0.25
+    monkeypatch.setattr(random, "random", lambda: 0.0)
+    assert new_pauses().next_s() == 0.25
 
 
 @settings(fixed, max_examples=100)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from perseus_planner.base.errors import GpuNotSupported
+from perseus_planner.base.wires import decode, encode
 from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.protocol import Gpu
@@ -20,8 +21,6 @@ from perseus_planner.runtime.controller.protocol import (
     Control,
     GpuSample,
     SharedRequest,
-    decode,
-    encode,
 )
 from perseus_planner.runtime.controller.protocol import create_shared_memory as memory
 from perseus_planner.runtime.controller.rank import Rank
@@ -41,9 +40,7 @@ def sampled(gpu: Gpu, control: Control = "clock") -> GpuSample:
     rank.gpu = gpu
     rank.sample(0, 0)
     (sample,) = sent
-    decoded = decode(encode(sample))
-    assert isinstance(decoded, GpuSample)
-    return decoded
+    return decode(encode(sample), GpuSample)
 
 
 def test_a_limit_below_the_default_is_a_sites_unless_the_rank_sets_limits_itself():
@@ -78,7 +75,7 @@ def test_each_new_limit_is_warned_of_and_counted():
     stub: Any = nothing
     work = BackgroundWork(stub, stub, stub, telemetry, warnings, None, None, None)
     for limit_w in (None, 300.0, 300.0, 250.0):
-        telemetry.update([], [GpuSample(0, 0, None, None, None, None, {}, site_limit_w=limit_w)])
+        telemetry.update([], [GpuSample(0, 0, None, None, None, None, {}, 0, 0, limit_w)])
         work.close()
     assert list(warned.values()) == [
         f"the power limit of this GPU is {limit} W, below its default, so it may not reach the "

@@ -28,7 +28,7 @@ from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, parse_clock_request
-from perseus_planner.runtime.telemetry.recorder import WRITTEN_AFTER_S
+from perseus_planner.runtime.telemetry.counters import WRITTEN_AFTER_S
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import pipeline_iteration
@@ -200,7 +200,16 @@ def iteration(number: int, begin_ns: int, end_ns: int) -> IterationTimes:
 def reading(
     at_ns: int, energy_j: float | None = None, clock_mhz: int | None = None, **throttled_s: float
 ) -> GpuSample:
-    return GpuSample(at_ns, at_ns, energy_j, clock_mhz, None, 50.0 + at_ns / 1e12, throttled_s)
+    return GpuSample(
+        at_ns, at_ns, energy_j, clock_mhz, None, 50.0 + at_ns / 1e12, throttled_s, 0, 0, None
+    )
+
+
+def deviate(telemetry: Telemetry, number: int, ran_by: Program) -> None:
+    """Let an iteration of 10 ns end that did not run as planned."""
+    telemetry.on_end(number, ran_by, "something else")
+    begin_ns = 10 * number
+    telemetry.update([iteration(number, begin_ns, begin_ns + 10)], [reading(begin_ns + 10)])
 
 
 @settings(fixed, max_examples=100)
@@ -354,8 +363,7 @@ def test_a_folder_that_can_no_longer_be_written_is_one_warning_and_telemetry_goe
     for i in range(6):
         if i == 3 and fault == "gone":
             shutil.rmtree(folder)
-        telemetry.on_end(i, ran_by, "something else")
-        telemetry.update([iteration(i, 10 * i, 10 * i + 10)], [reading(10 * i + 10)])
+        deviate(telemetry, i, ran_by)
     telemetry.close()
     why = {
         "gone": "No such file or directory",
@@ -375,17 +383,14 @@ def test_rows_are_written_every_few_seconds_and_at_the_end_even_if_no_iteration_
     path, written = attempt_path(tmp_path, 1) / "iterations-0.csv", []
     for i, at_s in enumerate((0.5, 2.0, 5.0, 5.4, 5.5, 7.0, 20.0)):
         now_s[0] = at_s
-        telemetry.on_end(i, ran_by, "something else")
-        telemetry.update([iteration(i, 10 * i, 10 * i + 10)], [reading(10 * i + 10)])
+        deviate(telemetry, i, ran_by)
         written.append(len(path.read_text().splitlines()) - 1)
     assert written == [1, 1, 1, 1, 5, 5, 7]
-    telemetry.on_end(7, ran_by, "something else")
-    telemetry.update([iteration(7, 70, 80)], [reading(80)])
+    deviate(telemetry, 7, ran_by)
     now_s[0] = 20.0 + WRITTEN_AFTER_S
     telemetry.update([], [])
     assert len(path.read_text().splitlines()) - 1 == 8
-    telemetry.on_end(8, ran_by, "something else")
-    telemetry.update([iteration(8, 80, 90)], [reading(90)])
+    deviate(telemetry, 8, ran_by)
     telemetry.close()
     assert len(path.read_text().splitlines()) - 1 == 9
 

@@ -5,6 +5,7 @@ kill them.
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,10 @@ from perseus_planner.runtime.controller.protocol import (
     AttachRequest,
     Control,
     ControlChange,
+    Handshakes,
     ToRank,
 )
+from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.marks import clock_request
 
 RANK_OF_ITS_OWN = """
@@ -72,6 +75,34 @@ def attached(
             for connection in connections:
                 connection.attach(LONG_S)
         yield connections
+
+
+@contextmanager
+def serving(ranks: int = 1, max_changes_per_s: float = 1e4) -> Iterator[str]:
+    """Run a controller on a thread of this process, which ends with its ranks; return its
+    address.
+    """
+    handshakes = Handshakes()
+    thread = threading.Thread(target=Controller(handshakes, ranks, max_changes_per_s).run)
+    thread.start()
+    yield handshakes.address
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def served(gpu: str, max_changes_per_s: float = 1e4) -> Iterator[Connection]:
+    """Attach a rank to such a controller."""
+    with serving(max_changes_per_s=max_changes_per_s) as address, joined(address, 0, gpu) as rank:
+        yield rank
+
+
+@contextmanager
+def joined(address: str, rank: int, gpu: str) -> Iterator[Connection]:
+    """Attach a rank of this process."""
+    with Connection(address, AttachRequest(rank, gpu, "clock", None)) as connection:
+        connection.attach(LONG_S)
+        yield connection
 
 
 def awaited(

@@ -132,6 +132,9 @@ def write_run(
                 watts,
                 61.0,
                 {"sw-thermal": 7.0},
+                0,
+                0,
+                None,
             )
 
         telemetry.update([], [AttachReply("", "", "", origin), reading(BEGIN_NS - 1)])

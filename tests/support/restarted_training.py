@@ -19,7 +19,7 @@ from runtime_training import Torch, Watch, plan_of, planned, schedule_of
 
 from perseus_planner.base.files import replacing
 from perseus_planner.runtime import rendezvous
-from perseus_planner.runtime.telemetry import recorder
+from perseus_planner.runtime.telemetry import counters
 
 ITERATIONS, CHECKPOINT_EVERY = 12, 4
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
@@ -37,7 +37,7 @@ def train(folder: str, dies_at: str) -> None:
     """
     # Each launcher is a node, with a state folder of its own.
     rendezvous.node = lambda: os.environ["PLANNER_STATE_DIR"]
-    rendezvous.RENDEZVOUS_S, recorder.WRITTEN_AFTER_S = 20.0, 0.1
+    rendezvous.RENDEZVOUS_S, counters.WRITTEN_AFTER_S = 20.0, 0.1
     dist.init_process_group("gloo")
     rank, amid = dist.get_rank(), Path(folder, "amid")
 

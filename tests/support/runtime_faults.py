@@ -38,8 +38,8 @@ from runtime_training import (
     trained,
 )
 
+from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
 from perseus_planner.runtime import Runtime, background, planner_runtime, rendezvous
-from perseus_planner.runtime.controller import backoff
 from perseus_planner.runtime.switching.agreement import Rejection
 from perseus_planner.runtime.telemetry import recorder
 
@@ -119,7 +119,7 @@ def clocks_come_back(state: str) -> None:
         resume(this)
         resumed.append(None)
 
-    short = mock.patch.object(backoff, "FIRST_PAUSE_S", 0.1)
+    short = mock.patch.object(Backoff.__init__, "__defaults__", (0.1, LONGEST_PAUSE_S, None))
     with (
         job(state) as result,
         short,

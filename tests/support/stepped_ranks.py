@@ -12,8 +12,14 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from perseus_planner.runtime.switching.agreement import LOOK_S, Acceptance, Agreement, Proposal
-from perseus_planner.runtime.switching.node_plans import NodePlans, NodeShare
+from perseus_planner.runtime.switching.agreement import (
+    LOOK_S,
+    Acceptance,
+    Agreement,
+    NodePlans,
+    NodeShare,
+    Proposal,
+)
 
 _ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # these never wait
 

@@ -47,9 +47,11 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from perseus_planner.base.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
 from perseus_planner.base.processes import this_process

@@ -21,21 +21,21 @@ from __future__ import annotations
 
 import fcntl
 import glob
-import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import quote, unquote
 
+import msgspec
+
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.files import replacing
 from perseus_planner.base.processes import ProcessDescription, state_folder
-from perseus_planner.base.strict_json import read_fields
+from perseus_planner.base.wires import Record, decode, encode
 
 LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "amd", "emulated")
 """Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private
@@ -44,12 +44,11 @@ folder.
 
 _LOCK_TIMEOUT_S = 10.0  #: holders of a lock make a few driver calls
 _MAX_BYTES = 16384
-_INVALID = (ValueError, OSError, RecursionError)  #: errors from reading an invalid record
+_INVALID = (ValueError, OSError)  #: errors from reading an invalid record
 _FILE = re.compile(r"\.?(?P<uuid>[^.].*)\.(?P<uid>\d+)\.json(\..*\.part)?")
 
 
-@dataclass(frozen=True)
-class LeaseRecord:
+class LeaseRecord(Record, frozen=True):
     """A process that sets a GPU."""
 
     gpu: str  #: Text that opens the GPU
@@ -67,8 +66,7 @@ class LeaseRecord:
         return f"GPU {self.gpu} ({self.name}): leased to {self.owner} since {self.since}"
 
 
-@dataclass(frozen=True)
-class FoundRecord(LeaseRecord):
+class FoundRecord(LeaseRecord, frozen=True):
     """A record that was read."""
 
     is_living: bool  #: Whether its owner lives
@@ -97,7 +95,7 @@ class LockedRecords:
         path = self._folder / f"{_stem(self._uuid)}.{os.geteuid()}.json"
         try:
             with replacing(path) as file:
-                file.write(json.dumps(asdict(record), indent=1).encode())
+                file.write(msgspec.json.format(encode(record), indent=1))
                 descriptors.append(os.dup(file.fileno()))
                 fcntl.flock(file, fcntl.LOCK_EX)  # of a file that nobody else has open yet
             path.chmod(
@@ -168,16 +166,16 @@ def open_records(lease: str) -> list[tuple[LeaseRecord, BinaryIO]]:
     Raises:
         GpuError: If the folder cannot be used.
     """
-    found: list[tuple[LeaseRecord, BinaryIO]] = []
+    opened: list[tuple[LeaseRecord, BinaryIO]] = []
     with open_state_folder(create=False) as folder:
         for path in sorted(folder.glob("*.json")) if folder else ():
             with suppress(*_INVALID):
                 record, file = _open(path)
                 if record.lease == lease:
-                    found.append((record, file))
+                    opened.append((record, file))
                 else:
                     file.close()
-    return found
+    return opened
 
 
 def wait_for_owner(file: BinaryIO) -> None:
@@ -298,12 +296,12 @@ def _validate(path: Path, file: BinaryIO) -> FoundRecord:
     text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"larger than {_MAX_BYTES} bytes")
-    record = _parse(json.loads(text))
+    record = _parse(text)
     if path.name != f"{_stem(record.uuid)}.{status.st_uid}.json":
         raise ValueError("it is not named after its GPU and its owner")
     if status.st_uid not in (0, os.geteuid()):
-        record = replace(record, power_limit_w=None)
-    return FoundRecord(**vars(record), is_living=not _can_lock(file))
+        record = msgspec.structs.replace(record, power_limit_w=None)
+    return FoundRecord(**_fields(record), is_living=not _can_lock(file))
 
 
 def _can_lock(file: BinaryIO) -> bool:
@@ -317,9 +315,9 @@ def _can_lock(file: BinaryIO) -> bool:
     return True
 
 
-def _parse(content: Any) -> LeaseRecord:
-    record = read_fields(LeaseRecord, content)
-    for name, value in (*asdict(record).items(), *asdict(record.owner).items()):
+def _parse(text: bytes) -> LeaseRecord:
+    record = decode(text, LeaseRecord)
+    for name, value in (*_fields(record).items(), *_fields(record.owner).items()):
         if isinstance(value, str) and not value.isprintable():
             raise ValueError(f"its {name} is not printable")
         if isinstance(value, (int, float)) and value < 0:
@@ -329,6 +327,10 @@ def _parse(content: Any) -> LeaseRecord:
             f"its GPU is not one of {', '.join(f'{name}:…' for name in LEASED_BACK_ENDS)}"
         )
     return record
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def _unlink(path: Path) -> None:

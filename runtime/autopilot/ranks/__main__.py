@@ -14,9 +14,10 @@ import threading
 import time
 
 from perseus_planner.base.processes import WatchedProcess, is_readable
-from perseus_planner.runtime.autopilot.ranks.messages import END, WARNING, Message, Stream
+from perseus_planner.base.wires import StreamChannel
+from perseus_planner.runtime.autopilot.ranks.coordinator import DESCRIPTOR
+from perseus_planner.runtime.autopilot.ranks.messages import End, LogLine, ToProcess
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
-from perseus_planner.runtime.autopilot.ranks.process import DESCRIPTOR
 
 _SAVE_S = 60.0
 _OWNER_S = 0.5  #: between two looks at the process of rank 0
@@ -42,23 +43,24 @@ def main() -> int:
         os.dup2(nowhere, descriptor)
     os.chdir("/")  # so that no file system is kept from being unmounted
     owner = WatchedProcess(options.owner)
-    stream = Stream(socket.socket(fileno=DESCRIPTOR), is_blocking=True)
-    received: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(stream, owner, received), daemon=True).start()
+    channel = StreamChannel(socket.socket(fileno=DESCRIPTOR), ToProcess)
+    received: queue.SimpleQueue[ToProcess] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(channel, owner, received), daemon=True).start()
     planner, saved_s = Planner(), time.monotonic()
     while True:
         messages = _taken(received)
         try:
             replies = planner.take(messages)
         except Exception as error:  # a fault of the planner: training goes on with its last program
-            replies = [(WARNING, f"a fault of the autopilot, please report it: {error!r}".encode())]
-        is_over = any(kind == END for kind, _ in messages)
+            text = f"a fault of the autopilot, please report it: {error!r}"
+            replies = [LogLine(text, is_warning=True)]
+        is_over = any(isinstance(message, End) for message in messages)
         if is_over or time.monotonic() - saved_s > _SAVE_S:
             replies += planner.save()
             saved_s = time.monotonic()
         try:
             for reply in replies:
-                stream.send(*reply)
+                channel.send(reply, waits=True)
         except EOFError:
             planner.save()
             return 0
@@ -66,24 +68,26 @@ def main() -> int:
             return 0
 
 
-def _receive(stream: Stream, owner: WatchedProcess, received: queue.SimpleQueue[Message]) -> None:
+def _receive(
+    channel: StreamChannel, owner: WatchedProcess, received: queue.SimpleQueue[ToProcess]
+) -> None:
     """Pass messages on until rank 0 has ended: a child that it has forked may keep the socket open.
 
     Then this process ends too, soon even if it plans.
     """
     try:
         while not owner.has_ended():
-            if is_readable(stream.fileno(), _OWNER_S):
-                for message in stream.receive():
+            if is_readable(channel.fileno(), _OWNER_S):
+                for message in channel.receive():
                     received.put(message)
     except EOFError:
         pass
-    received.put((END, b""))
+    received.put(End())
     time.sleep(_END_S)
     os._exit(1)
 
 
-def _taken(received: queue.SimpleQueue[Message]) -> list[Message]:
+def _taken(received: queue.SimpleQueue[ToProcess]) -> list[ToProcess]:
     """Wait for a message, and return all that are there."""
     messages = []
     try:

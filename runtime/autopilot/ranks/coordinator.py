@@ -7,40 +7,40 @@ started again after a pause (`backoff`); what was learnt is in its state file.
 
 from __future__ import annotations
 
-import json
 import logging
+import os
+import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from perseus_planner.base.loops import Backoff
+from perseus_planner.base.processes import WatchedProcess, child_environment, is_readable
+from perseus_planner.base.wires import Board, StreamChannel, decode, encode
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
 from perseus_planner.runtime.autopilot.ranks.messages import (
-    JOB,
-    LEARNT,
-    LOG,
-    OBSERVED,
-    PROGRAMS,
-    STATUS,
-    WAITS,
-    WARNING,
+    End,
+    FrameHead,
+    FromProcess,
     JobDescription,
-    iteration_of,
-    observed_message,
+    Learnt,
+    Observations,
+    RankTraining,
+    Status,
+    ToProcess,
+    Waits,
 )
-from perseus_planner.runtime.autopilot.ranks.observer import observed_key, rank_key
-from perseus_planner.runtime.autopilot.ranks.process import AutopilotProcess
-from perseus_planner.runtime.autopilot.ranks.programs import order_number
-from perseus_planner.runtime.controller.backoff import Backoff
-from perseus_planner.runtime.switching.shared_state import read
+from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from perseus_planner.runtime.autopilot.ranks.exchange import ServiceExchange
-    from perseus_planner.runtime.autopilot.ranks.messages import Message
+    from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.switching.agreement import Agreement
 
@@ -48,48 +48,120 @@ _LOG = logging.getLogger("perseus_planner.runtime")
 
 END_S = 10.0
 """How long the process may take to write what was learnt, at the end."""
-READERS = 64
-"""Of how many ranks rank 0 reads an iteration; in larger jobs, pipelines take turns."""
-
 DIFFERING = 5
 """After so many iterations in which pipelines run different orders, the user is warned."""
 
+NICENESS = 5
+"""A third of the share of a training thread where cores are scarce."""
+DESCRIPTOR = 3
+"""The descriptor at which the process finds its end of the connection."""
+
+_POLL_S = 0.05  #: between two looks at the connection while the process ends
+_END_POLL_S = 0.002  #: between two looks at a process that has closed it
+NOTHING = b""
+"""What a rank has in the store before its first iteration has ended."""
 _LOOK_S = 0.02  #: between two looks at the keys
 
 
-@dataclass(frozen=True)
-class Places:
-    """Which ranks observe for the autopilot."""
+def observed_key(rank: int) -> str:
+    """Return the key of what a rank observed last."""
+    return f"observed/{rank}"
 
-    #: Rank in the whole job -> its pipeline and its rank there. If several ranks have one place,
-    #: the first.
-    of: Mapping[int, tuple[int, int]]
-    pipelines: int  #: Number of pipelines
-    gpus_per_stage: int  #: How many ranks have one place
-    #: Each pipeline is observed in one of so many iterations: pipeline p in those with the same
-    #: remainder.
-    every: int
 
-    @classmethod
-    def among(cls, everyone: Sequence[tuple[int, int] | None]) -> Places:
-        """Return the places of a job, given the pipeline and the rank in it of each rank; None
-        for absent ranks.
+def rank_key(rank: int) -> str:
+    """Return the key of what a rank runs, and on which GPU."""
+    return f"learns/{rank}"
+
+
+class AutopilotProcess:
+    """A running process of the autopilot.
+
+    It is spawned, not started by `subprocess`, which waits for the end of a pipe: children that the
+    training forks at the same time would keep it open, and the thread would wait for them.
+
+    Raises:
+        OSError: If it cannot be started.
+    """
+
+    def __init__(self) -> None:
+        if not sys.executable:
+            raise OSError("sys.executable does not name the Python to start it with")
+        here, there = socket.socketpair()
+        try:
+            arguments = [
+                sys.executable,
+                "-m",
+                "perseus_planner.runtime.autopilot.ranks",
+                "--owner",
+                str(os.getpid()),
+            ]
+            actions = [
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, there.fileno(), DESCRIPTOR),
+            ]
+            # In a session of its own: Ctrl-C interrupts training, which then ends it.
+            self.pid = os.posix_spawn(
+                sys.executable, arguments, child_environment(), file_actions=actions, setsid=True
+            )
+        except OSError:
+            here.close()
+            raise
+        finally:
+            there.close()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
+        self._process = WatchedProcess(self.pid)
+        self._channel = StreamChannel(here, FromProcess)
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when a message arrives."""
+        return self._channel.fileno()
+
+    def send(self, message: ToProcess) -> None:
+        """Send a message, without waiting.
+
+        Raises:
+            EOFError: If the process has ended or hangs.
         """
-        first: dict[tuple[int, int], int] = {}
-        for rank, place in enumerate(everyone):
-            if place is not None:
-                first.setdefault(place, rank)
-        present = sum(place is not None for place in everyone)
-        of = {rank: place for place, rank in first.items()}
-        pipelines = len({pipeline for pipeline, _ in first})
-        per_pipeline = max(1, len(first) // max(1, pipelines))
-        groups = -(-pipelines // max(1, READERS // per_pipeline))
-        return cls(of, pipelines, max(1, present // max(1, len(first))), max(1, groups))
+        self._channel.send(message)
 
-    def observed_in(self, iteration: int) -> list[int]:
-        """Return the ranks that observe an iteration."""
-        turn = iteration % self.every
-        return [rank for rank, (pipeline, _) in self.of.items() if pipeline % self.every == turn]
+    def messages(self) -> Sequence[FromProcess]:
+        """Return what has arrived, without waiting.
+
+        Raises:
+            EOFError: If the process has ended.
+        """
+        self._channel.flush()
+        messages: Sequence[FromProcess] = self._channel.receive()
+        if (
+            not messages and self._process.has_ended()
+        ):  # a child of the training may hold the connection open
+            raise EOFError
+        return messages
+
+    def end(self, timeout_s: float) -> Sequence[FromProcess]:
+        """Have it write its state and end; kill it if that takes longer than `timeout_s` seconds.
+
+        Returns:
+            The last messages that it has sent.
+        """
+        messages: list[FromProcess] = []
+        until_s = time.monotonic() + timeout_s
+        with suppress(EOFError):
+            self._channel.send(End())
+            while time.monotonic() < until_s:  # it may wait until a long message has been read
+                self._channel.flush()
+                is_readable(self._channel.fileno(), _POLL_S)
+                messages += self._channel.receive()
+        while not self._process.has_ended() and time.monotonic() < until_s:
+            time.sleep(_END_POLL_S)  # it has closed the connection, so it ends now
+        if not self._process.has_ended():
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # the training may have its children waited for
+            os.waitpid(self.pid, 0)
+        self._process.close()
+        self._channel.close()
+        return messages
 
 
 class Coordinator:
@@ -98,14 +170,10 @@ class Coordinator:
 
     Args:
         store: The job's store; through a connection of the background thread.
-        places: Which ranks observe.
-        settings: As for `AutopilotSettings`.
+        job: What is known of the job before training.
         agreement: Takes the programs to all ranks.
         warnings: Gives warnings.
-        sets_clocks: Whether clocks are set.
-        state: File of what is learnt; None for none.
         exchange: Joins it to the service; None without one.
-        gpus_per_node: How many GPUs share the lock of a driver.
         now_s: A clock, in seconds.
 
     Attributes:
@@ -116,30 +184,16 @@ class Coordinator:
     def __init__(
         self,
         store: Store,
-        places: Places,
-        settings: Mapping[str, Any],
+        job: JobDescription,
         agreement: Agreement,
         warnings: JobWarnings,
-        *,
-        sets_clocks: bool,
-        state: str | None,
         exchange: ServiceExchange | None = None,
-        gpus_per_node: int = 8,
+        *,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._places, self._settings, self._agreement = (
-            store,
-            places,
-            settings,
-            agreement,
-        )
-        self._warnings, self._sets_clocks, self._state, self._now_s = (
-            warnings,
-            sets_clocks,
-            state,
-            now_s,
-        )
-        self._exchange, self._gpus_per_node = exchange, gpus_per_node
+        self._board, self._job, self._places = Board(store), job, job.places
+        self._agreement, self._warnings, self._exchange = agreement, warnings, exchange
+        self._now_s = now_s
         self._waits_s: tuple[float, ...] = ()  #: that the process knows
         self._differ_since: int | None = (
             None  #: iteration since which pipelines run different orders
@@ -153,7 +207,7 @@ class Coordinator:
         self._orders: dict[int, int] = {}  #: rank -> number of its order, which the process knows
         self._seen: dict[int, int] = {}  #: rank -> iteration that was read last
         self._pending: dict[int, dict[int, bytes]] = {}  #: iteration -> rank -> frame
-        self._told: dict[int, Mapping[str, Any]] = {}
+        self._trainings: dict[int, RankTraining] = {}
 
     @property
     def pid(self) -> int | None:
@@ -210,13 +264,13 @@ class Coordinator:
         if last < 0 or not ranks:
             return
         keys = list(map(observed_key, ranks))
-        self._are_there = self._are_there or self._store.check(
+        self._are_there = self._are_there or self._board.store.check(
             list(map(observed_key, self._places.of))
         )
         if not self._are_there:
             return
-        for rank, frame in zip(ranks, self._store.multi_get(keys), strict=True):
-            iteration = iteration_of(frame)[0] if frame else -1
+        for rank, frame in zip(ranks, self._board.store.multi_get(keys), strict=True):
+            iteration = decode(frame, FrameHead).iteration if frame else -1
             if iteration > self._seen.get(rank, -1):
                 self._seen[rank] = iteration
                 self._pending.setdefault(iteration, {})[rank] = frame
@@ -226,7 +280,7 @@ class Coordinator:
                 self._learn_orders(process, frames)
                 self._warn_of_orders(last)
                 since = self._agreement.since_if_proposed()
-                process.send(OBSERVED, observed_message(iteration, since, frames.values()))
+                process.send(Observations(since, tuple(map(msgspec.Raw, frames.values()))))
                 del self._pending[iteration]
             elif iteration < last - self._places.every:
                 del self._pending[iteration]  # a rank was too late
@@ -235,21 +289,26 @@ class Coordinator:
         """Tell the process what the ranks have run in an iteration, if that is new, and known of
         all ranks.
         """
-        new = {rank: order for rank, frame in frames.items() if (order := iteration_of(frame)[1])}
+        orders = {rank: decode(frame, FrameHead).order for rank, frame in frames.items()}
+        new = {rank: order for rank, order in orders.items() if order}
         if all(self._orders.get(rank) == order for rank, order in new.items()):
             return
         for rank, order in new.items():
-            said = read(self._store, rank_key(rank))
-            told = {} if said is None else json.loads(said)
-            if order_number(told.get("order", ())) != order:
+            training = self._board.get(rank_key(rank), RankTraining)
+            if training is None or order_number(training.order) != order:
                 return  # the rank runs something else by now
-            self._told[rank] = told
+            self._trainings[rank] = training
         self._orders |= new
         if len(self._orders) < len(self._places.of):
             return
         if self._differ():
             return
-        process.send(JOB, self._describe().dumps())
+        of_first = {
+            rank: self._trainings[rank]
+            for rank, (pipeline, _) in self._places.of.items()
+            if pipeline == 0
+        }
+        process.send(msgspec.structs.replace(self._job, trainings=of_first))
         self._waits_s = ()
 
     def _differ(self) -> bool:
@@ -277,43 +336,27 @@ class Coordinator:
                 "autopilot orders", f"{text}; training goes on as it did before", by="rank 0"
             )
 
-    def _describe(self) -> JobDescription:
-        told = {
-            each: self._told[each]
-            for each, (pipeline, _) in self._places.of.items()
-            if pipeline == 0
-        }
-        return JobDescription(
-            self._settings,
-            self._places.of,
-            self._places.pipelines,
-            self._places.gpus_per_stage,
-            told,
-            self._sets_clocks,
-            self._state,
-            self._gpus_per_node,
-            is_shared=self._exchange is not None,
-        )
-
     def _pass_on(self, process: AutopilotProcess) -> None:
         """Tell the process what comes from the service."""
         if self._exchange is not None and self._exchange.waits_s != self._waits_s:
             self._waits_s = self._exchange.waits_s
-            process.send(WAITS, json.dumps(self._waits_s).encode())
+            process.send(Waits(self._waits_s))
 
-    def _take_replies(self, messages: Iterable[Message]) -> None:
-        for kind, content in messages:
-            if kind == PROGRAMS:
-                self._agreement.propose(content)
-            elif kind == STATUS:
-                self.status = AutopilotStatus(**json.loads(content))
+    def _take_replies(self, messages: Iterable[FromProcess]) -> None:
+        for message in messages:
+            if isinstance(message, Programs):
+                self._agreement.propose(encode(message))
+            elif isinstance(message, Status):
+                self.status = message.status
                 if self.on_status is not None:
                     self.on_status(self.status)
                 if self._exchange is not None:
                     self._exchange.status = self.status
-            elif kind == LEARNT and self._exchange is not None:
-                self._exchange.learnt = Learnt(**json.loads(content))
-            elif kind == LOG:
-                _LOG.info("planner: autopilot: %s", content.decode())
-            elif kind == WARNING:
-                self._warnings.warn(f"autopilot/{content[:40]!r}", content.decode(), by="rank 0")
+            elif isinstance(message, Learnt):
+                if self._exchange is not None:
+                    self._exchange.learnt = message
+            elif message.is_warning:
+                key = f"autopilot/{message.text[:40]!r}"
+                self._warnings.warn(key, message.text, by="rank 0")
+            else:
+                _LOG.info("planner: autopilot: %s", message.text)

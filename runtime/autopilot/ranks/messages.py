@@ -1,130 +1,26 @@
-"""What ranks and the autopilot's process say to each other, and the connection between rank 0 and
-the process.
-
-On a pair of sockets: a kind, a length and so many bytes. Neither end waits for the other: rank 0
-keeps what the process has not read yet, and the process reads on a thread of its own while it
-plans.
+"""What ranks and the autopilot's process say to each other, and what rank 0's part in the autopilot
+and its agent at the service give each other.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import socket
-import struct
-from array import array
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from perseus_planner.runtime.autopilot.observations import ComputationObservation, RankObservation
+import msgspec
 
-_HEAD = struct.Struct("<cI")
-_FRAME = struct.Struct("<IIqqddddHH")
-_CHANGE = struct.Struct("<di")
-_OBSERVED = struct.Struct("<qqI")
-_SIZE = struct.Struct("<I")
-LONGEST_BYTES = 64 << 20
-"""Longest message, and most that is kept for a process that does not read."""
+from perseus_planner.base.wires import Message
+from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.autopilot.job import (
+    AutopilotSettings,
+    ComputationObservation,
+    RankObservation,
+)
+from perseus_planner.runtime.autopilot.ranks.programs import Programs
 
-JOB, OBSERVED, WAITS, END = b"J", b"O", b"T", b"E"
-"""To the process: the job as JSON; what ranks observed of one iteration; how long each pipeline may
-take, as JSON; write the state and end."""
-PROGRAMS, LOG, WARNING, STATUS, LEARNT = b"P", b"L", b"W", b"S", b"R"
-"""From the process: programs to propose; a line to log, or to warn with; as JSON the status, and
-what was learnt.
-"""
-
-Message = tuple[bytes, bytes]
-
-
-class Stream:
-    """One end of the connection.
-
-    Args:
-        connection: The socket.
-        is_blocking: Whether `receive` waits, and `send` too.
-    """
-
-    def __init__(self, connection: socket.socket, *, is_blocking: bool) -> None:
-        connection.setblocking(is_blocking)
-        self._socket, self._is_blocking = connection, is_blocking
-        self._unread = bytearray()
-        self._unsent = bytearray()
-
-    def fileno(self) -> int:
-        """Return the descriptor, for `poll`."""
-        return self._socket.fileno()
-
-    def send(self, kind: bytes, content: bytes = b"") -> None:
-        """Send a message, or keep what the other end has no room for.
-
-        Raises:
-            EOFError: If the other end has ended, or has not read for too long.
-        """
-        message = _HEAD.pack(kind, len(content)) + content
-        try:
-            if self._is_blocking:
-                self._socket.sendall(message)
-                return
-            self._unsent += message
-            self.flush()
-        except OSError:
-            raise EOFError from None
-
-    def flush(self) -> None:
-        """Send what was kept.
-
-        Raises:
-            EOFError: As `send`.
-        """
-        try:
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            if len(self._unsent) > LONGEST_BYTES:
-                raise EOFError from None
-        except OSError:
-            raise EOFError from None
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have arrived; a blocking stream waits for at least one.
-
-        Raises:
-            EOFError: If the other end has ended.
-        """
-        while True:
-            try:
-                data = self._socket.recv(1 << 20)
-            except BlockingIOError:
-                return self._taken()
-            except OSError:
-                raise EOFError from None
-            if not data:
-                if messages := self._taken():
-                    return messages
-                raise EOFError
-            self._unread += data
-            if self._is_blocking and (messages := self._taken()):
-                return messages
-
-    def close(self) -> None:
-        """Close this end; may be repeated."""
-        with suppress(OSError):
-            self._socket.close()
-
-    def _taken(self) -> list[Message]:
-        messages = []
-        while len(self._unread) >= _HEAD.size:
-            kind, size = _HEAD.unpack_from(self._unread)
-            if size > LONGEST_BYTES:
-                raise EOFError
-            if len(self._unread) < _HEAD.size + size:
-                break
-            messages.append((kind, bytes(self._unread[_HEAD.size : _HEAD.size + size])))
-            del self._unread[: _HEAD.size + size]
-        return messages
+READERS = 64
+"""Of how many ranks rank 0 reads an iteration; in larger jobs, pipelines take turns."""
 
 
 @dataclass(frozen=True)
@@ -146,42 +42,6 @@ class Frame:
     throttled_s: float = 0.0  #: Seconds in which the GPU was throttled
     #: How long the last calls took that set a clock, seconds, their median; 0 if that is not known.
     call_s: float = 0.0
-
-    def pack(self) -> bytes:
-        """Return the frame as bytes."""
-        energy_j = math.nan if self.energy_j is None else self.energy_j
-        head = (self.rank, self.order, self.iteration, self.decision, self.time_s)
-        rest = (energy_j, self.throttled_s, self.call_s, len(self.spans_s), len(self.changes))
-        changes = b"".join(_CHANGE.pack(*change) for change in self.changes)
-        return _FRAME.pack(*head, *rest) + array("d", self.spans_s).tobytes() + changes
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Frame:
-        """Return the frame that `pack` wrote.
-
-        Raises:
-            ValueError: If it is not exactly that.
-        """
-        if len(data) < _FRAME.size:
-            raise ValueError("it is cut off")
-        rank, order, iteration, decision, time_s, energy_j, throttled_s, call_s, spans, changes = (
-            _FRAME.unpack_from(data)
-        )
-        middle = _FRAME.size + 8 * spans
-        if len(data) != middle + _CHANGE.size * changes:
-            raise ValueError("it is cut off")
-        return cls(
-            rank,
-            order,
-            iteration,
-            decision,
-            time_s,
-            tuple(array("d", data[_FRAME.size : middle])),
-            tuple((at_s, clock) for at_s, clock in _CHANGE.iter_unpack(data[middle:])),
-            None if math.isnan(energy_j) else energy_j,
-            throttled_s,
-            call_s,
-        )
 
     def observation(
         self, pipeline: int, rank: int, gpus: int, energy_step_s: float
@@ -219,65 +79,134 @@ class Frame:
         )
 
 
-def iteration_of(data: bytes) -> tuple[int, int]:
-    """Return the iteration of a packed frame, and the number of its order; decodes nothing else."""
-    _, order, iteration, *_ = _FRAME.unpack_from(data)
-    return iteration, order
+@dataclass(frozen=True)
+class FrameHead:
+    """The part of a `Frame` that rank 0 reads."""
+
+    order: int
+    iteration: int
 
 
 @dataclass(frozen=True)
-class JobDescription:
+class ObservedGpu:
+    """The GPU of a rank."""
+
+    name: str  #: Its name
+    origin: str  #: "measured" or "simulated"
+    clocks_mhz: tuple[int, ...]  #: The clocks that may be set, highest first
+
+
+@dataclass(frozen=True)
+class RankTraining:
+    """What a rank runs, and on which GPU."""
+
+    order: tuple[tuple[int, str, int], ...]  #: Stage, kind and microbatch of its computations
+    gpu: ObservedGpu | None  #: None if no clock can be set
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which ranks observe for the autopilot."""
+
+    #: Rank in the whole job -> its pipeline and its rank there. If several ranks have one place,
+    #: the first.
+    of: Mapping[int, tuple[int, int]]
+    pipelines: int  #: Number of pipelines
+    gpus_per_stage: int  #: How many ranks have one place
+    #: Each pipeline is observed in one of so many iterations: pipeline p in those with the same
+    #: remainder.
+    every: int
+
+    @classmethod
+    def among(cls, everyone: Sequence[tuple[int, int] | None]) -> Places:
+        """Return the places of a job, given the pipeline and the rank in it of each rank; None
+        for absent ranks.
+        """
+        first: dict[tuple[int, int], int] = {}
+        for rank, place in enumerate(everyone):
+            if place is not None:
+                first.setdefault(place, rank)
+        present = sum(place is not None for place in everyone)
+        of = {rank: place for place, rank in first.items()}
+        pipelines = len({pipeline for pipeline, _ in first})
+        per_pipeline = max(1, len(first) // max(1, pipelines))
+        groups = -(-pipelines // max(1, READERS // per_pipeline))
+        return cls(of, pipelines, max(1, present // max(1, len(first))), max(1, groups))
+
+    def observed_in(self, iteration: int) -> list[int]:
+        """Return the ranks that observe an iteration."""
+        turn = iteration % self.every
+        return [rank for rank, (pipeline, _) in self.of.items() if pipeline % self.every == turn]
+
+
+class JobDescription(Message, frozen=True):
     """What rank 0 says of the job."""
 
-    settings: Mapping[str, Any]  #: As for `AutopilotSettings`
-    #: Rank in the whole job -> its pipeline, and its rank there; of ranks that observe.
-    places: Mapping[int, tuple[int, int]]
-    pipelines: int  #: Number of pipelines
-    gpus_per_stage: int  #: How many ranks have the same place
-    #: Rank in the whole job -> what it runs and its GPU, as `Observer` writes it; of the first
-    #: pipeline.
-    told: Mapping[int, Mapping[str, Any]]
+    settings: AutopilotSettings
+    places: Places
     sets_clocks: bool  #: Whether clocks are set; otherwise only full clocks can be observed
     state: str | None  #: File of what is learnt; None for none
     gpus_per_node: int = 8  #: How many GPUs share the lock of a driver
     is_shared: bool = False  #: Whether a service wants to know what is learnt
-
-    def dumps(self) -> bytes:
-        """Return the description as bytes."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def loads(cls, data: bytes) -> JobDescription:
-        """Return what `dumps` wrote."""
-        values = json.loads(data)
-        places = {
-            int(rank): (pipeline, place) for rank, (pipeline, place) in values["places"].items()
-        }
-        told = {int(rank): each for rank, each in values["told"].items()}
-        return cls(**{**values, "places": places, "told": told})
+    #: By rank in the whole job, of the first pipeline; empty while they are not known.
+    trainings: Mapping[int, RankTraining] = {}
 
 
-def observed_message(iteration: int, since: int, frames: Iterable[bytes]) -> bytes:
-    """Return the message with the packed frames of an iteration; a program proposed now begins
-    with `since`.
+class Observations(Message, frozen=True):
+    """What the ranks observed of an iteration."""
+
+    since: int  #: The iteration that a program begins with which is proposed now
+    frames: tuple[msgspec.Raw, ...]  #: Each a `Frame`, which rank 0 passes on as it is
+
+
+class Waits(Message, frozen=True):
+    """How long each pipeline may take; see `ServiceExchange`."""
+
+    waits_s: tuple[float, ...]
+
+
+class End(Message, frozen=True):
+    """Write what was learnt, and end."""
+
+
+class LogLine(Message, frozen=True):
+    """A line to log, or to warn with."""
+
+    text: str
+    is_warning: bool = False
+
+
+class Status(Message, frozen=True):
+    """What the autopilot knows now."""
+
+    status: AutopilotStatus
+
+
+class Learnt(Message, frozen=True):
+    """What the autopilot has learnt."""
+
+    profile_csv: str  #: Text of the table of the profile
+    profile_yaml: str  #: Text of the file that names it
+    schedule: str  #: What a pipeline runs, as a text grid
+    rows: int  #: Number of measured rows
+    time_s: float  #: Seconds of an iteration at full clocks, replayed from the profile
+
+
+ToProcess: TypeAlias = JobDescription | Observations | Waits | End
+FromProcess: TypeAlias = Programs | LogLine | Status | Learnt
+
+
+class ServiceExchange:
+    """Each attribute is set by one side as a whole, and read by the other.
+
+    Attributes:
+        learnt: By the autopilot: what it has learnt; None for nothing yet.
+        status: By the autopilot: what it knew last.
+        waits_s: By the agent: for each pipeline, how long it may take beside a slower one, as for
+            `Autopilot.wait_for`; empty if all have to be as fast as agreed.
     """
-    packed = list(frames)
-    return _OBSERVED.pack(iteration, since, len(packed)) + b"".join(
-        _SIZE.pack(len(each)) + each for each in packed
-    )
 
-
-def read_observed(data: bytes) -> tuple[int, list[Frame]]:
-    """Return what `observed_message` wrote: the iteration that programs begin with, and the frames.
-
-    Raises:
-        ValueError: If it is not exactly that.
-    """
-    _, since, count = _OBSERVED.unpack_from(data)
-    at, frames = _OBSERVED.size, []
-    for _ in range(count):
-        (size,) = _SIZE.unpack_from(data, at)
-        at += _SIZE.size
-        frames.append(Frame.unpack(data[at : at + size]))
-        at += size
-    return since, frames
+    def __init__(self) -> None:
+        self.learnt: Learnt | None = None
+        self.status = AutopilotStatus()
+        self.waits_s: tuple[float, ...] = ()

@@ -1,53 +1,49 @@
-"""What a rank tells the autopilot of each iteration: made from its marks and from the messages
-of its controller.
+"""What a rank does for the autopilot on its background thread: it tells what it observes of each
+iteration, made from its marks and from the messages of its controller.
 """
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from perseus_planner.runtime.autopilot.ranks.messages import Frame
+from perseus_planner.base.errors import GpuError
+from perseus_planner.base.wires import encode
+from perseus_planner.gpu import open_gpu
+from perseus_planner.runtime.autopilot.ranks.coordinator import (
+    NOTHING,
+    Coordinator,
+    observed_key,
+    rank_key,
+)
+from perseus_planner.runtime.autopilot.ranks.messages import (
+    Frame,
+    JobDescription,
+    ObservedGpu,
+    Places,
+    RankTraining,
+)
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
-from perseus_planner.runtime.telemetry.samples import GpuSamples
+from perseus_planner.runtime.telemetry.telemetry import GpuSamples
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from perseus_planner.runtime.autopilot.ranks.follower import Ended, ProgramFollower
-    from perseus_planner.runtime.controller.protocol import ToRank
+    from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
+    from perseus_planner.runtime.autopilot.ranks.programs import Ended, ProgramFollower
+    from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
+    from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
+    from perseus_planner.runtime.rendezvous import RankContext, RuntimeOptions
+    from perseus_planner.runtime.switching.agreement import Agreement
 
 SETTLE_NS = 900_000
 """How long a clock takes to settle after the call that sets it: the mean on an A800."""
-NOTHING = b""
-"""What a rank has in the store before its first iteration has ended."""
 _CALLS = 16  #: calls that set a clock from which it is known how long they take
 _PATIENCE = 1  #: iterations that may wait for a sample of the GPU
-
-
-def observed_key(rank: int) -> str:
-    """Return the key of what a rank observed last."""
-    return f"observed/{rank}"
-
-
-def rank_key(rank: int) -> str:
-    """Return the key of what a rank runs, and on which GPU."""
-    return f"learns/{rank}"
-
-
-@dataclass(frozen=True)
-class ObservedGpu:
-    """The GPU of a rank."""
-
-    name: str  #: Its name
-    origin: str  #: "measured" or "simulated"
-    clocks_mhz: tuple[int, ...]  #: The clocks that may be set, highest first
 
 
 class Observer:
@@ -59,7 +55,6 @@ class Observer:
         rank: Rank in the whole job.
         source: The rank.
         gpu: The rank's GPU; None if no clock can be set.
-        model: Digest of the shapes of the rank's parameters.
         every: Only every so many iterations are written, and
         turn: those whose number modulo `every` is this.
         is_written: Whether anything is written; otherwise another rank observes the same.
@@ -72,13 +67,11 @@ class Observer:
         source: ProgramFollower,
         gpu: ObservedGpu | None,
         *,
-        model: str = "",
         every: int = 1,
         turn: int = 0,
         is_written: bool = True,
     ) -> None:
         self._store, self._rank, self._source, self._gpu = store, rank, source, gpu
-        self._model = model
         self._every, self._turn, self._is_written = every, turn, is_written
         self._samples = GpuSamples()
         self._changes: deque[tuple[int, int]] = deque(
@@ -138,7 +131,7 @@ class Observer:
         if self._is_written and times.number % self._every == self._turn:
             if ended.order != self._told and ended.order:
                 self._tell(ended.order)
-            self._set(observed_key(self._rank), self._frame(times, ended, time_s).pack())
+            self._set(observed_key(self._rank), encode(self._frame(times, ended, time_s)))
         last_ns = times.spans_ns[-1][1] if times.spans_ns else times.end_ns
         self._last_ns = last_ns
         self._samples.forget_before(last_ns)
@@ -167,23 +160,111 @@ class Observer:
         spans_s = tuple((at_ns - begin_ns) / 1e9 for span in times.spans_ns for at_ns in span)
         changes = ((0.0, before[-1] if before else 0), *inside)
         call_s = median(self._calls_s) if len(self._calls_s) == _CALLS else 0.0
-        head = (self._rank, ended.order, times.number, program.decision, time_s)
-        return Frame(*head, spans_s, changes, energy_j, throttled_s, call_s)
+        return Frame(
+            rank=self._rank,
+            order=ended.order,
+            iteration=times.number,
+            decision=program.decision,
+            time_s=time_s,
+            spans_s=spans_s,
+            changes=changes,
+            energy_j=energy_j,
+            throttled_s=throttled_s,
+            call_s=call_s,
+        )
 
     def _tell(self, number: int) -> None:
         """Say what this rank runs."""
         order = self._source.orders.get(number)
         if order is None:
             return
-        gpu = self._gpu
-        values = {
-            "order": [tuple(each) for each in order],
-            "gpu": None if gpu is None else [gpu.name, gpu.origin, gpu.clocks_mhz],
-            "model": self._model,
-        }
-        self._set(rank_key(self._rank), json.dumps(values).encode())
+        self._set(rank_key(self._rank), encode(RankTraining(tuple(order), self._gpu)))
         self._told = number
 
     def _set(self, key: str, value: bytes) -> None:
         with suppress(RuntimeError):  # the store may be gone; then the agreement says so
             self._store.set(key, value)
+
+
+class AutopilotRank:
+    """The part of one rank.
+
+    Args:
+        observer: Tells what the rank has observed.
+        coordinator: Rank 0's part; None on all others.
+    """
+
+    def __init__(self, observer: Observer, coordinator: Coordinator | None) -> None:
+        self._observer, self._coordinator = observer, coordinator
+
+    @classmethod
+    def begin(
+        cls,
+        context: RankContext,
+        job: TrainingJob,
+        source: ProgramFollower,
+        agreement: Agreement,
+        warnings: JobWarnings,
+        options: RuntimeOptions,
+        exchange: ServiceExchange | None,
+    ) -> AutopilotRank:
+        """Begin the part of this rank, before training."""
+        places = Places.among(context.places)
+        place = places.of.get(job.rank)
+        observer = Observer(
+            job.own_store,
+            job.rank,
+            source,
+            _observed(context.attachment.gpu, warnings),
+            every=places.every,
+            turn=0 if place is None else place[0] % places.every,
+            is_written=place is not None,
+        )
+        if job.rank != 0:
+            return cls(observer, None)
+        coordinator = Coordinator(
+            job.own_store,
+            JobDescription(
+                settings=options.autopilot,
+                places=places,
+                sets_clocks=not options.dry_run,
+                state=None if options.state_file is None else str(options.state_file),
+                gpus_per_node=context.neighbours,
+                is_shared=exchange is not None,
+            ),
+            agreement,
+            warnings,
+            exchange,
+        )
+        return cls(observer, coordinator)
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """Rank 0's part; None on other ranks."""
+        return self._coordinator
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that wake the thread."""
+        return [] if self._coordinator is None else self._coordinator.descriptors()
+
+    def look(self, times: Sequence[IterationTimes], messages: Sequence[ToRank]) -> None:
+        """Do one round, with the times and the messages of the controller that are new in it."""
+        self._observer.take(times, messages)
+        if self._coordinator is not None:
+            self._coordinator.look()
+
+    def close(self) -> None:
+        """End the rank's part."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+
+def _observed(gpu: AttachReply | None, warnings: JobWarnings) -> ObservedGpu | None:
+    if gpu is None:
+        return None
+    try:
+        with open_gpu(gpu.gpu) as opened:
+            return ObservedGpu(gpu.name, gpu.origin, opened.supported_clocks_mhz)
+    except GpuError as error:
+        warnings.warn("autopilot clocks", f"the autopilot has no clocks to choose from: {error}")
+        return None

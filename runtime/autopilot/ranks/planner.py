@@ -4,37 +4,40 @@ programs for all ranks.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, UsageError
+from perseus_planner.base.wires import decode
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings
-from perseus_planner.runtime.autopilot.ranks.exchange import Learnt
+from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob
 from perseus_planner.runtime.autopilot.ranks.messages import (
-    JOB,
-    LEARNT,
-    LOG,
-    OBSERVED,
-    PROGRAMS,
-    STATUS,
-    WAITS,
-    WARNING,
+    Frame,
+    FromProcess,
     JobDescription,
-    Message,
-    read_observed,
+    Learnt,
+    LogLine,
+    Observations,
+    RankTraining,
+    Status,
+    ToProcess,
+    Waits,
 )
 from perseus_planner.runtime.autopilot.ranks.observer import SETTLE_NS
-from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number, order_of
+from perseus_planner.runtime.autopilot.ranks.programs import (
+    Programs,
+    clock_runs,
+    order_number,
+    order_of,
+)
 from perseus_planner.schedules import Schedule, check_pipeline
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.grid import grid_text
@@ -42,7 +45,6 @@ from perseus_planner.schedules.pipeline import pipeline_iteration
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot import Decision
-    from perseus_planner.runtime.autopilot.ranks.messages import Frame
 
 LOG_S = 60.0
 """Time between two lines of the log while the autopilot learns, in seconds."""
@@ -87,32 +89,34 @@ class Planner:
         self._saving: tuple[float, float] | None = None  #: of the last plan, and its standard error
         self._told_rows = 0  #: how many rows were known when the service was told of them last
 
-    def take(self, messages: Sequence[Message]) -> list[Message]:
+    def take(self, messages: Sequence[ToProcess]) -> list[FromProcess]:
         """Take messages, and return the answers.
 
         Raises:
             PlannerError: If the autopilot cannot go on.
         """
-        replies: list[Message] = []
+        replies: list[FromProcess] = []
         since: int | None = None
-        for kind, content in messages:
-            if kind == JOB:
-                replies += self._begin(JobDescription.loads(content))
+        for message in messages:
+            if isinstance(message, JobDescription):
+                replies += self._begin(message)
                 since = 0
-            elif kind == OBSERVED and self._autopilot is not None:
-                since, frames = read_observed(content)
+            elif self._autopilot is None:
+                continue
+            elif isinstance(message, Observations):
+                since = message.since
+                frames = [decode(frame, Frame) for frame in message.frames]
                 if self._first is None and frames:
                     self._first = frames[0].iteration
                 self._observe(frames)
-            elif kind == WAITS and self._autopilot is not None:
-                self._autopilot.wait_for(
-                    json.loads(content) or [0.0] * self._autopilot.job.pipelines
-                )
+            elif isinstance(message, Waits):
+                pipelines = self._autopilot.job.pipelines
+                self._autopilot.wait_for(message.waits_s or [0.0] * pipelines)
         if self._autopilot is not None and since is not None:
             replies += self._answers(self._autopilot.decide(max(0, since - (self._first or 0))))
         return replies
 
-    def save(self) -> list[Message]:
+    def save(self) -> list[FromProcess]:
         """Write what was learnt; return a warning if it cannot be written."""
         profile = self._learned()
         if profile is None:
@@ -120,10 +124,10 @@ class Planner:
         try:
             self._state.save(profile)
         except PlannerError as error:
-            return [(WARNING, f"what was learnt cannot be saved: {error}".encode())]
+            return [LogLine(f"what was learnt cannot be saved: {error}", is_warning=True)]
         return []
 
-    def _learnt_message(self, profile: Profile | None) -> list[Message]:
+    def _learnt_message(self, profile: Profile | None) -> list[FromProcess]:
         if (
             self._job is None
             or self._autopilot is None
@@ -136,8 +140,7 @@ class Planner:
             sum(map(len, profile.measurements.values())),
             time_and_energy(dag, dag.baseline_measurements())[0],
         )
-        learnt = Learnt(*texts_of(profile), self._schedule, rows, time_s)
-        return [(LEARNT, json.dumps(asdict(learnt)).encode())]
+        return [Learnt(*texts_of(profile), self._schedule, rows, time_s)]
 
     def _learned(self) -> Profile | None:
         if self._autopilot is None:
@@ -147,15 +150,14 @@ class Planner:
         except PlannerError:  # nothing has been observed yet
             return self._prior
 
-    def _begin(self, job: JobDescription) -> list[Message]:
+    def _begin(self, job: JobDescription) -> list[FromProcess]:
         """Begin with a job, or with another order of its computations."""
-        of_place = {place: job.told[rank] for rank, place in job.places.items() if rank in job.told}
+        places = job.places.of
+        trainings = {places[rank]: training for rank, training in job.trainings.items()}
         try:
-            told = [
-                of_place[0, rank]
-                for rank in range(len({place for _, place in job.places.values()}))
-            ]
-            ranks = tuple(order_of(each["order"]) for each in told)
+            stages = len({stage for _, stage in places.values()})
+            told = [trainings[0, rank] for rank in range(stages)]
+            ranks = tuple(order_of(each.order) for each in told)
             schedule = Schedule("as trained", ranks)
             check_pipeline(schedule)
             name, origin, clocks = _gpu_of(told)
@@ -163,9 +165,9 @@ class Planner:
             described = AutopilotJob(
                 pipeline_iteration(schedule),
                 offered,
-                job.pipelines,
+                job.places.pipelines,
                 ClockChange(CALL_S, SETTLE_NS / 1e9, job.gpus_per_node),
-                gpus_per_stage=job.gpus_per_stage,
+                gpus_per_stage=job.places.gpus_per_stage,
                 gpu=name,
             )
             learned = self._learned()
@@ -173,25 +175,22 @@ class Planner:
             prior, notes = self._state.prior_of(described, learned)
             self._schedule = grid_text(schedule)
             self._prior = prior
-            self._autopilot = Autopilot(described, AutopilotSettings(**job.settings), prior)
+            self._autopilot = Autopilot(described, job.settings, prior)
         except (PlannerError, KeyError, ValueError) as error:
             self._autopilot = None
             text = f"the autopilot cannot plan what this job runs: {error}"
-            return [
-                (WARNING, text.encode()),
-                (STATUS, json.dumps(asdict(AutopilotStatus("stopped"))).encode()),
-            ]
+            return [LogLine(text, is_warning=True), Status(AutopilotStatus("stopped"))]
         self._job, self._sent, self._first = job, None, None
         self._told_rows, self._saving = 0, None
         self._orders = tuple(map(order_number, ranks))
         self._origin = origin
         self._step_s = COUNTER_STEP_S if origin == "measured" else 0.0
-        return [(LOG, note.encode()) for note in notes]
+        return list(map(LogLine, notes))
 
     def _observe(self, frames: Sequence[Frame]) -> None:
         assert self._job is not None
         assert self._autopilot is not None
-        places = self._job.places
+        places = self._job.places.of
         # The first rank of a pipeline begins first and ends last. The others begin early and wait,
         # so that an iteration by another program seems longer or shorter there than it is.
         times_s = {
@@ -202,7 +201,7 @@ class Planner:
             pipeline, rank = places[frame.rank]
             if frame.spans_s and frame.order == self._orders[rank] and pipeline in times_s:
                 observation = frame.observation(
-                    pipeline, rank, self._job.gpus_per_stage, self._step_s
+                    pipeline, rank, self._job.places.gpus_per_stage, self._step_s
                 )
                 number = frame.iteration - (self._first or 0)
                 seen.append(observation._replace(iteration=number, time_s=times_s[pipeline]))
@@ -219,7 +218,7 @@ class Planner:
         if calls_s and abs(median(calls_s) - change.call_s) > _OTHER_CALL * change.call_s:
             self._autopilot.set_clock_change(replace(change, call_s=median(calls_s)))
 
-    def _answers(self, decision: Decision) -> list[Message]:
+    def _answers(self, decision: Decision) -> list[FromProcess]:
         assert self._job is not None
         assert self._autopilot is not None
         ledger, first = decision.ledger, self._first or 0
@@ -238,7 +237,7 @@ class Planner:
             decision.trials,
             decision.unknown,
         )
-        replies = [(STATUS, json.dumps(asdict(status)).encode()), *self._log(status)]
+        replies: list[FromProcess] = [Status(status), *self._log(status)]
         news = (
             decision.clocks,
             decision.phase,
@@ -254,20 +253,22 @@ class Planner:
             time_s = decision.time_s or (0.0 if ledger is None else ledger.reference_s)
             top_mhz = self._autopilot.job.clocks_mhz[0]
             busy_s = self._autopilot.busy_s()
+            clocks, pipelines = clock_runs(decision.clocks)
             programs = Programs(
-                decision.version,
-                self._orders,
-                decision.clocks,
-                top_mhz,
-                time_s,
-                ledger,
-                status,
-                busy_s,
+                decision=decision.version,
+                orders=self._orders,
+                clocks=clocks,
+                pipelines=pipelines,
+                top_mhz=top_mhz,
+                time_s=time_s,
+                ledger=ledger,
+                status=status,
+                busy_s=busy_s,
             )
-            replies.append((PROGRAMS, programs.dumps()))
+            replies.append(programs)
         return replies
 
-    def _log(self, status: AutopilotStatus) -> list[Message]:
+    def _log(self, status: AutopilotStatus) -> list[FromProcess]:
         """Return a line a minute while clocks are tried, and a last one when that is over."""
         now_s = self._now_s()
         if status.trials or status.reference_s is None:
@@ -275,18 +276,18 @@ class Planner:
         if self._is_silent or now_s - self._logged_s < LOG_S:
             return []
         self._logged_s, self._is_silent = now_s, now_s - self._tried_s >= LOG_S
-        return [(LOG, str(status).encode())]
+        return [LogLine(str(status))]
 
 
-def _gpu_of(told: Sequence[Mapping[str, Any]]) -> tuple[str, str, tuple[int, ...]]:
+def _gpu_of(told: Sequence[RankTraining]) -> tuple[str, str, tuple[int, ...]]:
     """Return name and origin of the GPUs of a pipeline, and the clocks that all of them support,
     highest first.
     """
-    if any(each["gpu"] is None for each in told):
+    gpus = [each.gpu for each in told if each.gpu is not None]
+    if len(gpus) < len(told):
         raise UsageError("the clocks that a GPU supports are not known")
-    name, origin, _ = told[0]["gpu"]
-    clocks = set.intersection(*(set(each["gpu"][2]) for each in told))
-    return name, origin, tuple(sorted(clocks, reverse=True))
+    clocks = set.intersection(*(set(gpu.clocks_mhz) for gpu in gpus))
+    return gpus[0].name, gpus[0].origin, tuple(sorted(clocks, reverse=True))
 
 
 class State:
@@ -324,14 +325,14 @@ class State:
         if path is None or not path.exists():
             return None, []
         try:
-            found = Profile.load(path)
+            profile = Profile.load(path)
         except PlannerError as error:
             return None, [f"what was learnt before is not used: {error}"]
-        difference = _difference(found, job)
+        difference = _difference(profile, job)
         if difference is not None:
             return None, [f"what was learnt before is not used: {path} {difference}"]
-        rows = sum(map(len, found.measurements.values()))
-        return found, [
+        rows = sum(map(len, profile.measurements.values()))
+        return profile, [
             f"the autopilot begins with {rows} rows that were learnt before, from {path}"
         ]
 
@@ -344,14 +345,14 @@ def texts_of(profile: Profile) -> tuple[str, str]:
         return path.with_suffix(".csv").read_text(), path.read_text()
 
 
-def _difference(found: Profile, job: AutopilotJob) -> str | None:
+def _difference(profile: Profile, job: AutopilotJob) -> str | None:
     """Return why a profile is not one of this job; None if it is."""
-    if found.gpu != job.gpu:
-        return f"is of the GPU {found.gpu!r}, and this job has {job.gpu!r}"
-    if found.gpus_per_stage != job.gpus_per_stage:
-        return f"has {found.gpus_per_stage} GPUs in a stage, and this job {job.gpus_per_stage}"
-    if set(found.measurements) != set(job.iteration.keys):
+    if profile.gpu != job.gpu:
+        return f"is of the GPU {profile.gpu!r}, and this job has {job.gpu!r}"
+    if profile.gpus_per_stage != job.gpus_per_stage:
+        return f"has {profile.gpus_per_stage} GPUs in a stage, and this job {job.gpus_per_stage}"
+    if set(profile.measurements) != set(job.iteration.keys):
         return "has other stages or kinds of computations than this job"
-    if found.control != "clock":
+    if profile.control != "clock":
         return "is of power limits"
     return None
