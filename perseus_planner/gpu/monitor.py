@@ -15,7 +15,7 @@ and its power is integrated by the trapezoid rule.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class Monitor(ClosedOnExit):
         self._synchronize, self._on_sample = synchronize, on_sample
         self._open: set[Window] = set()
         self._lock = threading.Lock()  #: of what the sampling thread shares
-        self._problem: GpuError | None = None
+        self._problem: BaseException | None = None
         self._sampling: Loop | None = None
         with ExitStack() as stack:
             opened = [
@@ -116,8 +116,9 @@ class Monitor(ClosedOnExit):
             ]
             if self._sampled:
                 self._sample()
-                self._sampling = Loop(self._keep_sampling(), "energy samples", sample_s or SAMPLE_S)
-                self._sampling.start()
+                self._sampling = Loop(
+                    self._sample, "energy samples", sample_s or SAMPLE_S, on_error=self._fail
+                ).start()
             self._stack = stack.pop_all()
 
     @property
@@ -168,14 +169,9 @@ class Monitor(ClosedOnExit):
             if self._on_sample is not None:
                 self._on_sample(sample)
 
-    def _keep_sampling(self) -> Generator[None]:
-        try:
-            while True:
-                yield
-                self._sample()
-        except GpuError as error:
-            with self._lock:
-                self._problem = error
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._problem = error
 
 
 class Window:

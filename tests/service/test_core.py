@@ -576,7 +576,7 @@ def test_a_subscriber_that_fails_harms_nobody(service: Service, caplog: pytest.L
     caplog.clear()
     unsubscribe()
     service.set_deadline("gpt", None)
-    assert caplog.text == ""
+    assert "A subscriber failed" not in caplog.text
 
 
 class Slow:
