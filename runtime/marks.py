@@ -137,7 +137,7 @@ class HostMarks:
 
     def finished(self) -> list[IterationTimes]:
         """See `Marks.finished`."""
-        found = []
+        iterations = []
         while self._finished:
-            found.append(self._finished.popleft())
-        return found
+            iterations.append(self._finished.popleft())
+        return iterations

@@ -149,11 +149,11 @@ class Document:
         required: Collection[str],
         optional: Collection[str],
     ) -> Document:
-        known = ", ".join([*required, *optional])
+        known_keys = ", ".join([*required, *optional])
         if not isinstance(node, yaml.MappingNode):
             place = f"{self.path}, line {node.start_mark.line + 1}, key {key!r}{self._of}"
             raise self.error(
-                f"{place}: {shown(value)} is not a mapping; write it with the keys {known}"
+                f"{place}: {shown(value)} is not a mapping; write it with the keys {known_keys}"
             )
         inner = _mapping(self.path, node, self.error, key)
         _check_keys(inner, set(required), set(optional))
@@ -262,10 +262,10 @@ def kind_of(path: Path) -> str | None:
         return "frontier"
     if path.suffix.lower() == ".csv":
         return "profile"
-    if found := _FORMAT.search(
+    if format_match := _FORMAT.search(
         head
     ):  # the planner writes it first; a plan can be large, so it is not parsed for this
-        return found[1].decode()
+        return format_match[1].decode()
     try:
         name = _parse(path, read_text(path, PlannerError), PlannerError).values.get("format")
     except PlannerError:
@@ -316,7 +316,9 @@ def _with_value(path: Path, text: str, key: str, value: Any, error: type[Planner
     except PlannerError:
         values = {}
     wanted = {**document.values, key: value}
-    if values != {name: each for name, each in wanted.items() if each is not None or name != key}:
+    if values != {
+        name: entry for name, entry in wanted.items() if entry is not None or name != key
+    }:
         remedy = "remove it" if value is None else f"write `{key}: {written}`"
         raise error(f"{path}: {key} cannot be written into it; {remedy} yourself")
     return changed
@@ -407,11 +409,11 @@ def _check_format(document: Document, name: str, version: int, error: type[Plann
 
 
 def _check_keys(document: Document, required: set[str], optional: set[str]) -> None:
-    known = required | optional
+    known_keys = required | optional
     for key in document.values:
-        if key not in known:
-            near = did_you_mean(str(key), sorted(known), repr)
-            remedy = near or f"remove it; known keys are {', '.join(sorted(known))}"
+        if key not in known_keys:
+            near = did_you_mean(str(key), sorted(known_keys), repr)
+            remedy = near or f"remove it; known keys are {', '.join(sorted(known_keys))}"
             place = f"{document.path}, line {document.lines[key]}"
             raise document.error(f"{place}: unknown key {shown(key)}{document._of}; {remedy}")
     missing = sorted(required - set(document.values))

@@ -144,15 +144,15 @@ class InfeasibleBudget(InfeasibleDeadline):
         budget = f"at most {max_changes} clock change{'s' if max_changes != 1 else ''} per GPU"
         wanted = f"no plan found finishes an iteration within {_si(deadline_s, 's')} with {budget}"
         if least_time_s is None:
-            found = (
+            reason = (
                 "some GPU has no clock at which all that it runs was measured; allow more changes"
             )
         else:
-            found = (
+            reason = (
                 f"the fastest found takes {_si(least_time_s, 's', up=True)}; ask for that, or "
                 "allow more changes"
             )
-        PlannerError.__init__(self, f"{wanted}: {found}")
+        PlannerError.__init__(self, f"{wanted}: {reason}")
         self.deadline_s = deadline_s
         self.least_time_s = math.inf if least_time_s is None else least_time_s
         self.max_changes = max_changes

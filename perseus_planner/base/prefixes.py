@@ -24,5 +24,5 @@ def si_unit(largest: float, unit: str) -> tuple[float, str]:
     prefixes = (
         _SMALL if 0 < largest < 0.1 else _LARGE if largest >= 1e4 and unit != "s" else ((1.0, ""),)
     )
-    factor, prefix = next((each for each in prefixes if largest >= each[0]), prefixes[-1])
+    factor, prefix = next((scale for scale in prefixes if largest >= scale[0]), prefixes[-1])
     return factor, prefix + unit

@@ -101,7 +101,7 @@ class CsvFile:
 
     def need(self, columns: Iterable[str], header: str) -> None:
         """Refuse a header without one of the columns; `header` is a right one."""
-        if missing := [each for each in columns if each not in self.header]:
+        if missing := [name for name in columns if name not in self.header]:
             raise self._error(
                 f"{self.where}: no column {', '.join(map(repr, missing))} in the header "
                 f"{shown(','.join(self.header))}; write {header}, separated by commas"
@@ -109,9 +109,9 @@ class CsvFile:
 
     def refuse_twice(self, columns: Iterable[str]) -> None:
         """Refuse a header that has one of the columns twice."""
-        for each in columns:
-            if self.header.count(each) > 1:
-                raise self._error(f"{self.where}: column {each!r} is there twice; keep one of them")
+        for name in columns:
+            if self.header.count(name) > 1:
+                raise self._error(f"{self.where}: column {name!r} is there twice; keep one of them")
 
     def __iter__(self) -> Iterator[CsvRow]:
         for where, cells in self._rows:
@@ -198,14 +198,14 @@ def lay_out(rows: Iterable[Any], *columns: Column) -> list[list[str]]:
     rows, cells = list(rows), list[list[str]]()
     for form, group in groupby(columns, key=lambda each: each.form):
         beside = list(group)
-        values = [[_value(row, each.value) for row in rows] for each in beside]
+        values = [[_value(row, column.value) for row in rows] for column in beside]
         if unit := re.fullmatch(r"([A-Zs])(\d?)", form):
-            names, digits = [each.heading for each in beside], int(unit[2] or _DIGITS)
+            names, digits = [column.heading for column in beside], int(unit[2] or _DIGITS)
             cells += quantities(names, unit[1], *values, digits=digits)
         else:
             cells += [
-                _cells(each.heading, each.form, of_column)
-                for each, of_column in zip(beside, values, strict=True)
+                _cells(column.heading, column.form, of_column)
+                for column, of_column in zip(beside, values, strict=True)
             ]
     return cells
 
@@ -219,12 +219,12 @@ def _value(row: Any, of: str | Callable[[Any], Any]) -> Any:
 def _cells(heading: str, form: str, values: Sequence[Any]) -> list[str]:
     if form == "<":
         indent = " " * (len(heading) - len(heading.lstrip()))
-        return [heading, *(f"{indent}{'-' if each is None else each}" for each in values)]
+        return [heading, *(f"{indent}{'-' if value is None else value}" for value in values)]
     if form == "#":
         return column(heading, numbers(values))
     if form == "%":
-        values, form = [None if each is None else 100 * each for each in values], ".2f"
-    return column(heading, ["-" if each is None else format(each, form) for each in values])
+        values, form = [None if value is None else 100 * value for value in values], ".2f"
+    return column(heading, ["-" if value is None else format(value, form) for value in values])
 
 
 class Sheet(NamedTuple):
@@ -296,8 +296,8 @@ def quantities(
         columns: the values of each column.
         digits: digits of the largest value.
     """
-    known = [abs(value) for values in columns for value in values if value is not None]
-    factor, name = si_unit(max(known, default=0.0), unit)
+    magnitudes = [abs(value) for values in columns for value in values if value is not None]
+    factor, name = si_unit(max(magnitudes, default=0.0), unit)
     cells = numbers(
         [None if value is None else value / factor for values in columns for value in values],
         digits,
@@ -312,7 +312,7 @@ def ranges(name: str, unit: str, pairs: Sequence[tuple[float, float]]) -> list[s
     `quantities`.
     """
     (heading, *cells), *_ = quantities([name], unit, [value for pair in pairs for value in pair])
-    first, last = (list(map(str.strip, each)) for each in (cells[::2], cells[1::2]))
+    first, last = (list(map(str.strip, half)) for half in (cells[::2], cells[1::2]))
     return column(
         heading.strip(), [f"{one} to {other}" for one, other in zip(first, last, strict=True)]
     )

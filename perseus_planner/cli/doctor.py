@@ -107,12 +107,14 @@ def doctor(
     with ExitStack() as stack:
         opened = [stack.enter_context(open_gpu(text)) for text in texts]
         diagnoses, parallel, problems = _diagnose(opened, measure_latency)
-    verdict = _verdict([each.inspection for each in diagnoses], count)
+    verdict = _verdict([gpu_diagnosis.inspection for gpu_diagnosis in diagnoses], count)
     diagnosis = {
         "verdict": verdict,
         "gpus": diagnoses,
         "parallel": parallel,
-        "clock_change": _clock_change([each.latency for each in diagnoses], parallel),
+        "clock_change": _clock_change(
+            [gpu_diagnosis.latency for gpu_diagnosis in diagnoses], parallel
+        ),
         "remarks": [*remarks, *problems, *read_records()[1]],
     }
     console.report(diagnosis, _text(diagnosis), [], as_json=as_json)
@@ -211,12 +213,15 @@ def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
 
 
 def _verdict(inspections: Sequence[Inspection], gpus: int) -> Verdict:
-    can_set = [each.can_set_clocks for each in inspections]
+    can_set = [inspection.can_set_clocks for inspection in inspections]
     return Verdict(
         gpus,
-        observe=sum(each.can_observe for each in inspections),
+        observe=sum(inspection.can_observe for inspection in inspections),
         set_clocks=None if None in can_set else sum(map(bool, can_set)),
-        profile=sum(each.can_observe and each.can_set_clocks is not False for each in inspections),
+        profile=sum(
+            inspection.can_observe and inspection.can_set_clocks is not False
+            for inspection in inspections
+        ),
     )
 
 
@@ -275,11 +280,17 @@ def _gpu_text(diagnosis: GpuDiagnosis) -> str:
     seen = diagnosis.inspection
     origin = "" if seen.origin == "measured" else f", {seen.origin}"
     rows = [
-        *((each.name, each.value or f"cannot be read: {each.problem}") for each in seen.readings),
+        *(
+            (reading.name, reading.value or f"cannot be read: {reading.problem}")
+            for reading in seen.readings
+        ),
         *_energy_rows(seen.energy),
         *(
-            (f"setting the {each.name}", ": ".join(filter(None, (each.result, each.remark))))
-            for each in seen.settings
+            (
+                f"setting the {setting.name}",
+                ": ".join(filter(None, (setting.result, setting.remark))),
+            )
+            for setting in seen.settings
         ),
         *(("changing the clock", text) for text in _latency_texts(diagnosis.latency)),
         ("lease", seen.leased_by or "free"),

@@ -71,7 +71,9 @@ def command(
 
         def call(**values: Any) -> None:
             for key, group in groups.items():
-                values[key] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+                values[key] = group(
+                    **{field.name: values.pop(field.name) for field in fields(group)}
+                )
             function(**values)
 
         return click.Command(

@@ -302,8 +302,8 @@ def plan(
     pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)
     with console.progress("Planning"):
         plans = _make_plans(pipelines, target, limits)
-    for each, file in zip(plans, files, strict=True):
-        each.save(file)
+    for pipeline_plan, file in zip(plans, files, strict=True):
+        pipeline_plan.save(file)
     summary: Any
     if len(plans) == 1:
         summary = summarize_plan(plans[0], target.straggler_time_s)
@@ -364,10 +364,10 @@ def _numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
         targets = [
             target.with_name(f"{target.stem}-{number}{target.suffix}") for number in range(count)
         ]
-    for each in targets:
-        refuse_same(sources, each)
-        if each.is_dir():
-            raise UsageError(f"--output {each}: is a folder; name a file in it")
+    for path in targets:
+        refuse_same(sources, path)
+        if path.is_dir():
+            raise UsageError(f"--output {path}: is a folder; name a file in it")
     return targets
 
 

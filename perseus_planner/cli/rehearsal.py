@@ -74,8 +74,8 @@ def _table(ranks: Sequence[RankRehearsal]) -> str:
         "bf16": time("bf16"),
         "free memory": _memory,
         "messages from": lambda rank: ", ".join(
-            f"{each.sender}: {si(each.size_bytes / each.time_s, 'B/s', 3)}"
-            for each in rank.received
+            f"{message.sender}: {si(message.size_bytes / message.time_s, 'B/s', 3)}"
+            for message in rank.received
         ),
     }
     columns = [Column(name, cell, "<") for name, cell in cells.items()]

@@ -134,7 +134,9 @@ def _modules(given: str | None) -> str:
     from perseus_planner.runtime import unmodified
 
     startup = str(Path(unmodified.__file__).absolute().with_name("startup"))
-    others = [] if given is None else [each for each in given.split(os.pathsep) if each != startup]
+    others = (
+        [] if given is None else [folder for folder in given.split(os.pathsep) if folder != startup]
+    )
     return os.pathsep.join([startup, *others])
 
 

@@ -293,9 +293,9 @@ def report(
         return
     with console.progress("Reporting"):
         sources = read_sources(source, blocking_power_w)
-        made = make_report(sources, rates, _size(sources, size))
-        write_file(output, page(made), UsageError)
-    console.report(made, report_text(made), [output], as_json=as_json)
+        job_report = make_report(sources, rates, _size(sources, size))
+        write_file(output, page(job_report), UsageError)
+    console.report(job_report, report_text(job_report), [output], as_json=as_json)
 
 
 def _size(sources: Sources, options: SizeOptions) -> IterationSize:

@@ -185,15 +185,15 @@ def _balanced_clocks(
         ladders.append(ladder)
         times_s.append([forward_s[clock] for clock in ladder])
     heaviest = max(range(len(ladders)), key=lambda stage: times_s[stage][0])
-    at, family = [0] * len(ladders), []
+    steps, family = [0] * len(ladders), []
     for step, clock in enumerate(ladders[heaviest]):
         for stage, ladder in enumerate(ladders):
             lowest = len(ladder) - 1
-            start = next((i for i in range(at[stage], lowest) if ladder[i] <= clock), lowest)
-            at[stage] = _nearest_below(times_s[stage], start, times_s[heaviest][step])
-        at[heaviest] = step
-        family.append([ladder[i] for ladder, i in zip(ladders, at, strict=True)])
-        if any(i == len(ladder) - 1 for i, ladder in zip(at, ladders, strict=True)):
+            start = next((i for i in range(steps[stage], lowest) if ladder[i] <= clock), lowest)
+            steps[stage] = _nearest_below(times_s[stage], start, times_s[heaviest][step])
+        steps[heaviest] = step
+        family.append([ladder[i] for ladder, i in zip(ladders, steps, strict=True)])
+        if any(i == len(ladder) - 1 for i, ladder in zip(steps, ladders, strict=True)):
             break
     return family
 
@@ -236,21 +236,23 @@ def reconfigure(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) -> 
     """
     last = (dag.schedule.stages - 1, dag.schedule.microbatches - 1)
     envelope = [on_envelope(computation, *last) for computation in dag.computations]
-    at = [0 if outer else _valley(points) for outer, points in zip(envelope, measured, strict=True)]
+    indices = [
+        0 if outer else _valley(points) for outer, points in zip(envelope, measured, strict=True)
+    ]
     while True:
-        chosen = [points[i] for points, i in zip(measured, at, strict=True)]
+        chosen = [points[i] for points, i in zip(measured, indices, strict=True)]
         path = [
             place
             for place in critical_path(dag, [point.time_s for point in chosen])
-            if place < len(at)
+            if place < len(indices)
         ]
-        raisable = [place for place in path if at[place]]
+        raisable = [place for place in path if indices[place]]
         if not raisable or all(envelope[place] for place in path):
             return chosen
         lowest_mhz = min(chosen[place].clock_mhz for place in raisable)
         for place in raisable:
             if chosen[place].clock_mhz == lowest_mhz:
-                at[place] -= 1
+                indices[place] -= 1
 
 
 def on_envelope(computation: Computation, last_stage: int, last_microbatch: int) -> bool:

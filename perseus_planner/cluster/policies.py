@@ -85,12 +85,14 @@ class IterationReplays:
         key = clocks, condition.stages
         if key not in self._replays:
             self._replays[key] = self._replay(clocks, dict(condition.stages))
-        found, slowdown = self._replays[key], condition.slowdown
+        iteration, slowdown = self._replays[key], condition.slowdown
         return (
-            found
+            iteration
             if slowdown == 1
             else ReplayedIteration(
-                found.time_s * slowdown, found.busy_s * slowdown, found.busy_j * slowdown
+                iteration.time_s * slowdown,
+                iteration.busy_s * slowdown,
+                iteration.busy_j * slowdown,
             )
         )
 
@@ -107,10 +109,12 @@ class IterationReplays:
             point.energy_j * slowdown for point, slowdown in zip(points, slowdowns, strict=True)
         ]
         time_s = max(end_times(self.dag, times_s)) + self.dag.profile.overhead_s
-        for each in iteration.operations:
-            times_s.append(each.time_s)
+        for operation in iteration.operations:
+            times_s.append(operation.time_s)
             energies_j.append(
-                waiting_w[each.rank] * each.time_s if each.energy_j is None else each.energy_j
+                waiting_w[operation.rank] * operation.time_s
+                if operation.energy_j is None
+                else operation.energy_j
             )
         return ReplayedIteration(time_s, self._per_rank(times_s), self._per_rank(energies_j))
 
@@ -121,12 +125,14 @@ class IterationReplays:
         key = tuple(sorted(slow.items()))
         if key not in self._slow_tables:
             tables = {
-                of: _slow_down(table, slow.get(of[0], 1.0)) for of, table in self._tables_of.items()
+                stage_kind: _slow_down(table, slow.get(stage_kind[0], 1.0))
+                for stage_kind, table in self._tables_of.items()
             }
             self._slow_tables[key] = tables
         tables = self._slow_tables[key]
         tasks = [
-            Task(tables[of], mhz) for of, mhz in zip(self.dag.iteration.keys, clocks, strict=True)
+            Task(tables[stage_kind], mhz)
+            for stage_kind, mhz in zip(self.dag.iteration.keys, clocks, strict=True)
         ]
         waiting_w, gpus = self.dag.rank_waiting_w, self.dag.profile.gpus_per_stage
         replayed = replay_changes(self.dag.iteration, tasks, change, waiting_w, gpus)
@@ -217,7 +223,7 @@ def _reacting(
 
     def clocks_in(conditions: frozenset[Condition]) -> Mapping[Condition, Clocks]:
         clocks = {condition: straggler_clocks(condition.stages) for condition in conditions}
-        slowest_s = max(replays.replay(own, each).time_s for each, own in clocks.items())
+        slowest_s = max(replays.replay(own, condition).time_s for condition, own in clocks.items())
         if UNDISTURBED in clocks and slowest_s > target_s:
             clocks[UNDISTURBED] = clocks_for(slowest_s)
         return clocks

@@ -57,8 +57,8 @@ class Cluster(Checked):
     def __post_init__(self) -> None:
         object.__setattr__(self, "stragglers", tuple(self.stragglers))
         super().__post_init__()
-        for each in self.stragglers:
-            each.check(self.pipelines, self.frontier.schedule.stages)
+        for straggler in self.stragglers:
+            straggler.check(self.pipelines, self.frontier.schedule.stages)
 
     @cached_property
     def replays(self) -> IterationReplays:
@@ -144,7 +144,7 @@ def _equal_iterations(
     """Yield a number of equal iterations, with each distinct iteration in them and the pipelines
     that run it.
     """
-    actual, known = (
+    actual, delayed = (
         _DelayedView(cluster.stragglers, 0.0),
         _DelayedView(cluster.stragglers, cluster.delay_s),
     )
@@ -152,17 +152,17 @@ def _equal_iterations(
     now, left = Fraction(0), cluster.iterations
     while left:
         actual.move_to(now)
-        known.move_to(now)
-        groups = _groups(cluster.pipelines, actual.conditions, known.conditions)
+        delayed.move_to(now)
+        groups = _groups(cluster.pipelines, actual.conditions, delayed.conditions)
         seen = frozenset(belief for _, belief in groups)
         if seen not in plans:
             plans[seen] = policy(seen)
         running = [
-            (cluster.replays.replay(plans[seen][belief], truth), each)
-            for (truth, belief), each in groups.items()
+            (cluster.replays.replay(plans[seen][belief], truth), pipelines)
+            for (truth, belief), pipelines in groups.items()
         ]
         longest_s = Fraction(max(iteration.time_s for iteration, _ in running))
-        upcoming = [moment for moment in (actual.upcoming, known.upcoming) if moment is not None]
+        upcoming = [moment for moment in (actual.upcoming, delayed.upcoming) if moment is not None]
         count = min([left, *(math.ceil((moment - now) / longest_s) for moment in upcoming)])
         yield count, running
         now, left = now + count * longest_s, left - count
@@ -190,8 +190,8 @@ class _DelayedView:
         self._stragglers = stragglers
         events = [
             (Fraction(moment_s) + Fraction(late_s), place)
-            for place, each in enumerate(stragglers)
-            for moment_s in (each.start_s, each.end_s)
+            for place, straggler in enumerate(stragglers)
+            for moment_s in (straggler.start_s, straggler.end_s)
             if moment_s != math.inf
         ]
         self._events = sorted(events, reverse=True)

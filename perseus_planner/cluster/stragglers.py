@@ -100,11 +100,11 @@ def condition_of(stragglers: Iterable[Straggler]) -> Condition:
     """
     slowdown = 1.0
     stages: dict[int, float] = {}
-    for each in stragglers:
-        if each.stage is None:
-            slowdown *= each.slowdown
+    for straggler in stragglers:
+        if straggler.stage is None:
+            slowdown *= straggler.slowdown
         else:
-            stages[each.stage] = stages.get(each.stage, 1.0) * each.slowdown
+            stages[straggler.stage] = stages.get(straggler.stage, 1.0) * straggler.slowdown
     return Condition(
         slowdown, tuple(sorted((stage, slow) for stage, slow in stages.items() if slow != 1.0))
     )

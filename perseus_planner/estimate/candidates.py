@@ -65,25 +65,25 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
             f"--recompute: {model.attention} attention keeps no scores that selective could "
             "recompute; give none or full, or --attention plain"
         )
-    found, least, any_full = [], None, False
+    fitting, least, any_full = [], None, False
     for gpus in _parts(choices.gpus):
         for job, times in _configurations(model, system, replace(choices, gpus=gpus)):
             any_full = any_full or gpus == choices.gpus
             needed = memory(job, system)
             if needed.fits:
-                found.append(Candidate(job, times, needed))
+                fitting.append(Candidate(job, times, needed))
             elif least is None or needed.total < least[1].total:
                 least = job, needed
     if not any_full:
         raise UsageError(_nearest(model, choices))
-    if not found and least is not None:
+    if not fitting and least is not None:
         job, needed = least
         raise UsageError(
             f"--gpus: {choices.gpus} GPUs of {si(system.memory_bytes, 'B', 3)} are too few: "
             f"{job.name} needs least, {si(needed.total, 'B', 3)} on a GPU "
             f"({_memory_text(needed)}); {_enough(model, system, choices)}"
         )
-    return found
+    return fitting
 
 
 def split_choices(
@@ -166,9 +166,9 @@ def _pipelines(
             kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
             if "interleaved-1f1b" in choices.schedules and count % ranks == 0:
                 kinds += [
-                    ("interleaved-1f1b", each)
-                    for each in _VIRTUAL_STAGES
-                    if each * ranks <= min(shape.layers, _MAX_STAGES)
+                    ("interleaved-1f1b", virtual_stages)
+                    for virtual_stages in _VIRTUAL_STAGES
+                    if virtual_stages * ranks <= min(shape.layers, _MAX_STAGES)
                 ]
         for schedule, virtual in kinds:
             for split in split_choices(shape, ranks * virtual, times, system.top_mhz):
@@ -191,7 +191,7 @@ def _shares(model: Transformer, tensor: int) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _parts(gpus: int) -> list[int]:
@@ -225,14 +225,17 @@ def _nearest(model: Transformer, choices: Choices) -> str:
     """
     gpus, batch = choices.gpus, choices.batch
     fewer = (
-        next(each for each in range(gpus - 1, 0, -1) if _possible(model, each, batch))
+        next(count for count in range(gpus - 1, 0, -1) if _possible(model, count, batch))
         if gpus > 1
         else 1
     )
     near = (
-        each for step in range(1, gpus + 1) for each in (batch + step, batch - step) if each > 0
+        batch_size
+        for step in range(1, gpus + 1)
+        for batch_size in (batch + step, batch - step)
+        if batch_size > 0
     )
-    other = next((each for each in near if _possible(model, gpus, each)), None)
+    other = next((batch_size for batch_size in near if _possible(model, gpus, batch_size)), None)
     more = "" if other is None else f", or --batch {other}"
     return (
         f"--gpus: {gpus} GPUs cannot share {model.heads} heads, {model.layers} layers and a batch "

@@ -167,7 +167,9 @@ def estimate(
     ]
     profile = estimating.estimate(of_model, system, calibrations, split_backward=split_backward)
     profile.save(output)
-    summary = summarize_estimate(profile, of_model, [each.source for each in calibrations])
+    summary = summarize_estimate(
+        profile, of_model, [calibration.source for calibration in calibrations]
+    )
     files = [output, output.with_suffix(".csv")]
     console.report(summary, estimate_text(summary), files, as_json=as_json)
 
@@ -198,8 +200,8 @@ def _calibration(
 
 def _split_tokens(text: str) -> tuple[Path, int | None]:
     """Split `PROFILE@TOKENS` into the file and the tokens, if any."""
-    name, at, tokens = text.rpartition("@")
-    if at and tokens.isascii() and tokens.isdecimal():
+    name, separator, tokens = text.rpartition("@")
+    if separator and tokens.isascii() and tokens.isdecimal():
         return Path(name), int(tokens)
     return Path(text), None
 
@@ -253,13 +255,13 @@ class _Gpus:
         """Return what may be chosen."""
         from perseus_planner.estimate.candidates import RECOMPUTATIONS, SCHEDULES, Choices
 
-        for option, words, known in (
+        for option, words, explored in (
             ("--recompute", self.recomputations, RECOMPUTATIONS),
             ("--schedule", self.schedules, SCHEDULES),
         ):
             for word in words:
-                if word not in known:
-                    choices = " or ".join(known)
+                if word not in explored:
+                    choices = " or ".join(explored)
                     raise UsageError(f"{option}: {word!r} is not explored; give {choices}")
         return Choices(
             self.gpus,

@@ -95,12 +95,12 @@ class Configuration:
         words = shape.vocabulary * shape.hidden
         positions = shape.sequence * shape.hidden if shape.positions == "learned" else 0
         layer = (shape.parameters - words * (1 if shape.tied else 2) - positions) / shape.layers
-        found = [0.0] * self.ranks
+        parameters = [0.0] * self.ranks
         for stage, rank in enumerate(stage_ranks(self.schedule, self.ranks, self.virtual_stages)):
             held = self.split[stage] * layer + (words + positions if stage == 0 else 0)
             held += words if stage == stages - 1 and (stages > 1 or not shape.tied) else 0
-            found[rank] += held / shape.tensor_degree
-        return tuple(found)
+            parameters[rank] += held / shape.tensor_degree
+        return tuple(parameters)
 
     @property
     def name(self) -> str:
@@ -173,10 +173,10 @@ class Configuration:
         if self.overlap_reduction:
             layers = max(1, min(self.split))
             sums_s = [
-                max(one / layers, one - hidden)
-                for one, hidden in zip(sums_s, backward_s, strict=True)
+                max(reduction_s / layers, reduction_s - hidden)
+                for reduction_s, hidden in zip(sums_s, backward_s, strict=True)
             ]
-        return [one + step for one, step in zip(sums_s, steps_s, strict=True)]
+        return [reduction_s + step for reduction_s, step in zip(sums_s, steps_s, strict=True)]
 
     def iteration(
         self, system: System, backward_s: Sequence[float], microbatches: int | None = None
@@ -196,8 +196,8 @@ class Configuration:
 @lru_cache(maxsize=256)
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the rank that holds each stage."""
-    made = schedule_of(schedule, ranks * virtual_stages, ranks, virtual_stages)
-    return tuple(made.stage_ranks[stage] for stage in range(made.stages))
+    pipeline_schedule = schedule_of(schedule, ranks * virtual_stages, ranks, virtual_stages)
+    return tuple(pipeline_schedule.stage_ranks[stage] for stage in range(pipeline_schedule.stages))
 
 
 @lru_cache(maxsize=512)
@@ -309,14 +309,14 @@ def _in_flight(
     schedule: str, stages: int, microbatches: int, virtual_stages: int
 ) -> tuple[int, ...]:
     """Return the microbatches of each stage whose activations its rank keeps when it keeps most."""
-    found = [0] * stages
+    kept = [0] * stages
     for program in schedule_of(schedule, stages, microbatches, virtual_stages).ranks:
-        counts, most = dict.fromkeys({each.stage for each in program}, 0), 0
-        last = "W" if any(each.kind == "W" for each in program) else "B"
-        for each in program:
-            counts[each.stage] += (each.kind == "F") - (each.kind == last)
+        counts, most = dict.fromkeys({computation.stage for computation in program}, 0), 0
+        last = "W" if any(computation.kind == "W" for computation in program) else "B"
+        for computation in program:
+            counts[computation.stage] += (computation.kind == "F") - (computation.kind == last)
             if sum(counts.values()) > most:
                 most = sum(counts.values())
                 for stage, count in counts.items():
-                    found[stage] = count
-    return tuple(found)
+                    kept[stage] = count
+    return tuple(kept)

@@ -213,8 +213,8 @@ class CurveMaker:
             np.concatenate([_slopes(one), _slopes(two)]), np.linspace(0, 1, _SLOPES)
         )
         values = [
-            np.min(each.energies_j - slopes[:, np.newaxis] * each.times_s, axis=1)
-            for each in (one, two)
+            np.min(curve.energies_j - slopes[:, np.newaxis] * curve.times_s, axis=1)
+            for curve in (one, two)
         ]
         more = (job.microbatches - few[0]) / (few[1] - few[0])
         value = values[0] + more * (values[1] - values[0])
@@ -318,12 +318,12 @@ class CurveMaker:
         """Return the hull of computations that run one after the other."""
         if parts not in self._hulls:
             if len(parts) == 1:
-                found = hull_of(self._points(parts[0], self.points), self._gpu.blocking_power_w)
+                hull = hull_of(self._points(parts[0], self.points), self._gpu.blocking_power_w)
             else:
-                found = self._hull(parts[:1])
+                hull = self._hull(parts[:1])
                 for part in parts[1:]:
-                    found = found + self._hull((part,))
-            self._hulls[parts] = found
+                    hull = hull + self._hull((part,))
+            self._hulls[parts] = hull
         return self._hulls[parts]
 
     @property

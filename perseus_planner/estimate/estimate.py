@@ -74,7 +74,9 @@ def estimate(
                 for index, clock in enumerate(gpu.clocks_mhz)
             )
     powers_w = [
-        found.blocking_power_w for found in calibrations if found.blocking_power_w is not None
+        calibration.blocking_power_w
+        for calibration in calibrations
+        if calibration.blocking_power_w is not None
     ]
     one_gpu = Profile(
         measurements,
@@ -98,7 +100,7 @@ def _conditions(
         f"{shape.attention} attention, recomputation {shape.recomputation}",
         "tensor_traffic": f"at {link / 1e9:g} GB/s",
         "calibration": "; ".join(
-            f"{found.source} at {found.sequence} tokens" for found in calibrations
+            f"{calibration.source} at {calibration.sequence} tokens" for calibration in calibrations
         )
         or "none",
     }
@@ -192,9 +194,9 @@ class StageCalibration:
         parts = [{row.clock_mhz: row for row in self.measurements.get(part, ())} for part in "IW"]
         return tuple(
             Measurement(
-                clock, one.time_s + parts[1][clock].time_s, one.energy_j + parts[1][clock].energy_j
+                clock, row.time_s + parts[1][clock].time_s, row.energy_j + parts[1][clock].energy_j
             )
-            for clock, one in parts[0].items()
+            for clock, row in parts[0].items()
             if clock in parts[1]
         )
 
@@ -242,8 +244,8 @@ def stage_calibration(
         loads=pipeline.loads(system)[number],
         measurements={
             kind: tuple(replace(row, energy_j=row.energy_j / gpus) for row in rows)
-            for (of, kind), rows in profile.measurements.items()
-            if of == row_stage
+            for (measured_stage, kind), rows in profile.measurements.items()
+            if measured_stage == row_stage
         },
         sequence=shape.sequence,
         source=f"stage {number} of {source} ({profile.origin})",
@@ -270,14 +272,15 @@ def correction_factors(
     ones = np.ones(len(clocks_mhz))
     if not calibrations:
         return dict.fromkeys(KINDS, (ones, ones))
-    found = {}
+    factors = {}
     for kind in KINDS:
         times, energies = zip(
-            *(_stage_factors(one, kind, clocks_mhz) for one in calibrations), strict=True
+            *(_stage_factors(calibration, kind, clocks_mhz) for calibration in calibrations),
+            strict=True,
         )
         lengths = [calibration.sequence for calibration in calibrations]
-        found[kind] = (_at(sequence, lengths, times), _at(sequence, lengths, energies))
-    return found
+        factors[kind] = (_at(sequence, lengths, times), _at(sequence, lengths, energies))
+    return factors
 
 
 def _stage_factors(

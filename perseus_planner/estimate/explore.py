@@ -161,11 +161,11 @@ class _Search:
 
     def __init__(self, found: list[Candidate], maker: CurveMaker, objective: Objective) -> None:
         self.found, self.maker, self.objective = found, maker, objective
-        least_s = np.array([maker.bound(each, np.empty(0))[0] for each in found])
+        least_s = np.array([maker.bound(candidate, np.empty(0))[0] for candidate in found])
         fastest_s = float(least_s.min())
         slowest_s = max(_SLOWEST * fastest_s, objective.deadline_s or 0.0)
         self.grid_s = np.geomspace(fastest_s, slowest_s, _GRID)
-        self.bounds_j = np.array([maker.bound(each, self.grid_s)[1] for each in found])
+        self.bounds_j = np.array([maker.bound(candidate, self.grid_s)[1] for candidate in found])
         self.curves: dict[int, Curve] = {}
         self.exact_values: dict[int, tuple[float, float]] = {}
         self.envelope_j = np.full(_GRID, np.inf)

@@ -78,10 +78,12 @@ class LayerTimes:
 
     def stages(self, split: Sequence[int]) -> list[dict[str, Phases]]:
         """Return the phases of stages with so many layers."""
-        found = [{kind: layer * layers for kind, layer in self.layer.items()} for layers in split]
-        for stage, more in ((found[0], self.embedding), (found[-1], self.head)):
+        stage_phases = [
+            {kind: layer * layers for kind, layer in self.layer.items()} for layers in split
+        ]
+        for stage, more in ((stage_phases[0], self.embedding), (stage_phases[-1], self.head)):
             stage.update({kind: phases + more[kind] for kind, phases in stage.items()})
-        return found
+        return stage_phases
 
 
 def layer_times(shape: Transformer, system: System) -> LayerTimes:
@@ -117,28 +119,29 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
     """Return the phases of operations, one after the other."""
     megacycles = memory_s = exchange_s = idle_s = 0.0
     bytes_per_s = system.memory_share * system.gpu.bytes_per_s
-    for each in operations:
-        if isinstance(each, Product):
-            low = each.weights and shape.precision == "fp8"
-            cycles = product_megacycles(each, system, fp8=low)
+    for operation in operations:
+        if isinstance(operation, Product):
+            low = operation.weights and shape.precision == "fp8"
+            cycles = product_megacycles(operation, system, fp8=low)
             loaded = 1 if low else shape.element_bytes
             size = (
                 0.0
-                if each.fused
-                else loaded * (each.m + each.n) * each.k + shape.element_bytes * each.m * each.n
+                if operation.fused
+                else loaded * (operation.m + operation.n) * operation.k
+                + shape.element_bytes * operation.m * operation.n
             )
-            load_s = each.number * size / bytes_per_s
+            load_s = operation.number * size / bytes_per_s
             if load_s * system.top_mhz > cycles:
                 memory_s += load_s
             else:
                 megacycles += cycles
             idle_s += system.launch_s
-        elif isinstance(each, Pass):
-            memory_s += system.passes * each.bytes / bytes_per_s
-        elif isinstance(each, Accumulation):
-            memory_s += ACCUMULATED * each.weights / bytes_per_s
-        elif isinstance(each, Exchange):
-            exchange_s += each.sums * sum_s(each.bytes, shape.tensor_degree, system)
+        elif isinstance(operation, Pass):
+            memory_s += system.passes * operation.bytes / bytes_per_s
+        elif isinstance(operation, Accumulation):
+            memory_s += ACCUMULATED * operation.weights / bytes_per_s
+        elif isinstance(operation, Exchange):
+            exchange_s += operation.sums * sum_s(operation.bytes, shape.tensor_degree, system)
     return Phases(megacycles, memory_s, exchange_s, idle_s)
 
 
@@ -182,10 +185,10 @@ def _with_host(phases: Phases, host_s: float, system: System) -> Phases:
 
 def _measured(times: LayerTimes, shape: Transformer, system: System) -> LayerTimes:
     """Scale the phases to the measured times, if there are any for this shape."""
-    found = system.kernels.get(kernel_key(shape))
-    if found is None:
+    measured = system.kernels.get(kernel_key(shape))
+    if measured is None:
         return times
-    wanted_s = {"F": found.layer_forward_s, "B": found.layer_backward_s}
+    wanted_s = {"F": measured.layer_forward_s, "B": measured.layer_backward_s}
     ratios = {
         kind: seconds / _top_s(times.layer[kind], system) for kind, seconds in wanted_s.items()
     }
@@ -195,7 +198,7 @@ def _measured(times: LayerTimes, shape: Transformer, system: System) -> LayerTim
     ends_s = sum(
         _top_s(part[kind], system) for part in (times.embedding, times.head) for kind in "FB"
     )
-    ratio = found.head_s / ends_s
+    ratio = measured.head_s / ends_s
     embedding, head = (
         {k: p * ratio for k, p in part.items()} for part in (times.embedding, times.head)
     )

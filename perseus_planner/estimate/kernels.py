@@ -45,10 +45,10 @@ def measure_kernels(plan: KernelPlan, system: System) -> System:
     calls it.
     """
     ranks = _ranks()
-    kernels = {kernel_key(each): _measure_shape(each, plan.repetitions) for each in plan.shapes}
+    kernels = {kernel_key(shape): _measure_shape(shape, plan.repetitions) for shape in plan.shapes}
     copied = _copy_bytes_per_s(plan) / system.gpu.bytes_per_s
-    found = replace(system, kernels=kernels, memory_share=min(1.0, copied))
-    return found if ranks == 1 else _with_links(found, plan, ranks)
+    measured = replace(system, kernels=kernels, memory_share=min(1.0, copied))
+    return measured if ranks == 1 else _with_links(measured, plan, ranks)
 
 
 def measured_names(ranks: int) -> tuple[str, ...]:

@@ -104,11 +104,16 @@ def layer_operations(shape: Transformer) -> Operations:
         *traffic,
     )
     # Flash attention does not store the scores, so it computes them once more than plain attention.
-    products = tuple(one for each in core if isinstance(each, Product) for one in (each, each))
+    products = tuple(
+        product
+        for operation in core
+        if isinstance(operation, Product)
+        for product in (operation, operation)
+    )
     if shape.attention != "plain":
-        products += tuple(each for each in core if isinstance(each, Product))[:1]
+        products += tuple(operation for operation in core if isinstance(operation, Product))[:1]
     backward = (
-        *(Product(one.m, one.k, one.n) for one in linear),
+        *(Product(product.m, product.k, product.n) for product in linear),
         *products,
         _passes(shape, residual=12, gated=5, plain=3, rotary=2),
         Pass(7 * _score_bytes(shape)),
@@ -118,7 +123,10 @@ def layer_operations(shape: Transformer) -> Operations:
     return {
         "F": forward,
         "I": (*again, *backward, *gathered),
-        "W": (*(Product(one.k, one.n, one.m) for one in linear), Accumulation(_weights(shape))),
+        "W": (
+            *(Product(product.k, product.n, product.m) for product in linear),
+            Accumulation(_weights(shape)),
+        ),
     }
 
 
@@ -179,7 +187,7 @@ def _linear(shape: Transformer) -> tuple[Product, ...]:
 
 
 def _weights(shape: Transformer) -> float:
-    return sum(one.n * one.k for one in _linear(shape))
+    return sum(product.n * product.k for product in _linear(shape))
 
 
 def _attention(shape: Transformer) -> tuple[Operation, ...]:
@@ -256,9 +264,9 @@ def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list
 
     def sent(operations: Iterable[Operation]) -> float:
         return sum(
-            2 * (degree - 1) / degree * one.bytes * one.sums
-            for one in operations
-            if isinstance(one, Exchange)
+            2 * (degree - 1) / degree * operation.bytes * operation.sums
+            for operation in operations
+            if isinstance(operation, Exchange)
         )
 
     return _by_stage(transformer, stages, sent)
@@ -275,15 +283,17 @@ def _by_stage(
         {kind: measure(some) for kind, some in operations(transformer).items()}
         for operations in (layer_operations, embedding_operations, head_operations)
     )
-    found = []
+    sums = []
     for stage, layers in enumerate(split):
         parts = {kind: layer[kind] * layers for kind in "FIW"}
         for there, more in ((stage == 0, embedding), (stage == len(split) - 1, head)):
             parts = {kind: parts[kind] + more[kind] for kind in "FIW"} if there else parts
-        found.append({**parts, "B": parts["I"] + parts["W"]})
-    return found
+        sums.append({**parts, "B": parts["I"] + parts["W"]})
+    return sums
 
 
 def _cost(operations: Iterable[Operation]) -> OpCost:
-    flops = sum(each.flops for each in operations if isinstance(each, Product))
-    return OpCost(flops, sum(each.bytes for each in operations if isinstance(each, Pass)))
+    flops = sum(operation.flops for operation in operations if isinstance(operation, Product))
+    return OpCost(
+        flops, sum(operation.bytes for operation in operations if isinstance(operation, Pass))
+    )

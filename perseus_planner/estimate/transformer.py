@@ -173,8 +173,8 @@ def split_layers(layers: int, stages: int) -> tuple[int, ...]:
             f"stages is {shown(stages)}; give a whole number from 1 to the {layers} layers of the "
             "model"
         )
-    each, more = divmod(layers, stages)
-    return tuple(each + (stage < more) for stage in range(stages))
+    per_stage, more = divmod(layers, stages)
+    return tuple(per_stage + (stage < more) for stage in range(stages))
 
 
 def check_split(transformer: Transformer, stages: int | Sequence[int]) -> tuple[int, ...]:
@@ -383,16 +383,16 @@ def read_config(path: Path) -> Transformer:
     for key, value in config.items():
         if key in _CONFIG_KEYS and value is not None and COUNT.accept(value) is None:
             raise UsageError(f"{path}: {key} of {shown(value)} is not {COUNT.wanted}")
-    found = {name: config[key] for key, name in _CONFIG_KEYS.items() if config.get(key) is not None}
+    sizes = {name: config[key] for key, name in _CONFIG_KEYS.items() if config.get(key) is not None}
     optional = ("kv_heads", "head_size")
     for key, name in _CONFIG_KEYS.items():
-        if name not in (*found, *optional):
+        if name not in (*sizes, *optional):
             raise UsageError(f"{path}: has no {key}; add it")
-    found = {"kv_heads": found["heads"], "head_size": found["hidden"] // found["heads"], **found}
-    found["sequence"] = min(found["sequence"], _MAX_CONFIG_SEQUENCE)
+    sizes = {"kv_heads": sizes["heads"], "head_size": sizes["hidden"] // sizes["heads"], **sizes}
+    sizes["sequence"] = min(sizes["sequence"], _MAX_CONFIG_SEQUENCE)
     try:
         return Transformer(
-            **found,
+            **sizes,
             gated=True,
             biases=False,
             tied=config.get("tie_word_embeddings") is True,

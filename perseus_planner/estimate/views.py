@@ -130,7 +130,8 @@ def _computations(profile: Profile, pipeline: TransformerPipeline) -> list[dict[
     sent = stage_traffic(pipeline.transformer, pipeline.split)
     tops = {key: rows[0] for key, rows in profile.measurements.items()}
     fastest_s = {
-        kind: min(top.time_s for (_, of), top in tops.items() if of == kind) for _, kind in tops
+        kind: min(top.time_s for (_, top_kind), top in tops.items() if top_kind == kind)
+        for _, kind in tops
     }
     return [
         {

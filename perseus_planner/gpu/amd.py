@@ -187,11 +187,11 @@ class AmdGpu(RealGpu):
         """Warnings about partitions, a power limit below the default, and an energy counter that
         is off.
         """
-        found = [] if self._counter_problem is None else [self._counter_problem]
+        problems = [] if self._counter_problem is None else [self._counter_problem]
         with suppress(GpuNotSupported):
             partition = str(self._read("amdsmi_get_gpu_compute_partition", "read its partitions"))
             if partition not in ("SPX", "", "N/A"):
-                found.append(
+                problems.append(
                     f"it is partitioned ({partition}): clock, power and energy are those of the "
                     "whole GPU, which all partitions share; make it one (`amd-smi set -C SPX`) "
                     "before profiling"
@@ -199,12 +199,12 @@ class AmdGpu(RealGpu):
         with suppress(GpuNotSupported):
             limit_w, default_w = self.power_limit_w(), self.default_power_limit_w()
             if limit_w < default_w:
-                found.append(
+                problems.append(
                     f"the power limit is {limit_w:g} W, below its default of {default_w:g} W, so "
                     "that high clocks may not be reached; train under the same limit, or restore "
                     "the default (`amd-smi reset --power-cap`)"
                 )
-        return tuple(found)
+        return tuple(problems)
 
     @cached_property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
@@ -406,20 +406,20 @@ def _index_of(which: str) -> int:
     pci = _BDF.fullmatch(which)
     if pci:
         wanted = f"{pci[1] or '0000'}:{pci[2]}".lower()
-        found = [index for index, (_, bdf) in enumerate(identities) if bdf.lower() == wanted]
+        indices = [index for index, (_, bdf) in enumerate(identities) if bdf.lower() == wanted]
     elif re.fullmatch("[0-9]{1,4}", which):
-        found = [int(which)] if int(which) < len(identities) else []
+        indices = [int(which)] if int(which) < len(identities) else []
     else:
-        found = [
+        indices = [
             index
             for index, (uuid, _) in enumerate(identities)
             if which and uuid.startswith(which.lower())
         ]
-    if len(found) != 1:
+    if len(indices) != 1:
         shown = "; ".join(f"{index} {uuid}" for index, (uuid, _) in enumerate(identities)) or "none"
-        said = "several such GPUs" if found else "no such GPU"
+        said = "several such GPUs" if indices else "no such GPU"
         raise GpuError(f"amd:{which}: AMD SMI shows {said}; choose one of: {shown}")
-    return found[0]
+    return indices[0]
 
 
 def _identities() -> list[tuple[str, str]]:

@@ -193,21 +193,21 @@ def read_template(variable: str, default: str, fields: tuple[str, ...]) -> Comma
     text = os.environ.get(variable, default)
     try:
         words = tuple(shlex.split(text))
-        found = [field for word in words for field in _fields_of(word)]
+        used_fields = [field for word in words for field in _fields_of(word)]
     except ValueError as error:
         raise GpuError(
             f"{variable} is {text!r}, which is not a command: {error}; quote it as for a shell"
         ) from error
     if not words:
         raise GpuError(f"{variable} is empty; unset it to use `{default}`")
-    known = ("gpu", "uuid", *fields)
-    unknown = [field for field in found if field not in known]
+    known_fields = ("gpu", "uuid", *fields)
+    unknown = [field for field in used_fields if field not in known_fields]
     if unknown:
-        listed = ", ".join(f"{{{field}}}" for field in known)
+        listed = ", ".join(f"{{{field}}}" for field in known_fields)
         raise GpuError(
             f"{variable} is {text!r} with the unknown field {{{unknown[0]}}}; choose from {listed}"
         )
-    if fields and not set(fields) & set(found):
+    if fields and not set(fields) & set(used_fields):
         listed = " or ".join(f"{{{field}}}" for field in fields)
         raise GpuError(
             f"{variable} is {text!r}, which does not contain the value to set; put {listed} into it"

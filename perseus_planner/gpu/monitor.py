@@ -106,8 +106,8 @@ class Monitor(ClosedOnExit):
         self._sampling: Loop | None = None
         with ExitStack() as stack:
             opened = [
-                stack.enter_context(open_gpu(each)) if isinstance(each, str) else each
-                for each in _listed(gpus)
+                stack.enter_context(open_gpu(gpu)) if isinstance(gpu, str) else gpu
+                for gpu in _listed(gpus)
             ]
             self._meters = _meters(opened)
             is_sampled = sample_s is not None or on_sample is not None

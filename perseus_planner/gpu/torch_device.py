@@ -46,9 +46,10 @@ def gpu_text(text: str, device: torch.device) -> str:
 
     index = device.index if device.index is not None else torch.cuda.current_device()
     if which == "amd":  # whose UUIDs differ from torch's
-        found = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         return (
-            f"{text}:{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+            f"{text}:{properties.pci_domain_id:04x}:"
+            f"{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         )
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return f"{text}:{index}" if which == "cuda" or uuid is None else f"{text}:GPU-{uuid}"

@@ -110,12 +110,12 @@ class InferenceProfile:
     @cached_property
     def classes(self) -> list[RequestClass]:
         """All classes, shortest first."""
-        return sorted({each for each, _ in self.cells})
+        return sorted({request_class for request_class, _ in self.cells})
 
     @cached_property
     def configurations(self) -> list[Configuration]:
         """All configurations."""
-        return sorted({each for _, each in self.cells})
+        return sorted({configuration for _, configuration in self.cells})
 
     def ttft_s(self, of: RequestClass) -> float:
         """Return the objective of the time to the first token, seconds."""
@@ -133,12 +133,15 @@ class InferenceProfile:
     def idle_w(self, at: Configuration) -> float:
         """Return the power of an instance without requests, watts; 0 if unknown."""
         return max(
-            cell.idle_w for (_, each), cells in self.cells.items() if each == at for cell in cells
+            cell.idle_w
+            for (_, configuration), cells in self.cells.items()
+            if configuration == at
+            for cell in cells
         )
 
     @cached_property
     def _inputs(self) -> list[float]:
-        return sorted({each.input_tokens for each in self.classes})
+        return sorted({request_class.input_tokens for request_class in self.classes})
 
     @cached_property
     def _feasible(self) -> dict[tuple[RequestClass, Configuration], tuple[Cell, ...]]:
@@ -148,7 +151,7 @@ class InferenceProfile:
                 took is None or took <= most for took, most in latencies
             )
 
-        ttft_s = {of: self.ttft_s(of) for of in self.classes}
+        ttft_s = {request_class: self.ttft_s(request_class) for request_class in self.classes}
         return {
             key: tuple(
                 sorted(
@@ -186,24 +189,27 @@ def read_inference_profile(
     rows, names = list[str](), dict[RequestClass, str]()
     for row in table:
         longest = _bound(row, "input", input_bounds), _bound(row, "output", output_bounds)
-        of = RequestClass(*longest, f"{row['input']}/{row['output']}")
-        if (other := names.setdefault(of, of.name)) != of.name:
-            raise ProfileError(f"{path}: {other} and {of.name} are one class; write it in one way")
+        request_class = RequestClass(*longest, f"{row['input']}/{row['output']}")
+        if (other := names.setdefault(request_class, request_class.name)) != request_class.name:
+            raise ProfileError(
+                f"{path}: {other} and {request_class.name} are one class; write it in one way"
+            )
         degree = row.read("tensor_degree", COUNT)
-        at = Configuration(degree, row.read(setting, _SETTINGS[setting][1]))
+        configuration = Configuration(degree, row.read(setting, _SETTINGS[setting][1]))
         extra = {
             name: row.read(name, rule) for name, rule in _OPTIONAL.items() if row.cells.get(name)
         }
         load = extra.pop("tokens_per_s", load_tokens_per_s)
         joules = row.read(energy, _ENERGY) * _ENERGIES[energy] if row[energy] else None
-        known = cells.setdefault((of, at), {})
-        if load in known:
+        measured = cells.setdefault((request_class, configuration), {})
+        if load in measured:
             unit = "MHz" if setting == "clock_mhz" else "W"
             raise ProfileError(
-                f"{row.where}: {of.name} at tensor degree {degree}, {at.setting} {unit} and "
+                f"{row.where}: {request_class.name} at tensor degree {degree}, "
+                f"{configuration.setting} {unit} and "
                 f"{load:g} tokens/s is there twice; keep one of them"
             )
-        known[load] = Cell(load, joules, **extra)
+        measured[load] = Cell(load, joules, **extra)
         rows.append(",".join(row.cells.values()))
     if not cells:
         raise ProfileError(

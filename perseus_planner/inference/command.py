@@ -61,7 +61,7 @@ class _Class(click.ParamType):  # type: ignore[type-arg]  # generic since click 
         """Return the class that a text writes."""
         from perseus_planner.inference.serving import Shape
 
-        tokens = [units.COUNT.parse(each) for each in value.partition("/")[::2]]
+        tokens = [units.COUNT.parse(part) for part in value.partition("/")[::2]]
         if None in tokens:
             raise UsageError(
                 f"--class: {value!r} is not a class; write input/output tokens, as 256/100"
@@ -129,7 +129,7 @@ class _Service:
         from perseus_planner.inference.programme import Change, ChangeCosts
 
         times_s = (self.new_instance_s, self.resharding_s, self.clock_change_s)
-        return ChangeCosts(*(Change(each, each * self.change_power_w) for each in times_s))
+        return ChangeCosts(*(Change(time_s, time_s * self.change_power_w) for time_s in times_s))
 
     def read_profile(self, path: Path) -> InferenceProfile:
         """Return the inference profile in a file."""
@@ -272,9 +272,9 @@ def plan(
     elif rates is not None:
         periods = [(0.0, epoch_s, read_rates(rates, measured))]
     with console.progress("Planning"):
-        made = make_plan(measured, periods, service.gpus, costs)
-    made.save(output)
-    view = plan_view(made)
+        inference_plan = make_plan(measured, periods, service.gpus, costs)
+    inference_plan.save(output)
+    view = plan_view(inference_plan)
     service.warn(measured, profile)
     console.report(view, plan_text(view), [output], as_json=as_json)
 

@@ -106,14 +106,17 @@ class InferencePlan:
         return _from_content(check_digest(document, _digest, "planner inference plan"))
 
     def _content(self) -> dict[str, Any]:
-        classes = {of for epoch in self.epochs for of in epoch.demand}
+        classes = {request_class for epoch in self.epochs for request_class in epoch.demand}
         return {
             "profile": self.profile_digest,
             "control": self.control,
             "gpus": self.gpus,
             "classes": {
-                of.name: [_finite(of.input_tokens), _finite(of.output_tokens)]
-                for of in sorted(classes)
+                request_class.name: [
+                    _finite(request_class.input_tokens),
+                    _finite(request_class.output_tokens),
+                ]
+                for request_class in sorted(classes)
             },
             "policies": {
                 name: {"energy_j": total.energy_j, "gpus": total.gpus}
@@ -181,12 +184,18 @@ def plan_policy(
             profile, demand, gpus, period_s, only=allowed("degree", profile, demand), gap=gap
         )
         degrees = {
-            of: {pool.at.tensor_degree for pool in first.pools if of in pool.serves}
-            for of in demand
+            request_class: {
+                pool.at.tensor_degree for pool in first.pools if request_class in pool.serves
+            }
+            for request_class in demand
         }
         only = {
-            of: [at for at in profile.configurations if at.tensor_degree in degrees[of]]
-            for of in demand
+            request_class: [
+                configuration
+                for configuration in profile.configurations
+                if configuration.tensor_degree in degrees[request_class]
+            ]
+            for request_class in demand
         }
     return plan_pools(
         profile, demand, gpus, period_s, only=only, before=before, costs=costs, gap=gap
@@ -198,12 +207,23 @@ def allowed(
 ) -> dict[RequestClass, list[Configuration]] | None:
     """Return the configurations that a policy allows each class; None for all."""
     every = profile.configurations
-    degree, setting = max(at.tensor_degree for at in every), max(at.setting for at in every)
+    degree, setting = (
+        max(configuration.tensor_degree for configuration in every),
+        max(configuration.setting for configuration in every),
+    )
     fixed_degree, fixed_setting = policy in (BASELINE, "clock"), policy in (BASELINE, "degree")
     if not (fixed_degree or fixed_setting):
         return None
-    chosen = [at for at in every if at.tensor_degree == degree or not fixed_degree]
-    chosen = [at for at in chosen if at.setting == setting or not fixed_setting]
+    chosen = [
+        configuration
+        for configuration in every
+        if configuration.tensor_degree == degree or not fixed_degree
+    ]
+    chosen = [
+        configuration
+        for configuration in chosen
+        if configuration.setting == setting or not fixed_setting
+    ]
     return dict.fromkeys(demand, chosen)
 
 
@@ -229,14 +249,18 @@ def epoch_content(epoch: Epoch) -> dict[str, Any]:
         "change_j": plan.change_j,
         "energy_j": plan.energy_j,
         "bound_j": plan.bound_j,
-        "demand": {of.name: load._asdict() for of, load in epoch.demand.items()},
+        "demand": {
+            request_class.name: load._asdict() for request_class, load in epoch.demand.items()
+        },
         "pools": [
             {
                 "longest": pool.longest.name,
                 "tensor_degree": pool.at.tensor_degree,
                 "setting": pool.at.setting,
                 "instances": pool.instances,
-                "serves": {of.name: tokens for of, tokens in pool.serves.items()},
+                "serves": {
+                    request_class.name: tokens for request_class, tokens in pool.serves.items()
+                },
             }
             for pool in plan.pools
         ],
@@ -250,7 +274,7 @@ def _from_content(content: Mapping[str, Any]) -> InferencePlan:
         for name, (first, second) in content["classes"].items()
     }
     epochs = []
-    for each in content["epochs"]:
+    for epoch in content["epochs"]:
         pools = tuple(
             Pool(
                 classes[pool["longest"]],
@@ -258,11 +282,13 @@ def _from_content(content: Mapping[str, Any]) -> InferencePlan:
                 pool["instances"],
                 {classes[name]: tokens for name, tokens in pool["serves"].items()},
             )
-            for pool in each["pools"]
+            for pool in epoch["pools"]
         )
-        plan = PoolPlan(pools, each["power_w"], each["change_j"], each["energy_j"], each["bound_j"])
-        demand = {classes[name]: Load(**load) for name, load in each["demand"].items()}
-        epochs.append(Epoch(each["start_s"], each["length_s"], demand, plan))
+        plan = PoolPlan(
+            pools, epoch["power_w"], epoch["change_j"], epoch["energy_j"], epoch["bound_j"]
+        )
+        demand = {classes[name]: Load(**load) for name, load in epoch["demand"].items()}
+        epochs.append(Epoch(epoch["start_s"], epoch["length_s"], demand, plan))
     policies = {name: PolicyTotal(**total) for name, total in content["policies"].items()}
     return InferencePlan(
         tuple(epochs), policies, content["gpus"], content["control"], content["profile"]

@@ -131,10 +131,10 @@ SAME: tuple[Callable[[Configuration], object], ...] = (
 
 def gpus_by(key: Callable[[Configuration], object], pools: Sequence[Pool]) -> dict[object, int]:
     """Return how many GPUs the pools have, by the key of their configurations."""
-    found: dict[object, int] = defaultdict(int)
+    gpus: dict[object, int] = defaultdict(int)
     for pool in pools:
-        found[key(pool.at)] += pool.gpus
-    return found
+        gpus[key(pool.at)] += pool.gpus
+    return gpus
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,9 @@ class _Model:
     ) -> None:
         self.demand, self.period_s = dict(sorted(demand.items())), period_s
         self.before, self.costs = before, costs
-        self.idle_w = {at: profile.idle_w(at) for at in profile.configurations}
+        self.idle_w = {
+            configuration: profile.idle_w(configuration) for configuration in profile.configurations
+        }
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[dict[int, float], float, float]] = []
         # Column -> joules of one, less what idle instances cost anyhow.
@@ -257,15 +259,20 @@ class _Model:
         self.pools: list[tuple[int, RequestClass, Configuration]] = []
         self.entries: list[_Entry] = []
         for longest in self.demand:
-            for at in profile.configurations:
-                self._add_pool(profile, longest, at, only)
-        for of, load in self.demand.items():
-            loads = {each.column: each.cell.tokens_per_s for each in self.entries if each.of == of}
+            for configuration in profile.configurations:
+                self._add_pool(profile, longest, configuration, only)
+        for request_class, load in self.demand.items():
+            loads = {
+                entry.column: entry.cell.tokens_per_s
+                for entry in self.entries
+                if entry.of == request_class
+            }
             most = max(loads.values(), default=0.0)
             if not most:
                 among = "" if only is None else " of those allowed"
                 raise UsageError(
-                    f"class {of.name}: no configuration{among} meets its latency objective; "
+                    f"class {request_class.name}: no configuration{among} meets its latency "
+                    "objective; "
                     "measure a higher clock or tensor degree, or loosen the objective"
                 )
             row = {column: carried / most for column, carried in loads.items()}
@@ -289,12 +296,14 @@ class _Model:
         """
         most = max((cell.tokens_per_s for cell in profile.feasible(longest, at)), default=0.0)
         allowed = [
-            of for of in self.demand if longest.covers(of) and (only is None or at in only[of])
+            request_class
+            for request_class in self.demand
+            if longest.covers(request_class) and (only is None or at in only[request_class])
         ]
         cells = [
-            (of, cell)
-            for of in allowed
-            for cell in profile.feasible(of, at)
+            (request_class, cell)
+            for request_class in allowed
+            for cell in profile.feasible(request_class, at)
             if cell.tokens_per_s <= most
         ]
         if not cells:
@@ -304,11 +313,13 @@ class _Model:
         self.gpus[instances] = float(at.tensor_degree)
         self.energies_j[instances] = idle_j
         filled = {instances: -1.0}
-        for of, cell in cells:
-            entry = _Entry(self._add(), instances, of, cell)
+        for request_class, cell in cells:
+            entry = _Entry(self._add(), instances, request_class, cell)
             self.entries.append(entry)
-            self.energies_j[entry.column] = busy_w(cell, self.demand[of]) * self.period_s - idle_j
-            filled[entry.column] = self.demand[of].peak
+            self.energies_j[entry.column] = (
+                busy_w(cell, self.demand[request_class]) * self.period_s - idle_j
+            )
+            filled[entry.column] = self.demand[request_class].peak
         self._rows.append((filled, -math.inf, 0.0))
 
     def _add_changes(self, before: Sequence[Pool]) -> None:
@@ -316,8 +327,8 @@ class _Model:
         for key, price_j in zip(SAME, self.costs.prices_j, strict=True):
             had = gpus_by(key, before)
             rows: dict[object, dict[int, float]] = defaultdict(dict)
-            for number, _, at in self.pools:
-                rows[key(at)][number] = float(at.tensor_degree)
+            for number, _, configuration in self.pools:
+                rows[key(configuration)][number] = float(configuration.tensor_degree)
             for group, row in rows.items():
                 more = self._add()
                 self.energies_j[more] = price_j
@@ -354,36 +365,38 @@ class _Model:
         with _without_output():
             options = {"mip_rel_gap": gap, "time_limit": _LIMIT_S}
             whole = np.array(integer, float)
-            found = milp(
+            solution = milp(
                 weights,
                 integrality=whole,
                 bounds=Bounds(least, most),
                 constraints=limits,
                 options=options,
             )
-        if found.x is None:
-            if found.status == 2:  # infeasible
+        if solution.x is None:
+            if solution.status == 2:  # infeasible
                 return None
             raise PlannerError(
-                f"no pools were found: {found.message}; give more GPUs, or fewer configurations"
+                f"no pools were found: {solution.message}; give more GPUs, or fewer configurations"
             )
-        return _Answer(found.x, float(found.mip_dual_bound) * scale)
+        return _Answer(solution.x, float(solution.mip_dual_bound) * scale)
 
     def plan(self, answer: _Answer) -> PoolPlan:
         """Return the pools of an answer, with no more instances than their shares need."""
         filled: dict[int, float] = defaultdict(float)
         serves: dict[int, dict[RequestClass, float]] = defaultdict(dict)
         power_w = 0.0
-        for column, pool, of, cell in self.entries:
+        for column, pool, request_class, cell in self.entries:
             share = float(answer.values[column])
-            if share * self.demand[of].peak > _ROUNDING / 100:
-                filled[pool] += share * self.demand[of].peak
-                serves[pool][of] = serves[pool].get(of, 0.0) + share * cell.tokens_per_s
+            if share * self.demand[request_class].peak > _ROUNDING / 100:
+                filled[pool] += share * self.demand[request_class].peak
+                serves[pool][request_class] = (
+                    serves[pool].get(request_class, 0.0) + share * cell.tokens_per_s
+                )
             power_w += share * self.energies_j[column] / self.period_s
         pools = _joined(
             [
-                (longest, at, filled[number], serves[number])
-                for number, longest, at in self.pools
+                (longest, configuration, filled[number], serves[number])
+                for number, longest, configuration in self.pools
                 if number in filled
             ]
         )
@@ -421,16 +434,17 @@ def _joined(
     """Return pools with so many instances as are filled; join two where fewer do for both."""
     pools, rest = [], sorted(found, key=lambda each: (each[1], each[0]), reverse=True)
     while rest:
-        longest, at, filled, serves = rest.pop(0)
+        longest, configuration, filled, serves = rest.pop(0)
         for other in list(rest):
             fewer = _instances(filled + other[2]) < _instances(filled) + _instances(other[2])
-            if other[1] == at and longest.covers(other[0]) and fewer:
+            if other[1] == configuration and longest.covers(other[0]) and fewer:
                 filled += other[2]
                 serves = {
-                    of: serves.get(of, 0.0) + other[3].get(of, 0.0) for of in {**serves, **other[3]}
+                    request_class: serves.get(request_class, 0.0) + other[3].get(request_class, 0.0)
+                    for request_class in {**serves, **other[3]}
                 }
                 rest.remove(other)
-        pools.append(Pool(longest, at, _instances(filled), dict(sorted(serves.items()))))
+        pools.append(Pool(longest, configuration, _instances(filled), dict(sorted(serves.items()))))
     return tuple(sorted(pools, key=lambda pool: (pool.longest, pool.at)))
 
 

@@ -133,11 +133,15 @@ class Server:
         """Return the clock of least energy for what was served lately, if it saves more than
         `change_j` a GPU.
         """
-        served = [of for of, (count, _) in self._served.items() if count]
+        served = [request_class for request_class, (count, _) in self._served.items() if count]
         fits = [
-            at
-            for at in self._settings([*self.pool.serves, *served], settings)
-            if sum(self._served[of][1] / self.load_tokens_per_s(of, at) for of in served)
+            configuration
+            for configuration in self._settings([*self.pool.serves, *served], settings)
+            if sum(
+                self._served[request_class][1]
+                / self.load_tokens_per_s(request_class, configuration)
+                for request_class in served
+            )
             <= self.instances * length_s
         ]
         if not fits or not served:
@@ -158,8 +162,8 @@ class Server:
         tokens = sum(tokens for _, tokens in self._served.values())
         load = tokens / length_s / max(self.instances, 1)
         busy_j = sum(
-            count * self._request_j(of, at, load, idle_w)
-            for of, (count, _) in self._served.items()
+            count * self._request_j(request_class, at, load, idle_w)
+            for request_class, (count, _) in self._served.items()
             if count
         )
         return busy_j + idle_w * self.instances * length_s
@@ -178,11 +182,13 @@ class Server:
         classes.
         """
         return [
-            at
-            for at in self._profile.configurations
-            if at.tensor_degree == self.at.tensor_degree
-            and at.setting in settings
-            and all(self._profile.feasible(of, at) for of in classes)
+            configuration
+            for configuration in self._profile.configurations
+            if configuration.tensor_degree == self.at.tensor_degree
+            and configuration.setting in settings
+            and all(
+                self._profile.feasible(request_class, configuration) for request_class in classes
+            )
         ]
 
     def _request_j(self, of: RequestClass, at: Configuration, load: float, idle_w: float) -> float:
@@ -193,12 +199,12 @@ class Server:
         if (
             not cells
         ):  # its objective is violated, so the profile has no energy: take the most of its class
-            known = [
+            class_cells = [
                 cell
-                for each in self._profile.configurations
-                for cell in self._profile.feasible(of, each)
+                for configuration in self._profile.configurations
+                for cell in self._profile.feasible(of, configuration)
             ]
-            return max((cell.energy_j or 0.0 for cell in known), default=0.0)
+            return max((cell.energy_j or 0.0 for cell in class_cells), default=0.0)
         loads = [cell.tokens_per_s for cell in cells]
         tokens = self._mean_tokens[of]
         powers_w = [(cell.energy_j or 0.0) * cell.tokens_per_s / tokens - idle_w for cell in cells]

@@ -171,7 +171,7 @@ def measure_serving(
             stack.enter_context(lease_gpus(gpus, power_limit=settings.control == "power-limit"))
             controls = [stack.enter_context(opened_control(gpu, settings.control)) for gpu in gpus]
             set_to = [control for _, control in controls]
-            chosen = _chosen(common_settings([each for each, _ in controls]), settings)
+            chosen = _chosen(common_settings([offered for offered, _ in controls]), settings)
         meter = _Meter(target, gpus, stack.enter_context(Monitor(list(gpus))), settings)
         inputs = sorted({shape.input_tokens for shape in settings.shapes})
         kinds = len(settings.batches) * (len(inputs) + len(settings.shapes))
@@ -281,16 +281,16 @@ class _Meter:
 def _chosen(possible: Sequence[int], settings: ServingSettings) -> list[int]:
     """Return the settings to measure, highest first."""
     if not settings.settings:
-        fitting = [each for each in possible if each >= _LOWEST * possible[0]]
+        fitting = [candidate for candidate in possible if candidate >= _LOWEST * possible[0]]
         steps = min(_SETTINGS, len(fitting))
         return [
             fitting[round(step * (len(fitting) - 1) / max(1, steps - 1))] for step in range(steps)
         ]
-    for each in settings.settings:
-        if each not in possible and settings.control == "clock":
-            nearest = min(possible, key=lambda setting: abs(setting - each))
+    for wanted in settings.settings:
+        if wanted not in possible and settings.control == "clock":
+            nearest = min(possible, key=lambda setting: abs(setting - wanted))
             raise UsageError(
-                f"clock {each} MHz: the GPU does not have it; the nearest is {nearest} MHz"
+                f"clock {wanted} MHz: the GPU does not have it; the nearest is {nearest} MHz"
             )
     return sorted(set(settings.settings), reverse=True)
 
@@ -338,6 +338,8 @@ def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path
         "tbt_p50_s": "tbt_p50_s",
     }
     values = map(attrgetter(*columns.values()), rows)
-    cells = ([f"{each:.6g}" if isinstance(each, float) else each for each in row] for row in values)
+    cells = (
+        [f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in values
+    )
     text = f"# {origin} by planner inference profile\n{csv_text([columns, *cells])}"
     write_file(path, text, UsageError)

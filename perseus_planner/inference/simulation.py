@@ -132,10 +132,10 @@ class _Cluster:
         totals = np.bincount(self.classes, weights=trace.tokens, minlength=len(profile.classes))
         counts = np.bincount(self.classes, minlength=len(profile.classes))
         self.mean_tokens = {
-            of: max(float(total), 1.0) / max(int(count), 1)
-            for of, total, count in zip(profile.classes, totals, counts, strict=True)
+            request_class: max(float(total), 1.0) / max(int(count), 1)
+            for request_class, total, count in zip(profile.classes, totals, counts, strict=True)
         }
-        every = {at.setting for at in profile.configurations}
+        every = {configuration.setting for configuration in profile.configurations}
         self.clocks = {max(every)} if policy in (BASELINE, "degree") else every
         self.servers: list[Server] = []
         self.coming: tuple[float, tuple[Pool, ...], int] | None = (
@@ -158,8 +158,8 @@ class _Cluster:
         settings, trace = self.settings, self.trace
         ticks = int(trace.end_s // settings.clocks_s) + 1
         every = [
-            max(1, round(each / settings.clocks_s))
-            for each in (settings.sharding_s, settings.instances_s)
+            max(1, round(period_s / settings.clocks_s))
+            for period_s in (settings.sharding_s, settings.instances_s)
         ]
         request = 0
         for tick in range(ticks):
@@ -200,16 +200,16 @@ class _Cluster:
         requests = np.bincount((self.trace.times_s // length_s).astype(int), minlength=len(starts))
         late_s = self.trace.times_s[sorted(self.late)]
         late = np.bincount((late_s // length_s).astype(int), minlength=len(starts))
-        found, before_j = [], 0.0
+        periods, before_j = [], 0.0
         for number, first in enumerate(starts):
             energies_j, gpus = zip(*self.per_tick[first : first + ticks], strict=True)
             power_w = (energies_j[-1] - before_j) / (len(gpus) * self.settings.clocks_s)
             before_j = energies_j[-1]
             mean = sum(gpus) / len(gpus)
-            found.append(
+            periods.append(
                 Period(number * length_s, power_w, mean, int(requests[number]), int(late[number]))
             )
-        return tuple(found)
+        return tuple(periods)
 
     def _tick(self, now_s: float) -> None:
         """End a period between clock changes: start what can start, count energy, choose clocks,
@@ -219,8 +219,8 @@ class _Cluster:
         for server in self.servers:
             server.start(now_s)
             self.energy_j += server.energy_j(length_s)
-            at = server.thriftier(self.clocks, length_s, costs.clock.energy_j)
-            self._set_clock(server, at)
+            configuration = server.thriftier(self.clocks, length_s, costs.clock.energy_j)
+            self._set_clock(server, configuration)
             server.forget()
         self.per_tick.append((self.energy_j + self.change_j, self.in_use))
         if self.coming is not None and self.coming[0] <= now_s:
@@ -261,22 +261,22 @@ class _Cluster:
             if share <= 0:
                 return
             plan = plan_policy(self.policy, self.profile, scaled(demand, share), gpus, *options)
-        _, made, new = changed_gpus(before, plan.pools) if before else (0, 0, 0)
+        _, changed, new = changed_gpus(before, plan.pools) if before else (0, 0, 0)
         self.change_j += plan.change_j
-        self.changes[not more_gpus or new == 0] += made > 0
+        self.changes[not more_gpus or new == 0] += changed > 0
         in_use = plan.gpus if more_gpus else self.in_use
-        free = gpus - sum(pool.gpus for pool in before) >= made
-        if made:
+        free = gpus - sum(pool.gpus for pool in before) >= changed
+        if changed:
             self.coming = (
                 now_s + (costs.instance.time_s if new else costs.resharding.time_s),
                 plan.pools,
                 in_use,
             )
             self._take(
-                max(self.in_use, plan.gpus, (sum(pool.gpus for pool in before) + made) * free)
+                max(self.in_use, plan.gpus, (sum(pool.gpus for pool in before) + changed) * free)
             )
             if not free:
-                self._use(plan.pools, now_s, made)
+                self._use(plan.pools, now_s, changed)
         else:
             self.changes[2] += plan.change_j > 0
             self._take(in_use)
@@ -293,8 +293,10 @@ class _Cluster:
         begin_s = now_s if now_s == 0 or self.settings.prediction == "perfect" else now_s - length_s
         demand = self.trace.demand(self.profile, self.predicted, begin_s, begin_s + length_s)
         for number in np.unique(self.predicted[: np.searchsorted(self.trace.times_s, now_s)]):
-            of = self.profile.classes[number]
-            demand.setdefault(of, Load(1 / length_s, self.mean_tokens[of] / length_s))
+            request_class = self.profile.classes[number]
+            demand.setdefault(
+                request_class, Load(1 / length_s, self.mean_tokens[request_class] / length_s)
+            )
         return demand
 
     def _use(self, pools: Sequence[Pool], now_s: float, unready: int = 0) -> None:
@@ -331,13 +333,22 @@ class _Cluster:
             self.profile.classes[self.predicted[number]],
         )
         grown = real.output_tokens > predicted.output_tokens
-        for of, served_as in (
+        for request_class, served_as in (
             ((predicted, predicted), (real, real)) if grown else ((predicted, real),)
         ):
             now_s, tokens = float(self.trace.times_s[number]), float(self.trace.tokens[number])
-            server = self._choose(of, now_s)
-            self.moved += of not in server.pool.serves
-            server.add(Request(now_s + server.slack_s(of), number, now_s, of, served_as, tokens))
+            server = self._choose(request_class, now_s)
+            self.moved += request_class not in server.pool.serves
+            server.add(
+                Request(
+                    now_s + server.slack_s(request_class),
+                    number,
+                    now_s,
+                    request_class,
+                    served_as,
+                    tokens,
+                )
+            )
             server.start(now_s)
 
     def _choose(self, of: RequestClass, now_s: float) -> Server:
@@ -359,8 +370,8 @@ class _Cluster:
             if server.wait_s(now_s) <= server.slack_s(of):
                 return server
         for server in ladder:
-            if (at := server.faster(of, self.clocks)) is not None:
-                self._set_clock(server, at)
+            if (configuration := server.faster(of, self.clocks)) is not None:
+                self._set_clock(server, configuration)
                 return server
         return min(ladder or self.servers, key=lambda server: server.wait_s(now_s))
 
@@ -376,7 +387,9 @@ def _mispredicted(
     random = np.random.default_rng(settings.seed)
     chosen = random.random(len(classes)) < settings.mispredicted
     longer = random.random(len(classes)) < 0.5
-    neighbours = np.array([_neighbours(profile, of) for of in profile.classes])
+    neighbours = np.array(
+        [_neighbours(profile, request_class) for request_class in profile.classes]
+    )
     return np.where(chosen, neighbours[classes, longer.astype(int)], classes)
 
 
@@ -386,8 +399,8 @@ def _neighbours(profile: InferenceProfile, of: RequestClass) -> tuple[int, int]:
     """
     row = [
         number
-        for number, each in enumerate(profile.classes)
-        if each.input_tokens == of.input_tokens
+        for number, request_class in enumerate(profile.classes)
+        if request_class.input_tokens == of.input_tokens
     ]
     place = row.index(profile.classes.index(of))
     shorter, longer = max(place - 1, 0), min(place + 1, len(row) - 1)

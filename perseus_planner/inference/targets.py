@@ -99,7 +99,7 @@ class CompletionsServer:
         with _answering(self._address):
             response = self._http.get(f"{self._address}/models")
             self._check(response)
-            names = [str(each["id"]) for each in response.json()["data"]]
+            names = [str(entry["id"]) for entry in response.json()["data"]]
             if model is None:
                 return names[0]
         if model not in names:

@@ -162,7 +162,7 @@ def simulation_view(
     """Return what is printed of replays, at least one, for JSON; the fields of a policy are
     those of `Replay`.
     """
-    baseline_j = {each.policy: each.energy_j for each in replays}.get(BASELINE)
+    baseline_j = {replay.policy: replay.energy_j for replay in replays}.get(BASELINE)
     return {
         "gpus": settings.gpus,
         "requests": len(trace.times_s),
@@ -170,7 +170,7 @@ def simulation_view(
         "prediction": settings.prediction,
         "mispredicted": settings.mispredicted,
         "baseline": BASELINE,
-        "policies": [_replay_view(each, baseline_j) for each in replays],
+        "policies": [_replay_view(replay, baseline_j) for replay in replays],
         "left_out": list(left_out),
     }
 

@@ -75,10 +75,17 @@ class Trace:
         Raises:
             UsageError: If the profile lacks a class.
         """
-        inputs = {of.input_tokens: of.name.partition("/")[0] for of in profile.classes}
-        outputs = {of.output_tokens: of.name.partition("/")[2] for of in profile.classes}
+        inputs = {
+            request_class.input_tokens: request_class.name.partition("/")[0]
+            for request_class in profile.classes
+        }
+        outputs = {
+            request_class.output_tokens: request_class.name.partition("/")[2]
+            for request_class in profile.classes
+        }
         order = {
-            (of.input_tokens, of.output_tokens): number for number, of in enumerate(profile.classes)
+            (request_class.input_tokens, request_class.output_tokens): number
+            for number, request_class in enumerate(profile.classes)
         }
         table = np.array(
             [
@@ -87,12 +94,12 @@ class Trace:
             ]
         )
         place, other = (
-            np.minimum(np.searchsorted(sorted(known), tokens), len(known) - 1)
-            for known, tokens in ((inputs, self.input_tokens), (outputs, self.output_tokens))
+            np.minimum(np.searchsorted(sorted(bounds), tokens), len(bounds) - 1)
+            for bounds, tokens in ((inputs, self.input_tokens), (outputs, self.output_tokens))
         )
-        found = table[place, other]
-        if found.min() < 0:
-            request = int(np.argmin(found))
+        class_numbers = table[place, other]
+        if class_numbers.min() < 0:
+            request = int(np.argmin(class_numbers))
             of_input, of_output = sorted(inputs)[place[request]], sorted(outputs)[other[request]]
             missing = f"{inputs[of_input]}/{outputs[of_output]}"
             raise UsageError(
@@ -100,7 +107,7 @@ class Trace:
                 f"{self.output_tokens[request]} output tokens, but the profile has no class "
                 f"{missing}; measure it"
             )
-        return found
+        return class_numbers
 
     def demand(
         self,
@@ -123,15 +130,15 @@ class Trace:
         slot = np.minimum(
             ((self.times_s[first:last] - begin_s) * slots / length_s).astype(int), slots - 1
         )
-        found = {}
+        loads = {}
         for number in np.unique(classes[first:last]):
             chosen = classes[first:last] == number
             tokens = self.tokens[first:last][chosen]
             busiest = np.bincount(slot[chosen], weights=tokens).max() * slots
             total = max(float(tokens.sum()), 1.0)
             load = Load(len(tokens) / length_s, total / length_s, max(float(busiest) / total, 1.0))
-            found[profile.classes[number]] = load
-        return found
+            loads[profile.classes[number]] = load
+        return loads
 
 
 def periods_of(
@@ -146,10 +153,10 @@ def periods_of(
     starts = [number * epoch_s for number in range(count)]
     ends = [*starts[1:], max(trace.end_s, starts[-1] + 1.0) * (1 + 1e-9)]
     classes = trace.classes(profile)
-    found = (
+    periods = (
         (a, b - a, trace.demand(profile, classes, a, b)) for a, b in zip(starts, ends, strict=True)
     )
-    return [period for period in found if period[2]]
+    return [period for period in periods if period[2]]
 
 
 def read_trace(path: Path) -> Trace:
@@ -159,7 +166,7 @@ def read_trace(path: Path) -> Trace:
         UsageError: If the file cannot be read, a row is wrong, or rows are out of order.
     """
     table = CsvFile(path, UsageError)
-    time, first, last = (_column_of(table, known) for known in _COLUMNS)
+    time, first, last = (_column_of(table, names) for names in _COLUMNS)
     times, inputs, outputs, kinds = list[float](), list[int](), list[int](), set[bool]()
     for row in table:
         time_s, is_date = row.read(time, _TIME)
@@ -204,11 +211,11 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
     wanted = ("input", "output", "requests_per_s", "tokens_per_s")
     if sorted(table.header) != sorted(wanted):
         raise UsageError(f"{table.where}: is not a header of rates; write {','.join(wanted)}")
-    names = {each.name: each for each in profile.classes}
-    found: dict[RequestClass, Load] = {}
+    names = {request_class.name: request_class for request_class in profile.classes}
+    demand: dict[RequestClass, Load] = {}
     for row in table:
         name = f"{row['input']}/{row['output']}"
-        if name not in names or names[name] in found:
+        if name not in names or names[name] in demand:
             problem = (
                 "is there twice"
                 if name in names
@@ -222,16 +229,17 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
                 "the row"
             )
         if requests > 0:
-            found[names[name]] = Load(requests, tokens)
-    if not found:
+            demand[names[name]] = Load(requests, tokens)
+    if not demand:
         raise UsageError(f"{path}: has no requests; write a row for each class")
-    return found
+    return demand
 
 
 def scaled(demand: Mapping[RequestClass, Load], share: float) -> dict[RequestClass, Load]:
     """Return the demand with `share` of all rates."""
     return {
-        each: Load(load[0] * share, load[1] * share, load.peak) for each, load in demand.items()
+        request_class: Load(load[0] * share, load[1] * share, load.peak)
+        for request_class, load in demand.items()
     }
 
 
@@ -239,12 +247,12 @@ def _parse_time(text: str) -> tuple[float, bool] | None:
     """Return the time that `text` writes, seconds, and whether it is a date; None if it is none."""
     if (seconds := WAIT.parse(text)) is not None:
         return seconds, False
-    found = _DATE.fullmatch(text)
-    moment_s = _moment_s(found[1], found[2]) if found else None
-    offset_s = 3600 * int(found[6] or 0) + 60 * int(found[7] or 0) if found else 0
-    if found is None or moment_s is None or offset_s >= _DAY_S:
+    match = _DATE.fullmatch(text)
+    moment_s = _moment_s(match[1], match[2]) if match else None
+    offset_s = 3600 * int(match[6] or 0) + 60 * int(match[7] or 0) if match else 0
+    if match is None or moment_s is None or offset_s >= _DAY_S:
         return None
-    return moment_s - (-offset_s if found[5] == "-" else offset_s) + float(found[3] or 0), True
+    return moment_s - (-offset_s if match[5] == "-" else offset_s) + float(match[3] or 0), True
 
 
 _TIME = Text(

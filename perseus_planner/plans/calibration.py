@@ -125,16 +125,16 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         profiles = Job.of(settings).profiles
     else:
         document, profiles = profile_document(path), (Profile.load(path),)
-    plans = [_replayable(path, each, profiles, bare) for each in _means(measured)]
-    jobs = [each for each in plans if isinstance(each, _PlanOfJob)]
+    plans = [_replayable(path, measured_plan, profiles, bare) for measured_plan in _means(measured)]
+    jobs = [plan for plan in plans if isinstance(plan, _PlanOfJob)]
     is_fitted = len(jobs) == len(plans) >= _LEAST_PLANS  # fewer leave the correction as it is
-    for each in plans:
-        _check_time(each.measured, each.replayed_s(correction))
+    for plan in plans:
+        _check_time(plan.measured, plan.replayed_s(correction))
     fit = fit_terms(
-        [each.measured.time_s for each in plans],
+        [plan.measured.time_s for plan in plans],
         lambda values: [
-            each.replayed_s(_correction(values, jobs) if is_fitted else correction)
-            for each in plans
+            plan.replayed_s(_correction(values, jobs) if is_fitted else correction)
+            for plan in plans
         ],
         _candidates(jobs[0].measured.plan.iteration) if is_fitted else (),
         _SCALES | {_LATENCY: _SCALES[_LATENCY] * plans[0].measured.time_s},
@@ -143,21 +143,21 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
     overhead_s, before_s = round(fit.constant_s, _DIGITS), profiles[0].overhead_s
     calibrated = tuple(
         CalibratedPlan(
-            each.measured.source,
-            each.measured.time_s,
-            each.replayed_s(Correction() if is_fitted else correction),
-            each.replayed_s(correction) + before_s,
-            each.replayed_s(now) + overhead_s,
+            plan.measured.source,
+            plan.measured.time_s,
+            plan.replayed_s(Correction() if is_fitted else correction),
+            plan.replayed_s(correction) + before_s,
+            plan.replayed_s(now) + overhead_s,
         )
-        for each in plans
+        for plan in plans
     )
     result = Calibration(
-        measured_s=fmean(each.measured_s for each in calibrated),
-        replayed_s=fmean(each.replayed_s for each in calibrated),
+        measured_s=fmean(plan.measured_s for plan in calibrated),
+        replayed_s=fmean(plan.replayed_s for plan in calibrated),
         overhead_before_s=before_s,
         overhead_s=overhead_s,
-        predicted_before_s=fmean(each.predicted_before_s for each in calibrated),
-        predicted_s=fmean(each.predicted_s for each in calibrated),
+        predicted_before_s=fmean(plan.predicted_before_s for plan in calibrated),
+        predicted_s=fmean(plan.predicted_s for plan in calibrated),
         hop_latency_s=now.hop_latency_s,
         time_factors=dict(now.time_factors),
         left_out_error=fit.left_out_error,
@@ -165,8 +165,8 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
     )
     changes: dict[str, object] = {_KEY: overhead_s}
     if now != correction:
-        found = {"hop_latency_s": now.hop_latency_s, "time_factors": dict(now.time_factors)}
-        changes["correction"] = {name: value for name, value in found.items() if value} or None
+        entries = {"hop_latency_s": now.hop_latency_s, "time_factors": dict(now.time_factors)}
+        changes["correction"] = {name: value for name, value in entries.items() if value} or None
     return result, with_values(document, changes)
 
 
@@ -222,13 +222,13 @@ def _replayable(
         bare: the job without its correction; None if the file is a profile.
     """
     plan = measured.plan
-    for known in (() if bare is None else bare.profiles, profiles):
-        for kind, profile in enumerate(known):
+    for candidates in (() if bare is None else bare.profiles, profiles):
+        for kind, profile in enumerate(candidates):
             if replace(profile, overhead_s=plan.overhead_s).digest != plan.profile_digest:
                 continue
             if bare is not None and _shape(bare.dags()[kind].iteration) == _shape(plan.iteration):
                 return _PlanOfJob(measured, bare, kind)
-            if known is profiles:
+            if candidates is profiles:
                 return _PlanAsMade(measured)
     raise UsageError(
         f"{path}: is not the profile that the plan was made from, which has the digest "
@@ -245,11 +245,11 @@ def _shape(iteration: Iteration) -> Iteration:
 def _means(measured: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
     """Return each plan once, with the mean of its times."""
     groups: dict[tuple[object, ...], list[MeasuredPlan]] = {}
-    for each in measured:
-        key = each.plan.profile_digest, each.plan.schedule, *each.plan.clocks.values()
-        groups.setdefault(key, []).append(each)
+    for run in measured:
+        key = run.plan.profile_digest, run.plan.schedule, *run.plan.clocks.values()
+        groups.setdefault(key, []).append(run)
     return [
-        group[0]._replace(time_s=fmean(each.time_s for each in group)) for group in groups.values()
+        group[0]._replace(time_s=fmean(run.time_s for run in group)) for group in groups.values()
     ]
 
 
@@ -272,8 +272,8 @@ def _candidates(iteration: Iteration) -> list[tuple[str, ...]]:
     all kinds, or each.
     """
     kinds, latency = _kinds(iteration), (_LATENCY,) if len(iteration.schedule.ranks) > 1 else ()
-    found = [latency, (_FACTOR,), kinds, (*latency, _FACTOR), (*latency, *kinds)]
-    return [terms for terms in dict.fromkeys(found) if terms]
+    candidates = [latency, (_FACTOR,), kinds, (*latency, _FACTOR), (*latency, *kinds)]
+    return [terms for terms in dict.fromkeys(candidates) if terms]
 
 
 def _correction(values: Mapping[str, float], jobs: Sequence[_PlanOfJob]) -> Correction:
@@ -331,9 +331,9 @@ def fit_terms(
     for terms in candidates:
         if len(measured) < len(terms) + _SPARE:
             continue
-        found = _fit(measured, replay, terms, scales)
-        if found.left_out_error is not None and best.left_out_error is not None:
-            best = found if found.left_out_error < _GAIN * best.left_out_error else best
+        fit = _fit(measured, replay, terms, scales)
+        if fit.left_out_error is not None and best.left_out_error is not None:
+            best = fit if fit.left_out_error < _GAIN * best.left_out_error else best
     return best
 
 

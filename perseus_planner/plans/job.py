@@ -139,7 +139,7 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
         profile = _grouped([_loaded(source, power_w, settings)], gpus)
     else:
         powers_w = _for_each(power_w, len(source))
-        groups = [[each] if isinstance(each, Path) else each for each in source]
+        groups = [[entry] if isinstance(entry, Path) else entry for entry in source]
         grouped = isinstance(source[0], tuple)
         if grouped and gpus not in (None, len(groups[0])):
             raise JobError(
@@ -224,10 +224,10 @@ def _schedule(settings: Settings, profiled: int) -> Schedule:
     else:
         schedule = _generated(settings, settings.schedule, profiled)
     ranks = len(schedule.ranks)
-    found = {"ranks": ranks, "microbatches": schedule.microbatches, "stages": schedule.stages}
+    counts = {"ranks": ranks, "microbatches": schedule.microbatches, "stages": schedule.stages}
     if settings.virtual_stages is not None:
-        found["virtual_stages"] = schedule.stages // ranks if schedule.stages % ranks == 0 else 0
-    for name, value in found.items():
+        counts["virtual_stages"] = schedule.stages // ranks if schedule.stages % ranks == 0 else 0
+    for name, value in counts.items():
         if getattr(settings, name) not in (None, value):
             raise JobError(
                 f"{name} is {getattr(settings, name)}, but schedule {schedule} "
@@ -289,4 +289,4 @@ def _files(settings: Settings) -> tuple[Path, ...]:
 def _paths(source: Source) -> Sequence[Path]:
     if isinstance(source, Path):
         return (source,)
-    return [path for each in source for path in ((each,) if isinstance(each, Path) else each)]
+    return [path for entry in source for path in ((entry,) if isinstance(entry, Path) else entry)]

@@ -251,14 +251,16 @@ class Plan(Checked, error=PlanError):
         iteration, setting = self.iteration, setting_of(self.control)
         rows: list[dict[str, Any]] = []
         for place, (name, span) in enumerate(self.timeline.spans.items()):
-            one = iteration.computations[place] if place < len(iteration.computations) else None
+            computation = (
+                iteration.computations[place] if place < len(iteration.computations) else None
+            )
             rows.append(
                 {
                     "computation": name,
                     "rank": iteration.rank_of[place],
-                    "stage": None if one is None else one.stage,
-                    "kind": None if one is None else iteration.keys[place][1],
-                    "microbatch": None if one is None else one.microbatch,
+                    "stage": None if computation is None else computation.stage,
+                    "kind": None if computation is None else iteration.keys[place][1],
+                    "microbatch": None if computation is None else computation.microbatch,
                     setting: self.clocks.get(name),
                     **asdict(span),
                     "energy_j": span.energy_j,
@@ -339,7 +341,8 @@ class Plan(Checked, error=PlanError):
             },
             **iteration_to_dict(self.iteration),
             "ranks": [
-                {str(each): self.clocks[str(each)] for each in rank} for rank in self.schedule.ranks
+                {str(computation): self.clocks[str(computation)] for computation in rank}
+                for rank in self.schedule.ranks
             ],
         }
 

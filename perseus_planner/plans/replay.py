@@ -90,7 +90,9 @@ class Timeline:
 def all_maximum(dag: PipelineDag) -> dict[str, int]:
     """Run every computation at its highest measured clock: the baseline of every saving."""
     keys = zip(dag.computations, dag.iteration.keys, strict=True)
-    return {str(each): dag.profile.measurements[key][0].clock_mhz for each, key in keys}
+    return {
+        str(computation): dag.profile.measurements[key][0].clock_mhz for computation, key in keys
+    }
 
 
 def origin_text(origin: str) -> str:

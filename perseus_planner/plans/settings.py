@@ -155,12 +155,12 @@ def _source(document: Document, key: str) -> Source:
     if isinstance(value, str) and value and value.isprintable():
         return folder / value
     if isinstance(value, list) and value:
-        if all(isinstance(each, str) and each for each in value):
-            return tuple(folder / each for each in value)
-        groups = [each if isinstance(each, list) else [] for each in value]
+        if all(isinstance(name, str) and name for name in value):
+            return tuple(folder / name for name in value)
+        groups = [entry if isinstance(entry, list) else [] for entry in value]
         alike = len({*map(len, groups)}) == 1 and groups[0]
-        if alike and all(isinstance(each, str) and each for group in groups for each in group):
-            return tuple(tuple(folder / each for each in group) for group in groups)
+        if alike and all(isinstance(name, str) and name for group in groups for name in group):
+            return tuple(tuple(folder / name for name in group) for group in groups)
     raise document.refusal(
         key,
         f"{shown(value)} is not a profile: name a file; or a list of files, one for each stage; "

@@ -87,9 +87,9 @@ class Estimate(Generic[P]):
             np.random.default_rng(INDEX.check(seed, "seed")),
         )
         time_s, energy_j = dict[Key, "Floats"](), dict[Key, "Floats"]()
-        for each in self._kinds:
-            time_s |= each.table(each.reachable(each.time.draws(count, random)))
-            energy_j |= each.table(each.energy.draws(count, random))
+        for kind in self._kinds:
+            time_s |= kind.table(kind.reachable(kind.time.draws(count, random)))
+            energy_j |= kind.table(kind.energy.draws(count, random))
         return Draws(self._kinds[0].clocks, MappingProxyType(time_s), MappingProxyType(energy_j))
 
 
@@ -138,10 +138,10 @@ def estimate_rows(
             kind.table(kind.energy.mean()),
         )
         for key in kind.keys:
-            known = {row.clock_mhz: row.evidence for row in rows[key]}
+            evidence = {row.clock_mhz: row.evidence for row in rows[key]}
             values = zip(clocks, times_s[key].tolist(), energies_j[key].tolist(), strict=True)
             expected[key] = tuple(
-                Measurement(mhz, time_s, energy_j, known.get(mhz))
+                Measurement(mhz, time_s, energy_j, evidence.get(mhz))
                 for mhz, time_s, energy_j in values
             )
     measured = {key: {row.clock_mhz for row in of_key} for key, of_key in rows.items()}
@@ -149,8 +149,8 @@ def estimate_rows(
         profile_of(expected),
         MappingProxyType(
             {
-                key: tuple(mhz for mhz in clocks if mhz not in known)
-                for key, known in measured.items()
+                key: tuple(mhz for mhz in clocks if mhz not in measured_mhz)
+                for key, measured_mhz in measured.items()
             }
         ),
         any(row.evidence is not None for row in chain(*rows.values())),
@@ -184,8 +184,8 @@ def _clocks(rows: Rows, control: str, clocks_mhz: Collection[int] | None) -> tup
 def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kind:
     keys = [key for key in table if key[1] == name]
     rows = [table[key] for key in keys]
-    for key, each in zip(keys, rows, strict=True):
-        for row in each:
+    for key, key_rows in zip(keys, rows, strict=True):
+        for row in key_rows:
             if row.energy_j == 0.0:
                 place = f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(control)}"
                 raise ProfileError(
@@ -194,10 +194,10 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
                 )
     x = np.log(clocks[0] / np.array(clocks)) / _UNIT
     index = {clock: i for i, clock in enumerate(clocks)}
-    places = [np.array([index[row.clock_mhz] for row in each]) for each in rows]
+    places = [np.array([index[row.clock_mhz] for row in key_rows]) for key_rows in rows]
     curves = []
     for quantity, guess in (("time_s", _TIME), ("energy_j", _ENERGY)):
-        values = [np.log([getattr(row, quantity) for row in each]) for each in rows]
+        values = [np.log([getattr(row, quantity) for row in key_rows]) for key_rows in rows]
         noise, variances = _noise(rows, quantity)
         points = list(map(Points, places, values, variances))
         if noise is None:
@@ -219,16 +219,20 @@ def _noise(
     typical one, and all rows are alike.
     """
     error = "time_stderr_s" if quantity == "time_s" else "energy_stderr_j"
-    known = [(row, row.evidence) for each in rows for row in each if row.evidence is not None]
-    if not known:
-        return None, [np.ones(len(each)) for each in rows]
+    with_evidence = [
+        (row, row.evidence) for key_rows in rows for row in key_rows if row.evidence is not None
+    ]
+    if not with_evidence:
+        return None, [np.ones(len(key_rows)) for key_rows in rows]
     of_window = fmean(
-        (getattr(of, error) / getattr(row, quantity)) ** 2 * of.windows for row, of in known
+        (getattr(evidence, error) / getattr(row, quantity)) ** 2 * evidence.windows
+        for row, evidence in with_evidence
     )
-    typical = median(of.windows for _, of in known)
+    typical = median(evidence.windows for _, evidence in with_evidence)
     windows = [
-        [typical if row.evidence is None else row.evidence.windows for row in each] for each in rows
+        [typical if row.evidence is None else row.evidence.windows for row in key_rows]
+        for key_rows in rows
     ]
     return math.sqrt(of_window / typical), [
-        typical / np.array(each, dtype=float) for each in windows
+        typical / np.array(key_windows, dtype=float) for key_windows in windows
     ]

@@ -45,17 +45,18 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
                 f"GPU {number} of the group was measured by {other.control}, GPU 0 by "
                 f"{first.control}; use one"
             )
-    rows = {key: [each.measurements[key] for each in profiles] for key in first.measurements}
-    measurements = {key: tuple(_merge(each, key)) for key, each in rows.items()}
+    rows = {key: [profile.measurements[key] for profile in profiles] for key in first.measurements}
+    measurements = {key: tuple(_merge(per_gpu, key)) for key, per_gpu in rows.items()}
     powers_w = tuple(
-        math.fsum(each.blocking_w(stage) for each in profiles) for stage in range(first.stages)
+        math.fsum(profile.blocking_w(stage) for profile in profiles)
+        for stage in range(first.stages)
     )
     return replace(
         first,
         measurements=measurements,
         blocking_power_w=_one_or_each(powers_w),
-        gpus_per_stage=sum(each.gpus_per_stage for each in profiles),
-        gpu=_common(each.gpu for each in profiles),
+        gpus_per_stage=sum(profile.gpus_per_stage for profile in profiles),
+        gpu=_common(profile.gpu for profile in profiles),
         origin=_origin(profiles),
     )
 
@@ -99,13 +100,15 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
                 )
         powers_w.append(profile.blocking_w(source))
         measurements |= {
-            (stage, kind): rows for (of, kind), rows in profile.measurements.items() if of == source
+            (stage, kind): rows
+            for (profile_stage, kind), rows in profile.measurements.items()
+            if profile_stage == source
         }
     return replace(
         first,
         measurements=measurements,
         blocking_power_w=_one_or_each(tuple(powers_w)),
-        gpu=_common(each.gpu for each in profiles),
+        gpu=_common(profile.gpu for profile in profiles),
         origin=_origin(profiles),
     )
 
@@ -208,7 +211,8 @@ def _with_rows(
 ) -> Profile:
     """Return the profile with each measurement of a stage and kind changed."""
     rows = {
-        key: tuple(change(key, row) for row in each) for key, each in profile.measurements.items()
+        key: tuple(change(key, row) for row in key_rows)
+        for key, key_rows in profile.measurements.items()
     }
     return replace(profile, measurements=rows)
 
@@ -221,7 +225,7 @@ def _first(profiles: Sequence[Profile]) -> Profile:
 
 def _merge(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Iterable[Measurement]:
     """Yield the measurements of a group from those of its GPUs, highest clock first."""
-    tables = [{m.clock_mhz: m for m in each} for each in rows]
+    tables = [{m.clock_mhz: m for m in gpu_rows} for gpu_rows in rows]
     common = sorted(set.intersection(*map(set, tables)), reverse=True)
     if not common:
         place = f"stage {key[0]} {word_of(key[1])}"
@@ -244,10 +248,12 @@ def _merged(points: Sequence[Measurement]) -> Evidence | None:
     slowest = max(points, key=lambda m: m.time_s).evidence
     if slowest is None or len(evidence) < len(points):
         return None
-    throttle = tuple(dict.fromkeys(reason for each in evidence for reason in each.throttle))
+    throttle = tuple(
+        dict.fromkeys(reason for gpu_evidence in evidence for reason in gpu_evidence.throttle)
+    )
     return replace(
         slowest,
-        energy_stderr_j=math.fsum(each.energy_stderr_j for each in evidence),
+        energy_stderr_j=math.fsum(gpu_evidence.energy_stderr_j for gpu_evidence in evidence),
         throttle=throttle,
     )
 
@@ -258,9 +264,9 @@ def _one_or_each(powers_w: tuple[float, ...]) -> float | tuple[float, ...]:
 
 def _common(names: Iterable[str | None]) -> str | None:
     """Return the common name, or all names."""
-    known = list(dict.fromkeys(name for name in names if name is not None))
-    return " + ".join(known) if known else None
+    distinct = list(dict.fromkeys(name for name in names if name is not None))
+    return " + ".join(distinct) if distinct else None
 
 
 def _origin(profiles: Sequence[Profile]) -> str:
-    return "simulated" if any(each.origin == "simulated" for each in profiles) else "measured"
+    return "simulated" if any(profile.origin == "simulated" for profile in profiles) else "measured"

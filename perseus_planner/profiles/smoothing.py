@@ -82,8 +82,10 @@ class Curves:
 
     def __init__(self, x: Floats, points: Sequence[Points], guess: Scales, doubt: Scales) -> None:
         self._points, self._parts = points, _parts(x)
-        self._middle = float(np.mean(np.concatenate([each.value for each in points])))
-        self._values = [each.value - self._middle for each in points]
+        self._middle = float(
+            np.mean(np.concatenate([curve_points.value for curve_points in points]))
+        )
+        self._values = [curve_points.value - self._middle for curve_points in points]
         some = sorted({round(i) for i in np.linspace(0, len(points) - 1, _MOST_FITTED)})
         unlike = [1.0] * len(points)
         self.scales = guess
@@ -116,13 +118,15 @@ class Curves:
             for i in group.curves:
                 own[i] = root @ random.standard_normal((n, count))
         missed = []
-        for each, value, curve in zip(self._points, self._values, own, strict=True):
+        for curve_points, value, curve in zip(self._points, self._values, own, strict=True):
             noise = (
                 random.standard_normal((len(value), count))
                 * self.scales.noise
-                * np.sqrt(each.variance)[:, None]
+                * np.sqrt(curve_points.variance)[:, None]
             )
-            missed.append(value[:, None] - shared[each.place] - curve[each.place] - noise)
+            missed.append(
+                value[:, None] - shared[curve_points.place] - curve[curve_points.place] - noise
+            )
         shared_more, own_more = model.given(missed)
         drawn: Floats = self._middle + (shared + shared_more) + (own + own_more)
         return drawn
@@ -134,7 +138,7 @@ class Curves:
         if len(self._points) < _FEW:
             return [1.0] * len(self._points)
         shared, uncertain = self._model.shared(self._values)
-        found = []
+        factors = []
         for (place, _, variance), value in zip(self._points, self._values, strict=True):
             cost = {}
             for unlike, improbable in _UNLIKE.items():
@@ -146,8 +150,8 @@ class Curves:
                 cost[unlike] = improbable + float(
                     np.log(np.diag(root)).sum() + 0.5 * missed @ missed
                 )
-            found.append(min(cost, key=cost.__getitem__))
-        return found
+            factors.append(min(cost, key=cost.__getitem__))
+        return factors
 
     def _fit(self, alike: Sequence[_Alike], guess: Scales, doubt: Scales) -> Scales:
         """Return the most probable scales, found by the method of Broyden, Fletcher, Goldfarb
@@ -166,27 +170,27 @@ class Curves:
         def slope(at: Floats, value: float) -> Floats:
             return np.array([(cost(at + step) - value) / _STEP for step in _STEP * np.eye(len(at))])
 
-        at = np.log(self.scales)
-        inverse, value = _FIRST * np.eye(len(at)), cost(at)
-        gradient = slope(at, value)
+        log_estimate = np.log(self.scales)
+        inverse, value = _FIRST * np.eye(len(log_estimate)), cost(log_estimate)
+        gradient = slope(log_estimate, value)
         for _ in range(_ROUNDS):
             move = -inverse @ gradient
             move *= min(1.0, _LONGEST / max(float(np.abs(move).max()), 1e-300))
-            before, value = value, cost(at + move)
+            before, value = value, cost(log_estimate + move)
             while value > before + 1e-4 * float(gradient @ move) and np.abs(move).max() > _STEP:
                 move /= 2
-                value = cost(at + move)
+                value = cost(log_estimate + move)
             if value >= before:
                 break
-            at = at + move
+            log_estimate = log_estimate + move
             if before - value < _ENOUGH:
                 break
-            gradient, last = slope(at, value), gradient
+            gradient, last = slope(log_estimate, value), gradient
             turned = gradient - last
             if (curvature := float(move @ turned)) > 0.0:
-                mix = np.eye(len(at)) - np.outer(move, turned) / curvature
+                mix = np.eye(len(log_estimate)) - np.outer(move, turned) / curvature
                 inverse = mix @ inverse @ mix.T + np.outer(move, move) / curvature
-        return Scales(*np.exp(at).tolist())
+        return Scales(*np.exp(log_estimate).tolist())
 
 
 class _Parts(NamedTuple):

@@ -70,17 +70,17 @@ class Attempt(NamedTuple):
     @classmethod
     def next_in(cls, folder: Path | None, now: datetime | None = None) -> Attempt:
         """Return the next attempt in a run folder, which need not exist."""
-        known: Sequence[int] = ()
+        attempts: Sequence[int] = ()
         ended: Sequence[tuple[int, int]] = ()
         if folder is not None:
             with suppress(OSError):
-                known = attempts_in(folder)
+                attempts = attempts_in(folder)
                 ended = [
-                    (each, _count(attempt_path(folder, each)))
-                    for each in known[: len(known) + 1 - ATTEMPTS_KEPT]
+                    (attempt, _count(attempt_path(folder, attempt)))
+                    for attempt in attempts[: len(attempts) + 1 - ATTEMPTS_KEPT]
                 ]
         number = int(f"{now or datetime.now(timezone.utc):%Y%m%d%H%M%S}")
-        return cls(max([number, *(each + 1 for each in known[-1:])]), ended)
+        return cls(max([number, *(attempt + 1 for attempt in attempts[-1:])]), ended)
 
 
 class RankFiles:
@@ -200,8 +200,8 @@ def _add_up(folder: Path, attempt: int, rank: int) -> None:
         totals = read_totals(folder, rank)
         totals.add(attempt, rows)
         _save_totals(folder, rank, totals)
-    for each in (file, iterations_path(path, rank, old=True), computations_path(path, rank)):
-        each.unlink(missing_ok=True)
+    for rank_file in (file, iterations_path(path, rank, old=True), computations_path(path, rank)):
+        rank_file.unlink(missing_ok=True)
 
 
 def _save_totals(folder: Path, rank: int, totals: RankTotals) -> None:

@@ -89,27 +89,31 @@ class ChangeStatistics:
         """Return the statistics of an iteration; `computations` are in the order in which they
         ran.
         """
-        asked = [each for each in computations if each.asked_s is not None]
+        asked = [computation for computation in computations if computation.asked_s is not None]
         latencies_s = sorted(
-            each.set_end_s - each.asked_s
-            for each in asked
-            if each.set_end_s is not None and each.asked_s is not None
+            computation.set_end_s - computation.asked_s
+            for computation in asked
+            if computation.set_end_s is not None and computation.asked_s is not None
         )
-        known = [
-            each
-            for each in computations
-            if each.clock is not None and each.achieved_mhz is not None
+        with_clocks = [
+            computation
+            for computation in computations
+            if computation.clock is not None and computation.achieved_mhz is not None
         ]
         return cls(
             changes_asked=len(asked),
             changes_set=len(latencies_s),
-            changes_late=sum(each.is_late for each in asked),
-            changes_overtaken=sum(each.is_overtaken for each in asked),
+            changes_late=sum(computation.is_late for computation in asked),
+            changes_overtaken=sum(computation.is_overtaken for computation in asked),
             off_clock_s=_off_clock_s(computations),
             latency_p50_s=_percentile(latencies_s, 0.50),
             latency_p99_s=_percentile(latencies_s, 0.99),
-            clock=_mean_by_time(known, [each.clock or 0 for each in known]),
-            achieved_mhz=_mean_by_time(known, [each.achieved_mhz or 0 for each in known]),
+            clock=_mean_by_time(
+                with_clocks, [computation.clock or 0 for computation in with_clocks]
+            ),
+            achieved_mhz=_mean_by_time(
+                with_clocks, [computation.achieved_mhz or 0 for computation in with_clocks]
+            ),
         )
 
 
@@ -164,13 +168,13 @@ class IterationRecord(ChangeStatistics):
 
 def _off_clock_s(computations: Sequence[ComputationRecord]) -> float:
     seconds, until_s, clock = 0.0, -math.inf, None
-    for each in computations:
-        if each.asked_s is not None:
-            until_s = math.inf if each.set_end_s is None else each.set_end_s
-        elif each.clock != clock:  # the clock was in force already
+    for computation in computations:
+        if computation.asked_s is not None:
+            until_s = math.inf if computation.set_end_s is None else computation.set_end_s
+        elif computation.clock != clock:  # the clock was in force already
             until_s = -math.inf
-        clock = each.clock
-        seconds += max(0.0, min(each.end_s, until_s) - each.begin_s)
+        clock = computation.clock
+        seconds += max(0.0, min(computation.end_s, until_s) - computation.begin_s)
     return seconds
 
 
@@ -182,7 +186,7 @@ def _percentile(sorted_values: Sequence[float], share: float) -> float | None:
 def _mean_by_time(
     computations: Sequence[ComputationRecord], values: Sequence[float]
 ) -> float | None:
-    weights_s = [each.duration_s for each in computations]
+    weights_s = [computation.duration_s for computation in computations]
     whole_s = math.fsum(weights_s)
     return math.fsum(map(operator.mul, weights_s, values)) / whole_s if whole_s > 0 else None
 

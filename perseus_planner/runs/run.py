@@ -110,9 +110,10 @@ class Run:
             root = folder if attempt is None else folder.resolve().parent
             attempts = attempts_in(root) if attempt is None else [attempt]
             rows = {
-                each: _rows(folder if attempt else attempt_path(root, each)) for each in attempts
+                number: _rows(folder if attempt else attempt_path(root, number))
+                for number in attempts
             }
-        with_rows = [each for each in attempts if rows[each]]
+        with_rows = [number for number in attempts if rows[number]]
         if not with_rows:
             raise RunError(f"{folder}: {_NOT_YET}")
         newest = with_rows[-1]
@@ -121,7 +122,7 @@ class Run:
             (int(match[1]), None if match[2] is None else int(match[2])): Plan.load(path / match[0])
             for match in filter(None, map(_PLAN.fullmatch, sorted(os.listdir(path))))
         }
-        ranks = tuple(_rank(path, rank, found) for rank, found in rows[newest].items())
+        ranks = tuple(_rank(path, rank, rank_rows) for rank, rank_rows in rows[newest].items())
         run = cls(
             folder, plans, ranks, newest, _totals(root, rows, only=attempt), read_status(path)
         )
@@ -140,10 +141,10 @@ class Run:
         """
         kept = {version for version, _ in self.plans}
         oldest = min(kept) if len(kept) >= recording.PLANS_KEPT else 0
-        found = {
+        used_versions = {
             row.version for rank in self.ranks for row in rank.iterations if row.version is not None
         }
-        return tuple(sorted(version for version in found if version >= oldest))
+        return tuple(sorted(version for version in used_versions if version >= oldest))
 
     @property
     def newest_version(self) -> int:
@@ -192,7 +193,7 @@ class Run:
         from perseus_planner.gpu.protocol import THROTTLE_REASONS
         from perseus_planner.runs.records import IterationRecord
 
-        names = [each.name for each in fields(IterationRecord)]
+        names = [column.name for column in fields(IterationRecord)]
         others = [name for name in names if name not in (*_FIRST, "throttled_s")]
         rows = [
             {
@@ -289,13 +290,13 @@ def _check_names(folder: Path) -> None:
 
 def _rows(attempt: Path) -> dict[int, list[IterationRecord]]:
     """Return rank -> its rows, for ranks that have some."""
-    found = {}
+    by_rank = {}
     for rank in ranks_in(attempt):
         paths = [recording.iterations_path(attempt, rank, old=old) for old in (True, False)]
         rows = [row for path in paths if path.exists() for row in ITERATIONS.read(path)]
         if rows:
-            found[rank] = rows
-    return found
+            by_rank[rank] = rows
+    return by_rank
 
 
 def _rank(attempt: Path, number: int, rows: Sequence[IterationRecord]) -> RankRecord:
@@ -315,9 +316,11 @@ def _totals(
     its rows.
     """
     of_ranks = []
-    for rank in sorted({*ranks_in(folder), *(rank for found in rows.values() for rank in found)}):
+    for rank in sorted(
+        {*ranks_in(folder), *(rank for by_rank in rows.values() for rank in by_rank)}
+    ):
         totals = read_totals(folder, rank)
-        for attempt, found in rows.items():
-            totals.add(attempt, found.get(rank, ()))
-        of_ranks.append([each for each in totals if only in (None, each.attempt)])
+        for attempt, by_rank in rows.items():
+            totals.add(attempt, by_rank.get(rank, ()))
+        of_ranks.append([total for total in totals if only in (None, total.attempt)])
     return of_all_ranks(of_ranks)

@@ -71,7 +71,7 @@ class Table(Generic[Row]):
             name: _Cell(of_fields[name].rule, of_fields[name].is_optional)
             if name in of_fields
             else _TEXTS.get(name, _SECONDS)
-            for name in names or [each.name for each in fields(kind)]  # type: ignore[arg-type]
+            for name in names or [column.name for column in fields(kind)]  # type: ignore[arg-type]
         }
 
     @property
@@ -243,7 +243,7 @@ class RankTotals:
     """
 
     def __init__(self, totals: Iterable[Total] = ()) -> None:
-        self._totals = {(each.attempt, each.version): each for each in totals}
+        self._totals = {(total.attempt, total.version): total for total in totals}
 
     def __iter__(self) -> Iterator[Total]:
         """Yield the totals, oldest first."""
@@ -252,7 +252,7 @@ class RankTotals:
     def add(self, attempt: int, rows: Iterable[IterationRecord]) -> None:
         """Add those iterations of an attempt that were not added before."""
         last = max(
-            (each.last_iteration for each in self._totals.values() if each.attempt == attempt),
+            (total.last_iteration for total in self._totals.values() if total.attempt == attempt),
             default=-1,
         )
         for row in rows:
@@ -269,12 +269,12 @@ class RankTotals:
 
 def of_all_ranks(ranks: Iterable[Iterable[Total]]) -> tuple[Total, ...]:
     """Return the totals of all ranks together, oldest first."""
-    found: dict[tuple[int, int | None], Total] = {}
+    sums: dict[tuple[int, int | None], Total] = {}
     for totals in ranks:
-        for each in totals:
-            key = each.attempt, each.version
-            found[key] = found[key].beside(each) if key in found else each
-    return tuple(found[key] for key in sorted(found, key=_age))
+        for total in totals:
+            key = total.attempt, total.version
+            sums[key] = sums[key].beside(total) if key in sums else total
+    return tuple(sums[key] for key in sorted(sums, key=_age))
 
 
 _OLDER = (0, None)

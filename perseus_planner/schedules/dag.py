@@ -121,7 +121,7 @@ class PipelineDag:
         """
         return (
             *self.iteration.keys,
-            *((i, str(each)) for i, each in enumerate(self.iteration.operations)),
+            *((i, str(operation)) for i, operation in enumerate(self.iteration.operations)),
         )
 
     @cached_property
@@ -197,7 +197,7 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
             f"graph: {type(graph).__name__} is of the wrong type; give a networkx.DiGraph"
         )
     nodes = {node: _node(node, attributes) for node, attributes in graph.nodes(data=True)}
-    ranks = {node: _rank(each, graph.nodes[node], len(nodes)) for node, each in nodes.items()}
+    ranks = {node: _rank(work, graph.nodes[node], len(nodes)) for node, work in nodes.items()}
     programs: list[list[Hashable]] = [[] for _ in range(1 + max(ranks.values(), default=-1))]
     previous_of = dict[Hashable, Hashable]()
     for node, previous in _one_order(graph, ranks):
@@ -205,7 +205,7 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
         if isinstance(nodes[node], Computation):
             programs[ranks[node]].append(node)
     computed = [node for program in programs for node in program]
-    operations = {node: each for node, each in nodes.items() if isinstance(each, Operation)}
+    operations = {node: work for node, work in nodes.items() if isinstance(work, Operation)}
     place = {node: i for i, node in enumerate([*computed, *operations])}
     # The previous node of the rank first, as in `pipeline_iteration`, then the others by their
     # place.
@@ -215,10 +215,10 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
     ]
     return Iteration(
         Schedule(name, tuple(tuple(nodes[node] for node in program) for program in programs)),  # type: ignore[misc]
-        tuple(tuple(place[other] for other in each) for each in waits),
+        tuple(tuple(place[other] for other in predecessors) for predecessors in waits),
         tuple(
-            tuple(graph.edges[other, node].get("lag_s", 0.0) for other in each)
-            for node, each in zip(place, waits, strict=True)
+            tuple(graph.edges[other, node].get("lag_s", 0.0) for other in predecessors)
+            for node, predecessors in zip(place, waits, strict=True)
         ),
         tuple(operations.values()),
         tuple(graph.nodes[node].get("kind", nodes[node].kind) for node in computed),  # type: ignore[union-attr]
@@ -275,7 +275,7 @@ def _one_order(
         Hashable, int
     ] = {}  # the nodes from which a path leads to this one, including itself
     last: dict[int, Hashable] = {}
-    found = []
+    pairs = []
     for node in order:
         ahead[node] = bit[node]
         for other in graph.pred[node]:
@@ -287,5 +287,5 @@ def _one_order(
                 "other; add an edge for the order in which it runs them"
             )
         last[ranks[node]] = node
-        found.append((node, previous))
-    return found
+        pairs.append((node, previous))
+    return pairs

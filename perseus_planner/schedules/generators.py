@@ -32,10 +32,10 @@ def check_sizes(**sizes: int) -> tuple[int, ...]:
         product *= count
         counts.append(count)
     if product > _MOST:
-        each = " x ".join(
+        factors = " x ".join(
             f"{count} {name.replace('_', ' ')}" for count, name in zip(counts, sizes, strict=True)
         )
-        raise ScheduleError(f"{each} are more than {_MOST} forwards; give smaller numbers")
+        raise ScheduleError(f"{factors} are more than {_MOST} forwards; give smaller numbers")
     return tuple(counts)
 
 
@@ -153,7 +153,8 @@ def looped_bfs(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
         for rank in range(ranks)
     ]
     orders = [
-        (*order, *(each._replace(kind="B") for each in reversed(order))) for order in forwards
+        (*order, *(computation._replace(kind="B") for computation in reversed(order)))
+        for order in forwards
     ]
     return Schedule("looped-bfs", tuple(orders))
 

@@ -108,14 +108,14 @@ def _content(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _line(where: str, number: int, text: str) -> _Line:
-    found = [
+    pairs = [
         (computation, cell)
         for cell, content in enumerate(text.split(",") if "," in text else text.split(), 1)
         if (stripped := content.strip())
         for computation in _cell(f"{where}, cell {cell}", stripped)
     ]
     return _Line(
-        number, tuple(computation for computation, _ in found), tuple(cell for _, cell in found)
+        number, tuple(computation for computation, _ in pairs), tuple(cell for _, cell in pairs)
     )
 
 

@@ -71,7 +71,7 @@ class Iteration:
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise ScheduleError(f"{twice} is there twice; give each operation a different name")
         operations = tuple(
-            _checked_operation(each, len(self.schedule.ranks)) for each in self.operations
+            _checked_operation(operation, len(self.schedule.ranks)) for operation in self.operations
         )
         object.__setattr__(self, "operations", operations)
         if len(self.predecessors) != len(places):

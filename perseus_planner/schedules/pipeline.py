@@ -44,7 +44,7 @@ class Transfer(Checked, error=ScheduleError, prefix="transfer, "):
 
         def more(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
             return (
-                tuple(each + latency_s for each in value)
+                tuple(wait_s + latency_s for wait_s in value)
                 if isinstance(value, tuple)
                 else value + latency_s
             )
@@ -201,10 +201,11 @@ def pipeline_iteration(
             if previous is not None:
                 waits[here].append((previous, 0.0))
             previous = here
-    for each in operations:
-        if each.name not in {operation.name for operation in added}:
+    for fixed_operation in operations:
+        if fixed_operation.name not in {operation.name for operation in added}:
             raise ScheduleError(
-                f"operation {each.name}: applies to nothing in the schedule; correct when or "
+                f"operation {fixed_operation.name}: applies to nothing in the schedule; "
+                "correct when or "
                 "where, or remove it"
             )
     present = set(computations)
@@ -218,7 +219,7 @@ def pipeline_iteration(
             )
     predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(place)))
     lags_s = tuple(tuple(lag_s for _, lag_s in waits[i]) for i in range(len(place)))
-    lagging = any(lag_s for each in lags_s for lag_s in each)
+    lagging = any(lag_s for node_lags_s in lags_s for lag_s in node_lags_s)
     kinds = _kinds(schedule, variants)
     return Iteration(schedule, predecessors, lags_s if lagging else (), tuple(added), kinds)
 
@@ -232,25 +233,27 @@ def _program(
     rank: int, program: Sequence[Computation], operations: Sequence[FixedOperation]
 ) -> Iterable[Computation | Operation]:
     """Yield the computations and operations of a rank in order."""
-    for each in operations:
-        if each.when == "start" and each.is_at(rank):
-            yield Operation(rank, each.name, None, rank, each.time_s, each.energy_j)
+    for operation in operations:
+        if operation.when == "start" and operation.is_at(rank):
+            yield Operation(rank, operation.name, None, rank, operation.time_s, operation.energy_j)
     for computation in program:
         yield from _beside(rank, computation, "before", operations)
         yield computation
         yield from _beside(rank, computation, "after", operations)
-    for each in operations:
-        if each.when == "end" and each.is_at(rank):
-            yield Operation(rank, each.name, None, rank, each.time_s, each.energy_j)
+    for operation in operations:
+        if operation.when == "end" and operation.is_at(rank):
+            yield Operation(rank, operation.name, None, rank, operation.time_s, operation.energy_j)
 
 
 def _beside(
     rank: int, computation: Computation, side: str, operations: Sequence[FixedOperation]
 ) -> Iterable[Operation]:
     stage, kind, microbatch = computation
-    for each in operations:
-        if each.when == f"{side} {kind}" and each.is_at(stage):
-            yield Operation(stage, each.name, microbatch, rank, each.time_s, each.energy_j)
+    for operation in operations:
+        if operation.when == f"{side} {kind}" and operation.is_at(stage):
+            yield Operation(
+                stage, operation.name, microbatch, rank, operation.time_s, operation.energy_j
+            )
 
 
 def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
@@ -299,7 +302,8 @@ def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
         content["kinds"] = kinds
     if iteration.operations:
         content["operations"] = {
-            str(each): [each.rank, each.time_s, each.energy_j] for each in iteration.operations
+            str(operation): [operation.rank, operation.time_s, operation.energy_j]
+            for operation in iteration.operations
         }
     if not _is_plain_pipeline(iteration):
         names = iteration.names
@@ -326,9 +330,9 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
     else:
         names = [*map(str, schedule.computations()), *map(str, operations)]
         place = {name: i for i, name in enumerate(names)}
-        each = [content["waits"][name] for name in names]
-        predecessors = tuple(tuple(place[other] for other in waits) for waits in each)
-        lags_s = tuple(tuple(map(float, waits.values())) for waits in each)
+        all_waits = [content["waits"][name] for name in names]
+        predecessors = tuple(tuple(place[other] for other in waits) for waits in all_waits)
+        lags_s = tuple(tuple(map(float, waits.values())) for waits in all_waits)
         lags_s = lags_s if any(map(any, lags_s)) else ()
     own = tuple(kinds.get(str(c), c.kind) for c in schedule.computations()) if kinds else ()
     return Iteration(schedule, predecessors, lags_s, operations, own)

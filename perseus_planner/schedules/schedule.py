@@ -107,8 +107,8 @@ class Schedule:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The `KINDS` that the schedule has, in their order."""
-        found = {computation.kind for computation in self.computations()}
-        return tuple(kind for kind in KINDS if kind in found)
+        present = {computation.kind for computation in self.computations()}
+        return tuple(kind for kind in KINDS if kind in present)
 
     @cached_property
     def _pipeline_flaw(self) -> Flaw | None:
@@ -241,25 +241,26 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
     `check_pipeline`.
     """
     place = {
-        each: (rank, position)
+        computation: (rank, position)
         for rank, order in enumerate(ranks)
-        for position, each in enumerate(order)
+        for position, computation in enumerate(order)
     }
-    holder = {each.microbatch: place[each] for each in reversed(place)}
+    holder = {computation.microbatch: place[computation] for computation in reversed(place)}
     text = _hole("microbatch", holder)
     if text:
         return Flaw(*holder[max(holder)], text)
-    for each in place:
-        whole = Computation(each.stage, "B", each.microbatch)
-        if each.kind in ("I", "W") and whole in place:
+    for computation in place:
+        whole = Computation(computation.stage, "B", computation.microbatch)
+        if computation.kind in ("I", "W") and whole in place:
             return Flaw(
-                *place[each], f"{each} is a part of {whole}, which is present too; keep one of them"
+                *place[computation],
+                f"{computation} is a part of {whole}, which is present too; keep one of them",
             )
     flaw = _stuck(ranks, place)
     if flaw is not None:
         return flaw
     # Everything runs, so a forward whose backward is present is present on all stages.
-    return next((Flaw(*place[each], text) for each, text in _unfinished(place)), None)
+    return next((Flaw(*place[computation], text) for computation, text in _unfinished(place)), None)
 
 
 def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw | None:

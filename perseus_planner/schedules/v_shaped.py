@@ -76,7 +76,10 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     orders = (_zbv_rank(rank, ranks, padded) for rank in range(ranks))
     return Schedule(
         "zbv",
-        tuple(tuple(each for each in order if each.microbatch < microbatches) for order in orders),
+        tuple(
+            tuple(computation for computation in order if computation.microbatch < microbatches)
+            for order in orders
+        ),
     )
 
 
@@ -104,7 +107,7 @@ def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
         here.run(down, "I")
         here.run_weights(down)
     for stage in (up, down):
-        for _ in [each for each in here.pending if each.stage == stage]:
+        for _ in [computation for computation in here.pending if computation.stage == stage]:
             here.run_weights(stage)
     return here.order
 

@@ -119,23 +119,23 @@ def jobs_concerned(
 ) -> tuple[dict[str, list[Report]], dict[str, str]]:
     """Return the reports that concern each job, and why the others concern none, by their keys."""
     holders: dict[tuple[str, str], set[str]] = {
-        (each.scope.kind, each.scope.value): set() for each in reports
+        (report.scope.kind, report.scope.value): set() for report in reports
     }
     for name, state in jobs.items():
         for place in state.job.places:
             for part in (("gpu", place.gpu), ("node", place.node)):
                 if part in holders:
                     holders[part].add(name)
-    found: dict[str, list[Report]] = {}
+    job_reports: dict[str, list[Report]] = {}
     ignored = {}
     for report in reports:
         scope = report.scope
         names = holders[scope.kind, scope.value]
         for name in names:
-            found.setdefault(name, []).append(report)
+            job_reports.setdefault(name, []).append(report)
         if not names:
             ignored[report.key] = f"no running job has {scope.kind} {shown(scope.value)}"
-    return dict(sorted(found.items())), ignored
+    return dict(sorted(job_reports.items())), ignored
 
 
 def with_alerts(
@@ -150,10 +150,10 @@ def with_alerts(
     """
     refused = {}
     for report in reports:
-        known = state.reports.get(report.key)
+        known_report = state.reports.get(report.key)
         try:
-            if known is not None:
-                kept = _updated(known, report, now_s)
+            if known_report is not None:
+                kept = _updated(known_report, report, now_s)
             elif report.key in state.past:
                 continue
             else:
@@ -162,7 +162,7 @@ def with_alerts(
         except PlannerError as error:
             refused[report.key] = str(error)
             continue
-        if kept != known:
+        if kept != known_report:
             state = state.with_report(kept)
     return state, refused
 

@@ -110,7 +110,7 @@ class PlanTotal:
 
     def plus(self, other: PlanTotal) -> PlanTotal:
         """Add other iterations, by this version."""
-        names = [each.name for each in fields(self)[1:]]
+        names = [attribute.name for attribute in fields(self)[1:]]
         return PlanTotal(
             self.version, *(getattr(self, name) + getattr(other, name) for name in names)
         )

@@ -91,10 +91,10 @@ def replaced(path: Path, wait: Callable[[], object]) -> Iterator[None]:
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(path)
+        file_stat = os.stat(path)
     except OSError:  # it is being replaced, or gone for a while
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return file_stat.st_ino, file_stat.st_mtime_ns, file_stat.st_size
 
 
 def _parse_moment(text: str) -> float | None:

@@ -66,14 +66,14 @@ class Timers:
 
     def take_due(self, now_s: float) -> list[str]:
         """Remove the timers that are due, and return the names of their jobs."""
-        found = []
+        names = []
         with self._lock:
             while self._heap and self._heap[0][0] <= now_s:
                 at_s, name = heapq.heappop(self._heap)
                 if self._at_s.get(name) == at_s:
                     del self._at_s[name]
-                    found.append(name)
-        return found
+                    names.append(name)
+        return names
 
     def next_s(self) -> float:
         """Return the time of the first timer; infinite if there is none."""

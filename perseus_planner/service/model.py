@@ -68,7 +68,7 @@ def check_name(what: str, name: str) -> None:
 
 def shared(kind: type, value: object) -> dict[str, Any]:
     """Return the fields of the dataclass `kind` that `value` has too, by name."""
-    names = [each.name for each in fields(kind)]
+    names = [attribute.name for attribute in fields(kind)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 

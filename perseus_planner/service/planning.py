@@ -139,11 +139,11 @@ class Planning:
         Raises:
             FrontierError: If `content` is not a frontier file.
         """
-        known = self._curves.get((digest, (), None))
-        if known is None:
-            known = self._run(worker.curve_of, digest, content)
-            self._curves.put((digest, (), None), known)
-        return known
+        curve = self._curves.get((digest, (), None))
+        if curve is None:
+            curve = self._run(worker.curve_of, digest, content)
+            self._curves.put((digest, (), None), curve)
+        return curve
 
     def numbers(self, job: RegisteredJob, curve: Curve) -> KnownNumbers:
         """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it
@@ -226,8 +226,10 @@ def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[P
         )
 
     return tuple(
-        request(each.time_s, slow_of(each.slow_stages), each.power_w, each.gpu_power_limit_w)
-        for each in decision.targets
+        request(
+            target.time_s, slow_of(target.slow_stages), target.power_w, target.gpu_power_limit_w
+        )
+        for target in decision.targets
     )
 
 

@@ -135,11 +135,11 @@ def decide(
     """
     reports = tuple(reports)
     pipelines = _pipelines(job, active_reports(reports, now_s, iteration), numbers)
-    time_s = max(each.takes_s for each in pipelines)
+    time_s = max(pipeline.takes_s for pipeline in pipelines)
     planned_s = (
         [target.time_s for target in before.targets]
         if before
-        else [each.own_s for each in pipelines]
+        else [pipeline.own_s for pipeline in pipelines]
     )
     calm_s = _own_s(numbers, _target_s(job, numbers))
     power_w = None if job.power_w is None else job.power_w / job.pipelines
@@ -153,7 +153,9 @@ def decide(
     )
     refusal = slowing.refusal(now_s, held)
     targets = slowing.targets(slowing.kept_s if refusal else slowing.wanted_s)
-    stragglers = {number: each.worst.key for number, each in enumerate(pipelines) if each.worst}
+    stragglers = {
+        number: pipeline.worst.key for number, pipeline in enumerate(pipelines) if pipeline.worst
+    }
     since_s = _since_s(job, before, targets, stragglers, now_s)
     turns_s = [next_turn_s(reports, now_s, iteration)]
     if refusal == _HELD:
@@ -177,7 +179,7 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     """
     saved_j, target_s = 0.0, _target_s(job, numbers)
     for (time_s, slow), count in Counter(
-        (each.time_s, tuple(each.slow_stages.items())) for each in decision.targets
+        (target.time_s, tuple(target.slow_stages.items())) for target in decision.targets
     ).items():
         own = numbers.slowed(dict(slow)) if slow else numbers
         saved_j += count * _saved_j(own, _own_s(own, target_s), time_s)
@@ -206,17 +208,17 @@ class _Slowing:
 
     @cached_property
     def wanted_s(self) -> tuple[float, ...]:
-        return tuple(each.wanted_s(self.time_s) for each in self.pipelines)
+        return tuple(pipeline.wanted_s(self.time_s) for pipeline in self.pipelines)
 
     @cached_property
     def kept_s(self) -> tuple[float, ...]:
         pairs = zip(self.pipelines, self.planned_s, strict=True)
-        return tuple(each.kept_s(planned_s, self.time_s) for each, planned_s in pairs)
+        return tuple(pipeline.kept_s(planned_s, self.time_s) for pipeline, planned_s in pairs)
 
     def targets(self, times_s: Sequence[float]) -> tuple[Target, ...]:
         pairs = zip(self.pipelines, times_s, strict=True)
         limits_w = (self.power_w, self.gpu_power_limit_w)
-        return tuple(Target(time_s, each.slow_stages, *limits_w) for each, time_s in pairs)
+        return tuple(Target(time_s, pipeline.slow_stages, *limits_w) for pipeline, time_s in pairs)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
         """Return why no pipeline is slowed down although some could be; None to use the wanted
@@ -248,10 +250,10 @@ class _Slowing:
         """Group equal pipelines, as there are many: yields numbers, kept time, wanted time and
         their count.
         """
-        of_id = {id(each.numbers): each.numbers for each in self.pipelines}
+        of_id = {id(pipeline.numbers): pipeline.numbers for pipeline in self.pipelines}
         kinds = Counter(
             zip(
-                (id(each.numbers) for each in self.pipelines),
+                (id(pipeline.numbers) for pipeline in self.pipelines),
                 self.kept_s,
                 self.wanted_s,
                 strict=True,
@@ -267,7 +269,7 @@ class _Slowing:
         changes are paid off.
         """
         both_changes_s = 2.0 * self.settings.iterations_lost * self.time_s
-        slowest = (each.worst for each in self.pipelines if each.takes_s == self.time_s)
+        slowest = (pipeline.worst for pipeline in self.pipelines if pipeline.takes_s == self.time_s)
         expires_s = max((worst.expires_s for worst in slowest if worst), default=math.inf)
         if expires_s == math.inf and self.settings.assumed_s <= both_changes_s:
             return -math.inf
@@ -345,7 +347,9 @@ def _since_s(
     """
     if before is None:
         return job.since_s
-    as_before = [each.time_s for each in targets] == [each.time_s for each in before.targets]
+    as_before = [target.time_s for target in targets] == [
+        target.time_s for target in before.targets
+    ]
     return before.since_s if as_before or not (stragglers or before.stragglers) else now_s
 
 
@@ -354,7 +358,9 @@ def _reason(
 ) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
     slow = [
-        (each.takes_s, -number, each.worst) for number, each in enumerate(pipelines) if each.worst
+        (pipeline.takes_s, -number, pipeline.worst)
+        for number, pipeline in enumerate(pipelines)
+        if pipeline.worst
     ]
     if not slow:
         return f"nothing is reported slow: iterations take {si(time_s, 's', 6)}"

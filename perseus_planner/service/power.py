@@ -91,7 +91,7 @@ def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...
     least_w = _sum_w(_at_price(ranges, math.inf))
     if least_w > power_w:
         raise InfeasiblePower(power_w, least_w)
-    most_price = max(float(each.prices[-1]) for each in ranges if len(each.prices))
+    most_price = max(float(job_range.prices[-1]) for job_range in ranges if len(job_range.prices))
     price = _least(lambda price: _sum_w(_at_price(ranges, price)) <= power_w, 0.0, most_price)
     return _at_price(ranges, price)
 
@@ -158,7 +158,7 @@ def _curve_from(demand: Demand, start_s: float) -> tuple[Floats, Floats]:
 
 
 def _at_price(ranges: Sequence[_Range], price: float) -> tuple[Share, ...]:
-    return tuple(each.at_price(price) for each in ranges)
+    return tuple(job_range.at_price(price) for job_range in ranges)
 
 
 def _sum_w(found: Sequence[Share]) -> float:

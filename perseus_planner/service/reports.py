@@ -27,20 +27,20 @@ def lasting_reports(
         now_s: Seconds since the epoch.
         iteration: The first iteration that can still be changed; None if unknown.
     """
-    known = [
-        each
-        for each in reports
-        if each.begins_iteration is not None or each.begins_s < each.expires_s
+    lasting = [
+        report
+        for report in reports
+        if report.begins_iteration is not None or report.begins_s < report.expires_s
     ]
     newest_s: dict[tuple[str, Scope], float] = {}
-    for each in known:
-        if _has_begun(each, now_s, iteration):
-            about = (each.source, each.scope)
-            newest_s[about] = max(each.observed_s, newest_s.get(about, -math.inf))
+    for report in lasting:
+        if _has_begun(report, now_s, iteration):
+            about = (report.source, report.scope)
+            newest_s[about] = max(report.observed_s, newest_s.get(about, -math.inf))
     return tuple(
-        each
-        for each in known
-        if each.observed_s >= newest_s.get((each.source, each.scope), -math.inf)
+        report
+        for report in lasting
+        if report.observed_s >= newest_s.get((report.source, report.scope), -math.inf)
     )
 
 
@@ -58,19 +58,23 @@ def next_turn_s(reports: Iterable[Report], now_s: float, iteration: int | None =
     """
     lasting = lasting_reports(reports, now_s, iteration)
     begins_s = [
-        each.begins_s for each in lasting if each.begins_iteration is None and now_s < each.begins_s
+        report.begins_s
+        for report in lasting
+        if report.begins_iteration is None and now_s < report.begins_s
     ]
     return min(
-        [*begins_s, *(each.expires_s for each in _active(lasting, now_s, iteration))],
+        [*begins_s, *(report.expires_s for report in _active(lasting, now_s, iteration))],
         default=math.inf,
     )
 
 
 def _active(lasting: Iterable[Report], now_s: float, iteration: int | None) -> tuple[Report, ...]:
     return tuple(
-        each
-        for each in lasting
-        if _has_begun(each, now_s, iteration) and now_s < each.expires_s and each.slowdown != 1.0
+        report
+        for report in lasting
+        if _has_begun(report, now_s, iteration)
+        and now_s < report.expires_s
+        and report.slowdown != 1.0
     )
 
 
@@ -123,20 +127,20 @@ def _held_by(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
     """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a
     rank's are unknown.
     """
-    found = [
+    places = [
         place
         for place in job.places
         if scope.value and str(getattr(place, scope.kind)) == scope.value
     ]
-    if not found:
+    if not places:
         raise UsageError(
             f"scope: job {shown(job.name)} has no known {scope.kind} {shown(scope.value)}; "
             "register it with the places of its ranks, or report the pipeline"
         )
     held: dict[int, frozenset[int]] = {}
-    for place in found:
+    for place in places:
         held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
-    unknown = {place.pipeline for place in found if not place.stages}
+    unknown = {place.pipeline for place in places if not place.stages}
     return {
         pipeline: frozenset() if pipeline in unknown else stages
         for pipeline, stages in held.items()

@@ -139,7 +139,7 @@ class Service:
         for name, state in self._writer.jobs.items():
             targets = state.decision.targets
             if not state.is_planned or any(
-                each.slow_stages or each.gpu_power_limit_w for each in targets
+                target.slow_stages or target.gpu_power_limit_w for target in targets
             ):
                 self._replanner.request(name)
         return self
@@ -246,16 +246,16 @@ class Service:
         first = first_state(job, frontier, self._planning)
 
         def command(draft: Draft) -> Registered:
-            known = draft.find(job.name)
-            if known is not None and not take_over:
-                return recognize(known, job)
+            running = draft.find(job.name)
+            if running is not None and not take_over:
+                return recognize(running, job)
             draft.frontiers[job.frontier] = frontier, first.curve
-            if known is None:
+            if running is None:
                 draft.put(first)
             else:
-                self._reconcile(draft, take_over_job(known, first))
+                self._reconcile(draft, take_over_job(running, first))
             self._share_power(draft, job.name)
-            return answer_registration(draft.state(job.name), is_new=known is None)
+            return answer_registration(draft.state(job.name), is_new=running is None)
 
         return self._writer.do(command)
 
@@ -337,10 +337,10 @@ class Service:
 
         def command(draft: Draft) -> Answer:
             before = draft.state(job)
-            known = before.reports.get(report.key) or before.past.get(report.key)
-            if known is not None:
-                check_same(known, report)
-                return answer_to(before, before, known, "the report was received before")
+            known_report = before.reports.get(report.key) or before.past.get(report.key)
+            if known_report is not None:
+                check_same(known_report, report)
+                return answer_to(before, before, known_report, "the report was received before")
             check_report(before, report)
             after = self._reconcile(draft, before.with_report(report))
             if report.key in after.reports:
@@ -455,7 +455,7 @@ class Service:
 
         def end() -> None:
             with self._subscribing:
-                others = (each for each in self._subscribers if each is not told)
+                others = (subscriber for subscriber in self._subscribers if subscriber is not told)
                 self._subscribers = tuple(others)
 
         with self._subscribing:
@@ -575,7 +575,7 @@ class Service:
             _log_events(name, before, after)
             if after is not None and not after.is_planned:
                 self._replanner.request(name)
-            versions = [each.published.version for each in (before, after) if each is not None]
+            versions = [state.published.version for state in (before, after) if state is not None]
             # also of a job that is new, or has ended
             if versions[0] < versions[-1] or len(versions) == 1:
                 self._notify(name, versions[-1])
@@ -617,7 +617,7 @@ def _log_events(name: str, before: JobState | None, after: JobState | None) -> N
     if after is None:
         _log.info("the job has ended", extra={"job": name})
         return
-    known = set() if before is None else set(before.events)
+    old_events = set() if before is None else set(before.events)
     for event in after.events:
-        if event not in known:
+        if event not in old_events:
             _log.info("%s", event.text, extra={"job": name})

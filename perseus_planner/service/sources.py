@@ -83,13 +83,13 @@ def resiliency_reports(
     relative, individual = (
         _scores(report, f"gpu_{kind}_perf_scores") for kind in ("relative", "individual")
     )
-    found = []
+    reports = []
     for rank, score in sorted({**individual, **relative}.items()):
         if score * slow < 1.0:
-            found.append(_report(RESILIENCY, rank, ttl_s, None, score))
+            reports.append(_report(RESILIENCY, rank, ttl_s, None, score))
         elif rank in before:
-            found.append(_report(RESILIENCY, rank, ttl_s, None))
-    return found
+            reports.append(_report(RESILIENCY, rank, ttl_s, None))
+    return reports
 
 
 def megatron_reports(
@@ -120,7 +120,7 @@ def megatron_reports(
     if ends[0] is None or ends[1] is None:
         return []
     (least, slowest), (most, fastest) = (
-        (float(each[1]), int(each[2])) for each in ends if each is not None
+        (float(end[1]), int(end[2])) for end in ends if end is not None
     )
     if not 0.0 < least <= most:
         return []
@@ -130,10 +130,10 @@ def megatron_reports(
     # If the slowest rank is not slow, no rank is; otherwise only the fastest is known to have
     # recovered.
     recovered = set(before) if score * slow >= 1.0 else {fastest} & set(before)
-    found = [_report(MEGATRON, rank, ttl_s, observed_s) for rank in sorted(recovered)]
+    reports = [_report(MEGATRON, rank, ttl_s, observed_s) for rank in sorted(recovered)]
     if score * slow < 1.0:
-        found.append(_report(MEGATRON, slowest, ttl_s, observed_s, score))
-    return found
+        reports.append(_report(MEGATRON, slowest, ttl_s, observed_s, score))
+    return reports
 
 
 class Feed:
@@ -180,14 +180,14 @@ def _scores(report: Any, name: str) -> dict[int, float]:
         report.get(name, {}) if isinstance(report, Mapping) else getattr(report, name, None)
     )
     try:
-        found = {int(rank): float(score) for rank, score in dict(scores).items()}
+        rank_scores = {int(rank): float(score) for rank, score in dict(scores).items()}
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{name}: is not a mapping of ranks to scores ({error}); give the report of "
             "generate_report"
         ) from error
     # A rank without kernels in common with all others has the score NaN.
-    return {rank: score for rank, score in found.items() if 0.0 < score < math.inf}
+    return {rank: score for rank, score in rank_scores.items() if 0.0 < score < math.inf}
 
 
 def _report(

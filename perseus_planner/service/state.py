@@ -200,10 +200,10 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
         return state
     version = state.published.version + 1
     texts = [planning.text(request) for request in asked]
-    known = [text for text in texts if text is not None]
-    if len(known) < len(texts):
+    known_texts = [text for text in texts if text is not None]
+    if len(known_texts) < len(texts):
         return replace(state, promised=version)
-    published = PlanSet(version, *deduplicated(known), now_s)
+    published = PlanSet(version, *deduplicated(known_texts), now_s)
     return replace(state, published=published, planned=decision, promised=version)
 
 

@@ -46,12 +46,12 @@ class Statuses:
     def of(self, state: JobState, tally: Tally | None, now_s: float) -> JobStatus:
         """Return the status of a job: the same object until something in it changes."""
         name = state.job.name
-        made = self._made.get(name)
-        is_same = made is not None and made.state is state and made.tally is tally
-        if made is None or not is_same or made.until_s <= now_s:
+        entry = self._made.get(name)
+        is_same = entry is not None and entry.state is state and entry.tally is tally
+        if entry is None or not is_same or entry.until_s <= now_s:
             until_s, status = next_report_s(state, now_s), status_of(state, tally, now_s)
-            made = self._made[name] = _Made(state, tally, until_s, status)
-        return made.status
+            entry = self._made[name] = _Made(state, tally, until_s, status)
+        return entry.status
 
     def forget(self, name: str) -> None:
         """Forget a job that has ended."""
@@ -80,38 +80,38 @@ def _changes(before: JobState | None, after: JobState) -> list[str]:
             f"registered with {_counted(job.pipelines, 'pipeline')} of "
             f"{_counted(after.curve.gpus, 'GPU')}"
         ]
-    found = []
+    changes = []
     if job.deadline_s != before.job.deadline_s:
-        found.append(
+        changes.append(
             "deadline removed"
             if job.deadline_s is None
             else f"deadline set to {_time(job.deadline_s)}"
         )
     if job.power_w != before.job.power_w:
-        found.append(
+        changes.append(
             "power budget removed"
             if job.power_w is None
             else f"power budget {si(job.power_w, 'W')}"
         )
     if job.gpu_power_limit_w != before.job.gpu_power_limit_w:
         limit_w = job.gpu_power_limit_w
-        found.append(
+        changes.append(
             f"GPUs are limited to {si(limit_w, 'W')}"
             if limit_w
             else "no power limit is set on the GPUs any more"
         )
     if after.decision is not before.decision:
-        found += _stragglers(before, after)
+        changes += _stragglers(before, after)
         if after.published.version > before.published.version and after.planned is before.planned:
-            found.append(after.decision.reason)  # planning failed
+            changes.append(after.decision.reason)  # planning failed
     if after.taken is not None and (
         before.taken is None or after.taken.version > before.taken.version
     ):
-        found.append(
+        changes.append(
             f"version {after.taken.version} of the plans runs from iteration "
             f"{after.taken.iteration:,}"
         )
-    return found
+    return changes
 
 
 def _stragglers(before: JobState, after: JobState) -> list[str]:
@@ -121,19 +121,21 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     for pipeline, key in now.items():
         if was.get(pipeline) != key:
             slow.setdefault(key, []).append(pipeline)
-    found = [_slow(after.reports, key, pipelines) for key, pipelines in slow.items()]
+    changes = [_slow(after.reports, key, pipelines) for key, pipelines in slow.items()]
     recovered = [pipeline for pipeline in was if pipeline not in now]
     if recovered:
-        found.append(f"{_pipelines(recovered)} not slow any more")
+        changes.append(f"{_pipelines(recovered)} not slow any more")
     moved: dict[float, list[int]] = {}
     pairs = zip(before.decision.targets, after.decision.targets, strict=True)
     for pipeline, (old, new) in enumerate(pairs):
         if new.time_s != old.time_s and pipeline not in now:
             moved.setdefault(new.time_s, []).append(pipeline)
     for time_s, pipelines in moved.items():
-        whom = f"{len(pipelines)} others" if found and len(pipelines) > 1 else _pipelines(pipelines)
-        found.append(f"{whom} moved to {_time(time_s)}")
-    return [", ".join(found)] if found else []
+        whom = (
+            f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
+        )
+        changes.append(f"{whom} moved to {_time(time_s)}")
+    return [", ".join(changes)] if changes else []
 
 
 def _slow(reports: Mapping[str, Report], key: str, pipelines: list[int]) -> str:

@@ -217,7 +217,8 @@ class Storage:
             written = self._write_jobs(connection, change)
             if change.ended:
                 connection.execute(
-                    insert(ended), [{"totals": to_json(each).decode()} for each in change.ended]
+                    insert(ended),
+                    [{"totals": to_json(job_totals).decode()} for job_totals in change.ended],
                 )
             if change.budget is not None:
                 power_w, steps = change.budget.power_w, change.budget.schedule
@@ -247,14 +248,15 @@ class Storage:
             if before is None or before.published.version != after.published.version:
                 texts |= _add_version(connection, after)
         new = {digest: text for digest, text in texts.items() if digest not in self._known_plans}
-        found = (
+        stored = (
             set(connection.scalars(select(plans.c.digest).where(plans.c.digest.in_(new))))
             if new
             else set()
         )
-        if new.keys() - found:
+        if new.keys() - stored:
             connection.execute(
-                insert(plans), [{"digest": each, "text": new[each]} for each in new.keys() - found]
+                insert(plans),
+                [{"digest": digest, "text": new[digest]} for digest in new.keys() - stored],
             )
         for name, tally in change.telemetry.items():
             connection.execute(
@@ -311,7 +313,7 @@ _CURVES = select(frontiers.c.digest, frontiers.c.curve)
 
 def _versions(connection: Connection) -> dict[str, Versions]:
     texts = {row.digest: row.text for row in connection.execute(select(plans))}
-    found: dict[str, Versions] = {}
+    by_job: dict[str, Versions] = {}
     for row in connection.execute(select(versions).order_by(versions.c.version)):
         record = from_json(VersionRecord, row.content)
         plan_set = PlanSet(
@@ -320,8 +322,8 @@ def _versions(connection: Connection) -> dict[str, Versions]:
             record.of_pipeline,
             record.made_s,
         )
-        found.setdefault(row.job, []).append((plan_set, record.decision))
-    return found
+        by_job.setdefault(row.job, []).append((plan_set, record.decision))
+    return by_job
 
 
 def _add_version(connection: Connection, state: JobState) -> dict[str, str]:

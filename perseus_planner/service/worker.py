@@ -223,7 +223,7 @@ def _check_size(content: bytes) -> None:
     """Refuse a small file that unpacks to more than fits in memory."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            size = sum(each.file_size for each in archive.infolist())
+            size = sum(member.file_size for member in archive.infolist())
     except zipfile.BadZipFile:
         return  # reading it says what it is instead
     if size > _LARGEST_BYTES:

@@ -159,8 +159,12 @@ def clocks_by_budget(
     """
     problem, clocks, unlimited = _lay_out(dag, points, unlimited_mhz)
     search = _search(problem, deadline_s, levels[-1], unlimited)
-    found = zip(levels, _candidates_by_level(problem, search, levels), strict=True)
-    chosen = {level: each.clock for level, each in found if each is not None and each.late_s == 0.0}
+    candidates = zip(levels, _candidates_by_level(problem, search, levels), strict=True)
+    chosen = {
+        level: candidate.clock
+        for level, candidate in candidates
+        if candidate is not None and candidate.late_s == 0.0
+    }
     return {level: [clocks[i] for i in clock.tolist()] for level, clock in chosen.items()}
 
 
@@ -209,8 +213,12 @@ def _candidates_by_level(
     ends = _fast_ends(problem, search.goal.deadline_s) if levels[-1] >= 2 else []
     constant = sum(level < 2 for level in levels)
     others = chain([None] * constant, _search_levels(problem, search, levels[constant:], ends))
-    for found in zip(_search_levels(problem, search, levels, []), others, strict=True):
-        yield min((each for each in found if each is not None), key=_order, default=None)
+    for candidates in zip(_search_levels(problem, search, levels, []), others, strict=True):
+        yield min(
+            (candidate for candidate in candidates if candidate is not None),
+            key=_order,
+            default=None,
+        )
 
 
 def _try_all(problem: SegmentProblem, goal: Goal) -> _Candidate | None:
@@ -312,9 +320,11 @@ def _saving_per_second_w(
     """Return what a second more of deadline saves: between the paces around it, else from
     fastest to cheapest clock.
     """
-    at = sum(pace.time_s <= deadline_s for pace in paces)
+    fast_count = sum(pace.time_s <= deadline_s for pace in paces)
     slopes_w = [
-        (a.cost_j - b.cost_j) / (b.time_s - a.time_s) for a in paces[:at] for b in paces[at:]
+        (a.cost_j - b.cost_j) / (b.time_s - a.time_s)
+        for a in paces[:fast_count]
+        for b in paces[fast_count:]
     ]
     if slopes_w:
         return float(np.median(slopes_w))
@@ -336,9 +346,9 @@ def _mixtures(
     problem: SegmentProblem, paces: list[_Candidate], deadline_s: float
 ) -> list[_Candidate]:
     """Return plans of two paces, one until some moment and the other after it, in either order."""
-    at, promising = sum(pace.time_s <= deadline_s for pace in paces), []
-    for fast in paces[:at]:
-        for slow in paces[at:]:
+    fast_count, promising = sum(pace.time_s <= deadline_s for pace in paces), []
+    for fast in paces[:fast_count]:
+        for slow in paces[fast_count:]:
             part = (deadline_s - fast.time_s) / (slow.time_s - fast.time_s)
             promising.append((fast.cost_j + part * (slow.cost_j - fast.cost_j), fast, slow))
     promising.sort(key=lambda entry: entry[0])

@@ -45,7 +45,7 @@ def write_frontier(
         FrontierError: If the file cannot be written.
     """
     waits = [(before, place) for place, others in enumerate(dag.predecessors) for before in others]
-    lags_s = [lag_s for each in dag.iteration.waits for _, lag_s in each]
+    lags_s = [lag_s for place_waits in dag.iteration.waits for _, lag_s in place_waits]
     arrays = {
         "header": np.frombuffer(json.dumps(_header(dag)).encode(), dtype=np.uint8),
         "waits": np.array(waits, dtype=np.int64).reshape(-1, 2),
@@ -57,7 +57,7 @@ def write_frontier(
     rows = [row.evidence for points in dag.profile.measurements.values() for row in points]
     if any(rows):
         evidence = [
-            [getattr(each, name) if each else np.nan for name in rules(Evidence)] for each in rows
+            [getattr(row, name) if row else np.nan for name in rules(Evidence)] for row in rows
         ]
         arrays["evidence"] = np.array(evidence, dtype=np.float64)
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
@@ -117,7 +117,8 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
         "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
         "kinds": dag.iteration.kinds,
         "operations": [
-            (str(each), each.rank, each.time_s, each.energy_j) for each in dag.iteration.operations
+            (str(operation), operation.rank, operation.time_s, operation.energy_j)
+            for operation in dag.iteration.operations
         ],
     }
 
@@ -125,19 +126,21 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
 def _check(path: Path, arrays: dict[str, Any]) -> None:
     try:
         header = json.loads(arrays["header"].tobytes())
-        found = header["format"], header["version"]
+        format_version = header["format"], header["version"]
         digest = arrays["digest"].tobytes().decode()
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise FrontierError(
             f"{path}: is not a frontier file; name one that `planner solve` wrote"
         ) from error
-    if found[0] != _FORMAT:
+    if format_version[0] != _FORMAT:
         raise FrontierError(
-            f"{path}: holds {found[0]!r}, not a frontier; name a file that `planner solve` wrote"
+            f"{path}: holds {format_version[0]!r}, not a frontier; name a file that `planner "
+            "solve` wrote"
         )
-    if found[1] != _VERSION:
+    if format_version[1] != _VERSION:
         raise FrontierError(
-            f"{path}: is of version {found[1]!r} and this planner reads version {_VERSION}; "
+            f"{path}: is of version {format_version[1]!r} and this planner reads version "
+            f"{_VERSION}; "
             f"{_AGAIN}"
         )
     if digest != _digest(arrays):
@@ -169,7 +172,7 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     }
     profile = restore(Profile, header["profile"], measurements=measurements)
     ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
-    operations = tuple(parse_operation(*each) for each in header["operations"])
+    operations = tuple(parse_operation(*fields) for fields in header["operations"])
     waits, lags = arrays["waits"].tolist(), arrays["lags_s"].tolist()
     before: list[list[int]] = [[] for _ in range(sum(map(len, ranks)) + len(operations))]
     if any(place < 0 for _, place in waits):
@@ -210,9 +213,9 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
     Raises:
         FrontierError: If they are not; names the first field that is wrong.
     """
-    for name, each in (("times", times), ("powers", powers)):
+    for name, array in (("times", times), ("powers", powers)):
         _need(
-            each.dtype == np.int64 and each.ndim == 1 and len(each) == len(times) > 0,
+            array.dtype == np.int64 and array.ndim == 1 and len(array) == len(times) > 0,
             name,
             "is not a list",
         )

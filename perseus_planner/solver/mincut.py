@@ -233,22 +233,22 @@ def _push(
     """Add a node to a binary heap of `count` nodes: the nearest one is the first; of equally near
     ones, that of the lowest number. Numba's `heapq` takes longer to compile.
     """
-    at = count
-    while at > 0:
-        above = (at - 1) // 2
+    place = count
+    while place > 0:
+        above = (place - 1) // 2
         if heap_distance[above] < further or (
             heap_distance[above] == further and heap_node[above] <= node
         ):
             break
-        heap_distance[at], heap_node[at] = heap_distance[above], heap_node[above]
-        at = above
-    heap_distance[at], heap_node[at] = further, node
+        heap_distance[place], heap_node[place] = heap_distance[above], heap_node[above]
+        place = above
+    heap_distance[place], heap_node[place] = further, node
 
 
 @inner_kernel
 def _pop(heap_distance: Integers, heap_node: Integers, count: int) -> None:
     """Take away the first node of the heap, which leaves `count` nodes."""
-    last, node, at, child = heap_distance[count], heap_node[count], 0, 1
+    last, node, place, child = heap_distance[count], heap_node[count], 0, 1
     while child < count:
         if child + 1 < count and (
             heap_distance[child + 1] < heap_distance[child]
@@ -262,9 +262,9 @@ def _pop(heap_distance: Integers, heap_node: Integers, count: int) -> None:
             last == heap_distance[child] and node < heap_node[child]
         ):
             break
-        heap_distance[at], heap_node[at] = heap_distance[child], heap_node[child]
-        at, child = child, 2 * child + 1
-    heap_distance[at], heap_node[at] = last, node
+        heap_distance[place], heap_node[place] = heap_distance[child], heap_node[child]
+        place, child = child, 2 * child + 1
+    heap_distance[place], heap_node[place] = last, node
 
 
 @inner_kernel

@@ -98,27 +98,27 @@ class OnTimePlanner:
             return self._replayed(plan, margin, free=free)
 
         is_free = max_changes is None and self.curve.profile.clock_change is None
-        free = found = _search(lambda margin: make(margin, free=True, polished=False), is_on_time)
-        margins = [each.margin or 0.0 for each in free if is_on_time(each)]
+        free = tried = _search(lambda margin: make(margin, free=True, polished=False), is_on_time)
+        margins = [drawn.margin or 0.0 for drawn in free if is_on_time(drawn)]
         if margins or not is_free:
             enough = _MARGINS.index(min(margins, default=0.0))
-            found = _search_up(lambda margin: make(margin, free=is_free), is_on_time, enough)
+            tried = _search_up(lambda margin: make(margin, free=is_free), is_on_time, enough)
             if is_free:
-                found += free
-            elif enough and len(found) == 1 and is_on_time(found[0]):
-                found += _tried(lambda margin: make(margin, free=False), enough // 2)
-        on_time = [each for each in (*found, self._baseline) if is_on_time(each)]
+                tried += free
+            elif enough and len(tried) == 1 and is_on_time(tried[0]):
+                tried += _tried(lambda margin: make(margin, free=False), enough // 2)
+        on_time = [drawn for drawn in (*tried, self._baseline) if is_on_time(drawn)]
         if not on_time:
-            least = min((self._likely_ratio(each, probability) for each in found), default=1.0)
+            least = min((self._likely_ratio(drawn, probability) for drawn in tried), default=1.0)
             raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
         best = min(on_time, key=self._effective_j)
         free_best = min(filter(is_on_time, free), key=self._effective_j, default=self._baseline)
         safety_j = float(np.mean(free_best.energy_j - free[0].energy_j)) if free else 0.0
-        made = replace(self._certainty(best, probability, safety_j), limit_ratio=limit)
+        certainty = replace(self._certainty(best, probability, safety_j), limit_ratio=limit)
         return replace(
             best.plan,
             deadline_s=max(within_s, best.plan.time_s),
-            on_time=made,
+            on_time=certainty,
         )
 
     def plan_within_power(
@@ -142,8 +142,8 @@ class OnTimePlanner:
 
         plan = fastest_within_power(planner.curve, power_w, plan_until, likely_w)
         drawn = self._replayed(plan, 0.0)
-        made = replace(self._certainty(drawn, probability, 0.0), limit_power_w=power_w)
-        return replace(drawn.plan, deadline_s=plan.deadline_s, on_time=made)
+        certainty = replace(self._certainty(drawn, probability, 0.0), limit_power_w=power_w)
+        return replace(drawn.plan, deadline_s=plan.deadline_s, on_time=certainty)
 
     @cached_property
     def _estimate(self) -> Estimate[Profile]:
@@ -234,16 +234,16 @@ def _search(
     """Return the plans that were tried to find the least margin with which one is on time; the
     first has no margin.
     """
-    found = _tried(make, 0)
-    if found and is_on_time(found[0]):
-        return found
+    tried = _tried(make, 0)
+    if tried and is_on_time(tried[0]):
+        return tried
     low, high, middle = 0, len(_MARGINS), _FIRST
     while high - low > 1:
         drawn = _tried(make, middle)
-        found += drawn
+        tried += drawn
         low, high = (low, middle) if any(map(is_on_time, drawn)) else (middle, high)
         middle = (low + high) // 2
-    return found
+    return tried
 
 
 def _search_up(
@@ -252,13 +252,13 @@ def _search_up(
     """Return plans with the margin of index `enough` and a few larger ones, until one is on
     time.
     """
-    found: list[_Drawn] = []
+    tried: list[_Drawn] = []
     for index in range(enough, min(enough + _TRIES, len(_MARGINS))):
         drawn = _tried(make, index)
-        found += drawn
+        tried += drawn
         if any(map(is_on_time, drawn)):
             break
-    return found
+    return tried
 
 
 def _tried(make: Callable[[float], _Drawn | None], index: int) -> list[_Drawn]:
@@ -287,9 +287,9 @@ def replay_draws(
         draws: of the profile's computations.
     """
     iteration, index = dag.iteration, {clock: i for i, clock in enumerate(draws.clocks_mhz)}
-    at = [(key, index[clock]) for key, clock in zip(iteration.keys, clocks_mhz, strict=True)]
+    points = [(key, index[clock]) for key, clock in zip(iteration.keys, clocks_mhz, strict=True)]
     counts: dict[tuple[tuple[int, str], int], int] = {}
-    for point in at:
+    for point in points:
         counts[point] = counts.get(point, 0) + 1
     effective_j = np.zeros(next(iter(draws.time_s.values())).shape[1])
     for (key, i), count in counts.items():
@@ -302,8 +302,8 @@ def replay_draws(
                 operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
             )
     duration_s = [
-        *(draws.time_s[key][i] for key, i in at),
-        *(each.time_s for each in iteration.operations),
+        *(draws.time_s[key][i] for key, i in points),
+        *(operation.time_s for operation in iteration.operations),
     ]
     end_s: list[Floats] = [np.zeros(0)] * len(duration_s)
     time_s = np.zeros_like(effective_j)

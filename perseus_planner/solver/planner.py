@@ -161,22 +161,23 @@ class Planner:
         """
         unlimited, within_s = self._unlimited_clocks(aim_s), self._replayed_s(aim_s)
         counts = [len(unlimited) if level is None else level for level in levels]
-        found: dict[int | None, list[int]] = {}
+        clocks_by_level: dict[int | None, list[int]] = {}
         if levels[-1] is None:
-            found[None] = unlimited
+            clocks_by_level[None] = unlimited
             counts.pop()
         if counts:
             budgets = clocks_by_budget(self.dag, self._points, within_s, unlimited, counts)
-            found |= {
+            clocks_by_level |= {
                 level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets
             }
         plans = {
-            (level, False): self.plan_of(clocks, deadline_s) for level, clocks in found.items()
+            (level, False): self.plan_of(clocks, deadline_s)
+            for level, clocks in clocks_by_level.items()
         }
         if self.profile.clock_change is not None:
             early = {
                 level: self._faster_early(clocks, self.profile.clock_change)
-                for level, clocks in found.items()
+                for level, clocks in clocks_by_level.items()
             }
             plans |= {
                 (level, True): self.plan_of(clocks, deadline_s) for level, clocks in early.items()
@@ -332,8 +333,8 @@ class Planner:
         )
         part = min(max(part, 0.0), 1.0)
         between = (
-            (1 - part) * each[before - 1] + part * each[before]
-            for each in (guides.end_s, guides.price_w)
+            (1 - part) * guide[before - 1] + part * guide[before]
+            for guide in (guides.end_s, guides.price_w)
         )
         near = np.flatnonzero(
             (np.abs(times_s / within_s - 1) <= ANCHOR_SPAN) & (times_s != within_s)

@@ -126,6 +126,6 @@ class Replicas:
         """Return the joules of all pipelines, which wait from their `times_s` until `time_s`."""
         kinds = zip(self.counts, self.frontiers, times_s, energies_j, strict=True)
         return math.fsum(
-            count * (energy_j + each.dag.waiting_w * (time_s - end_s))
-            for count, each, end_s, energy_j in kinds
+            count * (energy_j + frontier.dag.waiting_w * (time_s - end_s))
+            for count, frontier, end_s, energy_j in kinds
         )

@@ -117,11 +117,11 @@ def _problem(
     )
     counts = np.zeros(ranks, dtype=np.int64)
     for rank, program in enumerate(programs):
-        known = np.flatnonzero(np.isfinite(time_s[points.member[program]]).any(axis=0))
-        counts[rank], usable[rank, : len(known)], place[rank, known] = (
-            len(known),
-            known,
-            np.arange(len(known)),
+        clocks = np.flatnonzero(np.isfinite(time_s[points.member[program]]).any(axis=0))
+        counts[rank], usable[rank, : len(clocks)], place[rank, clocks] = (
+            len(clocks),
+            clocks,
+            np.arange(len(clocks)),
         )
     problem = SegmentProblem(
         before_start=points.before_start,
@@ -260,8 +260,8 @@ def _step_clock(problem: SegmentProblem, rank: int, clock: int, by: int) -> int:
     """Return the clock that is `by` steps further among those of the rank, or the last one in
     that direction.
     """
-    at = problem.place[rank, clock] + by
-    return int(problem.usable[rank, min(max(at, 0), problem.usable_count[rank] - 1)])
+    place = problem.place[rank, clock] + by
+    return int(problem.usable[rank, min(max(place, 0), problem.usable_count[rank] - 1)])
 
 
 @inner_kernel

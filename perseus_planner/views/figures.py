@@ -59,9 +59,9 @@ def check_figure_path(path: Path, name: str) -> None:
         UsageError: If the path has an unknown ending, or matplotlib is not installed.
     """
     if path.suffix[1:].lower() not in FORMATS:
-        known = ", ".join(f".{each}" for each in FORMATS)
+        endings = ", ".join(f".{ending}" for ending in FORMATS)
         raise UsageError(
-            f"{name} {path}: figures are written as {known}; end the name with one of them"
+            f"{name} {path}: figures are written as {endings}; end the name with one of them"
         )
     try:
         import matplotlib  # noqa: F401  # only to see whether it is installed
@@ -99,7 +99,7 @@ def draw_frontier(chart: FrontierChart) -> Figure:
         axes.plot(point.time_s, point.energy_j, _MARKERS[point.kind], label=_label(point))
     axes.set_xlabel("iteration time (s)")
     axes.set_ylabel("energy per iteration, all GPUs (J)")
-    axes.set_title("\n".join([chart.title, *(f"Left out: {each}" for each in chart.left_out)]))
+    axes.set_title("\n".join([chart.title, *(f"Left out: {reason}" for reason in chart.left_out)]))
     axes.title.set_fontsize("small")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -142,10 +142,10 @@ def draw_gantt(charts: Sequence[GanttChart], control: str, by: str = "clock") ->
         by: what the bars are coloured by, "power" or "clock".
     """
     shades = [[_shades(lane, by) for lane in chart.lanes] for chart in charts]
-    known = [
+    known_shades = [
         shade for of_chart in shades for lane in of_chart for shade in lane if shade is not None
     ]
-    colours = _colour_scale(known or [0])
+    colours = _colour_scale(known_shades or [0])
     figure, rows = _stack_axes(charts)
     for axes, chart, values in zip(rows, charts, shades, strict=True):
         _draw_chart(axes, chart, values, colours)

@@ -160,11 +160,11 @@ def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
     last = [(most_s, "slower than this, it waits")] if most_s > least_s * (1 + _NEAR) else []
     for time_s, mark in [*asked, *last]:
         waiting_j = frontier.baseline_energy_j + waiting_w * (time_s - frontier.baseline_time_s)
-        found = compare(
+        comparison = compare(
             time_s, frontier.bound_j(time_s), time_s, waiting_j, f"{ALL_MAXIMUM}, then waiting"
         )
         yield FrontierPoint(
-            **{**vars(found), "time_ratio": time_s / frontier.baseline_time_s}, mark=mark
+            **{**vars(comparison), "time_ratio": time_s / frontier.baseline_time_s}, mark=mark
         )
 
 
@@ -174,10 +174,10 @@ def _is_same(time_s: float, other_s: float) -> bool:
 
 
 def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
-    found = compare(
+    comparison = compare(
         time_s, frontier.bound_j(time_s), frontier.baseline_time_s, frontier.baseline_energy_j
     )
-    return FrontierPoint(**vars(found), mark=mark)
+    return FrontierPoint(**vars(comparison), mark=mark)
 
 
 def _remarks(frontier: Frontier) -> Iterator[str]:

@@ -67,7 +67,7 @@ def chart_plan(name: str, plan: Plan, note: str) -> GanttChart:
     """Return the chart of a plan's replay."""
     timeline = plan.timeline
     spans = list(timeline.spans.values())
-    spare_us = [round(_US * each) for each in spare_s(plan.iteration, spans)]
+    spare_us = [round(_US * slack_s) for slack_s in spare_s(plan.iteration, spans)]
     lanes = []
     for program, waiting_w in zip(plan.iteration.programs, plan.rank_waiting_w, strict=True):
         gaps_us, times_us = _gaps_and_times_us(
@@ -123,7 +123,9 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
             note += f"; pipeline {pipeline}"
         origins = {row.origin for row in rows}
         origin = "times measured" + "".join(
-            f", clocks {each}" for each in origins if each and len(origins) == 1
+            f", clocks {clock_origin}"
+            for clock_origin in origins
+            if clock_origin and len(origins) == 1
         )
         time_s, begins_s = max(row.time_s for row in rows), [row.begin_s for row in rows]
         places = [rank.pipeline_rank for rank in ranks]

@@ -95,27 +95,27 @@ def steps(spans: Iterable[tuple[int, float]], end_ns: int) -> list[tuple[int, fl
             equal times counts.
         end_ns: when the last value ends.
     """
-    found: list[tuple[int, float]] = []
+    kept: list[tuple[int, float]] = []
     for at_ns, value in spans:
-        if found and found[-1][0] == at_ns:
-            found.pop()
-        if not found or found[-1][1] != value:
-            found.append((at_ns, value))
-    return [*found, (end_ns, found[-1][1])] if found and end_ns > found[-1][0] else found
+        if kept and kept[-1][0] == at_ns:
+            kept.pop()
+        if not kept or kept[-1][1] != value:
+            kept.append((at_ns, value))
+    return [*kept, (end_ns, kept[-1][1])] if kept and end_ns > kept[-1][0] else kept
 
 
 def total(counters: Sequence[Counter], name: str) -> Counter:
     """Return the sum of counters that have one unit, starting when all of them have a value."""
     changes = sorted(
         (at_ns, number, value)
-        for number, each in enumerate(counters)
-        for at_ns, value in each.steps
+        for number, counter in enumerate(counters)
+        for at_ns, value in counter.steps
     )
-    values, known, sums = [0.0] * len(counters), set(), []
+    values, started, sums = [0.0] * len(counters), set(), []
     for at_ns, number, value in changes:
         values[number] = value
-        known.add(number)
-        if len(known) == len(counters):
+        started.add(number)
+        if len(started) == len(counters):
             sums.append((at_ns, math.fsum(values)))
     return Counter(name, counters[0].unit, steps(sums, changes[-1][0]))
 
@@ -155,8 +155,8 @@ def _events(processes: Sequence[Process]) -> Iterator[dict[str, Any]]:
                 "args": {"sort_index": tid},
             }
         for tid, thread in threads:
-            for each in thread.slices:
-                yield _complete(each, pid, tid)
+            for thread_slice in thread.slices:
+                yield _complete(thread_slice, pid, tid)
         for flow in process.flows:
             what = {"name": flow.name, "cat": "transfer", "id": next(flows), "pid": pid}
             yield {"ph": "s", **what, "tid": threads[flow.thread][0], "ts": _us(flow.from_ns - 1)}

@@ -261,9 +261,9 @@ def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
 
 def plans_text(summary: PlansSummary) -> str:
     """Return the text that `planner plan` prints of several plans, with their total."""
-    time, baseline = (si(each, "s", 6) for each in (summary.time_s, summary.baseline_time_s))
+    time, baseline = (si(time_s, "s", 6) for time_s in (summary.time_s, summary.baseline_time_s))
     energy, baseline_energy = (
-        si(each, "J", 6) for each in (summary.energy_j, summary.baseline_energy_j)
+        si(energy_j, "J", 6) for energy_j in (summary.energy_j, summary.baseline_energy_j)
     )
     return (
         "\n".join(map(plan_text, summary.plans))
@@ -305,14 +305,14 @@ def _clock_range(rank: RankSummary) -> str:
 
 def _strips(summary: TimelineSummary) -> list[str]:
     strips = [["."] * _STRIP for _ in summary.per_rank]
-    for each in summary.computations:
+    for computation in summary.computations:
         # With a negative calibrated overhead, an iteration ends before its last computation as it
         # is replayed.
         first, end = (
             min(math.ceil(t / summary.time_s * _STRIP - 0.5), _STRIP)
-            for t in (each.start_s, each.end_s)
+            for t in (computation.start_s, computation.end_s)
         )
-        strips[each.rank][first:end] = _letter(each) * (end - first)
+        strips[computation.rank][first:end] = _letter(computation) * (end - first)
     return list(map("".join, strips))
 
 

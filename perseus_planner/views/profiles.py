@@ -54,14 +54,14 @@ class ProfileSummary:
 
 def summarize_profile(profile: Profile) -> ProfileSummary:
     """Summarize a profile."""
-    found = tuple(
+    clock_ranges = tuple(
         _clock_range(stage, kind, rows) for (stage, kind), rows in profile.measurements.items()
     )
-    return ProfileSummary(context_of_profile(profile), dict(profile.conditions), found)
+    return ProfileSummary(context_of_profile(profile), dict(profile.conditions), clock_ranges)
 
 
 def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRange:
-    known = [(row, row.evidence) for row in rows if row.evidence is not None]
+    with_evidence = [(row, row.evidence) for row in rows if row.evidence is not None]
     return ClockRange(
         stage,
         word_of(kind),
@@ -69,13 +69,17 @@ def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRan
         rows[0],
         rows[-1],
         time_error=max(
-            (evidence.time_stderr_s / row.time_s for row, evidence in known), default=None
+            (evidence.time_stderr_s / row.time_s for row, evidence in with_evidence), default=None
         ),
         energy_error=max(
-            (evidence.energy_stderr_j / row.energy_j for row, evidence in known if row.energy_j),
+            (
+                evidence.energy_stderr_j / row.energy_j
+                for row, evidence in with_evidence
+                if row.energy_j
+            ),
             default=None,
         ),
-        throttled=sum(bool(evidence.throttle) for _, evidence in known),
+        throttled=sum(bool(evidence.throttle) for _, evidence in with_evidence),
     )
 
 
@@ -105,8 +109,8 @@ def profile_text(summary: ProfileSummary) -> str:
             Column("energy +- %", "energy_error", "%"),
             Column("throttled", "throttled"),
         )
-    made = "measured" if context.origin == "measured" else "simulated: no GPU was touched"
-    made += {
+    origin = "measured" if context.origin == "measured" else "simulated: no GPU was touched"
+    origin += {
         "clock": "",
         "power-limit": "; power limits were set",
         "observed": "; no clock was set",
@@ -114,7 +118,7 @@ def profile_text(summary: ProfileSummary) -> str:
     stages = f"{context.stages} stages" + (
         f" of {context.gpus_per_stage} GPUs" if context.gpus_per_stage > 1 else ""
     )
-    title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({made}); "
+    title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({origin}); "
     warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
     source = "\n".join(f"{name[0].upper()}{name[1:]}: {text}" for name, text in warnings)
     return Sheet(
@@ -126,7 +130,7 @@ def calibration_text(result: Calibration) -> str:
     """Return the text that `planner calibrate` prints: the overhead and the predicted time,
     before and now.
     """
-    before, now = (si(each, "s", 6) for each in (result.predicted_before_s, result.predicted_s))
+    before, now = (si(time_s, "s", 6) for time_s in (result.predicted_before_s, result.predicted_s))
     overheads = [si(value, "s", 6) for value in (result.overhead_before_s, result.overhead_s)]
     several = len(result.plans) > 1
     lines = [
@@ -203,8 +207,10 @@ def curves_of(profile: Profile) -> tuple[MeasuredCurve, ...]:
 
 
 def _point(row: Measurement) -> CurvePoint:
-    known = row.evidence
-    errors = (None, None) if known is None else (known.time_stderr_s, known.energy_stderr_j)
+    evidence = row.evidence
+    errors = (
+        (None, None) if evidence is None else (evidence.time_stderr_s, evidence.energy_stderr_j)
+    )
     return CurvePoint(row.clock_mhz, row.time_s, row.energy_j, *errors)
 
 

@@ -127,19 +127,19 @@ def chart_sources(sources: Sources) -> FrontierChart:
     """Return the bound with every known iteration beside it; other planners choose for the time
     of the first plan.
     """
-    known = [_point_of(name, "plan", plan) for name, plan in sources.plans.items()]
+    iteration_points = [_point_of(name, "plan", plan) for name, plan in sources.plans.items()]
     for name, run in sources.summaries.items():
         time_s, energy_j = run.current.time_s, run.current.energy_j
         if time_s is not None and energy_j is not None:
             energy_j /= run.pipelines_of_plan
-            known.append(IterationPoint(name, "run", time_s, energy_j, run.origin))
+            iteration_points.append(IterationPoint(name, "run", time_s, energy_j, run.origin))
     frontier = sources.frontier
     if frontier is None:
         if (plan := sources.any_plan) is not None:
             baseline = _point_of(ALL_MAXIMUM, "baseline", plan)
             time_s, energy_j = plan.baseline_time_s, plan.baseline_energy_j
-            known.insert(0, replace(baseline, time_s=time_s, energy_j=energy_j))
-        return FrontierChart("", (), (), tuple(known))
+            iteration_points.insert(0, replace(baseline, time_s=time_s, energy_j=energy_j))
+        return FrontierChart("", (), (), tuple(iteration_points))
     first = next(iter(sources.plans.values()), None)
     deadline_s = frontier.baseline_time_s if first is None else max(first.time_s, first.deadline_s)
     peers, left_out = list[IterationPoint](), list[str]()
@@ -152,7 +152,7 @@ def chart_sources(sources: Sources) -> FrontierChart:
             left_out.append(f"{name}: {error}")
     chart = chart_frontier(frontier)
     baseline, *landmarks = chart.points
-    points = (baseline, *known, *landmarks, *peers)
+    points = (baseline, *iteration_points, *landmarks, *peers)
     return replace(chart, points=points, deadline_s=deadline_s, left_out=tuple(left_out))
 
 
@@ -351,10 +351,10 @@ def _data(report: EnergyReport) -> dict[str, Any]:
     """Return the data that the scripts draw."""
     return {
         "unit": unit_of(report.context.control),
-        "where": [asdict(each) for each in report.where.iterations],
+        "where": [asdict(iteration) for iteration in report.where.iterations],
         "phases": PHASES,
         "frontier": asdict(report.frontier),
-        "iterations": [asdict(each) for each in report.iterations],
-        "ranks": [asdict(each) for each in report.ranks],
-        "curves": [asdict(each) for each in report.curves],
+        "iterations": [asdict(iteration) for iteration in report.iterations],
+        "ranks": [asdict(rank) for rank in report.ranks],
+        "curves": [asdict(curve) for curve in report.curves],
     }

@@ -131,15 +131,16 @@ class RunSummary:
 def summarize_run(run: Run) -> RunSummary:
     """Summarize a run."""
     version = max(
-        (each for each in run.versions if run.time_s(each) is not None), default=run.newest_version
+        (number for number in run.versions if run.time_s(number) is not None),
+        default=run.newest_version,
     )
     plan = run.plan(
         version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version))
     )
     origins = {rank.iterations[-1].origin for rank in run.ranks}
-    ranks = {each: tuple(_ranks(run, each)) for each in run.versions}
+    ranks = {number: tuple(_ranks(run, number)) for number in run.versions}
     plans = tuple(_plan(run, *of_plan) for of_plan in ranks.items())
-    current = next(each for each in plans if each.version == version)
+    current = next(plan_of_run for plan_of_run in plans if plan_of_run.version == version)
     return RunSummary(
         context=context_of_plan(plan),
         gpu_origin=origins.pop() if len(origins) == 1 else None,
@@ -201,7 +202,7 @@ def _planned_ranks(plan: Plan, time_s: float) -> list[dict[str, Any]]:
         energy_j = rank.energy_j + waiting_w * (time_s - plan.time_s)
         planned.append(
             {
-                "planned_busy_s": math.fsum(each.duration_s for each in computations),
+                "planned_busy_s": math.fsum(computation.duration_s for computation in computations),
                 "planned_energy_j": energy_j / plan.gpus_per_stage,
                 "planned_late": changes.changes_late,
                 "planned_off_clock_s": changes.off_clock_s,
@@ -254,14 +255,16 @@ def _mean_by_time(rows: Sequence[IterationRecord], name: str) -> float | None:
 
 
 def _deviations(run: Run) -> tuple[Deviation, ...]:
-    found: dict[str, list[tuple[int, int]]] = {}
+    by_reason: dict[str, list[tuple[int, int]]] = {}
     for rank in run.ranks:
         for row in rank.iterations:
             if not row.is_as_planned:
-                found.setdefault(row.deviation or NO_PLAN, []).append((row.iteration, rank.rank))
+                by_reason.setdefault(row.deviation or NO_PLAN, []).append(
+                    (row.iteration, rank.rank)
+                )
     counted = (
         Deviation(reason, len(rows), tuple(sorted({rank for _, rank in rows})), min(rows)[0])
-        for reason, rows in found.items()
+        for reason, rows in by_reason.items()
     )
     return tuple(sorted(counted, key=lambda each: (-each.times, each.first_iteration)))
 
@@ -273,8 +276,11 @@ def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
     spans, calls = plan.timeline.spans, clock_calls(plan)
     ranks = []
     for number, program in enumerate(plan.schedule.ranks):
-        spans_s = [(spans[str(each)].start_s, spans[str(each)].end_s) for each in program]
-        clocks = [plan.clocks[str(each)] for each in program]
+        spans_s = [
+            (spans[str(computation)].start_s, spans[str(computation)].end_s)
+            for computation in program
+        ]
+        clocks = [plan.clocks[str(computation)] for computation in program]
         of_rank = [call for call in calls if call.rank == number]
         previous = [clocks[-1], *(call.clock_mhz for call in of_rank)]
         changes = [

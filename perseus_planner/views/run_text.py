@@ -158,12 +158,15 @@ def _deviations_text(deviations: tuple[Deviation, ...]) -> Iterator[str]:
         yield "Every iteration ran as planned."
         return
     lines = [
-        f"{each.times} on rank{'s' * (len(each.ranks) > 1)} {_listed(each.ranks)}, first iteration "
-        f"{each.first_iteration}: {each.reason}"
-        for each in deviations[:_MOST_REASONS]
+        f"{deviation.times} on rank{'s' * (len(deviation.ranks) > 1)} "
+        f"{_listed(deviation.ranks)}, first iteration "
+        f"{deviation.first_iteration}: {deviation.reason}"
+        for deviation in deviations[:_MOST_REASONS]
     ]
     if (rest := deviations[_MOST_REASONS:]) != ():
-        lines.append(f"and {sum(each.times for each in rest)} for {len(rest)} more reasons")
+        lines.append(
+            f"and {sum(deviation.times for deviation in rest)} for {len(rest)} more reasons"
+        )
     yield "\n".join(["Not as planned:", *lines])
 
 

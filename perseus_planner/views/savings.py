@@ -159,8 +159,8 @@ def _run_saving(
         return
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
     baselines_j = (
-        each.baseline_energy_j / (len(each.schedule.ranks) * each.gpus_per_stage)
-        for each in (run.plan(summary.version, rank.pipeline) for rank in summary.ranks)
+        rank_plan.baseline_energy_j / (len(rank_plan.schedule.ranks) * rank_plan.gpus_per_stage)
+        for rank_plan in (run.plan(summary.version, rank.pipeline) for rank in summary.ranks)
     )
     compared = compare(
         current.time_s, current.energy_j, plan.baseline_time_s, math.fsum(baselines_j)

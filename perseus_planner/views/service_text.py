@@ -74,13 +74,13 @@ def totals_text(jobs: Sequence[JobTotals]) -> str:
         return "No job runs or has run."
     rows: list[dict[str, Any]] = [
         {
-            "job": each.name,
-            "since": _moment(each.since_s),
-            "until": "it runs" if each.ended_s is None else _moment(each.ended_s),
-            "energy is": (each.telemetry and each.telemetry.energy_is) or "-",
-            **{name: getattr(each.telemetry, name, 0) for name in _SUMS},
+            "job": job.name,
+            "since": _moment(job.since_s),
+            "until": "it runs" if job.ended_s is None else _moment(job.ended_s),
+            "energy is": (job.telemetry and job.telemetry.energy_is) or "-",
+            **{name: getattr(job.telemetry, name, 0) for name in _SUMS},
         }
-        for each in jobs
+        for job in jobs
     ]
     sums = {name: sum(row[name] for row in rows) for name in _SUMS}
     rows.append({"job": "all", "since": "", "until": "", "energy is": "", **sums})
@@ -104,8 +104,10 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     """Describe one job in full, with the events that are given, oldest first."""
     job, decision = status.job, status.decision
     pipelines = dict[tuple[float, tuple[tuple[int, float], ...]], list[int]]()
-    for number, each in enumerate(decision.targets):
-        pipelines.setdefault((each.time_s, tuple(each.slow_stages.items())), []).append(number)
+    for number, pipeline_target in enumerate(decision.targets):
+        pipelines.setdefault(
+            (pipeline_target.time_s, tuple(pipeline_target.slow_stages.items())), []
+        ).append(number)
     targets = lay_out(
         list(pipelines.items()),
         Column("pipelines", lambda target: _ranges(target[1]), "<"),
@@ -136,7 +138,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     if status.reports:
         lines += ["", _reports(status)]
     if events:
-        lines += ["", *(f"{_moment(each.at_s)}  {each.text}" for each in events)]
+        lines += ["", *(f"{_moment(event.at_s)}  {event.text}" for event in events)]
     return "\n".join(lines)
 
 
@@ -179,7 +181,7 @@ def _power(job: JobStatus) -> str:
         if job.telemetry is None or job.telemetry.power_w is None
         else (f"; recently {si(job.telemetry.power_w, 'W')}, {job.telemetry.energy_is}")
     )
-    limits_w = [each.power_w for each in job.decision.targets if each.power_w is not None]
+    limits_w = [target.power_w for target in job.decision.targets if target.power_w is not None]
     budget = f"; a power budget leaves it {si(sum(limits_w), 'W')}" if limits_w else ""
     return f"{of_plans} and iterations as long, {how}{recent}{budget}"
 

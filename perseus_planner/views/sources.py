@@ -97,7 +97,9 @@ class Sources:
     @property
     def unlike_plan(self) -> str | None:
         """That a plan is of another machine than that of a run, in a sentence; None if none is."""
-        return next(filter(None, (each.unlike_plan for each in self.summaries.values())), None)
+        return next(
+            filter(None, (summary.unlike_plan for summary in self.summaries.values())), None
+        )
 
     @property
     def any_plan(self) -> Plan | None:

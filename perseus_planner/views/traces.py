@@ -73,12 +73,16 @@ def _planned_process(name: str, plan: Plan) -> Process:
         slices = list(_planned_slices(plan, rank))
         end_ns = slices[-1].end_ns
         threads.append(Thread(f"rank {rank}{gpus}", slices))
-        watts = ((each.start_ns, each.details["watts"]) for each in slices)
+        watts = (
+            (planned_slice.start_ns, planned_slice.details["watts"]) for planned_slice in slices
+        )
         powers.append(Counter(f"rank {rank} power", "W", steps(watts, end_ns)))
         # The clock of a computation lasts until the next one begins.
         setting = setting_of(plan.control)
         spans = [
-            (each.start_ns, each.details[setting]) for each in slices if setting in each.details
+            (planned_slice.start_ns, planned_slice.details[setting])
+            for planned_slice in slices
+            if setting in planned_slice.details
         ]
         clocks.append(_clock_counter(plan, rank, [(0, spans[0][1]), *spans], end_ns))
     counters = [total(powers, "pipeline power"), *powers, *clocks]
@@ -116,9 +120,12 @@ def _planned_slices(plan: Plan, rank: int) -> Iterator[Slice]:
         span, category = timeline.spans[name], "operation of fixed time"
         details: dict[str, Any] = {}
         if place < len(iteration.computations):
-            one, category = iteration.computations[place], "computation"
-            details = {"stage": one.stage, "kind": iteration.keys[place][1]}
-            details |= {"microbatch": one.microbatch, setting_of(plan.control): plan.clocks[name]}
+            computation, category = iteration.computations[place], "computation"
+            details = {"stage": computation.stage, "kind": iteration.keys[place][1]}
+            details |= {
+                "microbatch": computation.microbatch,
+                setting_of(plan.control): plan.clocks[name],
+            }
         details |= {"joules": span.energy_j, "watts": span.power_w}
         yield from _planned_waiting("waiting", done_s, span.start_s, waiting_w)
         yield Slice(name, category, _ns(span.start_s), _ns(span.end_s), details)
@@ -169,7 +176,9 @@ def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
         "times": f"of each rank from the start of its iteration {first}",
         "power": "of the GPU of a rank; mean of each iteration, until the next one begins",
     }
-    write_trace(path, [_recorded_pipeline(run, each, first, sources) for each in pipelines], about)
+    write_trace(
+        path, [_recorded_pipeline(run, pipeline, first, sources) for pipeline in pipelines], about
+    )
 
 
 def _first_kept(run: Run) -> int:
@@ -239,12 +248,14 @@ def _recorded_clock(
         if row.version is None:
             continue
         control = run.plan(row.version, rank.pipeline)
-        for each in rank.computations[row.iteration]:
-            if each.clock is not None and not each.is_overtaken:
+        for record in rank.computations[row.iteration]:
+            if record.clock is not None and not record.is_overtaken:
                 set_s = (
-                    each.begin_s if each.set_end_s is None else max(each.begin_s, each.set_end_s)
+                    record.begin_s
+                    if record.set_end_s is None
+                    else max(record.begin_s, record.set_end_s)
                 )
-                spans.append((max(spans[-1][0] if spans else 0, _ns(set_s - zero_s)), each.clock))
+                spans.append((max(spans[-1][0] if spans else 0, _ns(set_s - zero_s)), record.clock))
     if control is not None and spans:
         yield _clock_counter(
             control, rank.pipeline_rank, spans, max(spans[-1][0], _ns(rows[-1].end_s - zero_s))
@@ -261,12 +272,16 @@ def _recorded_slices(
     for row in rows:
         plan = None if row.version is None else run.plan(row.version, rank.pipeline)
         done_ns = max(done_ns, _ns(row.begin_s - zero_s))
-        for each in rank.computations[row.iteration]:
-            start_ns = max(done_ns, _ns(each.begin_s - zero_s))
+        for record in rank.computations[row.iteration]:
+            start_ns = max(done_ns, _ns(record.begin_s - zero_s))
             yield from _rest(row, done_ns, start_ns)
-            done_ns = max(start_ns, _ns(each.end_s - zero_s))
+            done_ns = max(start_ns, _ns(record.end_s - zero_s))
             yield Slice(
-                str(each.computation), "computation", start_ns, done_ns, _details(row, each, plan)
+                str(record.computation),
+                "computation",
+                start_ns,
+                done_ns,
+                _details(row, record, plan),
             )
         end_ns = _ns(row.end_s - zero_s)
         yield from _rest(row, done_ns, end_ns)
@@ -284,24 +299,24 @@ def _waiting(name: str, start_ns: int, end_ns: int, details: Mapping[str, Any]) 
 
 
 def _details(row: IterationRecord, record: ComputationRecord, plan: Plan | None) -> dict[str, Any]:
-    one = record.computation
-    known: dict[str, Any] = {
+    computation = record.computation
+    details: dict[str, Any] = {
         "iteration": row.iteration,
         "plan": row.version,
         "not_as_planned": NO_PLAN if plan is None else row.deviation,
-        "stage": one.stage,
-        "kind": one.kind,
-        "microbatch": one.microbatch,
+        "stage": computation.stage,
+        "kind": computation.kind,
+        "microbatch": computation.microbatch,
         "achieved_mhz": record.achieved_mhz,
     }
     if plan is not None:
-        known[setting_of(plan.control)] = record.clock
+        details[setting_of(plan.control)] = record.clock
     if plan is not None and row.is_as_planned:
-        planned = plan.measurement(one)
-        known["planned_seconds"] = planned.time_s
-        known["planned_joules"] = planned.energy_j / plan.gpus_per_stage
+        planned = plan.measurement(computation)
+        details["planned_seconds"] = planned.time_s
+        details["planned_joules"] = planned.energy_j / plan.gpus_per_stage
     if record.set_end_s is not None:
-        known["clock_set_after_us"] = _ns(record.set_end_s - record.begin_s) / 1000
+        details["clock_set_after_us"] = _ns(record.set_end_s - record.begin_s) / 1000
     if record.is_late or record.is_overtaken:
-        known["clock_change"] = "late" if record.is_late else "overtaken"
-    return {name: value for name, value in known.items() if value is not None}
+        details["clock_change"] = "late" if record.is_late else "overtaken"
+    return {name: value for name, value in details.items() if value is not None}

@@ -344,7 +344,7 @@ def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Itera
     if whole_j <= 0:
         return
     first, second, third = (
-        f"{100 * each / whole_j:.0f} % in the {name}"
-        for name, each in zip(PHASES, saved_j, strict=True)
+        f"{100 * phase_j / whole_j:.0f} % in the {name}"
+        for name, phase_j in zip(PHASES, saved_j, strict=True)
     )
     yield f"The plan saves {first}, {second} and {third}."

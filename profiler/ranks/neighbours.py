@@ -266,7 +266,7 @@ def exchange(group: RankGroup, stages: int, device: torch.device, limit_s: float
                 received += pair.received
                 problems += pair.problems
         is_stuck = pair is not None and pair.is_stuck
-        stuck |= {rank for rank, each in enumerate(group.gather(is_stuck)) if each}
+        stuck |= {rank for rank, hangs in enumerate(group.gather(is_stuck)) if hangs}
     return Exchange(tuple(received), tuple(problems), group.rank in stuck)
 
 

@@ -419,10 +419,10 @@ class LearningAgent(Agent):
         assert self._registered is not None
         own_s = self._settings.slowdown * self._registered.time_s
         allowed_s = [
-            0.0 if each.report is not None else max(each.target_s, each.time_s)
-            for each in pipelines
+            0.0 if pipeline.report is not None else max(pipeline.target_s, pipeline.time_s)
+            for pipeline in pipelines
         ]
-        waits_s = tuple(each if each > own_s * (1 + _LONGER) else 0.0 for each in allowed_s)
+        waits_s = tuple(wait_s if wait_s > own_s * (1 + _LONGER) else 0.0 for wait_s in allowed_s)
         return waits_s if any(waits_s) else ()
 
     def _send_counts(self, service: Client) -> bool:

@@ -199,26 +199,26 @@ def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
     An iteration in which a rank does not know its energy is not metered, but the energy of the
     other ranks in it counts, so that the saving is never overstated.
     """
-    metered = min(each.metered_iterations for each in ranks)
-    p50_s = [each.set_p50_s for each in ranks if each.set_p50_s is not None]
-    p99_s = [each.set_p99_s for each in ranks if each.set_p99_s is not None]
-    off_plan_s = [each.off_plan_since_s for each in ranks if each.off_plan_since_s is not None]
-    simulated = any(each.origin == "simulated" for each in ranks)
+    metered = min(rank.metered_iterations for rank in ranks)
+    p50_s = [rank.set_p50_s for rank in ranks if rank.set_p50_s is not None]
+    p99_s = [rank.set_p99_s for rank in ranks if rank.set_p99_s is not None]
+    off_plan_s = [rank.off_plan_since_s for rank in ranks if rank.off_plan_since_s is not None]
+    simulated = any(rank.origin == "simulated" for rank in ranks)
     return Counters(
         run=run,
-        iterations=min(each.iterations for each in ranks),
-        time_s=min(each.time_s for each in ranks),
+        iterations=min(rank.iterations for rank in ranks),
+        time_s=min(rank.time_s for rank in ranks),
         metered_iterations=metered,
-        metered_s=min(each.metered_s for each in ranks) if metered else 0.0,
-        energy_j=sum(each.energy_j for each in ranks) if metered else 0.0,
+        metered_s=min(rank.metered_s for rank in ranks) if metered else 0.0,
+        energy_j=sum(rank.energy_j for rank in ranks) if metered else 0.0,
         energy_is=("simulated" if simulated else "measured") if metered else None,
-        late_changes=sum(each.late_changes for each in ranks),
+        late_changes=sum(rank.late_changes for rank in ranks),
         ranks=len(ranks),
         following=len(ranks) - len(off_plan_s),
         off_plan_since_s=min(off_plan_s, default=None),
         set_p50_s=median(p50_s) if p50_s else None,
         set_p99_s=max(p99_s, default=None),
         gpu_power_limit_w=min(
-            (each.site_limit_w for each in ranks if each.site_limit_w is not None), default=None
+            (rank.site_limit_w for rank in ranks if rank.site_limit_w is not None), default=None
         ),
     )

@@ -122,7 +122,13 @@ def _places(locations: Iterable[RankLocation], schedule: Schedule) -> tuple[Plac
         tuple(sorted({computation.stage for computation in program})) for program in schedule.ranks
     ]
     return tuple(
-        Place(each.rank, each.pipeline, stages[each.pipeline_rank], each.node, each.gpu)
-        for each in locations
-        if each.pipeline_rank < len(stages)
+        Place(
+            location.rank,
+            location.pipeline,
+            stages[location.pipeline_rank],
+            location.node,
+            location.gpu,
+        )
+        for location in locations
+        if location.pipeline_rank < len(stages)
     )

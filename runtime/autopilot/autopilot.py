@@ -186,10 +186,12 @@ class Autopilot:
                     np.bincount(
                         rank[computed], costs.time_s[member[computed], program[computed]], ranks
                     )
-                    / each
+                    / rank_factors
                 ).tolist()
             )
-            for program, costs, each in zip(self._last, self._learner.costs(), factors, strict=True)
+            for program, costs, rank_factors in zip(
+                self._last, self._learner.costs(), factors, strict=True
+            )
         )
 
     def _slowdown(self, replayed_s: float) -> float:
@@ -215,7 +217,9 @@ class Autopilot:
             return
         costs = self._learner.costs()
         clean = not any(seen.throttled_s for seen in observations)
-        replayed_s = max(self._search.replay(self._search.full(), each)[0] for each in costs)
+        replayed_s = max(
+            self._search.replay(self._search.full(), pipeline_costs)[0] for pipeline_costs in costs
+        )
         is_event = self._is_event(replayed_s, iteration)
         if full and clean:
             self._full_s.append(time_s)
@@ -229,13 +233,14 @@ class Autopilot:
             and all(seen.version == ran.version for seen in observations)
         ):
             planned_s = max(
-                self._search.replay(p, each)[0] for p, each in zip(ran.programs, costs, strict=True)
+                self._search.replay(p, pipeline_costs)[0]
+                for p, pipeline_costs in zip(ran.programs, costs, strict=True)
             )
             self._lates.append(time_s / planned_s / self._full_ratio - 1)
         limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * reference_s
         # Ranks account for iterations that are ahead by these terms, so the largest of theirs
         # count.
-        ahead = [each.slowdown for each in (ran, *self._ahead.values()) if each is not None]
+        ahead = [run.slowdown for run in (ran, *self._ahead.values()) if run is not None]
         slowdown = max([self._slowdown(replayed_s), *ahead])
         ledger = replace(self._ledger or Ledger(reference_s, *limits), slowdown=slowdown)
         self._ledger = ledger.add(time_s, full_clocks=full, iteration=iteration).corrected(
@@ -285,7 +290,7 @@ class Autopilot:
         optimism = 1.0 if is_early else 0.3
         mean, plan = self._learner.costs(), self._learner.costs("plan", optimism)
         full = search.full()
-        reference_s = max(search.replay(full, each)[0] for each in mean)
+        reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
         agreed_s = reference_s * (settings.slowdown + _TIGHT - self._shorter)
         deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
         programs: list[Integers] = []
@@ -320,7 +325,9 @@ class Autopilot:
                     self._tried[rank, clock] = iteration
                     trials += int((~known[search.classes[rank], clock]).sum())
         run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
-        time_s = max(search.replay(p, each)[0] for p, each in zip(run, mean, strict=True))
+        time_s = max(
+            search.replay(p, mean_costs)[0] for p, mean_costs in zip(run, mean, strict=True)
+        )
         saving, error = self._saving(programs[0], mean[0])
         return self._decision(
             iteration,
@@ -385,12 +392,12 @@ class Autopilot:
         late.
         """
         seed = int(self._random.integers(2**31))
-        found = [self._search.polish(start, costs, deadline_s, seed) for start in starts]
+        polished = [self._search.polish(start, costs, deadline_s, seed) for start in starts]
         worths_j = [
-            joules * (1 + 200 * max(0.0, time_s / deadline_s - 1)) for _, time_s, joules in found
+            joules * (1 + 200 * max(0.0, time_s / deadline_s - 1)) for _, time_s, joules in polished
         ]
         best = worths_j.index(min(worths_j))
-        return found[best][0], worths_j[best]
+        return polished[best][0], worths_j[best]
 
     def _aim(
         self,
@@ -452,19 +459,21 @@ class Autopilot:
     def _saving(self, program: Integers, costs: Costs) -> tuple[float, float]:
         """Return the share of energy that a program saves, and its standard error."""
         member, rank = self._search.layout.member, self._search.layout.rank
-        found = []
-        for each in (program, self._search.full()):
+        energies = []
+        for candidate in (program, self._search.full()):
             seconds, waiting_s = np.zeros_like(costs.time_s), np.zeros(self.job.ranks)
             computed = member >= 0
             np.add.at(
                 seconds,
-                (member[computed], each[computed]),
-                costs.time_s[member[computed], each[computed]],
+                (member[computed], candidate[computed]),
+                costs.time_s[member[computed], candidate[computed]],
             )
-            np.add.at(waiting_s, rank[computed], -costs.time_s[member[computed], each[computed]])
-            waiting_s += self._search.replay(each, costs)[0]
-            found.append(self._learner.powers.energy(seconds, waiting_s))
-        (plan_j, plan_slope), (full_j, full_slope) = found
+            np.add.at(
+                waiting_s, rank[computed], -costs.time_s[member[computed], candidate[computed]]
+            )
+            waiting_s += self._search.replay(candidate, costs)[0]
+            energies.append(self._learner.powers.energy(seconds, waiting_s))
+        (plan_j, plan_slope), (full_j, full_slope) = energies
         slope = plan_slope / full_j - full_slope * (plan_j / full_j**2)
         return 1 - plan_j / full_j, math.sqrt(self._learner.powers.variance(slope))
 

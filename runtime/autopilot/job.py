@@ -224,7 +224,9 @@ class Ledger(Checked, prefix="ledger, "):
             terms: a ledger of the first iterations of this one, or all. If it ends before what this
                 one remembers, what is owed stays.
         """
-        later = [each for each in self.recent if each[0] > terms.last]
+        later = [
+            recent_iteration for recent_iteration in self.recent if recent_iteration[0] > terms.last
+        ]
         if len(later) == _RECENT:
             return replace(
                 terms,

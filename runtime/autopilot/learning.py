@@ -71,8 +71,8 @@ class Learner:
             for program in job.iteration.programs
         ]
         self._tables: TimeTables | None = None
-        for row, clock, each in self._prior_rows():
-            self.times.add(row, clock, each.time_s, _PRIOR_COUNT)
+        for row, clock, measurement in self._prior_rows():
+            self.times.add(row, clock, measurement.time_s, _PRIOR_COUNT)
 
     @property
     def is_ready(self) -> bool:
@@ -91,12 +91,14 @@ class Learner:
                     f"observations, rank {seen.rank}: has {len(seen.computations)} computations "
                     f"and its program {len(self._programs[seen.rank])}; give one for each, or none"
                 )
-        found = [(seen, *self._rows_of(seen)) for seen in observations if not seen.throttled_s]
-        for seen, rows, _ in found:
+        unthrottled = [
+            (seen, *self._rows_of(seen)) for seen in observations if not seen.throttled_s
+        ]
+        for seen, rows, _ in unthrottled:
             self._learn_times(seen, rows)
         if not self.powers.top_w:
-            self._start_powers([(seen, seconds) for seen, _, seconds in found])
-        for seen, _, seconds in found:
+            self._start_powers([(seen, seconds) for seen, _, seconds in unthrottled])
+        for seen, _, seconds in unthrottled:
             if self.powers.top_w and seen.energy_j is not None and seen.computations:
                 gpu = seen.pipeline * self.job.ranks + seen.rank
                 waiting_s = max(0.0, seen.time_s - float(seconds.sum()))
@@ -109,24 +111,29 @@ class Learner:
         """
         factor = self.times.factor[seen.pipeline * self.job.ranks + seen.rank]
         rows, seconds = [], np.zeros((len(self._class_of), len(self.job.clocks_mhz)))
-        for row, each in zip(self._programs[seen.rank], seen.computations, strict=False):
-            if each.clock_mhz not in self._number:
+        for row, computation in zip(self._programs[seen.rank], seen.computations, strict=False):
+            if computation.clock_mhz not in self._number:
                 continue
-            duration_s, first = each.end_s - each.begin_s, self._number[each.clock_mhz]
-            last = self._number.get(each.changed_mhz or each.clock_mhz)
+            duration_s, first = (
+                computation.end_s - computation.begin_s,
+                self._number[computation.clock_mhz],
+            )
+            last = self._number.get(computation.changed_mhz or computation.clock_mhz)
             before_s = (
                 duration_s
-                if each.change_s is None
-                else min(max(each.change_s - each.begin_s, 0.0), duration_s)
+                if computation.change_s is None
+                else min(max(computation.change_s - computation.begin_s, 0.0), duration_s)
             )
             seconds[row, first] += before_s
             if last is None:
                 continue
             seconds[row, last] += duration_s - before_s
-            known = {}
+            expected_s = {}
             if self.times.count[row, first]:
-                known[each.clock_mhz] = float(np.exp(self.times.mean[row, first]) * factor)
-            told = time_at_last_clock(each, known)
+                expected_s[computation.clock_mhz] = float(
+                    np.exp(self.times.mean[row, first]) * factor
+                )
+            told = time_at_last_clock(computation, expected_s)
             if told is not None:
                 rows.append((row, self._number[told[0]], told[1]))
         return rows, seconds
@@ -148,16 +155,18 @@ class Learner:
         by_row: dict[tuple[int, int], list[float]] = {}
         for row, clock, time_s in rows:
             by_row.setdefault((row, clock), []).append(time_s / float(times.factor[gpu]))
-        for (row, clock), found in by_row.items():
+        for (row, clock), scaled_times_s in by_row.items():
             # A row that changed while others did not, as after a change of the power limit, is
             # learnt anew.
-            miss = float(np.median(np.log(found))) - float(times.mean[row, clock])
+            miss = float(np.median(np.log(scaled_times_s))) - float(times.mean[row, clock])
             count = float(times.count[row, clock])
-            limit = max(_OUTLIER, 4 * times.noise * math.sqrt(1 / len(found) + 1 / max(count, 1.0)))
-            if count >= _FEW <= len(found) and abs(miss) > limit:
+            limit = max(
+                _OUTLIER, 4 * times.noise * math.sqrt(1 / len(scaled_times_s) + 1 / max(count, 1.0))
+            )
+            if count >= _FEW <= len(scaled_times_s) and abs(miss) > limit:
                 times.forget(row, clock)
-            for each in found:
-                times.add(row, clock, each)
+            for scaled_s in scaled_times_s:
+                times.add(row, clock, scaled_s)
 
     def _start_powers(self, found: Sequence[tuple[RankObservation, Floats]]) -> None:
         counted = [
@@ -168,15 +177,15 @@ class Learner:
         busy_s = float(sum(seconds.sum() for _, seconds in counted))
         waiting_s = sum(seen.time_s for seen, _ in counted) - busy_s
         self.powers.start(sum(seen.energy_j or 0.0 for seen, _ in counted), busy_s, waiting_s)
-        for row, clock, each in self._prior_rows():
-            self.powers.add_row(row, clock, each.energy_j / each.time_s, _PRIOR_DOUBT)
+        for row, clock, measurement in self._prior_rows():
+            self.powers.add_row(row, clock, measurement.energy_j / measurement.time_s, _PRIOR_DOUBT)
 
     def _prior_rows(self) -> Iterator[tuple[int, int, Measurement]]:
         """Yield class, clock and measurement of each row of the prior that the job has."""
         for key, measurements in () if self._prior is None else self._prior.measurements.items():
-            for each in measurements:
-                if key in self._class_of and each.clock_mhz in self._number:
-                    yield self._class_of[key], self._number[each.clock_mhz], each
+            for measurement in measurements:
+                if key in self._class_of and measurement.clock_mhz in self._number:
+                    yield self._class_of[key], self._number[measurement.clock_mhz], measurement
 
     def planned_share(self) -> float:
         """Return the share of all rows that may be planned on."""
@@ -194,11 +203,11 @@ class Learner:
             self.powers.tables() if self.powers.top_w else _unknown_power(table)
         )
         power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
-        ranks, found = self.job.ranks, []
+        ranks, all_costs = self.job.ranks, []
         for pipeline in range(self.job.pipelines):
             factor = self.times.factor[pipeline * ranks : (pipeline + 1) * ranks][self._class_rank]
-            found.append(Costs(table * factor[:, None], power_w, waiting_w))
-        return found
+            all_costs.append(Costs(table * factor[:, None], power_w, waiting_w))
+        return all_costs
 
     def profile(self) -> Profile:
         """Return what was learnt as a profile: measured rows, with standard errors.

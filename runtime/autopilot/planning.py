@@ -102,7 +102,7 @@ class Searcher:
         self._tail_s = np.maximum(0.0, seconds - end_s[self.layout.rank_start[1:] - 1])
         usable, counts = self._usable(costs)
         tries = int(np.clip(_WORK // len(clock), *_TRIES))
-        found = anneal(
+        polished = anneal(
             self.layout,
             *costs,
             usable,
@@ -115,7 +115,7 @@ class Searcher:
             _HEAT,
             seed,
         )
-        return found, *self.replay(found, costs)
+        return polished, *self.replay(polished, costs)
 
     def _usable(self, costs: Costs) -> tuple[Integers, Integers]:
         clocks = len(self.job.clocks_mhz)
@@ -176,10 +176,10 @@ class Searcher:
             return None
         if self._max_changes is not None:
             levels = sorted({self._max_changes * (2 + attempt % 3) // 8, self._max_changes})
-            found = clocks_by_budget(dag, point_problem(dag), within_s, clocks, levels)
-            if self._max_changes not in found:
+            by_budget = clocks_by_budget(dag, point_problem(dag), within_s, clocks, levels)
+            if self._max_changes not in by_budget:
                 return None
-            clocks = found[self._max_changes]
+            clocks = by_budget[self._max_changes]
         number_of = {clock: i for i, clock in enumerate(job.clocks_mhz)}
         return self.of_clocks({i: number_of[clock] for i, clock in enumerate(clocks)})
 
@@ -187,10 +187,10 @@ class Searcher:
         """Return the program of the clock of each computation, by its place in the iteration."""
         program = self.full()
         for first, stop in pairwise(self.layout.rank_start):
-            at = [k for k in range(first, stop) if self._places[k] in clock_of]
-            if at:
+            positions = [k for k in range(first, stop) if self._places[k] in clock_of]
+            if positions:
                 program[first:stop] = clock_of[
-                    self._places[at[-1]]
+                    self._places[positions[-1]]
                 ]  # operations before the first computation
             for k in range(first, stop):
                 program[k] = clock_of.get(
@@ -298,17 +298,17 @@ class Searcher:
             else [clock] * int(is_open[clock])
         )
         low, high = 0, len(ahead)  # the first `low` fit, as far as is known
-        found = None
+        deepest = None
         kept = trial[spot[0] : spot[1]].copy()
-        at = high - 1
+        probe = high - 1
         while low < high:
-            if fits(*spot, rank, ahead[at]):
-                low, found = at + 1, ahead[at]
+            if fits(*spot, rank, ahead[probe]):
+                low, deepest = probe + 1, ahead[probe]
             else:
-                high = at
-            at = (low + high) // 2
-        trial[spot[0] : spot[1]] = kept if found is None else found
-        return found
+                high = probe
+            probe = (low + high) // 2
+        trial[spot[0] : spot[1]] = kept if deepest is None else deepest
+        return deepest
 
     def _spots(
         self, program: Integers, rank: int, clock: int, random: np.random.Generator
@@ -336,5 +336,5 @@ class Searcher:
                 if end - begin > length:
                     yield from ((begin, begin + length), (end - length, end))
             if stop - first > length:
-                at = int(random.integers(first, stop - length))
-                yield at, at + length
+                start = int(random.integers(first, stop - length))
+                yield start, start + length

@@ -55,7 +55,7 @@ class PowerRows:
         x = clocks / clocks[0]
         knots = np.linspace(x[0], x[-1], min(_KNOTS, len(clocks))) if len(clocks) > 1 else x
         self._hats = np.array(
-            [np.interp(-x, -knots, each) for each in np.eye(len(knots))]
+            [np.interp(-x, -knots, unit_row) for unit_row in np.eye(len(knots))]
         ).T  # (clocks, knots)
         self._classes, self._knots = len(kinds), len(knots)
         self._ranks, self._gpus = max(ranks) + 1, gpus
@@ -114,10 +114,10 @@ class PowerRows:
 
     def add_row(self, row: int, clock: int, power_w: float, doubt: float) -> None:
         """Learn the power of a row, watts, known with a relative standard error."""
-        at = np.zeros(len(self._mean))
-        at[row * self._knots : (row + 1) * self._knots] = self._hats[clock]
+        weights = np.zeros(len(self._mean))
+        weights[row * self._knots : (row + 1) * self._knots] = self._hats[clock]
         value = power_w / self.top_w
-        self._update(at, value, (doubt * value) ** 2)
+        self._update(weights, value, (doubt * value) ** 2)
 
     def tables(self) -> tuple[Floats, Floats, Floats]:
         """Return the power of each row and its standard error, (classes, clocks), and of

@@ -80,8 +80,8 @@ def layout(
         np.array([iteration.rank_of[place] for place in places], dtype=np.int64),
         waits,
         np.cumsum([0, *map(len, after)], dtype=np.int64),
-        np.array([k for each in after for k, _ in each], dtype=np.int64),
-        np.array([lag_s for each in after for _, lag_s in each], dtype=np.float64),
+        np.array([k for followers in after for k, _ in followers], dtype=np.int64),
+        np.array([lag_s for followers in after for _, lag_s in followers], dtype=np.float64),
         np.array(change.node_of_rank(ranks, gpus_per_rank), dtype=np.int64),
         change.calls_per_change(gpus_per_rank) * change.call_s,
         change.settle_s,
@@ -257,16 +257,16 @@ def _vary(layout: Layout, usable: Integers, counts: Integers, clock: Integers, u
         return int(r)
     old = clock[k]
     if what < 0.8:  # the phase at another clock
-        at = 0
-        while at < counts[r] - 1 and usable[r, at] < old:
-            at += 1
+        position = 0
+        while position < counts[r] - 1 and usable[r, position] < old:
+            position += 1
         far = (
             1 + np.random.randint(3)
             if np.random.random() < 0.8
             else 1 + np.random.randint(counts[r])
         )
-        at = min(max(at + up * far, 0), counts[r] - 1)
-        new = usable[r, at]
+        position = min(max(position + up * far, 0), counts[r] - 1)
+        new = usable[r, position]
     else:  # a block at any clock
         begin = max(first, k - np.random.randint(6))
         end = min(stop, k + 1 + np.random.randint(6))

@@ -161,11 +161,11 @@ class TimeRows:
         value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
         noise = self.noise**2 / self.count[rows][known]
         if refit:
-            found = [
-                (self._improbable(x, stage, clock, value, noise, *each), each)
-                for each in product(_BENDS, _STEPS)
+            scored = [
+                (self._improbable(x, stage, clock, value, noise, *bend_step), bend_step)
+                for bend_step in product(_BENDS, _STEPS)
             ]
-            self._scales[kind] = min(found)[1]
+            self._scales[kind] = min(scored)[1]
         scales = self._scales[kind]
         root, missed = _factored(
             _covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise), value
@@ -229,15 +229,15 @@ def _covariance(
     same = stage[:, None] == other_stage
     there = (clock[:, None] == other_clock) & (clock[:, None] > 0)
     wave = bend**2 * np.minimum.outer(a, b) + step**2 * there
-    found: Floats = (
+    covariance: Floats = (
         _SLOPE_DOUBT**2 * np.outer(a, b)
         + wave
         + same * (_OWN_SLOPE**2 * np.outer(a, b) + _OWN**2 * wave)
     )
-    return found
+    return covariance
 
 
 def _variance(x: Floats, bend: float, step: float) -> Floats:
     wave = bend**2 * x + step**2 * (x > 0)
-    found: Floats = (_SLOPE_DOUBT**2 + _OWN_SLOPE**2) * x * x + (1 + _OWN**2) * wave
-    return found
+    variance: Floats = (_SLOPE_DOUBT**2 + _OWN_SLOPE**2) * x * x + (1 + _OWN**2) * wave
+    return variance

@@ -156,7 +156,11 @@ class Rank:
         is_new_iteration = before is not None and position < before
         passed = range(0 if before is None or is_new_iteration else before + 1, position)
         skipped = (
-            [self._values[each] for each in passed if each in self._values]
+            [
+                self._values[passed_position]
+                for passed_position in passed
+                if passed_position in self._values
+            ]
             if len(passed) <= MAX_SKIPPED
             else ()
         )
@@ -326,7 +330,8 @@ def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuInUse]:
             by_uuid.setdefault(gpu.uuid, []).append(rank)
     return {
         rank: GpuInUse(
-            f"ranks {', '.join(str(each.attach_request.rank) for each in sharing)} have the same "
+            f"ranks {', '.join(str(sharer.attach_request.rank) for sharer in sharing)} have "
+            "the same "
             f"GPU, {uuid}; name another GPU for each rank, by UUID if CUDA_VISIBLE_DEVICES "
             "differs between ranks"
         )

@@ -353,7 +353,9 @@ class Agreement:
         return state, packed
 
     def _learn(self, state: AgreedState, packed: bytes) -> None:
-        needed = tuple(known for known in self._known if known.version >= self.version)
+        needed = tuple(
+            known_state for known_state in self._known if known_state.version >= self.version
+        )
         try:
             self._prepare(state.version, zlib.decompress(packed))
         finally:  # also what cannot be run is known, and not read again

@@ -53,7 +53,10 @@ class Plans:
         """
         if isinstance(plan, Mapping):
             return cls(
-                None, MappingProxyType({int(number): _load(one) for number, one in plan.items()})
+                None,
+                MappingProxyType(
+                    {int(number): _load(pipeline_plan) for number, pipeline_plan in plan.items()}
+                ),
             )
         return cls(_load(plan), MappingProxyType({}))
 

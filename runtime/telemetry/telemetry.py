@@ -365,7 +365,7 @@ class Telemetry:
             gpus = len(plan.schedule.ranks) * plan.gpus_per_stage
             baseline_j = plan.baseline_j((times.end_ns - times.begin_ns) / 1e9) / gpus
             planned_s = math.fsum(
-                plan.measurement(each.computation).time_s for each in computations
+                plan.measurement(record.computation).time_s for record in computations
             )
         elif isinstance(program, AutopilotProgram) and deviation is None:
             if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:

@@ -137,16 +137,18 @@ class ValueSearch:
         """Use what an earlier start has learnt, by value, if the first audit finds the reference
         that it had.
         """
-        known = {index: rows[value] for index, value in enumerate(self.values) if value in rows}
-        if 0 in known:
-            self._before = known
+        known_rows = {
+            index: rows[value] for index, value in enumerate(self.values) if value in rows
+        }
+        if 0 in known_rows:
+            self._before = known_rows
 
     @property
     def best(self) -> int:
         """Position of the value of least energy among those that are as fast as agreed."""
         usable = [index for index in self._rows if index == 0 or self._is_fast(index)]
-        known = [index for index in usable if self._rows[index].energy_j is not None]
-        return min(known, key=lambda index: self._rows[index].energy_j or 0.0, default=0)
+        metered = [index for index in usable if self._rows[index].energy_j is not None]
+        return min(metered, key=lambda index: self._rows[index].energy_j or 0.0, default=0)
 
     @property
     def effect(self) -> tuple[float, float] | None:
@@ -156,10 +158,10 @@ class ValueSearch:
         None while one of them is not measured.
         """
         rows = (self._rows.get(0), self._rows.get(self.best))
-        known = [(row.time_s, row.energy_j) for row in rows if row is not None and row.energy_j]
-        if len(known) < len(rows):
+        measured = [(row.time_s, row.energy_j) for row in rows if row is not None and row.energy_j]
+        if len(measured) < len(rows):
             return None
-        (top_s, top_j), (best_s, best_j) = known
+        (top_s, top_j), (best_s, best_j) = measured
         return best_s / top_s, 1.0 - best_j / top_j
 
     def decide(self, ledger: Ledger | None) -> Window:

@@ -349,13 +349,13 @@ class _Rank:
             answers = self._answers(self._terms.window.number)
             if answers is None:
                 return
-            times_s = [each.time_s for each in answers if each.time_s is not None]
-            energies_j = [each.energy_j for each in answers if each.energy_j is not None]
+            times_s = [answer.time_s for answer in answers if answer.time_s is not None]
+            energies_j = [answer.energy_j for answer in answers if answer.energy_j is not None]
             search.observe(
                 self._terms.window,
                 max(times_s, default=None),
                 math.fsum(energies_j) if len(energies_j) == len(answers) else None,
-                is_whole=all(each.is_whole for each in answers),
+                is_whole=all(answer.is_whole for answer in answers),
             )
             self._report(search)
             if time.monotonic() - self._saved_s > SAVE_S:

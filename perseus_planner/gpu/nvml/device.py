@@ -275,7 +275,7 @@ def _with_pci(which: str, bus_id: str) -> NvmlDevice:
 
 def _with_uuid(which: str) -> NvmlDevice:
     """Find a GPU by the beginning of its UUID, even if other GPUs cannot be read."""
-    found, lost = [], None
+    devices, lost = [], None
     for index in range(_count()):
         try:
             device = _at(index)
@@ -285,18 +285,18 @@ def _with_uuid(which: str) -> NvmlDevice:
             continue
         else:
             if which and device.uuid.lower().startswith(which.lower()):
-                found.append(device)
-    if not found and lost:
+                devices.append(device)
+    if not devices and lost:
         raise GpuLost(
             f"nvml:{which}: no GPU that responds has this UUID; it may be the one that is lost: "
             f"{lost}"
         )
-    if not found:
+    if not devices:
         raise _not_found(which)
-    if len(found) > 1:
-        matches = ", ".join(device.who for device in found)
+    if len(devices) > 1:
+        matches = ", ".join(device.who for device in devices)
         raise GpuError(f"nvml:{which}: several GPUs match: {matches}; write more of the UUID")
-    return found[0]
+    return devices[0]
 
 
 def _at(index: int) -> NvmlDevice:

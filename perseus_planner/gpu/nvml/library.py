@@ -210,9 +210,9 @@ def _binding() -> Any:
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):
         # The package pynvml before version 12 has a module of the same name that lacks much of
         # NVML.
-        found = getattr(pynvml, "__file__", None)
+        path = getattr(pynvml, "__file__", None)
         raise GpuError(
-            f"NVML needs nvidia-ml-py, but `import pynvml` finds another package ({found}); "
+            f"NVML needs nvidia-ml-py, but `import pynvml` finds another package ({path}); "
             f"run `pip uninstall pynvml`, then {_INSTALL}"
         )
     return pynvml

@@ -410,6 +410,6 @@ def find_model(name: str, text: str, what: str, form: str) -> GpuModel:
     """
     if name in CATALOG:
         return CATALOG[name]
-    known = ", ".join(map(form.format, CATALOG))
-    advice = did_you_mean(name, CATALOG, form.format) or f"choose one of: {known}"
+    choices = ", ".join(map(form.format, CATALOG))
+    advice = did_you_mean(name, CATALOG, form.format) or f"choose one of: {choices}"
     raise GpuError(f"GPU {text!r}: there is no {what} {name!r}; {advice}")

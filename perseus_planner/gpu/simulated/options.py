@@ -64,8 +64,8 @@ class Faults:
         faults = cls()
         for text in texts:
             for pattern, added in _FAULTS.items():
-                if found := re.fullmatch(pattern, text):
-                    faults = added(faults, *found.groups())
+                if match := re.fullmatch(pattern, text):
+                    faults = added(faults, *match.groups())
                     break
             else:
                 raise GpuError(

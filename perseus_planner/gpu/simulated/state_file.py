@@ -66,9 +66,9 @@ class StateFile:
     def read(self) -> tuple[int, State]:
         """Return the number of the state, which changes with it, and the state."""
         while True:  # while one slot is being written, the other is valid
-            found = self._newest()
-            if found is not None:
-                return found
+            newest = self._newest()
+            if newest is not None:
+                return newest
 
     def number(self) -> int:
         """Return the number alone; during a change, it may already be that of the next state."""
@@ -129,7 +129,7 @@ class StateFile:
             os.close(lock)
 
     def _newest(self) -> tuple[int, State] | None:
-        valid = [found for place in (0, _SLOT) if (found := self._valid(place)) is not None]
+        valid = [slot for place in (0, _SLOT) if (slot := self._valid(place)) is not None]
         if not valid:
             return None
         number, text = max(valid)

@@ -223,7 +223,7 @@ def _with_headers(send: Send) -> Send:
             own = {name for name, _ in message["headers"]}  # the dashboard allows its scripts
             message["headers"] = [
                 *message["headers"],
-                *(each for each in _HEADERS if each[0] not in own),
+                *(header for header in _HEADERS if header[0] not in own),
             ]
         await send(message)
 

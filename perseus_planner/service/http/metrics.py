@@ -113,10 +113,16 @@ class _Jobs(Collector):
                     family.add_metric((status.job.name,), value)
             yield family
         reporting = [
-            (each.job.name, each.telemetry) for each in self._jobs if each.telemetry is not None
+            (status.job.name, status.telemetry)
+            for status in self._jobs
+            if status.telemetry is not None
         ]
         yield from _counters(
-            [(job, each) for job, each in reporting if each.observed_s >= self._since_s]
+            [
+                (job, telemetry)
+                for job, telemetry in reporting
+                if telemetry.observed_s >= self._since_s
+            ]
         )
         yield _latencies(reporting)
 

@@ -81,15 +81,15 @@ class StatusPages:
     def of(self, jobs: Sequence[JobStatus]) -> Page:
         """Return the page with these jobs."""
         with self._lock:
-            self._parts = {each.job.name: self._part(each) for each in jobs}
+            self._parts = {status.job.name: self._part(status) for status in jobs}
             parts = tuple(content for _, content in self._parts.values())
             if self._made is None or self._made[0] != parts:
                 self._made = parts, Page.of(b'{"jobs":[' + b",".join(parts) + b"]}")
             return self._made[1]
 
     def _part(self, status: JobStatus) -> tuple[JobStatus, bytes]:
-        known = self._parts.get(status.job.name)
-        return known if known is not None and known[0] is status else (status, to_json(status))
+        part = self._parts.get(status.job.name)
+        return part if part is not None and part[0] is status else (status, to_json(status))
 
 
 _CODES = {
@@ -236,11 +236,11 @@ def _files() -> dict[str, tuple[bytes, str]]:
     """Return the page's files by name, each with its type, read once. No other files can be
     requested.
     """
-    paths = [each for package, folder in _FOLDERS for each in (files(package) / folder).iterdir()]
-    types = {each: _TYPES.get(PurePath(each.name).suffix) for each in paths}
+    paths = [path for package, folder in _FOLDERS for path in (files(package) / folder).iterdir()]
+    types = {path: _TYPES.get(PurePath(path.name).suffix) for path in paths}
     return {
-        each.name: (each.read_bytes(), media_type)
-        for each, media_type in types.items()
+        path.name: (path.read_bytes(), media_type)
+        for path, media_type in types.items()
         if media_type
     }
 

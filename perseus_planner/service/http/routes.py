@@ -72,9 +72,9 @@ class CheckedRoute(APIRoute):
         handle = super().get_route_handler()
         role = next(
             (
-                each.dependency.role
-                for each in self.dependencies
-                if isinstance(each.dependency, _Bearer)
+                depends.dependency.role
+                for depends in self.dependencies
+                if isinstance(depends.dependency, _Bearer)
             ),
             None,
         )
@@ -109,7 +109,7 @@ def _parsed(kind: type[Any], parts: list[bytes]) -> Any:
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         raise RequestValidationError(
-            [{**each, "loc": ("body", *each["loc"])} for each in problems]
+            [{**problem, "loc": ("body", *problem["loc"])} for problem in problems]
         ) from None
 
 
@@ -131,7 +131,7 @@ def add_route(
     """
     statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
-        each: {"model": Error, "description": HTTPStatus(each).phrase} for each in statuses
+        status: {"model": Error, "description": HTTPStatus(status).phrase} for status in statuses
     }
     dependencies = [] if role is None else [Security(_Bearer(role))]
     return router.api_route(
@@ -297,7 +297,7 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
     """
     received = await live.call(alertmanager.read_alerts, sent.alerts, request.app.state.now_s())
     effects = await live.change(
-        live.service.alert, [each.report for each in received if each.report is not None]
+        live.service.alert, [alert.report for alert in received if alert.report is not None]
     )
     ignored = alertmanager.ignored_alerts(received, effects.ignored)
     request.app.state.metrics.count_alerts(len(received), len(ignored))

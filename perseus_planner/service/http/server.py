@@ -246,18 +246,18 @@ def _check_tls(address: Address) -> None:
 @contextmanager
 def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.socket]:
     try:
-        found = socket.getaddrinfo(
+        candidates = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, *_, at = min(
-            found, key=lambda each: each[0] != socket.AF_INET
+        family, *_, socket_address = min(
+            candidates, key=lambda each: each[0] != socket.AF_INET
         )  # IPv4 first, also for "localhost"
-        if only_loopback and not ip_address(at[0]).is_loopback:
+        if only_loopback and not ip_address(socket_address[0]).is_loopback:
             raise UsageError(
                 f"--host {address.host}: other machines can reach it, so clients need tokens; "
                 f"give --tokens FILE, or set {TOKENS_VARIABLE}, or listen on 127.0.0.1"
             )
-        bound = socket.create_server(at[:2], family=family, backlog=_BACKLOG)
+        bound = socket.create_server(socket_address[:2], family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         options = f"--host {address.host} --port {address.port}"
         raise UsageError(

@@ -315,8 +315,8 @@ class Coordinator:
         """Return whether pipelines run different orders."""
         of_place: dict[int, int] = {}
         return any(
-            of_place.setdefault(self._places.of[each][1], order) != order
-            for each, order in self._orders.items()
+            of_place.setdefault(self._places.of[rank][1], order) != order
+            for rank, order in self._orders.items()
         )
 
     def _warn_of_orders(self, iteration: int) -> None:

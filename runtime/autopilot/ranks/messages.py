@@ -127,11 +127,11 @@ class Places:
             if place is not None:
                 first.setdefault(place, rank)
         present = sum(place is not None for place in everyone)
-        of = {rank: place for place, rank in first.items()}
+        place_of = {rank: place for place, rank in first.items()}
         pipelines = len({pipeline for pipeline, _ in first})
         per_pipeline = max(1, len(first) // max(1, pipelines))
         groups = -(-pipelines // max(1, READERS // per_pipeline))
-        return cls(of, pipelines, max(1, present // max(1, len(first))), max(1, groups))
+        return cls(place_of, pipelines, max(1, present // max(1, len(first))), max(1, groups))
 
     def observed_in(self, iteration: int) -> list[int]:
         """Return the ranks that observe an iteration."""

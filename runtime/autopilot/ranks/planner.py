@@ -157,7 +157,7 @@ class Planner:
         try:
             stages = len({stage for _, stage in places.values()})
             told = [trainings[0, rank] for rank in range(stages)]
-            ranks = tuple(order_of(each.order) for each in told)
+            ranks = tuple(order_of(rank_training.order) for rank_training in told)
             schedule = Schedule("as trained", ranks)
             check_pipeline(schedule)
             name, origin, clocks = _gpu_of(told)
@@ -283,7 +283,7 @@ def _gpu_of(told: Sequence[RankTraining]) -> tuple[str, str, tuple[int, ...]]:
     """Return name and origin of the GPUs of a pipeline, and the clocks that all of them support,
     highest first.
     """
-    gpus = [each.gpu for each in told if each.gpu is not None]
+    gpus = [training.gpu for training in told if training.gpu is not None]
     if len(gpus) < len(told):
         raise UsageError("the clocks that a GPU supports are not known")
     clocks = set.intersection(*(set(gpu.clocks_mhz) for gpu in gpus))

@@ -147,7 +147,7 @@ class AutopilotProgram:
     @cached_property
     def microbatches(self) -> int:
         """Number of microbatches of an iteration."""
-        return 1 + max(each.microbatch for each in self.computations)
+        return 1 + max(computation.microbatch for computation in self.computations)
 
     @cached_property
     def at_full_clocks(self) -> AutopilotProgram:

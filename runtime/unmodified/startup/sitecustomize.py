@@ -44,7 +44,8 @@ class _EngineFinder:
             if finder is not self and hasattr(finder, "find_spec")
         ]
         spec = next(
-            (found for find in others if (found := find(name, path, target)) is not None), None
+            (other_spec for find in others if (other_spec := find(name, path, target)) is not None),
+            None,
         )
         if spec is not None:
             _wrap_when_loaded(spec.loader)
