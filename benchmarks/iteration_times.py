@@ -167,7 +167,7 @@ def calibrated(rows: Iterable[Measured]) -> tuple[System, set[int]]:
     """
     groups: dict[KernelKey, list[Measured]] = defaultdict(list)
     for row in rows:
-        groups[kernel_key(row.job)].append(row)
+        groups[kernel_key(row.job.shape)].append(row)
     kernels, used = {}, set()
     for key, group in groups.items():
         fewest = min(row.job.gpus for row in group if row.job.ranks == 1)

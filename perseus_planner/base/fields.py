@@ -201,7 +201,7 @@ def _restored(hint: FieldType | None, value: Any) -> Any:
         return tuple(_restored(hint, entry) for entry in value)
     if hint is None or value is None:
         return value
-    if hint.inner in (int, float):
+    if hint.inner in (int, float) and hint.rule is None:
         return hint.inner(value)
     if is_dataclass(hint.inner):
         return restore(cast("type[Any]", hint.inner), value)
