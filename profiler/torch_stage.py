@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.microbatch import Microbatch, count_op_cost
 from perseus_planner.engines.torch_state import first_device, preserve_state
-from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Block, Run, Stage, TimedRun
 
@@ -124,9 +123,9 @@ def _forward_and_backward(microbatch: Microbatch) -> _Step:
 def _stage(
     gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Block | None
 ) -> Stage:
-    if isinstance(gpu, SimulatedGpu):
+    if type(gpu) is SimulatedGpu:
         return _simulated_stage(gpu, steps, block)
-    if isinstance(gpu, EmulatedGpu):
+    if isinstance(gpu, SimulatedGpu):
         raise UsageError(
             f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
         )

@@ -90,7 +90,7 @@ def test_its_text_opens_an_equal_one(name: str, seed: int, options: SimulationOp
     gpu = SimulatedGpu(CATALOG[name], seed, options)
     again = opened(gpu.text)
     assert (again.model, again.seed, again.options) == (gpu.model, gpu.seed, gpu.options)
-    assert parse_options(format_options(seed, options)) == (seed, options)
+    assert parse_options(f"simulated:?{format_options(seed, options)}") == (seed, options)
     assert again.options.faults == gpu.options.faults
 
 
