@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.microbatch import Microbatch, count_op_cost
 from perseus_planner.engines.torch_state import first_device, preserve_state
+from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Block, Run, Stage, TimedRun
 
@@ -123,12 +124,12 @@ def _forward_and_backward(microbatch: Microbatch) -> _Step:
 def _stage(
     gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Block | None
 ) -> Stage:
-    if type(gpu) is SimulatedGpu:
-        return _simulated_stage(gpu, steps, block)
-    if isinstance(gpu, SimulatedGpu):
+    if isinstance(gpu, EmulatedGpu):
         raise UsageError(
             f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
         )
+    if isinstance(gpu, SimulatedGpu):
+        return _simulated_stage(gpu, steps, block)
     if gpu.origin == "simulated":
         raise UsageError(
             f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} "
