@@ -7,8 +7,8 @@ cuda:0                    CUDA device 0 of this process, through NVML
 zeusd:0                   read through NVML, set by the zeusd daemon; needs no privilege
 command:0                 read through NVML, set by commands such as `sudo nvidia-smi`; see
 gpu/command.py amd:0                     AMD SMI index, UUID or PCI bus id; reading and setting
-through AMD SMI, as root dry-run:nvml:0            reads the GPU named after `dry-run:` and only
-records settings
+through AMD SMI, as root dry-run:nvml:0            reads the GPU named after `dry-run:` and sets
+nothing
 simulated:a100-sxm        a simulated GPU in virtual time; see gpu/simulated/options.py for its
 options emulated:a100-sxm/0       the same in real time, shared by this user's processes; see
 gpu/simulated/emulated.py

@@ -108,7 +108,7 @@ class EmulatedGpu(SimulatedGpu):
         super().__init__(model, seed, options)
         self.number = number
         self._made_by = f"{self.driver}, boot {boot_id()}"
-        self._node = self._shared = StateFile(self.uuid, self._first_state)
+        self._shared = StateFile(self.uuid, self._first_state)
         self._origin_s = self._restored(self._shared.read()).origin_s
 
     @property
@@ -181,6 +181,9 @@ class EmulatedGpu(SimulatedGpu):
         chip = self._restored(self._shared.read())
         chip.advance(time.monotonic())
         return chip
+
+    def _call_end_s(self, now_s: float, duration_s: float) -> float:
+        return self._shared.call_end_s(now_s, duration_s)
 
     def _pass(self, duration_s: float) -> None:
         # A driver call is not undone once it is made: a process that is stopped meanwhile stops

@@ -17,12 +17,10 @@ the energy counter do depend on everything before; the options `drift=0` and `st
 from __future__ import annotations
 
 import math
-from bisect import bisect, insort
 from collections import Counter
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,9 +41,6 @@ from perseus_planner.gpu.simulated.options import (
     parse_options,
 )
 
-if TYPE_CHECKING:
-    from perseus_planner.gpu.simulated.state_file import StateFile
-
 # Quantiles of the duration of a call that sets a clock on an A800 (p50 4.5 ms and p99 13 ms in an
 # unpublished measurement). The ends are chosen to give the measured mean of 6 ms.
 _QUANTILES, _CALL_S = (0.0, 0.5, 0.99, 1.0), (1.8e-3, 4.5e-3, 13e-3, 14e-3)
@@ -53,32 +48,6 @@ _LASTING = (
     0.25  # share of the noise of one computation that remains however often a call repeats it
 )
 _LARGEST = 3.0  # standard deviations
-_REMEMBERED_CALLS = 4096  # no GPU of a node is further behind the others than that
-
-
-class SimulatedNode:
-    """The driver lock that the GPUs of one machine share, which makes calls that set something wait
-    for each other.
-
-    The virtual times of the GPUs begin together, but one GPU may be ahead of another: a call takes
-    the first gap after its own time.
-    """
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[float, float]] = []  # (start, end) of each call, in order
-
-    def call_end_s(self, now_s: float, duration_s: float) -> float:
-        """Return when a call ends that is made at `now_s` and holds the lock for `duration_s`
-        seconds.
-        """
-        start_s = now_s
-        for begin_s, end_s in self._calls[max(0, bisect(self._calls, (now_s,)) - 1) :]:
-            if start_s + duration_s <= begin_s:
-                break
-            start_s = max(start_s, end_s)
-        insort(self._calls, (start_s, start_s + duration_s))
-        del self._calls[:-_REMEMBERED_CALLS]
-        return start_s + duration_s
 
 
 class SimulatedGpu(ClosedOnExit):
@@ -89,7 +58,6 @@ class SimulatedGpu(ClosedOnExit):
         model: The GPU from the catalog.
         seed: Seed of the noise.
         options: Noise, slowdown, faults and so on.
-        node: Machine that the GPU is in; None for one without other GPUs.
     """
 
     origin = "simulated"
@@ -101,13 +69,12 @@ class SimulatedGpu(ClosedOnExit):
         model: GpuModel,
         seed: int = 0,
         options: SimulationOptions = DEFAULT,
-        node: SimulatedNode | None = None,
     ) -> None:
         self.model, self.seed, self.options = model.slowed(options.slower), seed, options
         self._faults, self._origin_s = options.faults, 0.0
         self._calls = 0
         self._repeated: Counter[object] = Counter()
-        self._node: SimulatedNode | StateFile = node or SimulatedNode()
+        self._called_s = 0.0  #: when the last call that set something ended
         self._state = Chip(self.model, options, self._counter_phase_s())
 
     @property
@@ -283,15 +250,19 @@ class SimulatedGpu(ClosedOnExit):
             )
 
     def _set(self, change: Callable[[Chip], None]) -> None:
-        """Wait for other calls on the node, let the call's time pass, and change the chip."""
+        """Wait for earlier calls, let the call's time pass, and change the chip."""
         if not self._faults.is_permitted:
             raise GpuNotPermitted(
                 f"{self.name} does not let this process set anything, as its fault says; open it "
                 "without not-permitted"
             )
         now_s = self.now_s()
-        self._pass(self._node.call_end_s(now_s, self._call_s()) - now_s)
+        self._pass(self._call_end_s(now_s, self._call_s()) - now_s)
         self._change(change)
+
+    def _call_end_s(self, now_s: float, duration_s: float) -> float:
+        self._called_s = max(now_s, self._called_s) + duration_s
+        return self._called_s
 
     def _pass(self, duration_s: float) -> None:
         """Let time pass."""
