@@ -117,10 +117,8 @@ class Chip:
         while repetitions > 0 and self.now_s < ends_s:
             clock_mhz, power_w, reasons = self._run_at(load, power)
             once_s = load.free_time_s(clock_mhz) * time
-            whole_s, piece_s = (
-                once_s * repetitions,
-                min(self._constant_s(power_w), ends_s - self.now_s),
-            )
+            whole_s = once_s * repetitions
+            piece_s = min(self._constant_s(power_w), ends_s - self.now_s)
             self._spend(min(whole_s, piece_s), power_w, clock_mhz, reasons)
             repetitions = repetitions - piece_s / once_s if piece_s < whole_s else 0.0
         return repetitions
