@@ -97,7 +97,12 @@ def all_maximum(dag: PipelineDag) -> dict[str, int]:
 
 def origin_text(origin: str) -> str:
     """Say where a replayed number comes from, as the start of a sentence."""
-    return f"Replayed from a {origin} profile"
+    return f"Replayed from a {profile_of_origin(origin)}"
+
+
+def profile_of_origin(origin: str) -> str:
+    """Name a profile by its origin."""
+    return "profile of unknown origin" if origin == "unknown" else f"{origin} profile"
 
 
 def replay(plan: Planned) -> Timeline:
