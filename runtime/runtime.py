@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
+    from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.switching.agreement import Proposal
-    from perseus_planner.runtime.switching.plans import PlanFollower
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 
@@ -27,7 +26,7 @@ class Runtime:
     def __init__(
         self,
         pipeline: int,
-        follower: PlanFollower,
+        follower: Follower,
         telemetry: Telemetry,
         check: Callable[[Plans], None],
         wake: Callable[[], None],
@@ -54,7 +53,7 @@ class Runtime:
         if self._autopilot.coordinator is not None:
             return self._autopilot.coordinator.status
         program = self._follower.program
-        return program.status if isinstance(program, AutopilotProgram) else AutopilotStatus()
+        return (program.status if program is not None else None) or AutopilotStatus()
 
     @property
     def pipeline(self) -> int:

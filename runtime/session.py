@@ -18,9 +18,10 @@ from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
 from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
-from perseus_planner.runtime.autopilot.ranks.programs import ProgramFollower, Programs
+from perseus_planner.runtime.autopilot.ranks.programs import Programs
 from perseus_planner.runtime.background import PERIOD_S, STOP_S, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
+from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
@@ -32,7 +33,7 @@ from perseus_planner.runtime.rendezvous import (
     program_of,
 )
 from perseus_planner.runtime.runtime import Runtime
-from perseus_planner.runtime.switching.plans import GivenPlan, PlanFollower, Plans
+from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.link import ServiceLink
-    from perseus_planner.runtime.hook import Program, RankProgram
+    from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
 
@@ -218,28 +219,24 @@ class _Session:
             warn=lambda text: warnings.warn("record", text),
         )
         self._telemetry.update([], [] if self._gpu is None else [self._gpu])
-        self._source = (
-            ProgramFollower(is_first=context.engine.pipeline_rank.rank == 0)
-            if context.has_autopilot
-            else None
-        )
-        self._follower = PlanFollower(
+        marks, problem = _make_marks(context.engine, self._connection, warnings, stack)
+        is_first = context.engine.pipeline_rank.rank == 0
+        self._follower = Follower(
             job,
             context.share,
             self._program,
             self._telemetry.on_end,
-            is_prompt=self._source is not None,
+            RankLedger(is_first=is_first) if context.has_autopilot else None,
+            ended_s=marks.ended_s,
         )
         self._follower.start(context.program)
-        marks, problem = _make_marks(context.engine, self._connection, warnings, stack)
         self._follower.problem = attachment.problem or problem
         self._exchange: ServiceExchange | None = None
         self._autopilot: AutopilotRank | None = None
-        if self._source is not None:
-            self._source.follow(self._follower, marks.ended_s)
+        if context.has_autopilot:
             self._exchange = None if link is None else ServiceExchange()
-            self._autopilot = self._begin_autopilot(self._source, options)
-        self.hook = Hook(marks, self._source or self._follower, context.program)
+            self._autopilot = self._begin_autopilot(options)
+        self.hook = Hook(marks, self._follower, context.program)
         on_slow = options.on_straggling
         self._work = BackgroundWork(
             self._follower,
@@ -300,12 +297,11 @@ class _Session:
         if self._link is not None:
             self._link.close()
 
-    def _begin_autopilot(self, source: ProgramFollower, options: RuntimeOptions) -> AutopilotRank:
+    def _begin_autopilot(self, options: RuntimeOptions) -> AutopilotRank:
         autopilot = AutopilotRank.begin(
             self._context,
             self._job,
-            source,
-            self._follower.agreement,
+            self._follower,
             self._warnings,
             options,
             self._exchange,
@@ -314,17 +310,17 @@ class _Session:
             autopilot.coordinator.on_status = self._telemetry.on_status
         return autopilot
 
-    def _program(self, version: int, data: bytes) -> RankProgram:
+    def _program(self, version: int, data: bytes) -> Program:
         """Return this rank's part of what rank 0 has sent: plans, or programs of the autopilot."""
-        if self._source is None:
+        if self._follower.ledger is None:
             return self._plan_program(version, Plans.loads(data))
-        rank, orders = self._context.engine.pipeline_rank.rank, self._source.orders
+        rank, orders = self._context.engine.pipeline_rank.rank, self._follower.orders
         return Programs.program_of(data, version, self._context.pipeline, rank, orders)
 
     def _plan_program(self, version: int, plans: Plans) -> Program:
         program = program_of(self._context.engine, plans, version, self._context.pipeline)
-        if self._gpu is not None:
-            check_gpu(program, self._gpu, self._context.control)
+        if self._gpu is not None and program.plan is not None:
+            check_gpu(program.plan, self._gpu, self._context.control)
         return program
 
     def _check(self, plans: Plans) -> None:

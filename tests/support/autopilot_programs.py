@@ -25,7 +25,6 @@ from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_r
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.agent import agent, link
 from perseus_planner.runtime.autopilot.ranks import coordinator
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.telemetry import counters
 
@@ -68,7 +67,7 @@ def _trained(
                 if runtime is not None:
                     phases += [runtime.autopilot.phase][runtime.autopilot.phase in phases :]
                     program = runtime._follower.program
-                    tried += isinstance(program, AutopilotProgram) and program.decision > 0
+                    tried += program is not None and program.decision > 0
                     unknown = unknown or runtime.autopilot.unknown * (
                         runtime.autopilot.reference_s is not None
                     )
@@ -148,7 +147,7 @@ def served(state: str, address: str, name: str) -> None:
             while not any_rank(Path("stop").exists()):
                 step()
                 program = runtime._follower.program
-                if isinstance(program, AutopilotProgram):
+                if program is not None:
                     Path(f"clock-{dist.get_rank()}.new").write_text(str(mean(program.clocks)))
                     Path(f"clock-{dist.get_rank()}.new").rename(f"clock-{dist.get_rank()}")
         result["pipeline"] = runtime.pipeline

@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
-    from perseus_planner.runtime.autopilot.ranks.programs import Ended, ProgramFollower
     from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
+    from perseus_planner.runtime.follower import Ended, Follower
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.rendezvous import RankContext, RuntimeOptions
-    from perseus_planner.runtime.switching.agreement import Agreement
 
 SETTLE_NS = 900_000
 """How long a clock takes to settle after the call that sets it: the mean on an A800."""
@@ -64,7 +63,7 @@ class Observer:
         self,
         store: Store,
         rank: int,
-        source: ProgramFollower,
+        source: Follower,
         gpu: ObservedGpu | None,
         *,
         every: int = 1,
@@ -126,7 +125,7 @@ class Observer:
     def _finish(self, times: IterationTimes, ended: Ended) -> None:
         time_s = (times.end_ns - times.begin_ns) / 1e9
         program = ended.program
-        if program is not None:
+        if program is not None and self._source.ledger is not None:
             self._source.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
         if self._is_written and times.number % self._every == self._turn:
             if ended.order != self._told and ended.order:
@@ -202,8 +201,7 @@ class AutopilotRank:
         cls,
         context: RankContext,
         job: TrainingJob,
-        source: ProgramFollower,
-        agreement: Agreement,
+        source: Follower,
         warnings: JobWarnings,
         options: RuntimeOptions,
         exchange: ServiceExchange | None,
@@ -232,7 +230,7 @@ class AutopilotRank:
                 gpus_per_node=context.neighbours,
                 is_shared=exchange is not None,
             ),
-            agreement,
+            source.agreement,
             warnings,
             exchange,
         )

@@ -251,7 +251,7 @@ class Planner:
         if news != self._sent:
             self._sent = news
             time_s = decision.time_s or (0.0 if ledger is None else ledger.reference_s)
-            top_mhz = self._autopilot.job.clocks_mhz[0]
+            top = self._autopilot.job.clocks_mhz[0]
             busy_s = self._autopilot.busy_s()
             clocks, pipelines = clock_runs(decision.clocks)
             programs = Programs(
@@ -259,7 +259,7 @@ class Planner:
                 orders=self._orders,
                 clocks=clocks,
                 pipelines=pipelines,
-                top_mhz=top_mhz,
+                top=top,
                 time_s=time_s,
                 ledger=ledger,
                 status=status,
