@@ -176,6 +176,8 @@ class Hook:
         self._is_inside = False
         self._position = 0
         self._is_unclocked = True  #: no clock is requested
+        #: Index of the request for the first computation, and 1 if that turns (`clock_request`).
+        self._first = self._turns = 0
         self._deviation: str | None = None
         self._noted: list[tuple[int, str, int]] = []  #: what ran that is not as in a program
         self._load(first)
@@ -228,7 +230,9 @@ class Hook:
         self._marks.end()
         self._position = position = self._position + 1
         if not self._is_unclocked:
-            self._marks.request(position if position < self._count else 0)
+            if position >= self._count:
+                position = self._first = self._turns - self._first
+            self._marks.request(position)
 
     def end_iteration(self) -> None:
         """End the iteration, including all that the engine does after its last computation."""
@@ -242,7 +246,7 @@ class Hook:
         self._source.on_end(self._iteration, self._program, self._deviation, order)
         if self._deviation is None and self._is_unclocked and self._program is not None:
             self._is_unclocked = False
-            self._marks.request(0)
+            self._marks.request(self._first)
 
     def abandon_iteration(self) -> None:
         """End the iteration because it raises, which is no deviation; the next one begins with
@@ -260,9 +264,13 @@ class Hook:
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
         self._is_unclocked = program is None
-        self._marks.load(
-            [clock_request(i, clock) for i, clock in enumerate(program.clocks)] if program else []
-        )
+        requests = [
+            clock_request(i, clock) for i, clock in enumerate(program.clocks if program else ())
+        ]
+        self._turns, self._first = int(self._count == 1), 0
+        if program is not None and self._turns:
+            requests.append(clock_request(0, program.clocks[0], again=True))
+        self._marks.load(requests)
         self._marks.request(_NO_REQUEST_INDEX if program is None else 0)
 
     def _deviate(self, what: str) -> None:

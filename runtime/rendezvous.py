@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from perseus_planner.base.errors import PlanError, RankError
 from perseus_planner.base.wires import Board, Message
 from perseus_planner.engines import engine_of
+from perseus_planner.engines.whole import WholeTraining
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
@@ -144,7 +145,7 @@ def join_job(
     function.
 
     Args:
-        engine: The training engine, as for `engine_of`.
+        engine: The training engine, as for `engine_of`; None for training without a pipeline.
         job: The job.
         options: Options of this rank.
         served: The job as a service should know it; None without a service. That of rank 0 counts.
@@ -160,7 +161,7 @@ def join_job(
     """
     everyone = range(job.ranks)
     with _step(job, "infos", everyone, RENDEZVOUS_S) as step:
-        adapter = engine_of(engine)
+        adapter = WholeTraining() if engine is None else engine_of(engine)
         adapter.check()
         gpu = options.gpu_of(adapter.device)
         info = step.value = _rank_info(adapter, job, options, served)
@@ -183,7 +184,11 @@ def join_job(
     with _step(job, "gpus", present, 2 * attachment.ATTACH_S) as step:
         controller = attachment.NodeController(job, neighbours, options.max_changes_per_s)
         plan = None if program is None else program.plan
-        control = "clock" if plan is None else cast("Control", plan.control)
+        control: Control = "clock"
+        if plan is not None:
+            control = cast("Control", plan.control)
+        elif engine is None:
+            control = attachment.control_of(gpu)
         attached = attachment.attach(controller, gpu, control, stack)
         if plan is not None and attached.gpu is not None:
             check_gpu(plan, attached.gpu, control)

@@ -37,8 +37,6 @@ from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from perseus_planner.engines.engine import Engine
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.link import ServiceLink
@@ -90,9 +88,9 @@ def planner_runtime(
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
-            schedule of torch.distributed.pipelining. None for training without a pipeline: all GPUs
-            then get one clock for the whole iteration, and each is to run inside
-            `with runtime.iteration():`.
+            schedule of torch.distributed.pipelining. None for training without a pipeline: without
+            a plan all GPUs then get one clock for the whole iteration, and each iteration is to run
+            inside `with runtime.iteration():`.
         plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for
             the autopilot. The plan of rank 0 counts and is sent to all ranks.
         gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd",
@@ -152,35 +150,13 @@ def planner_runtime(
         ),
         state=state,
     )
-    with _whole(options) if engine is None else _pipeline(engine, options) as runtime:
-        yield runtime
-
-
-def _whole(options: RuntimeOptions) -> AbstractContextManager[Runtime]:
-    """Train without an engine."""
-    from perseus_planner.runtime.whole.session import training_device, whole_iterations
-
-    if options.record is not None:
-        text = "only runs of pipelines are recorded; leave out record="
-        JobWarnings(this_job()).warn("record", text, by="rank 0")
-    if options.plan is not None:
-        raise UsageError(
-            "plan= is for pipelines; give planner_runtime the engine that runs it, or leave out "
-            "the plan"
-        )
-    return whole_iterations(options, training_device())
-
-
-@contextmanager
-def _pipeline(engine: Any, options: RuntimeOptions) -> Iterator[Runtime]:
-    """Train an engine."""
-    job, process = this_job(), os.getpid()
-    warnings = JobWarnings(job)
-    link = None if options.service is None else _service_link(options, job, warnings)
+    training, process = this_job(), os.getpid()
+    warnings = JobWarnings(training)
+    link = None if options.service is None else _service_link(options, training, warnings)
     with ExitStack() as stack:
         served = None if link is None else link.settings
-        context = join_job(engine, job, options, served, warnings, stack)
-        session = _Session(context, job, options, link, warnings, stack)
+        context = join_job(engine, training, options, served, warnings, stack)
+        session = _Session(context, training, options, link, warnings, stack)
         end_s = 0.0  # after an exception nobody is waited for
         try:
             with context.engine.attached(session.hook):
@@ -265,7 +241,7 @@ class _Session:
         """Begin what runs beside the training."""
         self._background.start()
         runtime = Runtime(
-            self._context.pipeline,
+            self._context,
             self._follower,
             self._telemetry,
             self._check,

@@ -22,7 +22,7 @@ from perseus_planner.engines import parts_of, wrap_training
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from perseus_planner.runtime.whole.session import IterationRuntime
+    from perseus_planner.runtime.runtime import Runtime
 
 _MOST_STEPS = 100
 """So many steps of other optimizers mean that the first one no longer trains."""
@@ -43,7 +43,7 @@ class UnmodifiedTraining:
     def __init__(self) -> None:
         self._process: int | None = None  #: that has trained
         self._parts: Sequence[Any] = ()  #: of the engine that has the runtime
-        self._iterations: IterationRuntime | None = None  #: without an engine
+        self._iterations: Runtime | None = None  #: without an engine
         self._optimizer: Callable[[], Any] = lambda: None  #: whose steps end the iterations
         self._steps = 0  #: of other optimizers since
         self._runtime = ExitStack()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.wires import encode
 from perseus_planner.gpu import open_gpu
+from perseus_planner.runtime.attachment import power_limits
 from perseus_planner.runtime.autopilot.ranks.coordinator import (
     NOTHING,
     Coordinator,
@@ -27,13 +28,14 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     RankTraining,
 )
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
+from perseus_planner.runtime.telemetry.counters import is_pause
 from perseus_planner.runtime.telemetry.telemetry import GpuSamples
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
-    from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
+    from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
     from perseus_planner.runtime.follower import Ended, Follower
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
@@ -143,7 +145,11 @@ class Observer:
             return Frame(self._rank, ended.order, times.number, 0, time_s)
         last_ns = times.spans_ns[-1][1]
         energy_j, throttled_s = None, 0.0
-        if self._last_ns is not None and self._is_sampled(times):
+        if (
+            self._last_ns is not None
+            and self._is_sampled(times)
+            and not is_pause((begin_ns - self._last_ns) / 1e9, time_s)
+        ):
             # From the end of the last computation to the next one's: then the GPU is sampled, as
             # its request changes.
             energy_j = self._samples.energy_j(self._last_ns, last_ns)
@@ -213,7 +219,7 @@ class AutopilotRank:
             job.own_store,
             job.rank,
             source,
-            _observed(context.attachment.gpu, warnings),
+            _observed(context.attachment.gpu, context.control, warnings),
             every=places.every,
             turn=0 if place is None else place[0] % places.every,
             is_written=place is not None,
@@ -257,12 +263,15 @@ class AutopilotRank:
             self._coordinator.close()
 
 
-def _observed(gpu: AttachReply | None, warnings: JobWarnings) -> ObservedGpu | None:
+def _observed(
+    gpu: AttachReply | None, control: Control, warnings: JobWarnings
+) -> ObservedGpu | None:
     if gpu is None:
         return None
     try:
         with open_gpu(gpu.gpu) as opened:
-            return ObservedGpu(gpu.name, gpu.origin, opened.supported_clocks_mhz)
+            values = opened.supported_clocks_mhz if control == "clock" else power_limits(opened)
+            return ObservedGpu(gpu.name, gpu.origin, values, control)
     except GpuError as error:
         warnings.warn("autopilot clocks", f"the autopilot has no clocks to choose from: {error}")
         return None
