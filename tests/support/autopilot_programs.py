@@ -97,29 +97,29 @@ def references(state: str, *names: str) -> None:
 
 
 def referenced(made: Callable[[Watch], Any], name: str) -> dict[str, Any]:
-    """Return which clocks were locked while the reference was measured, and the microbatches
-    that were planned.
+    """Return whether clocks were locked while the reference was measured, and the microbatches
+    that were planned, one schedule of the stages after the other.
     """
     warning_log, watch = WarningLog(), Watch()
     watch.takes_s = 0.002
-    pipeline, planned, locked = made(watch), set[int](), set[int | None]()
+    pipeline, planned, locked = made(watch), list[int](), set[int | None]()
     with planner_runtime(
         pipeline.engine, gpu=RUNTIME_GPU, state=None, dry_run=name == "dry"
     ) as runtime:
-        for microbatches in (6, 4) if name == "1f1b" else (4,):
+        for microbatches in (4, 8, 4) if name == "1f1b" else (4,):
             if name == "1f1b":
                 pipeline.change(microbatches)
             deadline_s = time.monotonic() + LONG_S
-            while not every_rank(microbatches in planned):
+            while not every_rank(planned[-1:] == [microbatches]):
                 pipeline.step()
                 program = runtime._follower.program
                 if runtime.autopilot.reference_s is not None and program is not None:
-                    planned.add(program.microbatches)
+                    planned += [program.microbatches][program.microbatches in planned[-1:] :]
                     locked.add(watch.gpu.locked_mhz)
                 assert time.monotonic() < deadline_s, (planned, runtime.autopilot)
     after, texts = watch.gpu.locked_mhz, warning_log.taken()
     return {
-        "planned": sorted(planned),
+        "planned": planned,
         "was locked": locked != {None},
         "after": after,
         "warnings": texts,

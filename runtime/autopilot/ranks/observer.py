@@ -28,7 +28,6 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     RankTraining,
 )
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
-from perseus_planner.runtime.telemetry.counters import is_pause
 from perseus_planner.runtime.telemetry.telemetry import GpuSamples
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 SETTLE_NS = 900_000
 """How long a clock takes to settle after the call that sets it: the mean on an A800."""
 _CALLS = 16  #: calls that set a clock from which it is known how long they take
+_PAUSE_S = 1.0  #: a longer time between two iterations, beside theirs, is a pause
 _PATIENCE = 1  #: iterations that may wait for a sample of the GPU
 
 
@@ -148,7 +148,7 @@ class Observer:
         if (
             self._last_ns is not None
             and self._is_sampled(times)
-            and not is_pause((begin_ns - self._last_ns) / 1e9, time_s)
+            and begin_ns - self._last_ns < 1e9 * (_PAUSE_S + time_s)
         ):
             # From the end of the last computation to the next one's: then the GPU is sampled, as
             # its request changes.
