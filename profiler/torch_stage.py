@@ -133,12 +133,12 @@ def _stage(
     block: Block | None,
     repeating: Repeating,
 ) -> Stage:
-    if isinstance(gpu, SimulatedGpu):
-        return _simulated_stage(gpu, steps, block, repeating)
     if isinstance(gpu, EmulatedGpu):
         raise UsageError(
             f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
         )
+    if isinstance(gpu, SimulatedGpu):
+        return _simulated_stage(gpu, steps, block, repeating)
     if gpu.origin == "simulated":
         raise UsageError(
             f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} "

@@ -384,7 +384,7 @@ class StageGroup:
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first, which keeps rows."""
-        return self._group.rank == self._ranks[0]
+        return bool(self._group.rank == self._ranks[0])
 
     def gather(self, value: T) -> list[T]:
         """See `GpuGroup.gather`.

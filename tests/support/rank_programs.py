@@ -184,7 +184,7 @@ class Stuck(tiny_training.Layer):
 
 
 def stuck(repeats: str) -> None:
-    """Profile a training in which repetitions of the last stage do not come back within a second."""
+    """Profile a training in which a repetition of the last stage does not come back in time."""
     dist.init_process_group("gloo")
     settings = SweepSettings(control="observed", repetition_s=1.0)
 
