@@ -22,7 +22,7 @@ from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import Ledger
 from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, ProgramFollower
 from perseus_planner.runtime.hook import Hook, Program
-from perseus_planner.runtime.marks import HostMarks, clock_request
+from perseus_planner.runtime.marks import Marks, clock_request
 
 _COLUMNS = {
     "what": ("on the training thread", ""),
@@ -47,7 +47,7 @@ def measure(size: Size) -> Section:
     alike.
     """
     program, shared = _program(size), memoryview(bytearray(8)).cast("Q")
-    hook = Hook(HostMarks(shared), FixedProgram(program), program)
+    hook = Hook(Marks(shared), FixedProgram(program), program)
     rows, is_right = _bare(program, hook, shared, size.hook_iterations)
     median_us = {row["what"]: row["median_us"] for row in rows}
     more_us = (median_us[_AUTOPILOT] - median_us[_ITERATION]) / len(program.computations)
@@ -175,7 +175,7 @@ def _learning_hook(program: Program, iterations: int) -> Hook:
     """
     source, programs = ProgramFollower(), _NewPrograms(program, iterations)
     source.follow(programs, lambda: program.time_s)  # type: ignore[arg-type]
-    return Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, programs.program_for(0))
+    return Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, programs.program_for(0))
 
 
 def _taken_ns(

@@ -50,7 +50,7 @@ from perseus_planner.runtime.autopilot.ranks.programs import (
 )
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.hook import Hook, RankProgram
-from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, IterationTimes, parse_clock_request
+from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request
 from perseus_planner.schedules import Computation, one_f_one_b
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ def trained(
     for in each.
     """
     source, shared, asked = ProgramFollower(), memoryview(bytearray(8)).cast("Q"), []
-    marks = HostMarks(shared)
+    marks = Marks(shared)
     lasting = iter(times_s)
     source.follow(Follower(given), lambda: next(lasting))  # type: ignore[arg-type]
     hook = Hook(marks, source, None)
@@ -244,7 +244,7 @@ def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     program = program_of(programs([[[1200] * 6] * 2]))
     lasting = iter([0.065] * 4)
     source.follow(Follower([None, program, program, program]), lambda: next(lasting))  # type: ignore[arg-type]
-    hook, times = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, None), []
+    hook, times = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None), []
     for number in range(4):
         hook.begin_iteration()
         for computation in RANKS[0]:

@@ -55,7 +55,8 @@ class StateFile:
             with _user_folder() as folder:
                 self._node = _open(os.path.join(folder, "node"))
                 self._file = _open(os.path.join(folder, f"{quote(name, safe='')}.state"))
-            os.ftruncate(self._file, _SLOT * _SLOTS)
+            for file in (self._node, self._file):  # a full memory would kill who writes to it
+                os.posix_fallocate(file, 0, _SLOT * _SLOTS)
             self._memory = mmap.mmap(self._file, _SLOT * _SLOTS)
             self._begin(first)
         except OSError as error:
