@@ -57,7 +57,7 @@ def time_in_turn(name: str, plan: str, iterations: int) -> Timings:
     """Run iterations of an engine with and without the hook, in turn; this process is the only
     rank of the plan.
     """
-    program, found, stamps_ns = Program(1, Plan.loads(plan), 0), Timings(), list[int]()
+    program, found, stamps_ns = Program.of_plan(1, Plan.loads(plan), 0), Timings(), list[int]()
     source = FixedProgram(program)
     hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, program)
     make = {"torch.distributed.pipelining": _torch_pipelining, "DeepSpeed": _deepspeed}[name]

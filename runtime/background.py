@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.attachment import Reattachment
     from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
+    from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.marks import IterationTimes
-    from perseus_planner.runtime.switching.plans import PlanFollower
     from perseus_planner.runtime.telemetry.counters import Counts
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
@@ -92,7 +92,7 @@ class BackgroundWork:
 
     def __init__(
         self,
-        follower: PlanFollower,
+        follower: Follower,
         hook: Hook,
         marks: Marks,
         telemetry: Telemetry,

@@ -21,16 +21,28 @@ KEPT = 64
 """How many iterations are kept until their times are read."""
 
 
-def clock_request(position: int, value: int) -> int:
+_AGAIN = 1 << 63
+
+
+def clock_request(position: int, value: int, *, again: bool = False) -> int:
     """Pack a request for `value` (MHz or watts), for the computation at `position` of the rank's
     program.
+
+    With `again` it is another number for the same: a program of one computation turns it with each
+    iteration, so that the controller sees them begin.
     """
-    return (position + 1) << 32 | value
+    return again * _AGAIN | (position + 1) << 32 | value
 
 
 def parse_clock_request(request: int) -> tuple[int | None, int]:
     """Return the position and the value of a request; (None, 0) for `NO_REQUEST`."""
-    return (request >> 32) - 1 if request >> 32 else None, request & 0xFFFFFFFF
+    place = (request & ~_AGAIN) >> 32
+    return place - 1 if place else None, request & 0xFFFFFFFF
+
+
+def is_turned(request: int, before: int) -> bool:
+    """Whether of two requests one is `again`, and the other is not."""
+    return bool((request ^ before) & _AGAIN)
 
 
 @dataclass(frozen=True)

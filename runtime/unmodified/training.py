@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import sys
 import weakref
@@ -18,11 +17,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.engines import parts_of, wrap_training
+from perseus_planner.engines.engine import are_same
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from perseus_planner.runtime.whole.session import IterationRuntime
+    from perseus_planner.runtime.runtime import Runtime
 
 _MOST_STEPS = 100
 """So many steps of other optimizers mean that the first one no longer trains."""
@@ -43,7 +43,7 @@ class UnmodifiedTraining:
     def __init__(self) -> None:
         self._process: int | None = None  #: that has trained
         self._parts: Sequence[Any] = ()  #: of the engine that has the runtime
-        self._iterations: IterationRuntime | None = None  #: without an engine
+        self._iterations: Runtime | None = None  #: without an engine
         self._optimizer: Callable[[], Any] = lambda: None  #: whose steps end the iterations
         self._steps = 0  #: of other optimizers since
         self._runtime = ExitStack()
@@ -64,7 +64,7 @@ class UnmodifiedTraining:
             if self._attach(engine) is not None:
                 self._parts = parts
             return bool(self._parts)
-        if self._parts and self._process == os.getpid() and not _are_same(parts, self._parts):
+        if self._parts and self._process == os.getpid() and not are_same(parts, self._parts):
             self._parts = ()
             self._runtime.close()
             _say(
@@ -160,10 +160,6 @@ def _show_log() -> None:
         _LOG.addHandler(logging.StreamHandler())
         _LOG.setLevel(logging.INFO)
         _LOG.propagate = False  # the script may still decide, and would print all twice
-
-
-def _are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(parts) == len(others) and all(map(operator.is_, parts, others))
 
 
 def _say(problem: str) -> None:

@@ -34,7 +34,7 @@ def frontier(microbatches: int, kind: str) -> Frontier:
 @cache
 def program(microbatches: int, kind: str, slowdown: float, rank: int, version: int = 1) -> Program:
     found = frontier(microbatches, kind)
-    return Program(version, found.plan_for(slowdown * found.baseline_time_s), rank)
+    return Program.of_plan(version, found.plan_for(slowdown * found.baseline_time_s), rank)
 
 
 PROGRAMS = st.builds(
@@ -247,7 +247,7 @@ def test_a_program_is_its_ranks_part_of_the_plan():
 def test_a_rank_that_the_plan_does_not_have_is_refused(rank):
     expected = f"the plan is for pipelines of 2 ranks, and this is rank {rank} of a pipeline; "
     with pytest.raises(PlanError, match=expected):
-        Program(1, program(2, "1f1b", 1.0, 0).plan, rank)
+        Program.of_plan(1, program(2, "1f1b", 1.0, 0).plan, rank)
 
 
 @given(st.data())

@@ -197,7 +197,7 @@ def _followed(
     results = _trained(pipeline, adapter.attached(recorder))
 
     watched = create()
-    hook = Watched(Program(1, plan_of(schedule(microbatches), gpu=None), dist.get_rank()))
+    hook = Watched(Program.of_plan(1, plan_of(schedule(microbatches), gpu=None), dist.get_rank()))
     _trained(watched, engine_of(watched.engine).attached(hook))
     return {
         **result,

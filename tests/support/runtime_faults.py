@@ -106,8 +106,7 @@ def _survived(
 
 
 def _has_fewer_changes(runtime: Runtime) -> bool:
-    program = runtime._follower.program
-    return program is not None and program.max_changes is not None
+    return runtime._follower._fewer is not None
 
 
 def clocks_come_back(state: str) -> None:

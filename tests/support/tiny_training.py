@@ -12,6 +12,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ class Torch:
         ]
         kind = getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
         parts = self.stages[0] if len(numbers) == 1 else self.stages
-        self.engine = kind(parts, microbatches, loss_fn=loss)
+        self._schedule_of = cache(lambda count: kind(parts, count, loss_fn=loss))
+        self.engine = self._schedule_of(microbatches)
         self.rank, self.microbatches, self._shape = rank, microbatches, shape
         self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=0.01)
         for stage in self.stages:
@@ -110,8 +112,8 @@ class Torch:
                 _watch_stage(stage, watch)
 
     def change(self, microbatches: int) -> None:
-        """Change the number of microbatches of the next iterations."""
-        self.microbatches = self.engine._n_microbatches = microbatches
+        """Go on with the schedule of the same stages that has this many microbatches."""
+        self.microbatches, self.engine = microbatches, self._schedule_of(microbatches)
 
     def step(self) -> list[Any]:
         """Run one iteration; return its losses on the last rank."""

@@ -94,6 +94,7 @@ class ObservedGpu:
     name: str  #: Its name
     origin: str  #: "measured" or "simulated"
     clocks_mhz: tuple[int, ...]  #: The clocks that may be set, highest first
+    control: str = "clock"  #: What they are; power limits are watts
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.wires import encode
 from perseus_planner.gpu import open_gpu
+from perseus_planner.runtime.attachment import power_limits
 from perseus_planner.runtime.autopilot.ranks.coordinator import (
     NOTHING,
     Coordinator,
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
-    from perseus_planner.runtime.autopilot.ranks.programs import Ended, ProgramFollower
-    from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
+    from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
+    from perseus_planner.runtime.follower import Ended, Follower
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.rendezvous import RankContext, RuntimeOptions
-    from perseus_planner.runtime.switching.agreement import Agreement
 
 SETTLE_NS = 900_000
 """How long a clock takes to settle after the call that sets it: the mean on an A800."""
 _CALLS = 16  #: calls that set a clock from which it is known how long they take
+_PAUSE_S = 1.0  #: a longer time between two iterations, beside theirs, is a pause
 _PATIENCE = 1  #: iterations that may wait for a sample of the GPU
 
 
@@ -64,7 +65,7 @@ class Observer:
         self,
         store: Store,
         rank: int,
-        source: ProgramFollower,
+        source: Follower,
         gpu: ObservedGpu | None,
         *,
         every: int = 1,
@@ -126,7 +127,7 @@ class Observer:
     def _finish(self, times: IterationTimes, ended: Ended) -> None:
         time_s = (times.end_ns - times.begin_ns) / 1e9
         program = ended.program
-        if program is not None:
+        if program is not None and self._source.ledger is not None:
             self._source.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
         if self._is_written and times.number % self._every == self._turn:
             if ended.order != self._told and ended.order:
@@ -144,7 +145,11 @@ class Observer:
             return Frame(self._rank, ended.order, times.number, 0, time_s)
         last_ns = times.spans_ns[-1][1]
         energy_j, throttled_s = None, 0.0
-        if self._last_ns is not None and self._is_sampled(times):
+        if (
+            self._last_ns is not None
+            and self._is_sampled(times)
+            and begin_ns - self._last_ns < 1e9 * (_PAUSE_S + time_s)
+        ):
             # From the end of the last computation to the next one's: then the GPU is sampled, as
             # its request changes.
             energy_j = self._samples.energy_j(self._last_ns, last_ns)
@@ -202,8 +207,7 @@ class AutopilotRank:
         cls,
         context: RankContext,
         job: TrainingJob,
-        source: ProgramFollower,
-        agreement: Agreement,
+        source: Follower,
         warnings: JobWarnings,
         options: RuntimeOptions,
         exchange: ServiceExchange | None,
@@ -215,7 +219,7 @@ class AutopilotRank:
             job.own_store,
             job.rank,
             source,
-            _observed(context.attachment.gpu, warnings),
+            _observed(context.attachment.gpu, context.control, warnings),
             every=places.every,
             turn=0 if place is None else place[0] % places.every,
             is_written=place is not None,
@@ -232,7 +236,7 @@ class AutopilotRank:
                 gpus_per_node=context.neighbours,
                 is_shared=exchange is not None,
             ),
-            agreement,
+            source.agreement,
             warnings,
             exchange,
         )
@@ -259,12 +263,15 @@ class AutopilotRank:
             self._coordinator.close()
 
 
-def _observed(gpu: AttachReply | None, warnings: JobWarnings) -> ObservedGpu | None:
+def _observed(
+    gpu: AttachReply | None, control: Control, warnings: JobWarnings
+) -> ObservedGpu | None:
     if gpu is None:
         return None
     try:
         with open_gpu(gpu.gpu) as opened:
-            return ObservedGpu(gpu.name, gpu.origin, opened.supported_clocks_mhz)
+            values = opened.supported_clocks_mhz if control == "clock" else power_limits(opened)
+            return ObservedGpu(gpu.name, gpu.origin, values, control)
     except GpuError as error:
         warnings.warn("autopilot clocks", f"the autopilot has no clocks to choose from: {error}")
         return None
