@@ -215,7 +215,7 @@ class BackgroundWork:
         progress, now_s, program = self._hook.progress, time.monotonic(), self._follower.program
         if progress != self._progress:
             self._progress, self._progressed_s = progress, now_s
-        if program is None or self._connection is None:
+        if program is None or self._connection is None or not program.time_s:
             return
         if now_s - self._progressed_s > QUIET * program.time_s + QUIET_S:
             self._connection.request[0] = NO_REQUEST
