@@ -70,7 +70,7 @@ def profile_simulated(
         raise UsageError(f"stages is {stages!r}; give a whole number of at least 1")
     measured: list[StageRows] = []
     with open_gpu(gpu) as device:
-        if not isinstance(device, SimulatedGpu):
+        if type(device) is not SimulatedGpu:
             raise GpuError(f"{gpu} is not simulated; give one such as simulated:a100-sxm")
         for number, costs in enumerate(_small_gpt(stages)):
             stage = _simulated_stage(device, costs, split_backward)

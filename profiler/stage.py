@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import ProfileError
+from perseus_planner.profiles.groups import common_origin
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def assemble_profile(
         },
         powers_w[0] if len(set(powers_w)) == 1 else powers_w,
         gpu=" + ".join(dict.fromkeys(stage.gpu for stage in stages)),
-        origin="simulated" if any(stage.origin == "simulated" for stage in stages) else "measured",
+        origin=common_origin(stage.origin for stage in stages),
         gpus_per_stage=stages[0].gpus,
         control=stages[0].control,
         iteration=iteration or {},

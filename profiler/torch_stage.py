@@ -124,12 +124,12 @@ def _forward_and_backward(microbatch: Microbatch) -> _Step:
 def _stage(
     gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Block | None
 ) -> Stage:
-    if isinstance(gpu, SimulatedGpu):
-        return _simulated_stage(gpu, steps, block)
     if isinstance(gpu, EmulatedGpu):
         raise UsageError(
             f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
         )
+    if isinstance(gpu, SimulatedGpu):
+        return _simulated_stage(gpu, steps, block)
     if gpu.origin == "simulated":
         raise UsageError(
             f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} "

@@ -240,6 +240,7 @@ def stage_calibration(
             "give the tensor degree that was measured"
         )
     row_stage = 0 if profile.stages == 1 else number
+    origin = "of unknown origin" if profile.origin == "unknown" else profile.origin
     return StageCalibration(
         loads=pipeline.loads(system)[number],
         measurements={
@@ -248,7 +249,7 @@ def stage_calibration(
             if measured_stage == row_stage
         },
         sequence=shape.sequence,
-        source=f"stage {number} of {source} ({profile.origin})",
+        source=f"stage {number} of {source} ({origin})",
         blocking_power_w=profile.blocking_w(row_stage) / gpus,
     )
 

@@ -2,16 +2,16 @@
 
 A text such as `nvml:0` names a GPU and the back-end that reads and sets it:
 
-nvml:0, nvml:GPU-8f6b…    NVML index or UUID; reading and setting through NVML, setting needs root
-cuda:0                    CUDA device 0 of this process, through NVML
-zeusd:0                   read through NVML, set by the zeusd daemon; needs no privilege
-command:0                 read through NVML, set by commands such as `sudo nvidia-smi`; see
-gpu/command.py amd:0                     AMD SMI index, UUID or PCI bus id; reading and setting
-through AMD SMI, as root dry-run:nvml:0            reads the GPU named after `dry-run:` and only
-records settings
-simulated:a100-sxm        a simulated GPU in virtual time; see gpu/simulated/options.py for its
-options emulated:a100-sxm/0       the same in real time, shared by this user's processes; see
-gpu/simulated/emulated.py
+    nvml:0, nvml:GPU-8f6b…    NVML index or UUID; set through NVML, which needs root
+    cuda:0                    CUDA device 0 of this process, through NVML
+    zeusd:0                   read through NVML, set by the zeusd daemon; needs no privilege
+    command:0                 read through NVML, set by commands such as `sudo nvidia-smi`
+                              (gpu/command.py)
+    amd:0                     AMD SMI index, UUID or PCI bus id; set through AMD SMI, as root
+    dry-run:nvml:0            reads the GPU named after `dry-run:` and sets nothing
+    simulated:a100-sxm        a simulated GPU in virtual time (gpu/simulated/options.py)
+    emulated:a100-sxm/0       the same in real time, shared by this user's processes
+                              (gpu/simulated/emulated.py)
 
 `gpu.lease` makes sure that one process at a time sets a GPU and that its settings are undone when
 that process dies.

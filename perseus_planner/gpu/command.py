@@ -49,6 +49,13 @@ _ERRORS: dict[int, type[GpuError]] = {
 page).
 """
 
+_ADVICE = {
+    GpuNotPermitted: "allow this user to run it without a password (NOPASSWD in sudoers), or run "
+    "as root",
+    GpuNotSupported: "use the other control (SM clock or power limit), or observe mode",
+    GpuLost: "reset the GPU, or reboot the node",
+}
+
 _WARNED_ONLY = "Treating as warning and moving on"
 """What nvidia-smi prints about a setting that is not supported, before it exits with status 0."""
 
@@ -60,20 +67,19 @@ class CommandGpu(NvmlReader):
 
     Args:
         device: The GPU.
-        set_clock: Command with {min} and {max}, both the clock in MHz.
-        reset_clock: Command that unlocks the clock.
-        set_power: Command with {watts}; it also restores the default limit.
+
+    Raises:
+        GpuError: If a command is malformed.
     """
 
-    def __init__(
-        self,
-        device: NvmlDevice,
-        set_clock: CommandTemplate,
-        reset_clock: CommandTemplate,
-        set_power: CommandTemplate,
-    ) -> None:
+    def __init__(self, device: NvmlDevice) -> None:
         super().__init__(device, f"command:{device.uuid}")
-        self._set_clock, self._reset_clock, self._set_power = set_clock, reset_clock, set_power
+        nvidia_smi = "sudo -n nvidia-smi -i {uuid}"
+        self._set_clock = read_template(
+            "PLANNER_SET_CLOCK", f"{nvidia_smi} -lgc {{min}},{{max}}", "min", "max"
+        )
+        self._reset_clock = read_template("PLANNER_RESET_CLOCK", f"{nvidia_smi} -rgc")
+        self._set_power = read_template("PLANNER_SET_POWER", f"{nvidia_smi} -pl {{watts}}", "watts")
         self._fields = {
             "gpu": str(device.call("nvmlDeviceGetIndex", what="read its index")),
             "uuid": self.uuid,
@@ -99,14 +105,7 @@ def open_command(which: str) -> CommandGpu:
     Raises:
         GpuError: If a command is malformed, or NVML cannot open the GPU.
     """
-    commands = (
-        read_template(
-            "PLANNER_SET_CLOCK", "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", ("min", "max")
-        ),
-        read_template("PLANNER_RESET_CLOCK", "sudo -n nvidia-smi -i {uuid} -rgc", ()),
-        read_template("PLANNER_SET_POWER", "sudo -n nvidia-smi -i {uuid} -pl {watts}", ("watts",)),
-    )
-    return open_device(which, lambda device: CommandGpu(device, *commands))
+    return open_device(which, CommandGpu)
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,8 @@ class CommandTemplate:
                 its output.
         """
         words = [word.format(**values) for word in self.words]
-        with (
-            tempfile.TemporaryFile() as output
-        ):  # not a pipe: a child of the command could keep that open for ever
+        # Not a pipe: a child of the command could keep that open for ever.
+        with tempfile.TemporaryFile() as output:
             status = self._wait_for(words, output.fileno())
             output.seek(0)
             printed = output.read().decode(errors="replace")
@@ -158,27 +156,23 @@ class CommandTemplate:
                 "command"
             ) from error
         finally:
-            _kill(process)
+            # Processes started by sudo belong to root and cannot be killed, and one that hangs in
+            # the driver does not end even then.
+            with suppress(PermissionError, subprocess.TimeoutExpired):
+                process.kill()
+                process.wait(1.0)
 
     def _failure(self, words: list[str], status: int, printed: str) -> GpuError:
-        start = (
-            f"`{shlex.join(words)}` failed with status {status} and printed {one_line(printed)!r}; "
-        )
         kind = GpuNotPermitted if _SUDO_REFUSED.search(printed) else _ERRORS.get(status, GpuError)
         kind = GpuNotSupported if _WARNED_ONLY in printed else kind
-        if kind is GpuNotPermitted:
-            return kind(
-                f"{start}allow this user to run it without a password (NOPASSWD in sudoers), or "
-                "run as root"
-            )
-        if kind is GpuNotSupported:
-            return kind(f"{start}use the other control (SM clock or power limit), or observe mode")
-        if kind is GpuLost:
-            return kind(f"{start}reset the GPU, or reboot the node")
-        return kind(f"{start}run it by hand to see why, or set {self.variable} to another command")
+        by_hand = f"run it by hand to see why, or set {self.variable} to another command"
+        return kind(
+            f"`{shlex.join(words)}` failed with status {status} and printed "
+            f"{one_line(printed)!r}; {_ADVICE.get(kind, by_hand)}"
+        )
 
 
-def read_template(variable: str, default: str, fields: tuple[str, ...]) -> CommandTemplate:
+def read_template(variable: str, default: str, *fields: str) -> CommandTemplate:
     """Return the command in the environment variable `variable`, or `default` if it is not set.
 
     Args:
@@ -193,7 +187,12 @@ def read_template(variable: str, default: str, fields: tuple[str, ...]) -> Comma
     text = os.environ.get(variable, default)
     try:
         words = tuple(shlex.split(text))
-        used_fields = [field for word in words for field in _fields_of(word)]
+        used_fields = [  # for "{max:d}" it is "max:d", which is not known
+            f"{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}"
+            for word in words
+            for _, name, form, conversion in Formatter().parse(word)
+            if name is not None
+        ]
     except ValueError as error:
         raise GpuError(
             f"{variable} is {text!r}, which is not a command: {error}; quote it as for a shell"
@@ -213,24 +212,3 @@ def read_template(variable: str, default: str, fields: tuple[str, ...]) -> Comma
             f"{variable} is {text!r}, which does not contain the value to set; put {listed} into it"
         )
     return CommandTemplate(variable, words)
-
-
-def _fields_of(word: str) -> list[str]:
-    """Return the text of each pair of braces: for "{max:d}" it is "max:d", which is not a known
-    field.
-    """
-    parts = Formatter().parse(word)
-    return [
-        f"{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}"
-        for _, name, form, conversion in parts
-        if name is not None
-    ]
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill `process` if it still runs. Processes started by sudo belong to root and cannot be
-    killed.
-    """
-    with suppress(PermissionError, subprocess.TimeoutExpired):
-        process.kill()
-        process.wait(1.0)  # a process that hangs in the driver does not end even then

@@ -1,12 +1,8 @@
-"""A GPU that is read as it is while its settings are only recorded: `dry-run:` before the text
-of any other GPU.
-"""
+"""A GPU that is read as it is and never set: `dry-run:` before the text of any other GPU."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_limit
@@ -14,22 +10,9 @@ from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_
 if TYPE_CHECKING:
     from perseus_planner.gpu.protocol import Gpu
 
-MAX_SETTINGS = 4096
-"""How many of the latest settings are kept: a dry run may last for days."""
-
-
-@dataclass(frozen=True)
-class RecordedSetting:
-    """A setting that would have been made."""
-
-    now_s: float  #: When, on the GPU's clock, seconds
-    control: Literal["clock", "power-limit"]  #: What would have been set
-    value: float | None  #: MHz for a clock, watts for a power limit, None for a reset
-
 
 class DryRunGpu(ClosedOnExit):
-    """Records settings of `gpu` without making them, and rejects the values that `gpu` would
-    reject.
+    """Reads `gpu`; does not set it, and rejects the values that `gpu` would reject.
 
     Args:
         gpu: The GPU to read; all members that are not defined here are its own.
@@ -40,16 +23,10 @@ class DryRunGpu(ClosedOnExit):
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self.text = f"dry-run:{gpu.text}"
-        self._settings: deque[RecordedSetting] = deque(maxlen=MAX_SETTINGS)
 
     def __getattr__(self, name: str) -> Any:
         """Read from the GPU itself."""
         return getattr(self._gpu, name)
-
-    @property
-    def settings(self) -> tuple[RecordedSetting, ...]:
-        """The last `MAX_SETTINGS` settings, oldest first."""
-        return tuple(self._settings)
 
     def warnings(self) -> tuple[str, ...]:
         """The warnings of the GPU, and that nothing is set."""
@@ -60,29 +37,22 @@ class DryRunGpu(ClosedOnExit):
         return (*self._gpu.warnings(), text)
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Record a clock."""
+        """Check a clock."""
         check_clock(self._gpu, clock_mhz)
-        self._record("clock", clock_mhz)
 
     def reset_clocks(self) -> None:
-        """Record that the clocks are reset."""
-        self._record("clock", None)
+        """Do nothing."""
 
     def set_power_limit_w(self, limit_w: float) -> None:
-        """Record a power limit."""
+        """Check a power limit."""
         check_power_limit(self._gpu, limit_w)
-        self._record("power-limit", limit_w)
 
     def reset_power_limit(self) -> None:
-        """Record that the power limit is reset."""
-        self._record("power-limit", None)
+        """Do nothing."""
 
     def close(self) -> None:
         """Close the GPU that is read."""
         self._gpu.close()
-
-    def _record(self, control: Literal["clock", "power-limit"], value: float | None) -> None:
-        self._settings.append(RecordedSetting(self._gpu.now_s(), control, value))
 
 
 def open_dry_run(which: str) -> Gpu:

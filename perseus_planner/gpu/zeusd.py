@@ -15,7 +15,9 @@ import errno
 import os
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from perseus_planner.base.errors import (
     GpuError,
@@ -25,6 +27,7 @@ from perseus_planner.base.errors import (
     how_to_install,
     one_line,
 )
+from perseus_planner.base.wires import decode
 from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
 from perseus_planner.gpu.nvml.library import LIBRARY_NOT_FOUND
 from perseus_planner.gpu.protocol import check_clock
@@ -90,7 +93,7 @@ class ZeusdGpu(NvmlReader):
         self._daemon.close()
 
     def _post(self, command: str, **values: int) -> None:
-        self._daemon.post(f"/gpu/{command}", {"gpu_ids": self._index, **values})
+        self._daemon.request("POST", f"/gpu/{command}", gpu_ids=self._index, block=True, **values)
 
 
 def open_zeusd(which: str) -> ZeusdGpu:
@@ -99,7 +102,7 @@ def open_zeusd(which: str) -> ZeusdGpu:
     Raises:
         GpuError: If NVML cannot open the GPU, or zeusd cannot be reached or does not have it.
     """
-    daemon = connect()
+    daemon = Daemon()
     try:
         return open_device(which, lambda device: ZeusdGpu(device, daemon))
     except BaseException as error:
@@ -112,18 +115,42 @@ def open_zeusd(which: str) -> ZeusdGpu:
         ) from error
 
 
-class Daemon:
-    """Connection to a zeusd daemon.
+class _DiscoveredGpu(msgspec.Struct):
+    id: int
+    pci_address: str
 
-    Args:
-        address: Path of its socket, or its host and port, for error messages.
-        client: HTTP client whose base URL is the daemon's.
-        is_remote: Whether the daemon may run on another node.
+
+class _Discovery(msgspec.Struct):
+    gpus: list[_DiscoveredGpu]
+
+
+class Daemon:
+    """Connection to the zeusd daemon that the environment names; nothing is sent when it is made.
+
+    Raises:
+        GpuError: If httpx is not installed, or a variable is malformed.
     """
 
-    def __init__(self, address: str, client: httpx.Client, is_remote: bool) -> None:
-        self.address, self.is_remote = address, is_remote
-        self._client = client
+    def __init__(self) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise GpuError(f"zeusd is reached through httpx; {how_to_install('zeusd')}") from error
+        headers = _authorization(os.environ.get("ZEUSD_TOKEN", "").strip())
+        socket, host_port = os.environ.get("ZEUSD_SOCK_PATH"), os.environ.get("ZEUSD_HOST_PORT")
+        if host_port and not socket:
+            self.address, base, transport = host_port, _tcp_url(host_port), None
+        else:
+            self.address, base = socket or SOCKET_PATH, "http://localhost"
+            transport = httpx.HTTPTransport(uds=self.address)
+        #: Whether it may run on another node.
+        self.is_remote = transport is None and not re.match(
+            r"localhost:|127\.|\[::1\]:", self.address
+        )
+        # trust_env=False: no proxy stands between this process and a daemon of its node.
+        self._client = httpx.Client(
+            base_url=base, transport=transport, headers=headers, timeout=TIMEOUT_S, trust_env=False
+        )
 
     def index_of(self, bus_id: str) -> int:
         """Return the daemon's index of the GPU at a PCI address.
@@ -131,11 +158,16 @@ class Daemon:
         Raises:
             GpuError: If the daemon cannot be reached, is not zeusd, or does not have the GPU.
         """
-        response = self._request("GET", "/discover", {})
+        response = self.request("GET", "/discover")
         try:
-            indices = {_address_of(gpu): gpu["id"] for gpu in response.json()["gpus"]}
-        except (KeyError, TypeError, ValueError, RecursionError):
-            self._reject_answer(response)
+            gpus = decode(response.content, _Discovery).gpus
+            indices = {pci_address(gpu.pci_address): gpu.id for gpu in gpus}
+        except ValueError:
+            raise GpuError(
+                f"zeusd at {self.address} answered /discover with "
+                f"{one_line(response.text, 80)!r}, which zeusd 0.5 does not; check what listens "
+                "there, and its version"
+            ) from None
         wanted = pci_address(bus_id)
         if wanted not in indices:
             listed = (
@@ -145,29 +177,18 @@ class Daemon:
                 f"zeusd at {self.address} has no GPU {wanted!r}; it has {listed}: check that it "
                 "is the zeusd of this node, started with --enable gpu-control"
             )
-        return int(indices[wanted])
-
-    def post(self, path: str, values: dict[str, int]) -> None:
-        """Send a POST request, and wait until the daemon has done it.
-
-        Raises:
-            GpuError: If the daemon cannot be reached, or refuses.
-        """
-        self._request(
-            "POST", path, {name: str(value) for name, value in values.items()} | {"block": "true"}
-        )
+        return indices[wanted]
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
-    def _reject_answer(self, response: httpx.Response) -> NoReturn:
-        raise GpuError(
-            f"zeusd at {self.address} answered /discover with {one_line(response.text, 80)!r}, "
-            "which zeusd 0.5 does not; check what listens there, and its version"
-        )
+    def request(self, method: str, path: str, **parameters: int) -> httpx.Response:
+        """Send a request, and wait until the daemon has done it.
 
-    def _request(self, method: str, path: str, parameters: dict[str, str]) -> httpx.Response:
+        Raises:
+            GpuError: If the daemon cannot be reached, or refuses.
+        """
         import httpx
 
         advice = "check whether it still runs, and its log"
@@ -233,31 +254,6 @@ class Daemon:
         return GpuError(f"{start}check the log of zeusd (HTTP {response.status_code})")
 
 
-def connect() -> Daemon:
-    """Prepare a connection to the daemon that the environment names; nothing is sent yet.
-
-    Raises:
-        GpuError: If httpx is not installed, or a variable is malformed.
-    """
-    try:
-        import httpx
-    except ImportError as error:
-        raise GpuError(f"zeusd is reached through httpx; {how_to_install('zeusd')}") from error
-    headers = _authorization(os.environ.get("ZEUSD_TOKEN", "").strip())
-    socket, host_port = os.environ.get("ZEUSD_SOCK_PATH"), os.environ.get("ZEUSD_HOST_PORT")
-    if host_port and not socket:
-        address, base, transport = host_port, _tcp_url(host_port), None
-        is_remote = not re.match(r"localhost:|127\.|\[::1\]:", host_port)
-    else:
-        address, base, is_remote = socket or SOCKET_PATH, "http://localhost", False
-        transport = httpx.HTTPTransport(uds=address)
-    # trust_env=False: no proxy stands between this process and a daemon of its node.
-    client = httpx.Client(
-        base_url=base, transport=transport, headers=headers, timeout=TIMEOUT_S, trust_env=False
-    )
-    return Daemon(address, client, is_remote)
-
-
 def pci_address(text: str) -> str | None:
     """Return a PCI address in the form of `lspci -D`, such as "0000:07:00.0"; None if `text` is not
     one.
@@ -266,13 +262,6 @@ def pci_address(text: str) -> str | None:
     """
     match = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", text.lower())
     return f"{int(match[1], 16):04x}:{match[2]}" if match else None
-
-
-def _address_of(gpu: Any) -> str:
-    address = pci_address(str(gpu["pci_address"]))
-    if type(gpu["id"]) is not int or address is None:
-        raise ValueError
-    return address
 
 
 def _authorization(token: str) -> dict[str, str]:

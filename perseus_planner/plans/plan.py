@@ -123,7 +123,7 @@ class Plan(Checked, error=PlanError):
     measurements: Mapping[tuple[int, str], Mapping[int, Measurement]] = field(repr=False)
     profile_digest: str  #: `Profile.digest` of the profile that it was computed from
     gpu: str | None  #: the GPU's name, if the profile has one
-    origin: str  #: the source of the profile, "measured" or "simulated"
+    origin: str  #: the source of the profile, "measured", "simulated" or "unknown"
     #: what a stage's GPUs draw while they wait, watts; or one number for each stage.
     blocking_power_w: Watts | tuple[Watts, ...]
     deadline_s: float  #: the requested iteration time, seconds

@@ -97,7 +97,12 @@ def all_maximum(dag: PipelineDag) -> dict[str, int]:
 
 def origin_text(origin: str) -> str:
     """Say where a replayed number comes from, as the start of a sentence."""
-    return f"Replayed from a {origin} profile"
+    return f"Replayed from a {profile_of_origin(origin)}"
+
+
+def profile_of_origin(origin: str) -> str:
+    """Name a profile by its origin."""
+    return "profile of unknown origin" if origin == "unknown" else f"{origin} profile"
 
 
 def replay(plan: Planned) -> Timeline:
@@ -200,6 +205,17 @@ def end_times(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
         durations_s: seconds of each computation, by its place in `dag.computations`.
     """
     return _starts_and_ends_s(dag.iteration, _durations_s(dag.iteration, durations_s))[1]
+
+
+def replayed_ends(dag: PipelineDag) -> tuple[float, float]:
+    """Return the replayed time with the fastest points, and with the slowest ones of the Pareto
+    front, seconds.
+    """
+    points = [dag.points[key] for key in dag.iteration.keys]
+    fastest_s, slowest_s = (
+        max(end_times(dag, [front[end].time_s for front in points])) for end in (0, -1)
+    )
+    return fastest_s, slowest_s
 
 
 def iteration_energy_j(

@@ -57,7 +57,7 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
         blocking_power_w=_one_or_each(powers_w),
         gpus_per_stage=sum(profile.gpus_per_stage for profile in profiles),
         gpu=_common(profile.gpu for profile in profiles),
-        origin=_origin(profiles),
+        origin=common_origin(profile.origin for profile in profiles),
     )
 
 
@@ -109,7 +109,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
         measurements=measurements,
         blocking_power_w=_one_or_each(tuple(powers_w)),
         gpu=_common(profile.gpu for profile in profiles),
-        origin=_origin(profiles),
+        origin=common_origin(profile.origin for profile in profiles),
     )
 
 
@@ -268,5 +268,6 @@ def _common(names: Iterable[str | None]) -> str | None:
     return " + ".join(distinct) if distinct else None
 
 
-def _origin(profiles: Sequence[Profile]) -> str:
-    return "simulated" if any(profile.origin == "simulated" for profile in profiles) else "measured"
+def common_origin(origins: Iterable[str]) -> str:
+    """Return the origin of numbers that come from all of `origins`: the least trustworthy one."""
+    return max(origins, key=("measured", "unknown", "simulated").index)

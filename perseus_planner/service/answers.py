@@ -17,6 +17,7 @@ from perseus_planner.service.model import (
     Decision,
     Origin,
     PowerStep,
+    ProfileOrigin,
     RegisteredJob,
     Report,
     Taken,
@@ -67,7 +68,7 @@ class Expected:
 
     power_w: float  #: With these plans, all pipelines waiting for the slowest, watts.
     baseline_power_w: float  #: With all clocks at maximum and iterations as long, watts.
-    origin: Origin  #: measured: replayed from a measured profile; or simulated.
+    origin: ProfileOrigin  #: Origin of the profile from which it is replayed.
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from perseus_planner.base.errors import InfeasibleDeadline
-from perseus_planner.service.model import Origin, shared
+from perseus_planner.service.model import ProfileOrigin, shared
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +37,7 @@ class Curve:
     waiting_w: float  #: Power of all GPUs of the pipeline while they wait, watts.
     stages: int
     gpus: int
-    origin: Origin  #: Origin of the profile.
+    origin: ProfileOrigin  #: Origin of the profile.
 
     @classmethod
     def of(cls, frontier: Frontier) -> Curve:
@@ -50,7 +50,7 @@ class Curve:
             frontier.dag.waiting_w,
             frontier.schedule.stages,
             len(frontier.schedule.ranks) * frontier.profile.gpus_per_stage,
-            cast("Origin", frontier.profile.origin),
+            cast("ProfileOrigin", frontier.profile.origin),
         )
 
     def thinned(self, most: int) -> Curve:

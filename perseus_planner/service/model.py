@@ -24,6 +24,7 @@ from perseus_planner.plans.plan import Plan
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "unknown"]
 Origin = Literal["measured", "simulated"]
+ProfileOrigin = Literal["measured", "simulated", "unknown"]
 
 REMEMBERED = 256
 """How many inactive reports of a job are kept, so that a report that is delivered again is

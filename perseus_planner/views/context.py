@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
+from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, profile_of_origin
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Context:
     """The profile that the numbers of a summary come from, and the iteration that they describe."""
 
-    origin: str  #: how the profile was made, "measured" or "simulated"
+    origin: str  #: how the profile was made: "measured", "simulated" or "unknown"
     gpu: str | None  #: name of the GPU, or None if it is not known
     control: str  #: what is set: "clock", "power-limit" or "observed"
     gpus_per_stage: int  #: number of GPUs of a stage
@@ -32,6 +32,11 @@ class Context:
     microbatches: int | None = None  #: number of microbatches, or None
     operations: int = 0  #: number of operations of fixed time
     longest_lag_s: float = 0.0  #: time of the longest transfer, seconds
+
+    @property
+    def profile(self) -> str:
+        """The profile by its origin, such as "measured profile"."""
+        return profile_of_origin(self.origin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,7 @@ def share(part: float, whole: float) -> float:
 
 def origin_label(origin: str) -> str:
     """Say where a replayed number comes from, as a label beside it."""
-    return f"replayed, {origin} profile"
+    return f"replayed, {profile_of_origin(origin)}"
 
 
 def pipeline_text(context: Context) -> str:

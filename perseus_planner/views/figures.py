@@ -16,6 +16,7 @@ import numpy as np
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.files import replacing
+from perseus_planner.plans.replay import profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.gantt import NEVER, GanttChart, Lane
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
@@ -283,8 +284,8 @@ def draw_curves(profile: Profile) -> Figure:
     figure.supxlabel("time of a computation (s)")
     figure.supylabel("energy (J)")
     figure.suptitle(
-        f"{profile.gpu or 'unknown GPU'}, {profile.origin}\nall GPUs of a stage; lines: the hull "
-        "that plans use",
+        f"{profile.gpu or 'unknown GPU'}, {profile_of_origin(profile.origin)}\n"
+        "all GPUs of a stage; lines: the hull that plans use",
         fontsize="medium",
     )
     return figure

@@ -109,7 +109,9 @@ def profile_text(summary: ProfileSummary) -> str:
             Column("energy +- %", "energy_error", "%"),
             Column("throttled", "throttled"),
         )
-    origin = "measured" if context.origin == "measured" else "simulated: no GPU was touched"
+    origin = {"simulated": "simulated: no GPU was touched", "unknown": "of unknown origin"}.get(
+        context.origin, context.origin
+    )
     origin += {
         "clock": "",
         "power-limit": "; power limits were set",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, Sheet, lay_out, table
-from perseus_planner.plans.replay import ALL_MAXIMUM
+from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE
@@ -83,7 +83,7 @@ def run_origin_text(summary: RunSummary) -> str:
     }
     return (
         f"Run: times measured, {read[summary.gpu_origin]}. Plan: replayed from a "
-        f"{summary.context.origin} profile"
+        f"{profile_of_origin(summary.context.origin)}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, lay_out, table
-from perseus_planner.plans.replay import ALL_MAXIMUM
+from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.views.context import share
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ def _version(job: JobStatus) -> str:
 
 def _power(job: JobStatus) -> str:
     expected = job.expected
-    how = "replayed from a measured profile" if expected.origin == "measured" else "simulated"
+    how = f"replayed from a {profile_of_origin(expected.origin)}"
+    how = "simulated" if expected.origin == "simulated" else how
     of_plans = (
         f"{si(expected.power_w, 'W')} with these plans, {si(expected.baseline_power_w, 'W')} with "
         "all clocks at maximum"

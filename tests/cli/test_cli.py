@@ -51,6 +51,7 @@ version: 1
 measurements: profile.csv
 blocking_power_w: 100.0
 gpu: test GPU
+origin: measured
 """
 JOB = """format: perseus-planner/job
 version: 1
@@ -242,9 +243,17 @@ def test_solve_as_json_holds_what_the_frontier_file_holds(work: Path):
     assert found["files"] == ["frontier.npz"]
 
 
-def test_solve_reads_a_csv_with_the_blocking_power_beside_it(work: Path):
-    done("solve profile.csv --blocking-power 0.1kW --schedule 1f1b --microbatches 3 -o of-csv.npz")
+def test_a_csv_is_read_with_the_blocking_power_beside_it_and_never_called_measured(work: Path):
+    csv = "profile.csv --blocking-power 0.1kW --schedule 1f1b --microbatches 3"
+    said = [
+        done(f"solve {csv} -o of-csv.npz"),
+        done("plan of-csv.npz --slowdown 1.05 -o of-csv.yaml"),
+    ]
+    done("report of-csv.yaml -o of-csv.html")
     assert Frontier.load("of-csv.npz").profile.blocking_power_w == 100.0
+    for text in (*said, Path("of-csv.html").read_text()):
+        assert "profile of unknown origin" in text
+        assert "measured profile" not in text
 
 
 @pytest.mark.parametrize(

@@ -133,10 +133,11 @@ def assert_near(profile: Profile, other: Profile) -> None:
 
 @pytest.mark.parametrize(("file", "power_w"), [("measured.yaml", 77.0), ("measured.csv", None)])
 def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | None):
+    origin = "of unknown origin" if power_w is None else "measured"
     done(f"{GPT} --stages 4")
     twice("new.yaml", "measured.yaml")
     text = done(f"{GPT} --stages 4 --calibrate {file} -o own.yaml")
-    assert f"Calibrated by stage 1 of {file} (measured)." in text
+    assert f"Calibrated by stage 1 of {file} ({origin})." in text
     own, measured = Profile.load("own.yaml"), Profile.load("measured.yaml")
     assert_near(own, measured)
     assert own.blocking_power_w == (power_w or SYSTEMS["a100-sxm"].gpu.blocking_power_w)

@@ -96,7 +96,7 @@ def test_the_power_limit_goes_back_to_the_default_by_the_same_command(recorded: 
 
 def test_the_defaults_are_those_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(SET, raising=False)
-    found = read_template(SET, "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", ("min", "max"))
+    found = read_template(SET, "sudo -n nvidia-smi -i {uuid} -lgc {min},{max}", "min", "max")
     assert found.words == ("sudo", "-n", "nvidia-smi", "-i", "{uuid}", "-lgc", "{min},{max}")
 
 

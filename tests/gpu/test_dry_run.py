@@ -8,36 +8,12 @@ import pytest
 from nvml_exercise import refusal_of
 
 from perseus_planner.base.errors import GpuError
-from perseus_planner.gpu.dry_run import MAX_SETTINGS, RecordedSetting, open_dry_run
+from perseus_planner.gpu.dry_run import open_dry_run
 
 A100 = "simulated:a100-sxm"
 
 
-def test_what_would_be_set_is_recorded_in_order_with_its_time():
-    gpu = open_dry_run(A100)
-    gpu.set_clock_mhz(1200)
-    gpu.wait(2.0)
-    gpu.reset_clocks()
-    gpu.set_power_limit_w(300.0)
-    gpu.wait(1.0)
-    gpu.reset_power_limit()
-    assert gpu.settings == (
-        RecordedSetting(0.0, "clock", 1200),
-        RecordedSetting(2.0, "clock", None),
-        RecordedSetting(2.0, "power-limit", 300.0),
-        RecordedSetting(3.0, "power-limit", None),
-    )
-
-
-def test_a_long_run_is_remembered_in_part():
-    gpu = open_dry_run(A100)
-    for turn in range(MAX_SETTINGS + 2):
-        gpu.set_clock_mhz(1200 + 15 * (turn % 2))
-    assert len(gpu.settings) == MAX_SETTINGS
-    assert [setting.value for setting in gpu.settings[-2:]] == [1200, 1215]
-
-
-def test_what_is_refused_is_not_recorded():
+def test_a_setting_that_the_gpu_would_refuse_is_refused():
     gpu = open_dry_run(A100)
     with pytest.raises(GpuError) as error:
         gpu.set_clock_mhz(1201)
@@ -51,7 +27,6 @@ def test_what_is_refused_is_not_recorded():
         assert str(error.value) == (
             f"simulated:a100-sxm: cannot set its power limit to {limit_w:g} W; choose 100 to 400 W"
         )
-    assert gpu.settings == ()
 
 
 def test_its_text_names_what_is_read():

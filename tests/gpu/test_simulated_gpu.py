@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.chip import COUNTED
-from perseus_planner.gpu.simulated.gpu import SimulatedGpu, SimulatedNode
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, REFERENCE_C, GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 
@@ -90,7 +90,7 @@ def test_its_text_opens_an_equal_one(name: str, seed: int, options: SimulationOp
     gpu = SimulatedGpu(CATALOG[name], seed, options)
     again = opened(gpu.text)
     assert (again.model, again.seed, again.options) == (gpu.model, gpu.seed, gpu.options)
-    assert parse_options(format_options(seed, options)) == (seed, options)
+    assert parse_options(f"simulated:?{format_options(seed, options)}") == (seed, options)
     assert again.options.faults == gpu.options.faults
 
 
@@ -233,37 +233,6 @@ def test_the_clock_follows_a_little_after_the_call():
         gpu.wait(2e-4)
         seen.append(gpu.clock_mhz())
     assert seen == [1200] * 4 + [600] * 2
-
-
-def test_calls_to_the_gpus_of_a_node_wait_for_each_other():
-    node = SimulatedNode()
-    together = [SimulatedGpu(A100, seed, node=node) for seed in range(8)]
-    apart = [SimulatedGpu(A100, seed) for seed in range(8)]
-    for gpu in (*together, *apart):
-        gpu.set_clock_mhz(900)
-    own_s = [gpu.now_s() for gpu in apart]
-    assert [gpu.now_s() for gpu in together] == pytest.approx(list(itertools.accumulate(own_s)))
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-3, 0.1)), max_size=30))
-def test_calls_of_a_node_never_overlap_and_each_takes_the_first_gap(
-    calls: list[tuple[float, float]],
-):
-    node, taken = SimulatedNode(), []
-    for now_s, duration_s in calls:
-        end_s = node.call_end_s(now_s, duration_s)
-        start_s = end_s - duration_s
-        assert start_s >= now_s - 1e-9
-        assert all(start_s >= end - 1e-9 or end_s <= start + 1e-9 for start, end in taken)
-        # An earlier start would meet another call: one that is under way at every moment from now
-        # to the start.
-        ends = [now_s, *(end for _, end in taken if now_s <= end < start_s - 1e-9)]
-        for moment in ends:
-            if moment < start_s - 1e-9:
-                assert any(
-                    start < moment + duration_s and moment < end - 1e-12 for start, end in taken
-                )
-        taken.append((start_s, end_s))
 
 
 # Measuring

@@ -516,5 +516,5 @@ def test_its_warnings_are_those_of_nvml_and_one_more(behind_nvml, nvml):  # noqa
 def test_without_httpx_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(GpuError) as error:
-        zeusd_module.connect()
+        zeusd_module.Daemon()
     assert str(error.value) == f"zeusd is reached through httpx; {how_to_install('zeusd')}"

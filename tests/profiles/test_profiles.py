@@ -143,7 +143,10 @@ def test_a_bad_measurement_made_in_python_is_refused(values, message: str):
         ({"overhead_s": True}, f"overhead_s: True {NEEDS_OVERHEAD}"),
         ({"clock_change": 0.01}, f"clock_change: 0.01 {NEEDS_CHANGE}"),
         ({"gpu": ""}, "gpu: '' is not the name of a GPU: give one line of text, or leave it out"),
-        ({"origin": "fitted"}, "origin: 'fitted' is unknown: give measured or simulated"),
+        (
+            {"origin": "fitted"},
+            "origin: 'fitted' is unknown: give measured or simulated or unknown",
+        ),
     ],
 )
 def test_a_profile_of_unknown_kind_is_refused(changes: dict[str, object], message: str):
@@ -248,7 +251,7 @@ def profiles() -> st.SearchStrategy[Profile]:
             st.fixed_dictionaries(dict.fromkeys(keys, choices)),
             powers_w | st.tuples(*[powers_w] * len(kinds_of)),
             st.none() | st.text(min_size=1).filter(str.isprintable),
-            st.sampled_from(["measured", "simulated"]),
+            st.sampled_from(["measured", "simulated", "unknown"]),
             st.integers(1, 64),
             st.just(0.0) | st.floats(allow_infinity=False, allow_nan=False),
             st.none() | st.builds(ClockChange, waits_s, waits_s, st.integers(1, 16)),
@@ -286,7 +289,7 @@ def test_a_saved_profile_of_all_there_can_be_reads_well(folder: Path):
     ).save("p.yaml")
     assert (folder / "p.yaml").read_text() == (
         "format: perseus-planner/profile\nversion: 1\nmeasurements: p.csv\n"
-        "blocking_power_w:\n- 83.64\n- 70.0\ngpu: null\norigin: measured\ngpus_per_stage: "
+        "blocking_power_w:\n- 83.64\n- 70.0\ngpu: null\norigin: unknown\ngpus_per_stage: "
         "8\noverhead_s: -0.25\n"
         "clock_change:\n  call_s: 0.01\n  settle_s: 0.005\n  gpus_per_node: 8\n"
     )

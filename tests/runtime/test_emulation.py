@@ -219,9 +219,9 @@ def test_other_shapes_are_other_work(virtual_time: VirtualTime, gpu: EmulatedGpu
 def test_evaluation_is_left_alone(gpu: EmulatedGpu):
     module = plain().eval()
     with emulate_stage(module, gpu), torch.no_grad():
-        number = gpu._shared.number()
+        state = gpu._shared.read()
         module(sample(first=True))
-        assert gpu._shared.number() == number
+        assert gpu._shared.read() == state
 
 
 def test_a_stage_that_fails_leaves_the_next_microbatch_as_it_was(gpu: EmulatedGpu):

@@ -88,7 +88,7 @@ def smooth_profile(stages: int, step_mhz: int = 15) -> Profile:
                 Measurement(clock, time_s, time_s * power_w)
                 for clock, time_s, power_w in zip(clocks, times_s, powers_w, strict=True)
             )
-    return Profile(points, 83.64, gpu="smooth")
+    return Profile(points, 83.64, gpu="smooth", origin="measured")
 
 
 def _seconds(rng: Random, most: int = 60) -> float:

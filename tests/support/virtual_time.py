@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from perseus_planner.gpu.simulated import emulated, state_file
+from perseus_planner.gpu.simulated import emulated
 
 
 class VirtualTime:
@@ -36,6 +36,5 @@ class VirtualTime:
 def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     """The time of emulated GPUs in this process."""
     found = VirtualTime()
-    for module in (emulated, state_file):
-        monkeypatch.setattr(module, "time", found)
+    monkeypatch.setattr(emulated, "time", found)
     return found

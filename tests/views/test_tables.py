@@ -20,7 +20,7 @@ BACKWARD = (Measurement(1400, 2.0, 600.0), Measurement(1000, 2.5, 500.0))
 LAST_FORWARD = (Measurement(1400, 1.25, 375.0), Measurement(1000, 1.5, 320.0))
 LAST_BACKWARD = (Measurement(1400, 2.5, 750.0), Measurement(1000, 3.0, 640.0))
 CURVES = {(0, "F"): FORWARD, (0, "B"): BACKWARD, (1, "F"): LAST_FORWARD, (1, "B"): LAST_BACKWARD}
-PROFILE = Profile(CURVES, blocking_power_w=100.0, gpu="test GPU")
+PROFILE = Profile(CURVES, blocking_power_w=100.0, gpu="test GPU", origin="measured")
 
 
 def solved(

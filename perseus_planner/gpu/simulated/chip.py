@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,107 +29,60 @@ _SETTLED_K = 1e-3  # this close to its end value, the temperature is constant
 _PIECE = 0.1  # share of the warming time constant during which the temperature is taken as constant
 
 
-class Meter:
-    """Virtual time, and energy as an energy counter and a power sensor show it.
-
-    Args:
-        step_s: How often the counter moves, seconds; 0 for continuously.
-        phase_s: When it first moves.
-        average_s: Time over which the sensor averages; 0 for instant power.
-        stuck_at_s: When the counter stops.
-        before_w: Power before time 0.
-    """
-
-    _SAVED = ("now_s", "energy_j", "counter_j", "power_w")
-
-    def __init__(
-        self, step_s: float, phase_s: float, average_s: float, stuck_at_s: float, before_w: float
-    ) -> None:
-        self.now_s = 0.0
-        self.counter_j = 0.0  #: what the counter shows
-        self._step_s, self._phase_s, self._average_s, self._stuck_at_s = (
-            step_s,
-            phase_s,
-            average_s,
-            stuck_at_s,
-        )
-        self.energy_j = 0.0
-        self.power_w = before_w  #: what is drawn now
-        self._past = deque(
-            [(-average_s, -average_s * before_w), (0.0, 0.0)]
-        )  # (time, energy until then)
-
-    def spend(self, duration_s: float, power_w: float) -> None:
-        """Let `duration_s` seconds pass at constant power."""
-        start_s, start_j = self.now_s, self.energy_j
-        self.now_s, self.energy_j = start_s + duration_s, start_j + power_w * duration_s
-        self.power_w = power_w
-        shown_s = min(self._last_move_s(), self._stuck_at_s)
-        if shown_s > start_s:
-            self.counter_j = start_j + power_w * (shown_s - start_s)
-        self._past.append((self.now_s, self.energy_j))
-        while len(self._past) > 2 and self._past[1][0] <= self.now_s - self._average_s:
-            self._past.popleft()
-
-    def sensed_w(self) -> float:
-        """Return what the sensor shows, watts."""
-        if not self._average_s:
-            return self.power_w
-        (early_s, early_j), (late_s, late_j) = self._past[0], self._past[1]
-        share = (self.now_s - self._average_s - early_s) / (late_s - early_s)
-        return (self.energy_j - (early_j + share * (late_j - early_j))) / self._average_s
-
-    def saved(self) -> dict[str, float]:
-        """Return time, energy, counter and power for `restore`."""
-        return {name: getattr(self, name) for name in self._SAVED}
-
-    def restore(self, saved: dict[str, float]) -> None:
-        """Continue from a saved state; a sensor that averages assumes that the power was
-        constant before.
-        """
-        vars(self).update(saved)
-        before_j = self.energy_j - self._average_s * self.power_w
-        self._past = deque([(self.now_s - self._average_s, before_j), (self.now_s, self.energy_j)])
-
-    def _last_move_s(self) -> float:
-        if not self._step_s:
-            return self.now_s
-        return self.now_s - (self.now_s - self._phase_s) % self._step_s
-
-
 class Chip:
     """The state of one GPU, and how it changes with time.
+
+    Attributes without an underscore are its state, as `saved` returns it.
 
     Args:
         model: The GPU.
         options: Air temperature, drift, counter steps and faults.
         phase_s: When the energy counter first moves.
+        saved: The state of a chip with the same model and options, to go on from.
     """
 
-    _SAVED = ("limit_w", "locked_mhz", "clock_mhz", "temperature_c")
-
-    def __init__(self, model: GpuModel, options: SimulationOptions, phase_s: float) -> None:
-        idle_w = model.idle_power_w
-        self.limit_w: float | None = (
-            None  #: power limit that is set; None for the default, that of each load
-        )
+    def __init__(
+        self,
+        model: GpuModel,
+        options: SimulationOptions,
+        phase_s: float,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model, self._options, self._faults = model, options, options.faults
+        self._phase_s = phase_s
+        self._waiting = model.blocking()  # one second of waiting for a message
+        self.now_s = self.energy_j = 0.0  #: since it was made
+        self.counter_j = 0.0  #: what the energy counter shows
+        self.power_w = model.idle_power_w  #: what is drawn now
+        #: Time, and energy until then, from before the span over which the sensor averages.
+        self.past = [(-model.sensor_s, -model.sensor_s * self.power_w), (0.0, 0.0)]
+        #: Power limit that is set; None for the default, that of each load.
+        self.limit_w: float | None = None
         self.locked_mhz: int | None = None  #: clock that is locked
+        #: Until when the clock lags behind the last setting, and what was locked before.
+        self.before: tuple[float, int | None] = (0.0, None)
         self.clock_mhz = float(model.clocks_mhz[-1])  #: clock of what was done last
-        self.reasons: frozenset[str] = frozenset()  #: throttle reasons of what was done last
+        self.reasons: tuple[str, ...] = ()  #: throttle reasons of what was done last
         self.throttled_s = dict.fromkeys(COUNTED, 0.0)  #: seconds of throttling by reason
-        self.temperature_c = options.air_c + model.warming_k_per_w * idle_w
-        faults = options.faults
-        self.meter = Meter(
-            options.step_s, phase_s, model.sensor_s, faults.counter_stuck_at_s, idle_w
-        )
-        self.waiting = model.blocking()  #: one second of waiting for a message
-        self._model, self._options, self._faults = model, options, faults
-        # Until when the clock lags behind the last setting, and what was locked before.
-        self._before: tuple[float, int | None] = (0.0, None)
+        self.temperature_c = options.air_c + model.warming_k_per_w * model.idle_power_w
+        vars(self).update(saved or {})
+
+    def saved(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def sensed_w(self) -> float:
+        """Return what the power sensor shows, watts."""
+        average_s = self._model.sensor_s
+        if not average_s:
+            return self.power_w
+        (early_s, early_j), (late_s, late_j) = self.past[:2]
+        share = (self.now_s - average_s - early_s) / (late_s - early_s)
+        return (self.energy_j - (early_j + share * (late_j - early_j))) / average_s
 
     def lock(self, clock_mhz: int | None) -> None:
         """Lock a clock, or unlock it; the clock follows a little later."""
-        self._before = (self.meter.now_s + SETTLE_S, self.locked_mhz)
+        self.before = (self.now_s + SETTLE_S, self.locked_mhz)
         self.locked_mhz = clock_mhz
 
     def limit(self, limit_w: float | None) -> None:
@@ -145,7 +98,7 @@ class Chip:
         while duration_s > 0:
             piece_s = min(duration_s, self._constant_s(self._model.idle_power_w))
             clock_mhz = self._effective_lock_mhz() or self._model.clocks_mhz[-1]
-            self._spend(piece_s, self._model.idle_power_w, clock_mhz, frozenset())
+            self._spend(piece_s, self._model.idle_power_w, clock_mhz, ())
             duration_s -= piece_s
 
     def execute(
@@ -160,49 +113,27 @@ class Chip:
         Raises:
             GpuLost: If the GPU falls off the bus meanwhile.
         """
-        ends_s = self.meter.now_s + within_s
-        while repetitions > 0 and self.meter.now_s < ends_s:
+        ends_s = self.now_s + within_s
+        while repetitions > 0 and self.now_s < ends_s:
             clock_mhz, power_w, reasons = self._run_at(load, power)
             once_s = load.free_time_s(clock_mhz) * time
-            whole_s, piece_s = (
-                once_s * repetitions,
-                min(self._constant_s(power_w), ends_s - self.meter.now_s),
-            )
+            whole_s = once_s * repetitions
+            piece_s = min(self._constant_s(power_w), ends_s - self.now_s)
             self._spend(min(whole_s, piece_s), power_w, clock_mhz, reasons)
             repetitions = repetitions - piece_s / once_s if piece_s < whole_s else 0.0
         return repetitions
 
-    def saved(self) -> dict[str, Any]:
-        """Return the state as JSON values, for `restore`."""
-        return {
-            "meter": self.meter.saved(),
-            "before": list(self._before),
-            "reasons": sorted(self.reasons),
-            "throttled_s": dict(self.throttled_s),
-            **{name: getattr(self, name) for name in self._SAVED},
-        }
+    def block(self, duration_s: float, power: float = 1.0) -> None:
+        """Wait for a neighbour's message for `duration_s` seconds, at its power times a factor."""
+        self.execute(self._waiting, duration_s, 1.0, power)
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from the saved state of a chip with the same model and options."""
-        self.meter.restore(saved["meter"])
-        until_s, before_mhz = saved["before"]
-        self._before = (until_s, before_mhz)
-        self.reasons, self.throttled_s = frozenset(saved["reasons"]), dict(saved["throttled_s"])
-        vars(self).update({name: saved[name] for name in self._SAVED})
-
-    def restart_time(self) -> None:
-        """Set the time to 0, from which the faults count; everything else stays."""
-        until_s, before_mhz = self._before
-        self._before = (until_s - self.meter.now_s, before_mhz)
-        self.meter.restore({**self.meter.saved(), "now_s": 0.0})
-
-    def _run_at(self, load: Load, power: float) -> tuple[float, float, frozenset[str]]:
+    def _run_at(self, load: Load, power: float) -> tuple[float, float, tuple[str, ...]]:
         """Return the clock and the power at which `load` runs now, and the throttle reasons."""
         wanted_mhz = float(self._effective_lock_mhz() or self._model.clocks_mhz[0])
-        reasons = set()
-        if self._faults.throttled_at(self.meter.now_s):
+        reasons = []
+        if self._faults.throttled_at(self.now_s):
             wanted_mhz *= _THROTTLED
-            reasons.add("hw-thermal")
+            reasons.append("hw-thermal")
         set_w = math.inf if self.limit_w is None else self._model.held_share * self.limit_w
         limit_w, reason = min(
             (min(load.power_limit_w, set_w), "sw-power-cap"),
@@ -214,9 +145,9 @@ class Chip:
         limited = replace(load, static_w=load.static_w * warmth, power_limit_w=limit_w)
         clock_mhz = limited.achieved_mhz(wanted_mhz)
         if clock_mhz < wanted_mhz:
-            reasons.add(reason)
+            reasons.append(reason)
         power_w = max(limited.static_w, min(limited.free_power_w(clock_mhz) * power, limit_w))
-        return clock_mhz, power_w, frozenset(reasons)
+        return clock_mhz, power_w, tuple(reasons)
 
     def _thermal_limit_w(self) -> float:
         """Return the power at which the GPU gets no hotter; infinite while it is cool enough."""
@@ -226,14 +157,14 @@ class Chip:
         return (model.slowdown_c - self._options.air_c) / model.warming_k_per_w
 
     def _effective_lock_mhz(self) -> int | None:
-        until_s, before_mhz = self._before
-        return before_mhz if self.meter.now_s < until_s else self.locked_mhz
+        until_s, before_mhz = self.before
+        return before_mhz if self.now_s < until_s else self.locked_mhz
 
     def _constant_s(self, power_w: float) -> float:
         """Return how long everything that clock and power depend on stays constant at this
         power, seconds.
         """
-        now_s, settled_s = self.meter.now_s, self._before[0]
+        now_s, settled_s = self.now_s, self.before[0]
         ends_s = min(self._faults.next_s(now_s), settled_s if settled_s > now_s else math.inf)
         is_settled = abs(self._end_c(power_w) - self.temperature_c) < _SETTLED_K
         return min(ends_s - now_s, math.inf if is_settled else _PIECE * self._model.warming_s)
@@ -243,15 +174,27 @@ class Chip:
         return self._options.air_c + self._model.warming_k_per_w * power_w
 
     def _spend(
-        self, duration_s: float, power_w: float, clock_mhz: float, reasons: frozenset[str]
+        self, duration_s: float, power_w: float, clock_mhz: float, reasons: tuple[str, ...]
     ) -> None:
-        self.meter.spend(duration_s, power_w)
-        self.clock_mhz, self.reasons = clock_mhz, reasons
+        options, average_s = self._options, self._model.sensor_s
+        start_s, start_j = self.now_s, self.energy_j
+        self.now_s, self.energy_j = start_s + duration_s, start_j + power_w * duration_s
+        moved_s = self.now_s
+        if options.step_s:
+            moved_s -= (self.now_s - self._phase_s) % options.step_s
+        shown_s = min(moved_s, self._faults.counter_stuck_at_s)
+        if shown_s > start_s:
+            self.counter_j = start_j + power_w * (shown_s - start_s)
+        if average_s:
+            self.past.append((self.now_s, self.energy_j))
+            while len(self.past) > 2 and self.past[1][0] <= self.now_s - average_s:
+                del self.past[0]
+        self.power_w, self.clock_mhz, self.reasons = power_w, clock_mhz, reasons
         for reason in reasons:
             self.throttled_s[reason] += duration_s
         end_c = self._end_c(power_w)
         self.temperature_c = end_c + (self.temperature_c - end_c) * math.exp(
             -duration_s / self._model.warming_s
         )
-        if self.meter.now_s >= self._faults.lost_at_s:
+        if self.now_s >= self._faults.lost_at_s:
             raise GpuLost(f"simulated {self._model.name} is lost: {LOST}")

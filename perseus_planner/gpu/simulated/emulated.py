@@ -17,21 +17,22 @@ While nothing runs, the GPU waits for a message from a neighbour, as in a pipeli
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, replace
+from typing import Any
 
 from perseus_planner.base.errors import GpuError, GpuLost
 from perseus_planner.base.processes import boot_id
 from perseus_planner.gpu.simulated.chip import SETTLE_S, Chip
-from perseus_planner.gpu.simulated.gpu import SimulationBase
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost, find_model
-from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
-from perseus_planner.gpu.simulated.state_file import State, StateFile
+from perseus_planner.gpu.simulated.options import SimulationOptions, parse_options
+from perseus_planner.gpu.simulated.state_file import StateFile
 
 UNDISTURBED = SimulationOptions(noise=0.0, step_s=0.0, drift=0.0)
 """Default options of an emulated GPU."""
@@ -42,28 +43,54 @@ _SLICE_S = 0.9 * SETTLE_S
 _BUSY_S = 0.2e-3
 
 
-@dataclass
-class _RunningWork:
-    """What a GPU computes."""
+class _RunningChip(Chip):
+    """A chip that goes on between two looks at it, as `Chip` otherwise."""
 
-    load: Load  #: The work
-    left: float  #: Share of it that is left
-    time: float  #: Factor on its time
-    power: float  #: Factor on its power
+    def __init__(self, made_by: str, *arguments: Any) -> None:
+        #: Version of the planner, and boot of the node, which settings do not outlive.
+        self.made_by = made_by
+        self.origin_s = time.monotonic()  #: when the chip's time was 0
+        #: What it computes: a load, the share that is left, the factors on its time and its power.
+        self.work: tuple[Any, ...] | None = None
+        self.ended_s = 0.0  #: when it last finished computing, in the chip's time
+        super().__init__(*arguments)
 
-    def advance(self, chip: Chip, within_s: float = math.inf) -> None:
-        """Let `chip` compute for `within_s` seconds, or until the work is done."""
-        self.left = chip.execute(self.load, self.left, self.time, self.power, within_s)
+    def advance(self, now_s: float) -> None:
+        """Advance to `now_s` of the monotonic clock.
+
+        Raises:
+            GpuLost: If the GPU falls off the bus before.
+        """
+        if self.work is not None:
+            load, left, slower, hotter = self.work
+            within_s = now_s - self.origin_s - self.now_s
+            left = self.execute(Load(*load), left, slower, hotter, within_s)
+            self.work = (load, left, slower, hotter)
+            if left <= 0:
+                self.work, self.ended_s = None, self.now_s
+        if self.work is None:
+            self.block(now_s - self.origin_s - self.now_s)
+
+    def end_s(self) -> float:
+        """Return when the work ends or ended, or the GPU falls off the bus, in seconds of the
+        monotonic clock.
+        """
+        if self.work is not None:
+            load, *rest = self.work
+            with suppress(GpuLost):
+                self.execute(Load(*load), *rest)
+            self.ended_s = self.now_s
+        return self.origin_s + self.ended_s
 
 
-class EmulatedGpu(SimulationBase):
+class EmulatedGpu(SimulatedGpu):
     """One emulated GPU, opened by this process.
 
     Args:
         model: The GPU from the catalog.
         number: Number of the GPU on this node.
         seed: Seed of the noise, if any.
-        options: Slowdown, noise, faults; None for `UNDISTURBED`.
+        options: Slowdown, noise, faults.
 
     Raises:
         GpuError: If its state cannot be shared.
@@ -72,62 +99,53 @@ class EmulatedGpu(SimulationBase):
     keeps_settings = True
 
     def __init__(
-        self, model: GpuModel, number: int, seed: int = 0, options: SimulationOptions | None = None
+        self,
+        model: GpuModel,
+        number: int,
+        seed: int = 0,
+        options: SimulationOptions = UNDISTURBED,
     ) -> None:
-        super().__init__(model, seed, options or UNDISTURBED)
+        super().__init__(model, seed, options)
         self.number = number
         self._made_by = f"{self.driver}, boot {boot_id()}"
         self._shared = StateFile(self.uuid, self._first_state)
-        self._origin_s = float(self._shared.read()[1]["origin_s"])
+        self._origin_s = self._restored(self._shared.read()).origin_s
 
     @property
     def text(self) -> str:
         """Text that opens this GPU in any process of this user on this node, e.g.
         "emulated:a100-sxm/0".
         """
-        options = self._option_text
-        return f"emulated:{self.model.name}/{self.number}{'?' if options else ''}{options}"
-
-    @property
-    def simulated_text(self) -> str:
-        """Text that opens the same GPU in virtual time; a profile measured there predicts what
-        this GPU does.
-        """
-        options = format_options(self.seed, self.options)
-        return f"simulated:{self.model.name}{'?' if options else ''}{options}"
+        return self._with_options(f"emulated:{self.model.name}/{self.number}", "?", UNDISTURBED)
 
     @property
     def uuid(self) -> str:
         """User, model, number and options, e.g. "emulated-1000-a100-sxm-0"."""
-        options = self._option_text and f"-{self._option_text}"
-        return f"emulated-{os.geteuid()}-{self.model.name}-{self.number}{options}"
+        name = f"emulated-{os.geteuid()}-{self.model.name}-{self.number}"
+        return self._with_options(name, "-", UNDISTURBED)
 
     def now_s(self) -> float:
         """Monotonic clock of this node, seconds."""
         return time.monotonic()
 
-    def wait(self, duration_s: float) -> None:
-        """Sleep for `duration_s` seconds."""
-        self._count_call()
-        time.sleep(max(0.0, duration_s))
-
-    def run(self, work: OpCost | Load) -> float:
+    def run(self, work: OpCost | Load, repetitions: int = 1) -> None:
         """Run `work`, and return when it is done: `start`, then `finish`. Only one process may
         compute on a GPU.
         """
-        self.start(work)
-        return self.finish()
+        for _ in range(repetitions):
+            self.start(work)
+            self.finish()
 
     def start(self, work: OpCost | Load) -> None:
         """Launch `work`, and drop what is left of earlier work."""
         now_s = time.monotonic()
         self._count_call()
-        load = self.model.load(work) if isinstance(work, OpCost) else work
+        load = self._load(work)
         if load.memory_s <= 0 and load.megacycles <= 0:
             raise GpuError(f"{self.name} got work without FLOPs or bytes; give it some")
 
-        def begin(snapshot: _Snapshot) -> None:
-            snapshot.running = _RunningWork(load, 1.0, *self._noise(snapshot.chip, work, 1))
+        def begin(chip: _RunningChip) -> None:
+            chip.work = (astuple(load), 1.0, *self._noise(chip, work, 1))
 
         self._change(begin, now_s)
 
@@ -143,124 +161,72 @@ class EmulatedGpu(SimulationBase):
         Raises:
             GpuLost: If the GPU falls off the bus meanwhile.
         """
+        state, end_s = b"", 0.0
         while True:
-            number, state = self._shared.read()
-            end_s = self._restored(state).end_s()
-            if self._sleep_until(end_s, number):
+            if (latest := self._shared.read()) != state:
+                state, end_s = latest, self._restored(latest).end_s()
+            late_s = time.monotonic() - end_s
+            if late_s >= 0:
                 self._count_call()
-                return time.monotonic() - end_s
+                return late_s
+            if late_s < -_BUSY_S:
+                time.sleep(min(-late_s - _BUSY_S, _SLICE_S))
+
+    def block(self, duration_s: float) -> None:
+        """Wait for `duration_s` seconds: a GPU without work waits for a neighbour's message."""
+        self.wait(duration_s)
 
     def close(self) -> None:
         """Close the shared file; harmless if repeated."""
         self._shared.close()
 
     @property
-    def _option_text(self) -> str:
-        return format_options(self.seed, self.options, UNDISTURBED)
-
-    @property
     def _chip(self) -> Chip:
-        snapshot = self._restored(self._shared.read()[1])
-        snapshot.advance(time.monotonic())
-        return snapshot.chip
+        chip = self._restored(self._shared.read())
+        chip.advance(time.monotonic())
+        return chip
 
-    def _set(self, change: Callable[[Chip], None]) -> None:
-        self._check_permission()
+    def _call_end_s(self, now_s: float, duration_s: float) -> float:
+        return self._shared.call_end_s(now_s, duration_s)
+
+    def _pass(self, duration_s: float) -> None:
         # A driver call is not undone once it is made: a process that is stopped meanwhile stops
         # after it.
-        time.sleep(max(0.0, self._shared.reserve(self._call_s()) - time.monotonic()))
-        self._change(lambda snapshot: change(snapshot.chip), time.monotonic())
+        time.sleep(max(0.0, duration_s))
 
-    def _change(self, change: Callable[[_Snapshot], None], now_s: float) -> None:
+    def _change(self, change: Callable[[_RunningChip], None], now_s: float | None = None) -> None:
         """Change the GPU at `now_s`, or at the time of the last change if that is later."""
 
-        def changed(state: State) -> State:
-            snapshot = self._restored(state)
-            snapshot.advance(now_s)
-            change(snapshot)
-            return snapshot.saved()
+        def changed(state: bytes) -> bytes:
+            chip = self._restored(state)
+            chip.advance(time.monotonic() if now_s is None else now_s)
+            change(chip)
+            return _state(chip)
 
         self._shared.change(changed)
 
-    def _first_state(self, state: State | None) -> State:
+    def _first_state(self, state: bytes) -> bytes:
         """Return the state of a GPU that no process had open; `state` is its last one."""
-        if state is None or state.get("made_by") != self._made_by:
-            return _Snapshot(self._new_chip(), self._made_by, time.monotonic()).saved()
-        snapshot = self._restored(state)
-        snapshot.running = None  # the process that launched it has died
+        chip = self._restored(state or b"{}")
+        if chip.made_by != self._made_by:
+            chip = self._restored(b"{}")
+        chip.work = None  # the process that launched it has died
         with suppress(GpuLost):  # the GPU is there again
-            snapshot.advance(time.monotonic())
-        snapshot.chip.restart_time()
-        return replace(snapshot, origin_s=time.monotonic(), ended_s=0.0).saved()
+            chip.advance(time.monotonic())
+        # Its time begins anew, from which the faults count; everything else stays.
+        chip.before = (chip.before[0] - chip.now_s, chip.before[1])
+        chip.origin_s, chip.now_s, chip.ended_s = time.monotonic(), 0.0, 0.0
+        return _state(chip)
 
-    def _restored(self, state: State) -> _Snapshot:
-        chip, run = self._new_chip(), state["run"]
-        chip.restore(state["chip"])
-        running = None if run is None else _RunningWork(Load(*run[0]), *run[1:])
-        return _Snapshot(chip, state["made_by"], state["origin_s"], running, state["ended_s"])
-
-    def _new_chip(self) -> Chip:
-        return Chip(replace(self.model, sensor_s=0.0), self.options, self._counter_phase_s())
-
-    def _fault_time_s(self) -> float:
-        return self.now_s() - self._origin_s
-
-    def _sleep_until(self, end_s: float, number: int) -> bool:
-        """Return True at `end_s`, or False soon after the number of the state has changed."""
-        while (left_s := end_s - time.monotonic()) > 0:
-            if left_s > _BUSY_S:
-                time.sleep(min(left_s - _BUSY_S, _SLICE_S))
-                if self._shared.number() != number:
-                    return False
-        return True
+    def _restored(self, state: bytes) -> _RunningChip:
+        model = replace(self.model, sensor_s=0.0)
+        return _RunningChip(
+            self._made_by, model, self.options, self._counter_phase_s(), json.loads(state)
+        )
 
 
-@dataclass
-class _Snapshot:
-    """A chip and what it computes, at one time."""
-
-    chip: Chip  #: The chip
-    made_by: str  #: Version of the planner, and boot of the node, which settings do not outlive
-    origin_s: float  #: When the chip's time was 0, seconds of the monotonic clock
-    running: _RunningWork | None = None  #: What it computes; None if it waits
-    ended_s: float = 0.0  #: When it last finished computing, in the chip's time
-
-    def advance(self, now_s: float) -> None:
-        """Advance to `now_s` of the monotonic clock.
-
-        Raises:
-            GpuLost: If the GPU falls off the bus before.
-        """
-        meter = self.chip.meter
-        if self.running is not None:
-            self.running.advance(self.chip, now_s - self.origin_s - meter.now_s)
-            if self.running.left <= 0:
-                self.running, self.ended_s = None, meter.now_s
-        if self.running is None:
-            self.chip.execute(self.chip.waiting, now_s - self.origin_s - meter.now_s, 1.0, 1.0)
-
-    def end_s(self) -> float:
-        """Return when the work ends or ended, or the GPU falls off the bus, in seconds of the
-        monotonic clock.
-        """
-        if self.running is not None:
-            with suppress(GpuLost):
-                self.running.advance(self.chip)
-            self.ended_s = self.chip.meter.now_s
-        return self.origin_s + self.ended_s
-
-    def saved(self) -> State:
-        """Return the state to share."""
-        run = self.running
-        return {
-            "made_by": self.made_by,
-            "origin_s": self.origin_s,
-            "chip": self.chip.saved(),
-            "run": None
-            if run is None
-            else [list(vars(run.load).values()), run.left, run.time, run.power],
-            "ended_s": self.ended_s,
-        }
+def _state(chip: Chip) -> bytes:
+    return json.dumps(chip.saved(), separators=(",", ":")).encode()
 
 
 def open_emulated(which: str) -> EmulatedGpu:
@@ -270,15 +236,9 @@ def open_emulated(which: str) -> EmulatedGpu:
     Raises:
         GpuError: If there is no such GPU or option, or its state cannot be shared.
     """
-    path, _, options = which.partition("?")
-    name, _, number = path.partition("/")
-    model = find_model(name, f"emulated:{which}", "GPU", "emulated:{}/0")
+    text = f"emulated:{which}"
+    name, _, number = which.partition("?")[0].partition("/")
+    model = find_model(name, text, "GPU", "emulated:{}/0")
     if not re.fullmatch("[0-9]{1,4}", number):
-        raise GpuError(
-            f"GPU 'emulated:{which}': the number is missing; write one, such as emulated:{name}/0"
-        )
-    try:
-        seed, parsed = parse_options(options, UNDISTURBED)
-    except GpuError as error:
-        raise GpuError(f"GPU 'emulated:{which}': {error}") from None
-    return EmulatedGpu(model, int(number), seed, parsed)
+        raise GpuError(f"GPU {text!r}: the number is missing; write one, such as emulated:{name}/0")
+    return EmulatedGpu(model, int(number), *parse_options(text, UNDISTURBED))

@@ -17,8 +17,6 @@ the energy counter do depend on everything before; the options `drift=0` and `st
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from bisect import bisect, insort
 from collections import Counter
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -28,7 +26,6 @@ import numpy as np
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import (
-    GpuError,
     GpuLost,
     GpuNotPermitted,
     GpuNotSupported,
@@ -37,6 +34,7 @@ from perseus_planner.gpu.protocol import ClosedOnExit, check_clock, check_power_
 from perseus_planner.gpu.simulated.chip import LOST, Chip
 from perseus_planner.gpu.simulated.model import GpuModel, Load, OpCost, find_model
 from perseus_planner.gpu.simulated.options import (
+    DEFAULT,
     SimulationOptions,
     format_number,
     format_options,
@@ -50,12 +48,11 @@ _LASTING = (
     0.25  # share of the noise of one computation that remains however often a call repeats it
 )
 _LARGEST = 3.0  # standard deviations
-_REMEMBERED_CALLS = 4096  # no GPU of a node is further behind the others than that
 
 
-class SimulationBase(ClosedOnExit, ABC):
-    """What simulated and emulated GPUs share: a `Gpu` whose readings and settings are those of a
-    `Chip`.
+class SimulatedGpu(ClosedOnExit):
+    """One simulated GPU: a `Gpu` whose readings and settings are those of a `Chip`, which runs
+    `OpCost` and waits for messages in virtual time.
 
     Args:
         model: The GPU from the catalog.
@@ -65,41 +62,73 @@ class SimulationBase(ClosedOnExit, ABC):
 
     origin = "simulated"
     driver = f"perseus-planner {__version__}"
+    keeps_settings = False
 
-    def __init__(self, model: GpuModel, seed: int, options: SimulationOptions) -> None:
+    def __init__(
+        self,
+        model: GpuModel,
+        seed: int = 0,
+        options: SimulationOptions = DEFAULT,
+    ) -> None:
         self.model, self.seed, self.options = model.slowed(options.slower), seed, options
-        self._faults = options.faults
+        self._faults, self._origin_s = options.faults, 0.0
         self._calls = 0
         self._repeated: Counter[object] = Counter()
+        self._called_s = 0.0  #: when the last call that set something ended
+        self._state = Chip(self.model, options, self._counter_phase_s())
 
     @property
-    @abstractmethod
-    def text(self) -> str:
-        """Text that opens this GPU."""
-
-    @property
-    @abstractmethod
-    def uuid(self) -> str:
-        """Unique identifier."""
-
-    @property
-    @abstractmethod
     def _chip(self) -> Chip:
         """The chip as it is now."""
+        return self._state
 
-    @abstractmethod
-    def _set(self, change: Callable[[Chip], None]) -> None:
-        """Set something: check permission, wait for other calls on the node, let the call's time
-        pass, change.
+    @property
+    def text(self) -> str:
+        """Text that opens a GPU equal to this one when it was opened, e.g.
+        "simulated:a100-sxm?seed=3".
         """
+        return self.simulated_text
 
-    @abstractmethod
+    @property
+    def simulated_text(self) -> str:
+        """Text that opens the same GPU in virtual time; a profile measured there predicts what
+        this GPU does.
+        """
+        return self._with_options(f"simulated:{self.model.name}", "?", DEFAULT)
+
+    @property
+    def uuid(self) -> str:
+        """Model, seed and slowdown, e.g. "simulated-a100-sxm-seed-3"."""
+        slower = self.options.slower
+        slowed = f"-slower-{format_number(slower)}" if slower != 1 else ""
+        return f"simulated-{self.model.name}-seed-{self.seed}{slowed}"
+
     def now_s(self) -> float:
-        """Time on the GPU's clock, seconds."""
+        """Time on the GPU's clock, which is virtual, seconds."""
+        return self._chip.now_s
 
-    @abstractmethod
     def wait(self, duration_s: float) -> None:
-        """Let `duration_s` seconds of that clock pass."""
+        """Stay idle for `duration_s` seconds of that clock."""
+        self._count_call()
+        self._pass(duration_s)
+
+    def run(self, work: OpCost | Load, repetitions: int = 1) -> None:
+        """Run `work` several times back to back; on return, its time and energy have been spent.
+
+        A `Load`, such as one fitted to measurements, has its own power limit, which applies beside
+        the limit that is set on this GPU.
+        """
+        self._count_call()
+        noise = self._noise(self._chip, work, repetitions)
+        self._chip.execute(self._load(work), repetitions, *noise)
+
+    def block(self, duration_s: float) -> None:
+        """Wait for a neighbour's message for `duration_s` seconds of virtual time."""
+        self._count_call()
+        self._chip.block(duration_s, self._noise(self._chip, "block", 1)[1])
+
+    def close(self) -> None:
+        """Do nothing: a simulated GPU holds no resources."""
 
     @property
     def name(self) -> str:
@@ -149,8 +178,7 @@ class SimulationBase(ClosedOnExit, ABC):
 
     def power_limit_w(self) -> float:
         """Power limit in force, watts."""
-        self._count_call("power-limit")
-        limit_w = self._chip.limit_w
+        limit_w = self._read("power-limit").limit_w
         return self.model.power_limit_w if limit_w is None else limit_w
 
     def default_power_limit_w(self) -> float:
@@ -174,35 +202,34 @@ class SimulationBase(ClosedOnExit, ABC):
 
     def energy_j(self) -> float:
         """Energy counter, joules; it moves in steps unless the option `step` is 0."""
-        self._count_call("energy")
-        return self._chip.meter.counter_j
+        return self._read("energy").counter_j
 
     def power_w(self) -> float:
         """Power sensor, watts: instant power or an average over the last second, depending on
         the model.
         """
-        self._count_call("power")
-        return self._chip.meter.sensed_w()
+        return self._read("power").sensed_w()
 
     def clock_mhz(self) -> int:
         """SM clock of what ran last, MHz."""
-        self._count_call()
-        return round(self._chip.clock_mhz)
+        return round(self._read().clock_mhz)
 
     def temperature_c(self) -> float:
         """Core temperature, whole degrees Celsius."""
-        self._count_call("temperature")
-        return float(round(self._chip.temperature_c))
+        return float(round(self._read("temperature").temperature_c))
 
     def throttle_reasons(self) -> frozenset[str]:
         """Reasons that slowed down what ran last."""
-        self._count_call("throttle")
-        return self._chip.reasons
+        return frozenset(self._read("throttle").reasons)
 
     def throttled_s(self) -> Mapping[str, float]:
         """Seconds of throttling, for each reason that a simulated GPU has."""
-        self._count_call("throttle")
-        return MappingProxyType(dict(self._chip.throttled_s))
+        return MappingProxyType(dict(self._read("throttle").throttled_s))
+
+    def _read(self, function: str = "") -> Chip:
+        """Count a call of `function`, and return the chip as it is now."""
+        self._count_call(function)
+        return self._chip
 
     def _count_call(self, function: str = "") -> None:
         """Count a call of `function`, one of `FUNCTIONS` or empty, and raise an error if a fault
@@ -211,7 +238,7 @@ class SimulationBase(ClosedOnExit, ABC):
         self._calls += 1
         if (
             self._calls > self._faults.lost_after_calls
-            or self._fault_time_s() >= self._faults.lost_at_s
+            or self.now_s() - self._origin_s >= self._faults.lost_at_s
         ):
             raise GpuLost(f"{self.name} is lost: {LOST}")
         if function in self._faults.not_supported:
@@ -220,16 +247,34 @@ class SimulationBase(ClosedOnExit, ABC):
                 f"not-supported:{function}"
             )
 
-    def _fault_time_s(self) -> float:
-        """Return the time that the faults refer to, seconds."""
-        return self.now_s()
-
-    def _check_permission(self) -> None:
-        if self._faults.not_permitted:
+    def _set(self, change: Callable[[Chip], None]) -> None:
+        """Wait for earlier calls, let the call's time pass, and change the chip."""
+        if not self._faults.is_permitted:
             raise GpuNotPermitted(
                 f"{self.name} does not let this process set anything, as its fault says; open it "
                 "without not-permitted"
             )
+        now_s = self.now_s()
+        self._pass(self._call_end_s(now_s, self._call_s()) - now_s)
+        self._change(change)
+
+    def _call_end_s(self, now_s: float, duration_s: float) -> float:
+        self._called_s = max(now_s, self._called_s) + duration_s
+        return self._called_s
+
+    def _pass(self, duration_s: float) -> None:
+        """Let time pass."""
+        self._state.idle(duration_s)
+
+    def _change(self, change: Callable[[Chip], None]) -> None:
+        change(self._state)
+
+    def _load(self, work: OpCost | Load) -> Load:
+        return self.model.load(work) if isinstance(work, OpCost) else work
+
+    def _with_options(self, text: str, mark: str, default: SimulationOptions) -> str:
+        options = format_options(self.seed, self.options, default)
+        return f"{text}{mark}{options}" if options else text
 
     def _counter_phase_s(self) -> float:
         """Return when the energy counter first moves, seconds."""
@@ -268,108 +313,6 @@ class SimulationBase(ClosedOnExit, ABC):
         return tuple(int.from_bytes(digest[i : i + 8], "big") / 2**64 for i in range(0, 32, 8))
 
 
-class SimulatedNode:
-    """The driver lock that the GPUs of one machine share, which makes calls that set something wait
-    for each other.
-
-    The virtual times of the GPUs begin together, but one GPU may be ahead of another: a call takes
-    the first gap after its own time.
-    """
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[float, float]] = []  # (start, end) of each call, in order
-
-    def call_end_s(self, now_s: float, duration_s: float) -> float:
-        """Return when a call ends that is made at `now_s` and holds the lock for `duration_s`
-        seconds.
-        """
-        start_s = now_s
-        for begin_s, end_s in self._calls[max(0, bisect(self._calls, (now_s,)) - 1) :]:
-            if start_s + duration_s <= begin_s:
-                break
-            start_s = max(start_s, end_s)
-        insort(self._calls, (start_s, start_s + duration_s))
-        del self._calls[:-_REMEMBERED_CALLS]
-        return start_s + duration_s
-
-
-class SimulatedGpu(SimulationBase):
-    """One simulated GPU, which runs `OpCost` and waits for messages in virtual time.
-
-    Args:
-        model: The GPU from the catalog.
-        seed: Seed of the noise.
-        options: Noise, slowdown, faults and so on; None for the defaults.
-        node: Machine that the GPU is in; None for one without other GPUs.
-    """
-
-    keeps_settings = False
-
-    def __init__(
-        self,
-        model: GpuModel,
-        seed: int = 0,
-        options: SimulationOptions | None = None,
-        node: SimulatedNode | None = None,
-    ) -> None:
-        super().__init__(model, seed, options or SimulationOptions())
-        self._node = node or SimulatedNode()
-        self._state = Chip(self.model, self.options, self._counter_phase_s())
-
-    @property
-    def _chip(self) -> Chip:
-        return self._state
-
-    @property
-    def text(self) -> str:
-        """Text that opens a GPU equal to this one when it was opened, e.g.
-        "simulated:a100-sxm?seed=3".
-        """
-        options = format_options(self.seed, self.options)
-        return f"simulated:{self.model.name}{'?' if options else ''}{options}"
-
-    @property
-    def uuid(self) -> str:
-        """Model, seed and slowdown, e.g. "simulated-a100-sxm-seed-3"."""
-        slower = self.options.slower
-        slowed = f"-slower-{format_number(slower)}" if slower != 1 else ""
-        return f"simulated-{self.model.name}-seed-{self.seed}{slowed}"
-
-    def now_s(self) -> float:
-        """Virtual time, seconds."""
-        return self._chip.meter.now_s
-
-    def wait(self, duration_s: float) -> None:
-        """Stay idle for `duration_s` seconds of virtual time."""
-        self._count_call()
-        self._chip.idle(duration_s)
-
-    def run(self, work: OpCost | Load, repetitions: int = 1) -> None:
-        """Run `work` several times back to back; on return, its time and energy have been spent.
-
-        A `Load`, such as one fitted to measurements, has its own power limit, which applies beside
-        the limit that is set on this GPU.
-        """
-        self._count_call()
-        load = self.model.load(work) if isinstance(work, OpCost) else work
-        self._chip.execute(load, repetitions, *self._noise(self._chip, work, repetitions))
-
-    def block(self, duration_s: float) -> None:
-        """Wait for a neighbour's message for `duration_s` seconds of virtual time."""
-        self._count_call()
-        self._chip.execute(
-            self._chip.waiting, duration_s, 1.0, self._noise(self._chip, "block", 1)[1]
-        )
-
-    def close(self) -> None:
-        """Do nothing: a simulated GPU holds no resources."""
-
-    def _set(self, change: Callable[[Chip], None]) -> None:
-        self._check_permission()
-        self._chip.idle(self._node.call_end_s(self.now_s(), self._call_s()) - self.now_s())
-        change(self._chip)
-
-
 def open_simulated(which: str) -> SimulatedGpu:
     """Open a simulated GPU: a name of the catalog with the options of `options.py`, e.g.
     "a100-sxm?seed=3&noise=0".
@@ -377,10 +320,6 @@ def open_simulated(which: str) -> SimulatedGpu:
     Raises:
         GpuError: If there is no such GPU or option.
     """
-    name, _, options = which.partition("?")
-    model = find_model(name, f"simulated:{which}", "simulated GPU", "simulated:{}")
-    try:
-        seed, parsed = parse_options(options)
-    except GpuError as error:
-        raise GpuError(f"GPU 'simulated:{which}': {error}") from None
-    return SimulatedGpu(model, seed, parsed)
+    text = f"simulated:{which}"
+    model = find_model(which.partition("?")[0], text, "simulated GPU", "simulated:{}")
+    return SimulatedGpu(model, *parse_options(text))

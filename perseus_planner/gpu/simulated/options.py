@@ -28,11 +28,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from perseus_planner.base.errors import GpuError, UsageError
-from perseus_planner.base.fields import rules
+from perseus_planner.base.errors import GpuError, PlannerError
+from perseus_planner.base.fields import Checked, rules
 from perseus_planner.base.units import LAG, Rule
 
 NOISE = 0.01
@@ -46,32 +47,26 @@ FUNCTIONS = ("clocks", "power-limit", "energy", "power", "temperature", "throttl
 class Faults:
     """What goes wrong with a simulated GPU, with times in seconds since it was opened."""
 
-    not_permitted: bool = False  #: Nothing may be set
-    not_supported: frozenset[str] = frozenset()  #: Members of `FUNCTIONS` that are missing
+    is_permitted: bool = True  #: Whether anything may be set
+    not_supported: tuple[str, ...] = ()  #: Members of `FUNCTIONS` that are missing
     lost_at_s: float = math.inf  #: When the GPU falls off the bus
     lost_after_calls: float = math.inf  #: After how many calls of any kind it falls off the bus
     #: (start, end) of the spans in which it is hot.
     throttled_s: tuple[tuple[float, float], ...] = ()
     counter_stuck_at_s: float = math.inf  #: When the energy counter stops
 
-    @classmethod
-    def parse(cls, texts: tuple[str, ...]) -> Faults:
-        """Combine the faults in `texts`.
+    def and_(self, text: str) -> Faults:
+        """Return these faults and the one in `text`; the earlier one counts of two of a kind.
 
         Raises:
-            GpuError: If a fault is unknown; the text lists the known ones.
+            PlannerError: If the fault is unknown; the text lists the known ones.
         """
-        faults = cls()
-        for text in texts:
-            for pattern, added in _FAULTS.items():
-                if match := re.fullmatch(pattern, text):
-                    faults = added(faults, *match.groups())
-                    break
-            else:
-                raise GpuError(
-                    f"fault {text!r} is unknown; write one of: {', '.join(_FAULT_EXAMPLES)}"
-                )
-        return faults
+        for pattern, (name, read) in _FAULTS.items():
+            if match := re.fullmatch(pattern, text):
+                before, value = getattr(self, name), read(*match.groups())
+                both: Any = (*before, value) if isinstance(before, tuple) else min(before, value)
+                return replace(self, **{name: both})
+        raise GpuError(f"fault {text!r} is unknown; write one of: {', '.join(_FAULT_EXAMPLES)}")
 
     def throttled_at(self, now_s: float) -> bool:
         """Return whether the GPU is hot at that time."""
@@ -87,50 +82,37 @@ class Faults:
         return min((time_s for time_s in times_s if time_s > now_s), default=math.inf)
 
 
-def _not_supported(faults: Faults, function: str) -> Faults:
-    if function not in FUNCTIONS:
+def _function(name: str) -> str:
+    if name not in FUNCTIONS:
         raise GpuError(
-            f"fault 'not-supported:{function}': {function!r} is unknown; write one of: "
+            f"fault 'not-supported:{name}': {name!r} is unknown; write one of: "
             f"{', '.join(FUNCTIONS)}"
         )
-    return replace(faults, not_supported=faults.not_supported | {function})
+    return name
 
 
-def _seconds(text: str) -> float:
-    try:
-        return LAG.read(text, "time")
-    except UsageError as error:
-        raise GpuError(str(error)) from None
-
-
-def _earliest(name: str, read: Callable[[str], float]) -> Callable[[Faults, str], Faults]:
-    """Return what keeps the earliest of several such faults."""
-
-    def added(faults: Faults, when: str) -> Faults:
-        return replace(faults, **{name: min(getattr(faults, name), read(when))})
-
-    return added
-
-
-def _throttled(faults: Faults, start: str, end: str) -> Faults:
+def _span(start: str, end: str) -> tuple[float, float]:
     span = (_seconds(start), _seconds(end))
     if span[0] >= span[1]:
         raise GpuError(
             f"fault 'throttled@{start}-{end}' ends before it begins; write the earlier time first"
         )
-    return replace(faults, throttled_s=(*faults.throttled_s, span))
+    return span
 
 
-_FAULTS: Mapping[str, Callable[..., Faults]] = MappingProxyType(
+_seconds = partial(LAG.read, name="time")
+_FAULTS: Mapping[str, tuple[str, Callable[..., Any]]] = MappingProxyType(
     {
-        "not-permitted": lambda faults: replace(faults, not_permitted=True),
-        "not-supported:(.*)": _not_supported,
-        r"lost@([0-9]{1,18})calls": _earliest("lost_after_calls", int),
-        "lost@(.+)": _earliest("lost_at_s", _seconds),
-        "throttled@([^-]+)-([^-]+)": _throttled,
-        "counter-stuck@(.+)": _earliest("counter_stuck_at_s", _seconds),
+        "not-permitted": ("is_permitted", lambda: False),
+        "not-supported:(.*)": ("not_supported", _function),
+        r"lost@([0-9]{1,18})calls": ("lost_after_calls", int),
+        "lost@(.+)": ("lost_at_s", _seconds),
+        "throttled@([^-]+)-([^-]+)": ("throttled_s", _span),
+        "counter-stuck@(.+)": ("counter_stuck_at_s", _seconds),
     }
 )
+"""Text of a fault -> its field in `Faults`, and what reads its value."""
+
 _FAULT_EXAMPLES = (
     "not-permitted",
     "not-supported:energy",
@@ -153,11 +135,12 @@ _DRIFT = "a multiple of the drift: write a number from 0 to 3, such as 0"
 
 
 @dataclass(frozen=True)
-class SimulationOptions:
+class SimulationOptions(Checked, error=GpuError):
     """The options of a simulated GPU, except its seed.
 
     Raises:
-        GpuError: If a value is out of bounds, or a fault is unknown; the text says what is allowed.
+        PlannerError: If a value is out of bounds, or a fault is unknown; the text says what is
+            allowed.
     """
 
     #: Factor by which all computation is slower than in the catalog.
@@ -178,16 +161,11 @@ class SimulationOptions:
     faults: Faults = field(init=False, compare=False, repr=False)  #: The same faults, parsed
 
     def __post_init__(self) -> None:
-        for name, rule in _OPTIONS.values():
-            given = getattr(self, name)
-            if name == "call_s" and given is None:
-                continue
-            value = rule.accept(given)
-            if value is None:
-                raise GpuError(f"{given!r} is not {rule.wanted}")
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "faults", Faults.parse(self.fault))
+        super().__post_init__()
+        object.__setattr__(self, "faults", reduce(Faults.and_, self.fault, Faults()))
 
+
+DEFAULT = SimulationOptions()
 
 _OPTIONS: Mapping[str, tuple[str, Rule]] = MappingProxyType(
     {
@@ -198,16 +176,21 @@ _OPTIONS: Mapping[str, tuple[str, Rule]] = MappingProxyType(
 """Option -> its field in `SimulationOptions`, and what the number must be."""
 
 
-def parse_options(
-    text: str, default: SimulationOptions | None = None
-) -> tuple[int, SimulationOptions]:
-    """Return the seed and the options in `text`, which follows `?`; options that it leaves out are
-    those of `default`.
+def parse_options(text: str, default: SimulationOptions = DEFAULT) -> tuple[int, SimulationOptions]:
+    """Return the seed and the options that follow `?` in the text of a GPU; options that it leaves
+    out are those of `default`.
 
     Raises:
         GpuError: If an option is unknown, repeated or has a wrong value; the text lists the known
             ones.
     """
+    try:
+        return _parsed(text.partition("?")[2], default)
+    except PlannerError as error:
+        raise GpuError(f"GPU {text!r}: {error}") from None
+
+
+def _parsed(text: str, default: SimulationOptions) -> tuple[int, SimulationOptions]:
     values: dict[str, str] = {}
     faults: list[str] = []
     for option in text.split("&") if text else ():
@@ -225,19 +208,16 @@ def parse_options(
     seed = values.pop("seed", "0")
     if not re.fullmatch("-?[0-9]{1,18}", seed):
         raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
-    numbers: dict[str, Any] = {
-        _OPTIONS[name][0]: _number(*_OPTIONS[name], value) for name, value in values.items()
-    }
-    return int(seed), replace(default or SimulationOptions(), **numbers, fault=tuple(faults))
+    numbers = {_OPTIONS[name][0]: _number(*_OPTIONS[name], value) for name, value in values.items()}
+    return int(seed), replace(default, **numbers, fault=tuple(faults))
 
 
 def format_options(
-    seed: int, options: SimulationOptions, default: SimulationOptions | None = None
+    seed: int, options: SimulationOptions, default: SimulationOptions = DEFAULT
 ) -> str:
-    """Return the text that `parse_options` reads as these, without the options that equal those
-    of `default`.
+    """Return the text that `parse_options` reads as these after a `?`, without the options that
+    equal those of `default`.
     """
-    default = default or SimulationOptions()
     texts = [f"seed={seed}"] if seed else []
     for name, (field_name, _) in _OPTIONS.items():
         value = getattr(options, field_name)
@@ -251,10 +231,10 @@ def format_number(value: float) -> str:
     return repr(value).removesuffix(".0")
 
 
-def _number(name: str, rule: Rule, text: str) -> float:
+def _number(name: str, rule: Rule, text: str) -> Any:
     if name.endswith("_s") and re.search("[a-z]", text):
         return _seconds(text)
-    value: float | None = rule.parse(text)
+    value = rule.parse(text)
     if value is None:
         raise GpuError(f"{text!r} is not {rule.wanted}")
     return value

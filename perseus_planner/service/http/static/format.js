@@ -79,4 +79,7 @@ export function spanOf(text) {
 }
 
 /** The origin of a figure computed from plans, given that of their profile. */
-export const byPlans = (origin) => (origin === "measured" ? "replayed" : "simulated");
+export const byPlans = (origin) => (origin === "simulated" ? "simulated" : "replayed");
+
+/** Name a profile by its origin. */
+export const profileText = (origin) => (origin === "unknown" ? "profile of unknown origin" : `${origin} profile`);

@@ -1,7 +1,7 @@
 // One job: what it does now, why, and what that saves.
 
 import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
-import { budgetText, byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
+import { budgetText, byPlans, count, joules, kilowattHours, less, number, profileText, seconds, watts } from "./format.js";
 import { groups, showPipelines } from "./pipelines.js";
 import { assumed, carbon, money } from "./prices.js";
 import { showHistory } from "./history.js";
@@ -100,7 +100,7 @@ function changes({ telemetry }) {
 
 /** The origin of the figures, and how recent those of the job are, as it may have stopped sending them. */
 function originOf({ telemetry }, frontier) {
-  const ofPlans = frontier.origin === "measured" ? "Replayed: computed from a measured profile, not measured on this job." : "Figures of plans are computed from a simulated profile.";
+  const ofPlans = frontier.origin === "simulated" ? "Figures of plans are computed from a simulated profile." : `Replayed: computed from a ${profileText(frontier.origin)}, not measured on this job.`;
   if (telemetry === null) return [`This job sends no telemetry, so nothing here is measured on it. ${ofPlans}`];
   const simulated = telemetry.energy_is === "simulated" ? "Simulated: the energy is that of a model of the GPU. " : "";
   return ["The job last sent telemetry ", timed(telemetry.observed_s), `. ${simulated}${ofPlans}`];

@@ -1,7 +1,7 @@
 // The pipelines of a job, on their frontier and in a table, grouped if they are equal.
 
 import { byId, html, keyed, part, say } from "./dom.js";
-import { joules, number, ranges, seconds } from "./format.js";
+import { joules, number, profileText, ranges, seconds } from "./format.js";
 import { slownessText, scopeText } from "./reports.js";
 
 const MOST_LABELS = 8;
@@ -75,7 +75,7 @@ function draw(status, frontier, grouped) {
     marks: [{ name: "All clocks at maximum", color: 7, shape: "diamond", x: frontier.baseline_time_s, y: frontier.baseline_j }, ...marks],
   });
   placed = new Map(grouped.flatMap((group) => group.numbers.map((each) => [each, { x: group.time_s, y: group.energy_j }])));
-  say(byId("frontier-caption"), `One pipeline, ${frontier.origin === "measured" ? "replayed from a measured" : "computed from a simulated"} profile; energy including waiting for the iteration's end. The curve continues to ${seconds(frontier.times_s.at(-1))}. Pipelines with slow stages may lie off the curve, which is for pipelines without.`);
+  say(byId("frontier-caption"), `One pipeline, ${frontier.origin === "simulated" ? "computed" : "replayed"} from a ${profileText(frontier.origin)}; energy including waiting for the iteration's end. The curve continues to ${seconds(frontier.times_s.at(-1))}. Pipelines with slow stages may lie off the curve, which is for pipelines without.`);
 }
 
 function mark(group, index) {
