@@ -252,7 +252,7 @@ class BackgroundWork:
         progress, now_s, program = self._hook.progress, time.monotonic(), self._follower.program
         if progress != self._progress:
             self._progress, self._progressed_s = progress, now_s
-        if program is None or self._connection is None:
+        if program is None or self._connection is None or not program.time_s:
             return
         is_quiet = now_s - self._progressed_s > QUIET * program.time_s + QUIET_S
         if is_quiet or "gpu" in self._problems:

@@ -102,8 +102,8 @@ class UnmodifiedTraining:
         """Enter the runtime; return it, or None if it cannot be entered, or the script does so
         itself.
         """
-        self._process = os.getpid()
-        if _SESSION in sys.modules:
+        is_first, self._process = self._process is None, os.getpid()
+        if is_first and _SESSION in sys.modules:
             return None
         try:
             from perseus_planner.runtime import planner_runtime

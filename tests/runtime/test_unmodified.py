@@ -353,6 +353,7 @@ class CountedRuntime:
         if self.refusal is not None:
             raise self.refusal
         self.entered.append((engine, options))
+        sys.modules["perseus_planner.runtime.session"] = runtime  # as it loads it
         yield self
         self.left += 1
 
