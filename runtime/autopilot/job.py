@@ -119,6 +119,8 @@ class RankObservation(NamedTuple):
     #: seconds in which a GPU of the rank was slowed down by heat or power; such an iteration
     #: teaches nothing.
     throttled_s: float = 0.0
+    #: how many iterations of this rank had a known energy so far, and their joules together.
+    metered: tuple[int, float] = (0, 0.0)
 
 
 def time_at_last_clock(

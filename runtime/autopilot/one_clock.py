@@ -78,7 +78,6 @@ _PHASES: Mapping[Purpose, Phase] = MappingProxyType(
 class Window:
     """Iterations at one value."""
 
-    number: int  #: Number of the window, from 0
     index: int  #: Position of the value, 0 for the highest
     iterations: int  #: How many are measured, after those in which the value settles
     purpose: Purpose  #: What they are for
@@ -132,8 +131,7 @@ class ValueSearch:
         self._rows: dict[int, ValueRow] = {}
         self._before: Mapping[int, ValueRow] = {}  #: from an earlier start, until it is audited
         self._next: Purpose = "reference"
-        self._number = self._since_audit = 0
-        self._probed = 0
+        self._since_audit = self._probed = 0
         self._is_retrying = False  #: since the last audit, until a value is too slow
         self._too_slow: dict[int, int] = {}  #: how often each value was
 
@@ -186,17 +184,17 @@ class ValueSearch:
         """
         reference_s = self.reference_s
         if reference_s is None or ledger is None:
-            return self._window(0, _REFERENCE, "reference")
+            return Window(0, _REFERENCE, "reference")
         long = max(_REFERENCE, math.ceil(WINDOW_S / reference_s))
         if self._next == "audit":
-            return self._window(0, long, "audit")
+            return Window(0, long, "audit")
         lowest = max(index for index in self._rows if index == 0 or self._is_fast(index))
         if self._next == "measure":
-            return self._window(self._probed, long, "measure")
+            return Window(self._probed, long, "measure")
         candidate = self._candidate(lowest)
         if candidate is not None and self._can_pay(lowest, candidate, ledger):
-            return self._window(candidate, PROBE, "probe")
-        return self._window(self.best, long, "follow")
+            return Window(candidate, PROBE, "probe")
+        return Window(self.best, long, "follow")
 
     def observe(
         self, window: Window, time_s: float | None, energy_j: float | None, *, is_whole: bool = True
@@ -276,10 +274,6 @@ class ValueSearch:
         excess_s = max(0.0, longest_s - self._share * ledger.reference_s)
         return ledger.owed_s + (PROBE + SETTLING) * excess_s <= ledger.burst_s
 
-    def _window(self, index: int, iterations: int, purpose: Purpose) -> Window:
-        self._number += 1
-        return Window(self._number - 1, index, iterations, purpose)
-
 
 class OneClock:
     """Decides the one value of all GPUs of a job without a pipeline, as `Autopilot` decides the
@@ -310,8 +304,8 @@ class OneClock:
         self._begins: int | None = None  #: the first that is measured; None before all run at it
         self._has_ended = True
         self._is_whole = True  #: the ledgers have allowed all iterations of the window so far
-        #: Pipeline -> seconds and joules of its iterations in the window.
-        self._seen: dict[int, list[tuple[float, float | None]]] = {}
+        #: Pipeline -> its iterations that were seen in the window.
+        self._seen: dict[int, list[RankObservation]] = {}
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from what ranks observed of one iteration."""
@@ -329,16 +323,18 @@ class OneClock:
             if any(seen.version != window.index for seen in observations):
                 return
             self._begins = iteration + SETTLING
-        self._has_ended = iteration + 1 >= self._begins + window.iterations
         if iteration >= self._begins and not (ledger and ledger.is_pause(time_s, before_s)):
             self._add(window.index, observations)
+        # Of short iterations not all are seen.
+        is_seen = bool(self._seen) or not self._is_whole
+        self._has_ended = is_seen and iteration + 1 >= self._begins + window.iterations
 
     def _add(self, index: int, observations: Sequence[RankObservation]) -> None:
         for seen in observations:
             if seen.version != index:
                 self._is_whole = False
             elif all(ran[2:4] == (self._search.values[index], None) for ran in seen.computations):
-                self._seen.setdefault(seen.pipeline, []).append((seen.time_s, seen.energy_j))
+                self._seen.setdefault(seen.pipeline, []).append(seen)
 
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""
@@ -360,7 +356,8 @@ class OneClock:
             index,
             _PHASES[self._window.purpose],
             (((value,),),) * self.job.pipelines,
-            self._ledger,
+            # Ranks take over its terms, and go on with what they owe themselves.
+            None if self._ledger is None else replace(self._ledger, last=-1, recent=()),
             trials=int(index > 0 and value not in known),
             unknown=len(search.values) - len(known),
             time_s=None if effect is None else expected_s or search.reference_s,
@@ -368,19 +365,20 @@ class OneClock:
         )
 
     def _end_window(self) -> None:
-        """Take in what the window measured, if any iteration of it was seen."""
-        if self._window is None or (self._is_whole and not self._seen):
+        """Take in what the window measured, once there was one."""
+        if self._window is None:
             return
         times_s, energies_j = [], []
         for iterations in self._seen.values():
-            times_s.append(fmean(time_s for time_s, _ in iterations))
-            known_j = [energy_j for _, energy_j in iterations if energy_j is not None]
-            energies_j += [fmean(known_j)] if known_j else []
-        energy_j = None
-        if energies_j and len(energies_j) == len(times_s):
-            energy_j = fmean(energies_j)
+            times_s.append(fmean(seen.time_s for seen in iterations))
+            (first, first_j), (last, last_j) = iterations[0].metered, iterations[-1].metered
+            energies_j += [(last_j - first_j) / (last - first)] if last > first else []
+        is_known = energies_j and len(energies_j) == len(times_s)
         self._search.observe(
-            self._window, max(times_s, default=None), energy_j, is_whole=self._is_whole
+            self._window,
+            max(times_s, default=None),
+            fmean(energies_j) if is_known else None,
+            is_whole=self._is_whole,
         )
 
     def wait_for(self, times_s: Sequence[float]) -> None:

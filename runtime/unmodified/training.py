@@ -102,8 +102,8 @@ class UnmodifiedTraining:
         """Enter the runtime; return it, or None if it cannot be entered, or the script does so
         itself.
         """
-        self._process = os.getpid()
-        if _SESSION in sys.modules:
+        is_first, self._process = self._process is None, os.getpid()
+        if is_first and _SESSION in sys.modules:
             return None
         try:
             from perseus_planner.runtime import planner_runtime
@@ -127,9 +127,12 @@ class UnmodifiedTraining:
             error = getattr(
                 sys, "last_value", None
             )  # what ends this process, if it is an exception
-            self._runtime.__exit__(
-                type(error) if error else None, error, error.__traceback__ if error else None
-            )
+            try:
+                self._runtime.__exit__(
+                    type(error) if error else None, error, error.__traceback__ if error else None
+                )
+            except Exception as problem:  # Python would print where it comes from
+                _LOG.warning("planner: %s", problem or repr(problem))
 
 
 def _is_on_a_gpu(optimizer: Any) -> bool:

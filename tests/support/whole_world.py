@@ -156,7 +156,6 @@ def trained(
     pilot, ledger = pilot_of(world, slowdown, max_slowdown, prior), RankLedger()
     decisions = [pilot.decide(number) for number in range(lead)]
     owed_s = excess_s = burst_s = 0.0
-    before_j = 0.0
     for number in range(iterations):
         ledger.renew(decisions[number].ledger)
         before_s = ledger.ledger.owed_s if ledger.ledger else 0.0
@@ -173,11 +172,10 @@ def trained(
         pilot.observe(
             [
                 RankObservation(
-                    pipeline, 0, number, version, time_s, (ran,), energy_j - before_j, 0.1
+                    *(pipeline, 0, number, version, time_s, (ran,)), metered=(number, energy_j)
                 )
                 for pipeline in range(world.ranks)
             ]
         )
-        before_j = energy_j
         decisions.append(pilot.decide(number + lead))
     return Trained(pilot, decisions[:iterations], owed_s, excess_s, burst_s)

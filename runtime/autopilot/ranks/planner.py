@@ -79,7 +79,6 @@ class Planner:
         self._autopilot: Autopilot | OneClock | None = None
         self._orders: tuple[int, ...] = ()
         self._step_s, self._origin = COUNTER_STEP_S, "measured"
-        self._state = State(None)
         self._prior: Profile | None = None  #: what was known before
         self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
         self._sent: tuple[Any, ...] | None = None
@@ -121,10 +120,12 @@ class Planner:
     def save(self) -> list[FromProcess]:
         """Write what was learnt; return a warning if it cannot be written."""
         profile = self._learned()
-        if profile is None:
+        if profile is None or self._job is None or self._job.state is None:
             return []
+        path = Path(self._job.state)
         try:
-            self._state.save(profile)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.save(path)
         except PlannerError as error:
             return [LogLine(f"what was learnt cannot be saved: {error}", is_warning=True)]
         return []
@@ -174,8 +175,8 @@ class Planner:
                 control=gpu.control,
             )
             learned = self._learned()
-            self._state = State(None if job.state is None else Path(job.state))
-            prior, notes = self._state.prior_of(described, learned)
+            path = None if job.state is None else Path(job.state)
+            prior, notes = _prior_of(path, described, learned)
             self._schedule = grid_text(schedule)
             self._prior = prior
             self._autopilot = _learner(described, job.settings, prior)
@@ -304,51 +305,29 @@ def _gpu_of(told: Sequence[RankTraining]) -> ObservedGpu:
     return replace(gpus[0], clocks_mhz=tuple(sorted(clocks, reverse=True)))
 
 
-class State:
-    """The file, and the table of its rows beside it.
+def _prior_of(
+    path: Path | None, job: AutopilotJob, learned: Profile | None
+) -> tuple[Profile | None, list[str]]:
+    """Return what is known of this job's stages and GPUs, and what there is to say of it.
 
     Args:
-        path: The file; None to keep nothing.
+        path: The file of what was learnt before; None for none.
+        job: The job.
+        learned: What this process has learnt before, by another order; None if nothing.
     """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def save(self, profile: Profile) -> None:
-        """Replace the file.
-
-        Raises:
-            ProfileError: If it cannot be written.
-        """
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            profile.save(self._path)
-
-    def prior_of(
-        self, job: AutopilotJob, learned: Profile | None
-    ) -> tuple[Profile | None, list[str]]:
-        """Return what is known of this job's stages and GPUs, and what there is to say of it.
-
-        Args:
-            job: The job.
-            learned: What this process has learnt before, by another order; None if nothing.
-        """
-        if learned is not None and _difference(learned, job) is None:
-            return learned, []
-        path = self._path
-        if path is None or not path.exists():
-            return None, []
-        try:
-            profile = Profile.load(path)
-        except PlannerError as error:
-            return None, [f"what was learnt before is not used: {error}"]
-        difference = _difference(profile, job)
-        if difference is not None:
-            return None, [f"what was learnt before is not used: {path} {difference}"]
-        rows = sum(map(len, profile.measurements.values()))
-        return profile, [
-            f"the autopilot begins with {rows} rows that were learnt before, from {path}"
-        ]
+    if learned is not None and _difference(learned, job) is None:
+        return learned, []
+    if path is None or not path.exists():
+        return None, []
+    try:
+        profile = Profile.load(path)
+    except PlannerError as error:
+        return None, [f"what was learnt before is not used: {error}"]
+    difference = _difference(profile, job)
+    if difference is not None:
+        return None, [f"what was learnt before is not used: {path} {difference}"]
+    rows = sum(map(len, profile.measurements.values()))
+    return profile, [f"the autopilot begins with {rows} rows that were learnt before, from {path}"]
 
 
 def texts_of(profile: Profile) -> tuple[str, str]:
