@@ -128,7 +128,7 @@ def killed(output: str) -> None:
             GPU,
             3,
             output=Path(output),
-            settings=SweepSettings(repetition_s=1.0),
+            settings=SweepSettings(repetition_s=2.0),
             progress=progress,
         )
 
@@ -163,7 +163,7 @@ class Stuck(tiny_training.Layer):
     def forward(self, x: Any) -> Any:
         if self.repeats == "long" and dist.get_rank():
             self.repeats = None
-            Event().wait(2.0)
+            Event().wait(3.5)
         elif self.repeats == "for ever" and dist.get_rank():
             dist.all_reduce(torch.ones(1))
         return super().forward(x)
@@ -172,7 +172,7 @@ class Stuck(tiny_training.Layer):
 def stuck(repeats: str) -> None:
     """Profile a training in which a repetition of the last stage does not come back in time."""
     dist.init_process_group("gloo")
-    settings = SweepSettings(control="observed", repetition_s=1.0)
+    settings = SweepSettings(control="observed", repetition_s=2.0)
 
     def body() -> None:
         plain = tiny_training.Torch("1f1b", 2, layer=Stuck)
