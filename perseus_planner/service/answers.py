@@ -16,7 +16,6 @@ from perseus_planner.runs.account import Account, Entry
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.service.model import (
     Decision,
-    Origin,
     PowerStep,
     ProfileOrigin,
     RegisteredJob,
