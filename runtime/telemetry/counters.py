@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
-    from perseus_planner.runtime.hook import RankProgram
+    from perseus_planner.runtime.hook import Program
 
 
 CHECKPOINT_S = 2.0
@@ -167,7 +167,7 @@ class RunRecorder:
     def add(
         self,
         record: IterationRecord,
-        program: RankProgram | None,
+        program: Program | None,
         computations: Sequence[ComputationRecord],
     ) -> None:
         """Take an iteration that has ended; `computations` are those of the last iterations."""

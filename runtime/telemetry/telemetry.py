@@ -28,7 +28,6 @@ from perseus_planner.runs.records import (
     change_statistics,
     match_changes,
 )
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.controller.protocol import (
     AttachReply,
     ControlChange,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
-    from perseus_planner.runtime.hook import RankProgram
+    from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.marks import IterationTimes
 
 
@@ -178,7 +177,7 @@ class Telemetry:
             )
         self._iterations: tuple[IterationRecord, ...] = ()
         self._computations: deque[tuple[ComputationRecord, ...]] = deque(maxlen=_KEPT)
-        self._ended: deque[tuple[int, RankProgram | None, str | None]] = deque(maxlen=capacity)
+        self._ended: deque[tuple[int, Program | None, str | None]] = deque(maxlen=capacity)
         self._times: deque[IterationTimes] = deque()
         self._samples = GpuSamples()
         self._checkpoints = Checkpoints(is_first=rank == 0)
@@ -187,7 +186,7 @@ class Telemetry:
         self._gpu: AttachReply | None = None
         self._since_epoch_ns = offset_ns()
         # Of the previous iteration:
-        self._program: RankProgram | None = None
+        self._program: Program | None = None
         self._is_at_full_clocks = False
         self._at_full_j: deque[float] = deque(
             maxlen=_FULL
@@ -225,7 +224,7 @@ class Telemetry:
         if self._recorder is not None:
             self._recorder.take_status(status)
 
-    def on_end(self, iteration: int, program: RankProgram | None, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         """See `ProgramSource.on_end`."""
         self._ended.append((iteration, program, deviation))
 
@@ -300,7 +299,7 @@ class Telemetry:
             self._recorder.add(record, program, self.computations)
         return record
 
-    def _take_ended(self, number: int) -> tuple[RankProgram | None, str | None]:
+    def _take_ended(self, number: int) -> tuple[Program | None, str | None]:
         """Return the program and the deviation of an iteration, and forget those before it."""
         while self._ended and self._ended[0][0] < number:
             self._ended.popleft()
@@ -310,9 +309,11 @@ class Telemetry:
         return program, deviation
 
     def _match_computations(
-        self, times: IterationTimes, program: RankProgram, *, is_unclocked: bool
+        self, times: IterationTimes, program: Program, *, is_unclocked: bool
     ) -> tuple[ComputationRecord, ...]:
-        is_requested = not is_unclocked and program.control != "observed"
+        is_requested = not is_unclocked and not (
+            program.plan is not None and program.plan.control == "observed"
+        )
         return match_changes(
             times.number,
             program.computations,
@@ -345,7 +346,7 @@ class Telemetry:
     def _record(
         self,
         times: IterationTimes,
-        program: RankProgram | None,
+        program: Program | None,
         deviation: str | None,
         computations: Sequence[ComputationRecord],
     ) -> IterationRecord:
@@ -362,7 +363,7 @@ class Telemetry:
             planned_busy_s = math.fsum(
                 plan.measurement(record.computation).time_s for record in computations
             )
-        elif isinstance(program, AutopilotProgram) and deviation is None:
+        elif program is not None and plan is None and deviation is None:
             if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:
                 self._at_full_j.append(energy_j)
             self._is_at_full_clocks = program.decision == 0
@@ -399,7 +400,7 @@ class Telemetry:
             return None
         return max(self._times[0].begin_ns, times.end_ns)
 
-    def _compared(self, record: IterationRecord, program: RankProgram | None) -> IterationRecord:
+    def _compared(self, record: IterationRecord, program: Program | None) -> IterationRecord:
         """Return the record with what a window as long took before a clock was first requested."""
         window, usual = Account.of(record, is_first=False), self._unlocked
         self._is_unlocked = self._is_unlocked and program is None
@@ -420,7 +421,7 @@ class Telemetry:
     def _prepare_next(
         self,
         times: IterationTimes,
-        program: RankProgram | None,
+        program: Program | None,
         *,
         has_deviated: bool,
         was_unclocked: bool,

@@ -22,10 +22,8 @@ from strategies import fixed, smooth_profile
 from perseus_planner import schedules
 from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.runs import Account
-from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path
 from perseus_planner.runs.straggler import StragglerDetector
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, parse_clock_request
@@ -45,7 +43,7 @@ def program(seed: int, version: int = 1) -> Program:
     """
     schedule, rng = schedules.one_f_one_b(2, rng_size(seed)), Random(seed)
     dag = PipelineDag(smooth_profile(2, step_mhz=200), pipeline_iteration(schedule))
-    return Program(version, any_plan(dag, rng), 0)
+    return Program.of_plan(version, any_plan(dag, rng), 0)
 
 
 def rng_size(seed: int) -> int:
@@ -338,7 +336,7 @@ def test_nothing_grows_without_bound():
 
 def test_where_nothing_is_set_nothing_is_missed():
     ran_by = program(3)
-    ran_by = Program(1, replace(ran_by.plan, control="observed"), 0)
+    ran_by = Program.of_plan(1, replace(ran_by.plan, control="observed"), 0)
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
     spans = tuple((10 * i, 10 * i + 5) for i in range(len(ran_by.computations)))
     telemetry.on_end(0, ran_by, None)
@@ -445,18 +443,7 @@ def test_where_the_engine_does_not_number_pipelines_their_first_ranks_do():
 def test_a_gpu_that_becomes_slow_is_found_without_a_plan_by_what_its_times_were():
     ran = program(2)
     clocks = (HIGHEST, *(1200,) * (len(ran.computations) - 1))
-    planned = AutopilotProgram(
-        2,
-        1,
-        7,
-        ran.computations,
-        clocks,
-        1.0,
-        HIGHEST,
-        None,
-        AutopilotStatus("following"),
-        busy_s=1.0,
-    )
+    planned = Program(2, ran.computations, clocks, 1.0, decision=1, top=HIGHEST, busy_s=1.0)
     telemetry, detector, found = Telemetry(0, SEAT), StragglerDetector(), []
     each_ns, now_ns = 10**9 // len(clocks), BEGIN_NS
     records = []
