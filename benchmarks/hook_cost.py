@@ -24,7 +24,7 @@ from perseus_planner.runtime.autopilot import Ledger
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
-from perseus_planner.runtime.marks import HostMarks, clock_request
+from perseus_planner.runtime.marks import Marks, clock_request
 from perseus_planner.runtime.switching.agreement import NodeShare
 
 _COLUMNS = {
@@ -50,7 +50,7 @@ def measure(size: Size) -> Section:
     alike.
     """
     program, shared = _program(size), memoryview(bytearray(8)).cast("Q")
-    hook = Hook(HostMarks(shared), FixedProgram(program), program)
+    hook = Hook(Marks(shared), FixedProgram(program), program)
     rows, is_right = _bare(program, hook, shared, size.hook_iterations)
     median_us = {row["what"]: row["median_us"] for row in rows}
     more_us = (median_us[_AUTOPILOT] - median_us[_ITERATION]) / len(program.computations)
@@ -165,7 +165,7 @@ def _learning_hook(program: Program, iterations: int) -> Hook:
         for number in range(iterations)
     }
     source.agreement.version_at = lambda iteration: iteration  # type: ignore[method-assign]
-    return Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, source._programs[0])
+    return Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, source._programs[0])
 
 
 def _taken_ns(

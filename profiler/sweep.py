@@ -48,6 +48,8 @@ class SweepSettings(Checked):
     seed: Index = 0  #: Draws when, after an update of the energy counter, each window begins
     #: Whether to keep rows for which the GPU was too hot, also when they were measured again.
     allow_hot: bool = False
+    #: How long one repetition of a computation may take, seconds; a longer one ends the profile.
+    repetition_s: Seconds = 60.0
     #: How long each GPU measures at most, minutes, all of its stages together; None for no limit.
     #: The row in progress is finished, and two settings are always measured.
     minutes: Minutes | None = None
@@ -98,7 +100,7 @@ def measure_stage(
         stage: What to measure.
         number: The number of the stage in its pipeline, from 0.
         settings: How to measure; the defaults if None.
-        group: The GPUs that share the stage, each of which calls this at the same time; None for a
+        group: The GPUs that hold the stage, each of which calls this at the same time; None for a
             single GPU.
         rows_file: Keeps finished rows, see `rows_path`. In a group only one GPU gives it.
         resume: Go on from the rows in `rows_file` instead of deleting them. It must be the same for
@@ -351,6 +353,10 @@ class _Sweep:
             conditions["measured while too hot"] = (
                 f"{_row_names(hot, control)}; cool the GPU and measure again"
             )
+        if (replicas := self.group.replicas)[1:]:
+            conditions["replicas"] = f"{len(replicas)}, in step"
+            if slow := self.meter.slow:
+                conditions["slow replicas"] = _slow_text(replicas, slow)
         if gpu.warnings():
             conditions["warnings"] = " ".join(gpu.warnings())
         return conditions
@@ -373,6 +379,18 @@ def _hot(rows: RowTable) -> Iterator[tuple[str, Measurement]]:
                 yield kind, row
 
 
+def _slow_text(replicas: Sequence[str], slow: Mapping[int, float]) -> str:
+    names = ", ".join(
+        f"{replicas[replica]} by up to {share:.1%}" for replica, share in slow.items()
+    )
+    if len(replicas) == 2:
+        return (
+            f"{names}, and its times are those of the stage, as of two replicas neither is known "
+            "to be right"
+        )
+    return f"{names} against the median of {len(replicas)}, and left out of these rows"
+
+
 def _row_names(rows: Sequence[tuple[str, Measurement]], control: str) -> str:
     return ", ".join(f"{kind} at {row.clock_mhz} {unit_of(control)}" for kind, row in rows)
 
@@ -390,7 +408,7 @@ def _subject(
         "driver": gpu.driver,
         "stage": str(number),
         "kinds": ", ".join(kinds),
-        "gpus of the stage": str(group.size),
+        "gpus of the stage": str(group.size * len(group.replicas)),
         "control": settings.control,
         "settings": "all" if settings.full else "as few as a plan needs",
         "window": f"{settings.window_s!r} s",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import GpuError, UsageError, how_to_install
+from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.loops import Loop
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
@@ -24,7 +24,7 @@ from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
-from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
+from perseus_planner.runtime.marks import NO_REQUEST, Marks
 from perseus_planner.runtime.rendezvous import (
     STATE_FILE,
     RuntimeOptions,
@@ -195,7 +195,7 @@ class _Session:
             warn=lambda text: warnings.warn("record", text),
         )
         self._telemetry.update([], [] if self._gpu is None else [self._gpu])
-        marks, problem = _make_marks(context.engine, self._connection, warnings, stack)
+        marks = _make_marks(context.engine, self._connection, stack)
         is_first = context.engine.pipeline_rank.rank == 0
         self._follower = Follower(
             job,
@@ -206,7 +206,7 @@ class _Session:
             ended_s=marks.ended_s,
         )
         self._follower.start(context.program)
-        self._follower.problem = attachment.problem or problem
+        self._follower.problem = attachment.problem
         self._exchange: ServiceExchange | None = None
         self._autopilot: AutopilotRank | None = None
         if context.has_autopilot:
@@ -338,22 +338,11 @@ def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnin
     return ServiceLink(settings, job, warnings)
 
 
-def _make_marks(
-    engine: Engine, connection: Connection | None, warnings: JobWarnings, stack: ExitStack
-) -> tuple[Marks, str | None]:
-    """Return the marks of this rank, which request nothing if there is no controller, and the
-    problem if one arose.
-    """
-    unconnected = HostMarks(memoryview(bytearray(8)).cast("Q"))
-    if connection is None:
-        return unconnected, None
-    if engine.device.type != "cuda":
-        return HostMarks(connection.request), None
+def _make_marks(engine: Engine, connection: Connection | None, stack: ExitStack) -> Marks:
+    """Return the marks of this rank, which request nothing if there is no controller."""
+    if connection is None or engine.device.type != "cuda":
+        none = memoryview(bytearray(8)).cast("Q")
+        return Marks(none if connection is None else connection.request)
     from perseus_planner.runtime.cuda_marks import CudaMarks
 
-    try:
-        return stack.enter_context(CudaMarks(connection.memory, engine.device)), None
-    except GpuError as error:
-        problem = f"no clock can be set: {error}"
-        warnings.warn("marks", f"{problem}; training goes on without setting clocks")
-        return unconnected, problem
+    return stack.enter_context(CudaMarks(connection.memory, engine.device))

@@ -321,7 +321,7 @@ class LeaseGroup:
         return None
 
 
-def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuInUse]:
+def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuError]:
     """Return an error for each rank whose GPU is also the GPU of another rank."""
     by_uuid: dict[str, list[Rank]] = {}
     for rank in ranks:

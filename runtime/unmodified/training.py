@@ -127,9 +127,12 @@ class UnmodifiedTraining:
             error = getattr(
                 sys, "last_value", None
             )  # what ends this process, if it is an exception
-            self._runtime.__exit__(
-                type(error) if error else None, error, error.__traceback__ if error else None
-            )
+            try:
+                self._runtime.__exit__(
+                    type(error) if error else None, error, error.__traceback__ if error else None
+                )
+            except Exception as problem:  # Python would print where it comes from
+                _LOG.warning("planner: %s", problem or repr(problem))
 
 
 def _is_on_a_gpu(optimizer: Any) -> bool:

@@ -49,7 +49,7 @@ from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
-from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, IterationTimes, parse_clock_request
+from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request
 from perseus_planner.runtime.switching.agreement import NodeShare
 from perseus_planner.schedules import Computation, one_f_one_b
 
@@ -135,7 +135,7 @@ def trained(
     for in each.
     """
     source, shared, asked = Given(given, times_s), memoryview(bytearray(8)).cast("Q"), []
-    hook = Hook(HostMarks(shared), source, None)
+    hook = Hook(Marks(shared), source, None)
     for run in runs:
         hook.begin_iteration()
         clocks = []
@@ -243,7 +243,7 @@ def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     program = program_of(programs([[[1200] * 6] * 2]))
     store, source = HashStore(), Given([None, program, program, program], [0.065] * 4)
     observer = Observer(store, 3, source, ObservedGpu("a GPU", "simulated", (1410, 1200)))
-    hook, times = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, None), []
+    hook, times = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None), []
     for number in range(4):
         hook.begin_iteration()
         for computation in RANKS[0]:

@@ -30,7 +30,7 @@ from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
-from perseus_planner.runtime.marks import HostMarks, clock_request
+from perseus_planner.runtime.marks import Marks, clock_request
 from perseus_planner.runtime.switching.agreement import Acceptance, NodeShare
 from perseus_planner.runtime.switching.plans import Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
@@ -64,7 +64,7 @@ class Node:
             job, NodeShare(), self._program, telemetry.on_end, now_s=lambda: self.now_ns / 1e9
         )
         self.follower.start(FULL)
-        marks = HostMarks(self.connection.request)
+        marks = Marks(self.connection.request)
         self.hook = Hook(marks, self.follower, FULL)
         warnings = JobWarnings(job)
         unused = Mock()  # the controller is not lost

@@ -114,9 +114,11 @@ def clocks_come_back(state: str) -> None:
     resumed: list[None] = []
     resume = background.BackgroundWork._resume
 
-    def resume_noted(this: background.BackgroundWork) -> None:
-        resume(this)
-        resumed.append(None)
+    def resume_noted(this: background.BackgroundWork, key: str) -> None:
+        was_lost = key in this._problems
+        resume(this, key)
+        if was_lost:
+            resumed.append(None)
 
     short = mock.patch.object(Backoff.__init__, "__defaults__", (0.1, LONGEST_PAUSE_S, None))
     with (

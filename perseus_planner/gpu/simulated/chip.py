@@ -50,7 +50,6 @@ class Chip:
     ) -> None:
         self._model, self._options, self._faults = model, options, options.faults
         self._phase_s = phase_s
-        self._waiting = model.blocking()  # one second of waiting for a message
         self.now_s = self.energy_j = 0.0  #: since it was made
         self.counter_j = 0.0  #: what the energy counter shows
         self.power_w = model.idle_power_w  #: what is drawn now
@@ -125,7 +124,7 @@ class Chip:
 
     def block(self, duration_s: float, power: float = 1.0) -> None:
         """Wait for a neighbour's message for `duration_s` seconds, at its power times a factor."""
-        self.execute(self._waiting, duration_s, 1.0, power)
+        self.execute(self._model.blocking(), duration_s, 1.0, power)
 
     def _run_at(self, load: Load, power: float) -> tuple[float, float, tuple[str, ...]]:
         """Return the clock and the power at which `load` runs now, and the throttle reasons."""

@@ -108,6 +108,8 @@ class EmulatedGpu(SimulatedGpu):
         super().__init__(model, seed, options)
         self.number = number
         self._made_by = f"{self.driver}, boot {boot_id()}"
+        instant = replace(self.model, sensor_s=0.0)
+        self._chip_arguments = (self._made_by, instant, options, self._counter_phase_s())
         self._shared = StateFile(self.uuid, self._first_state)
         self._origin_s = self._restored(self._shared.read()).origin_s
 
@@ -161,10 +163,10 @@ class EmulatedGpu(SimulatedGpu):
         Raises:
             GpuLost: If the GPU falls off the bus meanwhile.
         """
-        state, end_s = b"", 0.0
+        version, end_s = None, 0.0
         while True:
-            if (latest := self._shared.read()) != state:
-                state, end_s = latest, self._restored(latest).end_s()
+            if (latest := self._shared.version()) != version:
+                version, end_s = latest, self._restored(self._shared.read()).end_s()
             late_s = time.monotonic() - end_s
             if late_s >= 0:
                 self._count_call()
@@ -219,10 +221,7 @@ class EmulatedGpu(SimulatedGpu):
         return _state(chip)
 
     def _restored(self, state: bytes) -> _RunningChip:
-        model = replace(self.model, sensor_s=0.0)
-        return _RunningChip(
-            self._made_by, model, self.options, self._counter_phase_s(), json.loads(state)
-        )
+        return _RunningChip(*self._chip_arguments, json.loads(state))
 
 
 def _state(chip: Chip) -> bytes:
