@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.marks import IterationTimes
-    from perseus_planner.runtime.telemetry.counters import Counts
+    from perseus_planner.runtime.telemetry.counters import Checkpoint
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 QUIET, QUIET_S = 2.0, 1.0
@@ -85,7 +85,7 @@ class BackgroundWork:
         connection: Connection to the controller; None if there is none.
         reattachment: Connects it again after the controller was lost; None without a connection.
         on_straggling: Called when this rank's GPU turns out slow, and when it has recovered.
-        on_counts: Called with what this rank has counted, every few seconds and at the end; must
+        on_counts: Called with the checkpoints of this rank, every few seconds and at the end; must
             not raise.
         autopilot: This rank's part in the autopilot; None without.
     """
@@ -100,7 +100,7 @@ class BackgroundWork:
         connection: Connection | None,
         reattachment: Reattachment | None,
         on_straggling: Callable[[StragglerDetection], None] | None,
-        on_counts: Callable[[Sequence[Counts]], None] | None = None,
+        on_counts: Callable[[Sequence[Checkpoint]], None] | None = None,
         autopilot: AutopilotRank | None = None,
     ) -> None:
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
@@ -112,7 +112,7 @@ class BackgroundWork:
         self._lost_s = 0.0  #: since when
         self._recovery: Future[str] | None = None  #: of what it left set
         self._on_straggling, self._on_counts, self._autopilot = on_straggling, on_counts, autopilot
-        self._counts: Sequence[Counts] = ()  #: reported last
+        self._counts: Sequence[Checkpoint] = ()  #: reported last
         self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
         self._progress, self._progressed_s = hook.progress, time.monotonic()
 
@@ -271,7 +271,7 @@ class BackgroundWork:
                 )
 
     def _report_counts(self) -> None:
-        counts = self._telemetry.counts
+        counts = self._telemetry.checkpoints
         if counts is not self._counts and self._on_counts is not None:
             self._counts = counts
             self._on_counts(counts)
