@@ -56,7 +56,6 @@ def profile_pipeline(
     blocking_power_w: float | None = None,
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
-    force: bool = False,
 ) -> Iterator[Profiling]:
     """Profile the pipeline that `engine` trains, on all its ranks.
 
@@ -65,7 +64,9 @@ def profile_pipeline(
     `schedule.step(...)`. On leaving the block, the stages that the iteration ran are measured on
     its last microbatch. Weights, optimizer, gradients and random state are left as after the
     iteration. All ranks must enter and leave the block. Stages that cannot be measured, such as
-    those of FSDP, give no profile but a warning through the logger `perseus_planner.profiler`.
+    those of FSDP, give no profile but a warning through the logger `perseus_planner.profiler`. It
+    also warns of a forward or backward that takes over 10 % more or less time when it is repeated
+    than in the iteration; the profile says so under `conditions`.
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
@@ -79,14 +80,10 @@ def profile_pipeline(
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
         progress: Called with this rank's rows.
-        force: Measure also if a forward or backward takes over 10 % more or less time when it is
-            repeated than in the iteration; the profile then says so, and the logger warns.
 
     Raises:
         UsageError: If `engine` is of another kind, or no iteration ran inside the block.
         RankError: If another rank has ended.
-        ProfileError: If a repeated computation takes another time than in the iteration, unless
-            `force`.
         GpuError, ProfileError: As in `measure_stage`.
     """
     profiling, adapter = Profiling(), engine_of(engine, "profile_pipeline")
@@ -111,7 +108,6 @@ def profile_pipeline(
             timeout_s=timeout_s,
             progress=progress,
             iteration=adapter.iteration(recording.forwards),
-            force=force,
         )
         profiling.profile = measure_with_ranks(
             group,

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import ProfileError, UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
@@ -22,7 +22,7 @@ from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.row_file import delete_rows, rows_path
 from perseus_planner.profiler.stage import assemble_profile, with_one_power
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
-from perseus_planner.profiler.training_check import TOLERANCE, difference_from_training
+from perseus_planner.profiler.training_check import UNLIKE_TRAINING, difference_from_training
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,6 @@ class ProfileRequest:
     timeout_s: float = TIMEOUT_S
     progress: Progress | None = None  #: Called with this rank's rows
     iteration: Mapping[str, str | int] = field(default_factory=dict)  #: As in `Profile.iteration`
-    force: bool = False  #: Whether to measure computations that take another time than in training
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,11 @@ def _measure(gpu: Gpu, stage: LocalStage, request: ProfileRequest, part: _Part) 
 
     output = request.output if part.tensor_rank == 0 else None
     with stage.open(gpu, part.block) as opened:
-        difference = _difference_from_training(gpu, opened, stage, request)
+        # The times of a simulated GPU are modelled.
+        trained_s = {} if gpu.origin == "simulated" else stage.trained_s
+        difference = difference_from_training(opened, trained_s)
+        if difference:
+            _logger.warning("stage %d: %s, %s", stage.number, difference, UNLIKE_TRAINING)
         rows = measure_stage(
             gpu,
             opened,
@@ -227,32 +230,9 @@ def _measure(gpu: Gpu, stage: LocalStage, request: ProfileRequest, part: _Part) 
             progress=progress,
             stages=part.stages,
         )
-    if difference is None:
+    if not difference:
         return rows
     return replace(rows, conditions={**rows.conditions, "unlike training": difference})
-
-
-def _difference_from_training(
-    gpu: Gpu, opened: Stage, stage: LocalStage, request: ProfileRequest
-) -> str | None:
-    """Return how the repeated computations differ from those of the iteration; None if they do not.
-
-    Raises:
-        ProfileError: If they do, and this is not forced.
-    """
-    if gpu.origin == "simulated":  # its times are modelled
-        return None
-    difference = difference_from_training(opened, stage.number, stage.trained_s)
-    if difference is not None and not request.force:
-        raise ProfileError(
-            f"{difference}, over {TOLERANCE:.0%} apart, so the profile would not be that of the "
-            "training; profile an iteration after the first ones, of several microbatches, while "
-            "nothing else runs on the GPU; or measure all the same, with profile_pipeline(..., "
-            "force=True)"
-        )
-    if difference is not None:
-        _logger.warning("%s; measured all the same, as force is given", difference)
-    return difference
 
 
 def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profile:

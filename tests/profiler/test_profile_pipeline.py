@@ -55,6 +55,15 @@ def test_only_one_of_several_replicas_measures(tmp_path: Path) -> None:
     assert (profile.stages, profile.gpus_per_stage) == (2, 1)
 
 
+def test_recording_keeps_the_inputs_of_one_microbatch_and_never_the_output_of_a_stage(
+    tmp_path: Path,
+) -> None:
+    for each in ranks("memory", 2, tmp_path):
+        assert each.code == 0, each.stderr
+        held, cloned, inputs = json.loads(each.stdout)
+        assert held <= inputs == cloned
+
+
 @pytest.mark.parametrize("cache", [True, False])
 def test_stages_are_measured_in_the_precision_of_the_training(cache: bool, tmp_path: Path) -> None:
     for rank, each in enumerate(ranks("autocast", 2, tmp_path, str(cache))):
