@@ -12,7 +12,7 @@ from typing import Any
 
 from perseus_planner import Plan
 from perseus_planner.runtime.hook import Hook, Program
-from perseus_planner.runtime.marks import HostMarks
+from perseus_planner.runtime.marks import Marks
 
 ENGINES = {"torch.distributed.pipelining": "torch", "DeepSpeed": "deepspeed"}
 """Name of an engine -> the package that it needs."""
@@ -57,9 +57,9 @@ def time_in_turn(name: str, plan: str, iterations: int) -> Timings:
     """Run iterations of an engine with and without the hook, in turn; this process is the only
     rank of the plan.
     """
-    program, found, stamps_ns = Program(1, Plan.loads(plan), 0), Timings(), list[int]()
+    program, found, stamps_ns = Program.of_plan(1, Plan.loads(plan), 0), Timings(), list[int]()
     source = FixedProgram(program)
-    hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, program)
+    hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, program)
     make = {"torch.distributed.pipelining": _torch_pipelining, "DeepSpeed": _deepspeed}[name]
     with _process_group():
         iterate, attached = make(_stage(stamps_ns), program.plan.schedule.microbatches)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,9 +21,11 @@ from results import Check, Section, Table
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import Ledger
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram, ProgramFollower
+from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook, Program
-from perseus_planner.runtime.marks import HostMarks, clock_request
+from perseus_planner.runtime.job import TrainingJob
+from perseus_planner.runtime.marks import Marks, clock_request
+from perseus_planner.runtime.switching.agreement import NodeShare
 
 _COLUMNS = {
     "what": ("on the training thread", ""),
@@ -47,7 +50,7 @@ def measure(size: Size) -> Section:
     alike.
     """
     program, shared = _program(size), memoryview(bytearray(8)).cast("Q")
-    hook = Hook(HostMarks(shared), FixedProgram(program), program)
+    hook = Hook(Marks(shared), FixedProgram(program), program)
     rows, is_right = _bare(program, hook, shared, size.hook_iterations)
     median_us = {row["what"]: row["median_us"] for row in rows}
     more_us = (median_us[_AUTOPILOT] - median_us[_ITERATION]) / len(program.computations)
@@ -87,7 +90,7 @@ def _program(size: Size) -> Program:
     first = {key: found for key, found in profile.measurements.items() if key[0] == 0}
     schedule = schedules.one_f_one_b(1, size.hook_microbatches)
     frontier = solve(Profile(first, profile.blocking_power_w), schedule)
-    return Program(1, frontier.plan_until(1.1 * frontier.baseline_time_s), 0)
+    return Program.of_plan(1, frontier.plan_until(1.1 * frontier.baseline_time_s), 0)
 
 
 def _bare(
@@ -135,47 +138,34 @@ def _bare(
     ], is_right
 
 
-class _NewPrograms:
-    """Stands in for the `PlanFollower` of a rank: a new program of the autopilot in each
-    iteration.
-    """
-
-    def __init__(self, program: Program, iterations: int) -> None:
-        time_s, top_mhz, status = program.time_s, program.clocks[0], AutopilotStatus("learning", 7)
-        ledgers = [
-            Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2))
-            for number in range(iterations)
-        ]
-        self._programs = [
-            AutopilotProgram(
-                i + 1,
-                i + 1,
-                1,
-                program.computations,
-                program.clocks,
-                time_s,
-                top_mhz,
-                ledger,
-                status,
-            )
-            for i, ledger in enumerate(ledgers)
-        ]
-
-    def program_for(self, iteration: int) -> AutopilotProgram:
-        """See `PlanFollower.program_for`."""
-        return self._programs[iteration]
-
-    def on_end(self, *_: object) -> None:
-        """See `PlanFollower.on_end`."""
-
-
 def _learning_hook(program: Program, iterations: int) -> Hook:
-    """Return a hook that runs by the autopilot; its last programs are two iterations older than
-    what it knows.
+    """Return a hook that runs by the autopilot: a new program in each iteration, two iterations
+    older than what is known.
     """
-    source, programs = ProgramFollower(), _NewPrograms(program, iterations)
-    source.follow(programs, lambda: program.time_s)  # type: ignore[arg-type]
-    return Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, programs.program_for(0))
+    time_s, status = program.time_s, AutopilotStatus("learning", 7)
+    source = Follower(
+        TrainingJob(object(), 0, 1),  # type: ignore[arg-type] # nothing is agreed on
+        NodeShare(),
+        lambda *_: program,
+        lambda *_: None,
+        RankLedger(),
+        ended_s=lambda: time_s,
+    )
+    source._programs = {
+        number: replace(
+            program,
+            version=number,
+            plan=None,
+            decision=number + 1,
+            order=1,
+            top=program.clocks[0],
+            ledger=Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2)),
+            status=status,
+        )
+        for number in range(iterations)
+    }
+    source.agreement.version_at = lambda iteration: iteration  # type: ignore[method-assign]
+    return Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, source._programs[0])
 
 
 def _taken_ns(

@@ -217,7 +217,7 @@ def _latency(gpt: Training) -> Section:
     """Use the parts of the runtime directly, because only they give access to the messages of
     the controller.
     """
-    program = Program(1, gpt.plan, 0)
+    program = Program.of_plan(1, gpt.plan, 0)
     iterations = gpt.config.warm_up + gpt.config.iterations
     timed: list[IterationTimes] = []
     changes: list[ControlChange] = []
@@ -291,7 +291,7 @@ def _calls(gpt: Training) -> Section:
 
     import torch
 
-    program = Program(1, gpt.plan, 0)
+    program = Program.of_plan(1, gpt.plan, 0)
     taken_ns: list[float] = []
     with CudaMarks(mmap.mmap(-1, mmap.PAGESIZE), gpt.device) as marks:
         hook, work = (

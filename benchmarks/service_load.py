@@ -122,7 +122,16 @@ def _telemetry(jobs: Sequence[str], for_s: float) -> list[tuple[str, str]]:
     for number in range(1, math.ceil(for_s / _TELEMETRY_S) + 1):
         time_s = _TELEMETRY_S * number
         counters = Counters(
-            "load", number, time_s, number, time_s, 1e5 * number, "simulated", 0, 0.01, 0.02
+            run="load",
+            iterations=number,
+            time_s=time_s,
+            windows=number,
+            gpu_s=time_s,
+            metered_s=time_s,
+            energy_j=1e5 * number,
+            energy_is="simulated",
+            set_p50_s=0.01,
+            set_p99_s=0.02,
         )
         text = to_json(counters, without_nulls=True).decode()
         found += [(f"/v1/jobs/{job}/telemetry", text) for job in jobs]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from perseus_planner.gpu import Gpu
-    from perseus_planner.profiler.stage import Block, Progress, Stage
+    from perseus_planner.profiler.stage import Block, Progress, Repeating, Stage
     from perseus_planner.profiles.profiles import Profile
 
 Loss = Callable[[Any], Any]
@@ -196,7 +196,7 @@ def profile_stages(
                 _local_stage(builder, position, device, split_backward) for position in positions
             ]
             return measure_alone(local, request, device)
-        with RankGroup(timeout_s) as group:
+        with RankGroup(timeout_s, request.settings.repetition_s) as group:
             position = position_of(*rank, stages, tensor_parallel)
             stage = _local_stage(StageBuilder.load(build, folder), position, device, split_backward)
             return measure_with_ranks(group, [stage], position.tensor_rank, request, device)
@@ -261,12 +261,19 @@ def _local_stage(
     builder: StageBuilder, position: RankPosition, device: torch.device, split_backward: bool
 ) -> LocalStage:
     @contextmanager
-    def opened(gpu: Gpu, block: Block | None) -> Iterator[Stage]:
+    def opened(gpu: Gpu, block: Block | None, repeating: Repeating) -> Iterator[Stage]:
         module, inputs, loss = builder.build(position)
         module, inputs = module.to(device), map_tensors(lambda tensor: tensor.to(device), inputs)
         first = position.stage == 0
         with torch_stage(
-            gpu, module, inputs, loss, first=first, split_backward=split_backward, block=block
+            gpu,
+            module,
+            inputs,
+            loss,
+            first=first,
+            split_backward=split_backward,
+            block=block,
+            repeating=repeating,
         ) as stage:
             yield stage
 

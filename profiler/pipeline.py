@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
-from perseus_planner.engines.torch_state import sharding_problem
-from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup
+from perseus_planner.engines.torch_state import refusal
+from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, Stuck
 from perseus_planner.profiler.ranks.measure import LocalStage, ProfileRequest, measure_with_ranks
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiler.torch_stage import torch_stage
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
-    from perseus_planner.profiler.stage import Block, Progress, Stage
+    from perseus_planner.profiler.stage import Block, Progress, Repeating, Stage
     from perseus_planner.profiles.profiles import Profile
 
 _logger = logging.getLogger("perseus_planner.profiler")
@@ -63,10 +63,11 @@ def profile_pipeline(
     `forward_backward_func(forward_step_func=profiling.watched(forward_step), ...)` or
     `schedule.step(...)`. On leaving the block, the stages that the iteration ran are measured on
     its last microbatch. Weights, optimizer, gradients and random state are left as after the
-    iteration. All ranks must enter and leave the block. Stages that cannot be measured, such as
-    those of FSDP, give no profile but a warning through the logger `perseus_planner.profiler`. It
-    also warns of a forward or backward that takes over 10 % more or less time when it is repeated
-    than in the iteration; the profile says so under `conditions`.
+    iteration. All ranks must enter and leave the block; those that hold a stage, its replicas and
+    their tensor ranks, measure it in step. Stages that cannot be measured, and a repetition that
+    takes longer than `SweepSettings.repetition_s`, give no profile but a warning through the logger
+    `perseus_planner.profiler`. It also warns of a forward or backward that takes over 10 % more or
+    less time when it is repeated than in the iteration; the profile says so under `conditions`.
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
@@ -83,7 +84,7 @@ def profile_pipeline(
 
     Raises:
         UsageError: If `engine` is of another kind, or no iteration ran inside the block.
-        RankError: If another rank has ended.
+        RankError: If another rank has ended, or does not come back from a repetition.
         GpuError, ProfileError: As in `measure_stage`.
     """
     profiling, adapter = Profiling(), engine_of(engine, "profile_pipeline")
@@ -91,38 +92,43 @@ def profile_pipeline(
     recording = None if problem is not None else Recording(adapter, profiling._loss)
     with nullcontext() if recording is None else recording.running():
         yield profiling
-    with RankGroup(timeout_s) as group:
+    settings = settings or SweepSettings()
+    with RankGroup(timeout_s, settings.repetition_s) as group:
         stages = [] if recording is None else recording.stages()
-        problem = problem or sharding_problem(recorded.stage.module for recorded in stages)
+        problem = problem or refusal(recorded.stage.module for recorded in stages)
         profiling.problem = next(filter(None, group.gather(problem)), None)
-        if profiling.problem is not None or recording is None:
-            if group.rank == 0:
-                _logger.warning("the pipeline was not profiled: %s", profiling.problem)
-            return
-        request = ProfileRequest(
-            gpu=gpu,
-            settings=settings or SweepSettings(),
-            output=None if output is None else Path(output),
-            resume=resume,
-            blocking_power_w=blocking_power_w,
-            timeout_s=timeout_s,
-            progress=progress,
-            iteration=adapter.iteration(recording.forwards),
-        )
-        profiling.profile = measure_with_ranks(
-            group,
-            [_local_stage(recorded, adapter.splits_backward) for recorded in stages],
-            adapter.tensor_rank if tensor_group is None else _rank_in(tensor_group),
-            request,
-            adapter.device,
-        )
+        if profiling.problem is None and recording is not None:
+            request = ProfileRequest(
+                gpu=gpu,
+                settings=settings,
+                output=None if output is None else Path(output),
+                resume=resume,
+                blocking_power_w=blocking_power_w,
+                timeout_s=timeout_s,
+                progress=progress,
+                iteration=adapter.iteration(recording.forwards),
+            )
+            try:
+                profiling.profile = measure_with_ranks(
+                    group,
+                    [_local_stage(recorded, adapter.splits_backward) for recorded in stages],
+                    adapter.tensor_rank if tensor_group is None else _rank_in(tensor_group),
+                    request,
+                    adapter.device,
+                )
+            except Stuck as error:
+                if not group.have_all_returned():
+                    raise
+                profiling.problem = str(error)
+        if profiling.problem is not None and group.rank == 0:
+            _logger.warning("the pipeline was not profiled: %s", profiling.problem)
 
 
 def _local_stage(recorded: RecordedStage, splits_backward: bool) -> LocalStage:
     number = recorded.stage.number
 
     @contextmanager
-    def opened(gpu: Gpu, block: Block | None) -> Iterator[Stage]:
+    def opened(gpu: Gpu, block: Block | None, repeating: Repeating) -> Iterator[Stage]:
         measured = torch_stage(
             gpu,
             recorded.stage.module,
@@ -132,6 +138,7 @@ def _local_stage(recorded: RecordedStage, splits_backward: bool) -> LocalStage:
             split_backward=splits_backward,
             forward=recorded.forward,
             block=block,
+            repeating=repeating,
         )
         with recorded.as_recorded(), recorded.stage.preserve_state(), measured as stage:
             yield stage

@@ -9,7 +9,7 @@ repeat, and watch the temperature. The device is synchronised only at the edges 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from perseus_planner.profiler.windows import (
     combine,
     is_enough,
     mean_of,
+    slow_replicas,
     without_outliers,
 )
 
@@ -54,7 +55,7 @@ _POLL_S = 0.5
 
 
 class RowMeter:
-    """Measures rows on one GPU, in step with the GPUs that share its stage.
+    """Measures rows on one GPU, in step with all GPUs that hold its stage.
 
     The caller sets the clock or the power limit that a row is measured at.
 
@@ -63,6 +64,7 @@ class RowMeter:
         window_s: The length of a window, seconds.
         achieved_mhz: The mean SM clock of this GPU while the last row was measured; 0 before the
             first.
+        slow: Slow replica -> by which share it was slower at most, see `slow_replicas`.
 
     Args:
         gpu: The GPU.
@@ -93,6 +95,7 @@ class RowMeter:
         )
         self._heated_c = gpu.temperature_c()
         self.achieved_mhz = 0.0
+        self.slow: dict[int, float] = {}
         self._rest: RestingReading | None = (
             None  # after the last window, as long as nothing has run since
         )
@@ -138,26 +141,30 @@ class RowMeter:
         repetitions = max(
             _MIN_REPETITIONS, math.ceil(self.window_s / max(self._group.gather(time_s)))
         )
+        measured: list[list[Window]] = []  # of each replica
         accepted: list[Window] = []
         rejected: list[Window] = []
         clocks_mhz = []
         while len(accepted) < _MAX_WINDOWS and len(rejected) <= _MAX_REJECTED:
-            window, own = self._measure_window(run, repetitions, time_s, random.random())
+            windows, own = self._measure_window(run, repetitions, time_s, random.random())
             clocks_mhz.append(own.achieved_mhz)
             time_s = min(time_s, own.time_s)
-            (accepted if window.is_comparable else rejected).append(window)
-            if window.is_throttled:
+            measured.append(windows)
+            together = self._combine(measured, slow := slow_replicas(measured))
+            accepted = [window for window in together if window.is_comparable]
+            rejected = [window for window in together if not window.is_comparable]
+            if together[-1].is_throttled:
                 self.cool_down()
             if is_enough(without_outliers(accepted)):
                 break
         self.achieved_mhz = fmean(clocks_mhz)
-        windows = without_outliers(
-            accepted if len(accepted) >= MIN_WINDOWS else accepted + rejected
-        )
-        return mean_of(windows, setting)
+        for replica, share in slow.items():
+            self.slow[replica] = max(share, self.slow.get(replica, 0.0))
+        enough = accepted if len(accepted) >= MIN_WINDOWS else accepted + rejected
+        return mean_of(without_outliers(enough), setting)
 
     def measure_blocking_w(self, block: Block | None) -> float | None:
-        """Measure the power of the group's GPUs while they are blocked on their neighbours, watts
+        """Measure the power of a replica's GPUs while they are blocked on their neighbours, watts
         in all.
 
         A GPU that waits in a receive is not idle: the kernel that polls for the message keeps the
@@ -173,11 +180,11 @@ class RowMeter:
         if block is None:
             return None
         time_s, energy_j = self._measure_energy(partial(block, self.window_s), 0.0)
-        return math.fsum(self._group.gather(energy_j / time_s))
+        return self._of_replica(energy_j / time_s)
 
     def measure_rest_w(self) -> float:
-        """Measure the power of the group's GPUs at rest, watts in all."""
-        return math.fsum(self._group.gather(self.counter.wait_for_rest().rest_w))
+        """Measure the power of a replica's GPUs at rest, watts in all."""
+        return self._of_replica(self.counter.wait_for_rest().rest_w)
 
     def cool_down(self) -> None:
         """Wait until the GPU is about as cool as after `heat`, for a limited time."""
@@ -187,6 +194,20 @@ class RowMeter:
             self._gpu.now_s() < give_up_s and self._gpu.temperature_c() > self._heated_c + _COOL_C
         ):
             self._gpu.wait(min(_POLL_S, self._cool_down_s))
+
+    def _of_replica(self, power_w: float) -> float:
+        """Return the power of a replica's GPUs, watts in all, in the mean of the replicas."""
+        return math.fsum(self._group.gather(power_w)) / len(self._group.replicas)
+
+    def _combine(
+        self, measured: Sequence[Sequence[Window]], slow: Mapping[int, float]
+    ) -> list[Window]:
+        """Return the windows of the stage: without slow replicas, unless there are only two, of
+        which neither is known to be right.
+        """
+        replicas = range(len(self._group.replicas))
+        kept = [replica for replica in replicas if len(replicas) == 2 or replica not in slow]
+        return [combine([windows[replica] for replica in kept], len(kept)) for windows in measured]
 
     def _warm_up(self, run: Run) -> float:
         """Run until the time of a repetition is stable on all GPUs of the group; return it for
@@ -219,8 +240,8 @@ class RowMeter:
 
     def _measure_window(
         self, run: Run, repetitions: int, time_s: float, phase: float
-    ) -> tuple[Window, Window]:
-        """Return one window of the group and that of this GPU, where a repetition is expected to
+    ) -> tuple[list[Window], Window]:
+        """Return one window of each replica and that of this GPU, where a repetition is expected to
         take `time_s`.
         """
         samples: list[tuple[int, float, frozenset[str]]] = []
@@ -256,7 +277,9 @@ class RowMeter:
             frozenset(counted.union(*reasons)),
             has_idled=spent_s / repetitions < _BUSY * time_s,
         )
-        return combine(self._group.gather(own)), own
+        windows, size = self._group.gather(own), self._group.size
+        starts = range(0, len(windows), size)
+        return [combine(windows[start : start + size]) for start in starts], own
 
     def _measure_energy(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
         """Return the seconds and joules of `action`, begun `phase` of an interval after an

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -73,7 +72,9 @@ def profile_simulated(
         if type(device) is not SimulatedGpu:
             raise GpuError(f"{gpu} is not simulated; give one such as simulated:a100-sxm")
         for number, costs in enumerate(_small_gpt(stages)):
-            stage = _simulated_stage(device, costs, split_backward)
+            kinds = "FBIW" if split_backward else "FB"
+            runs = {kind: TimedRun(partial(device.run, costs[kind])) for kind in kinds}
+            stage = Stage(runs, lambda: None, device.block)
             of_one = (settings or SweepSettings()).for_one_of(stages)
             measured.append(
                 measure_stage(device, stage, number, of_one, progress=progress, stages=stages)
@@ -89,10 +90,3 @@ def _small_gpt(stages: int) -> list[dict[str, OpCost]]:
     for stage, part in ((costs[0], _EMBEDDING), (costs[-1], _HEAD)):
         stage.update({kind: cost + part[kind] for kind, cost in stage.items()})
     return [{**stage, "B": stage["I"] + stage["W"]} for stage in costs]
-
-
-def _simulated_stage(gpu: SimulatedGpu, costs: Mapping[str, OpCost], split_backward: bool) -> Stage:
-    kinds = "FBIW" if split_backward else "FB"
-    return Stage(
-        {kind: TimedRun(partial(gpu.run, costs[kind])) for kind in kinds}, lambda: None, gpu.block
-    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -28,6 +29,9 @@ Block = Callable[[float], None]
 """Keeps the GPU waiting for a message from a neighbour stage for about the given number of
 seconds.
 """
+
+Repeating = Callable[[], AbstractContextManager[None]]
+"""Watches the repetition of a computation that runs inside its block."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of finished measurements and the total. The total may shrink; the last
@@ -65,12 +69,12 @@ class StageRows:
 
     stage: int  #: The number of the stage
     #: Kind -> rows, highest setting first. Times are the longest of the stage's GPUs, energies
-    #: sums.
+    #: those of a replica's GPUs together, in the mean of the replicas.
     measurements: Mapping[str, tuple[Measurement, ...]]
-    #: Power of the stage's GPUs while they wait for a neighbour, watts in all; None if the stage
+    #: Power of a replica's GPUs while they wait for a neighbour, watts in all; None if the stage
     #: has no neighbour.
     blocking_power_w: float | None
-    gpus: int  #: How many GPUs share the stage
+    gpus: int  #: How many GPUs a replica of the stage has
     gpu: str  #: The name of these GPUs
     origin: str  #: "measured" or "simulated"
     control: str  #: What was set for each row
@@ -81,15 +85,21 @@ class StageRows:
 
 
 class GpuGroup(Protocol):
-    """The GPUs that share a stage (tensor parallelism) and are measured in step."""
+    """The GPUs that hold a stage and are measured in step: its data-parallel replicas, each on one
+    GPU or on several (tensor parallelism).
+    """
 
     @property
     def size(self) -> int:
-        """The number of GPUs."""
+        """The number of GPUs of a replica."""
+
+    @property
+    def replicas(self) -> Sequence[str]:
+        """The names of the replicas."""
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all GPUs, in the order of their ranks, once every GPU has given
-        its own.
+        """Return the values of all GPUs, replica by replica in the order of their ranks, once every
+        GPU has given its own.
         """
 
 
@@ -97,6 +107,8 @@ class SingleGpu:
     """A group of one GPU."""
 
     size = 1
+    replicas = ("the GPU",)
+    is_first = True
 
     def gather(self, value: T) -> list[T]:
         """Return `[value]`."""

@@ -54,6 +54,8 @@ class SweepSettings(Checked):
     seed: Index = 0
     #: Whether to keep rows for which the GPU was too hot, also when they were measured again.
     allow_hot: bool = False
+    #: How long one repetition of a computation may take, seconds; a longer one ends the profile.
+    repetition_s: Seconds = 60.0
     #: How long each GPU measures at most, minutes, all of its stages together; None for no limit.
     #: The row in progress is finished, and two settings are always measured.
     minutes: Minutes | None = None
@@ -104,7 +106,7 @@ def measure_stage(
         stage: What to measure.
         number: The number of the stage in its pipeline, from 0.
         settings: How to measure; the defaults if None.
-        group: The GPUs that share the stage, each of which calls this at the same time; None for a
+        group: The GPUs that hold the stage, each of which calls this at the same time; None for a
             single GPU.
         rows_file: Keeps finished rows, see `rows_path`. In a group only one GPU gives it.
         resume: Go on from the rows in `rows_file` instead of deleting them. It must be the same for
@@ -402,6 +404,10 @@ class _Sweep:
             conditions["measured while too hot"] = (
                 f"{_row_names(hot, control)}; cool the GPU and measure again"
             )
+        if (replicas := self.group.replicas)[1:]:
+            conditions["replicas"] = f"{len(replicas)}, in step"
+            if slow := self.meter.slow:
+                conditions["slow replicas"] = _slow_text(replicas, slow)
         if gpu.warnings():
             conditions["warnings"] = " ".join(gpu.warnings())
         return conditions
@@ -409,6 +415,18 @@ class _Sweep:
 
 def _is_hot(row: Measurement) -> bool:
     return row.evidence is not None and bool(TRANSIENT_REASONS.intersection(row.evidence.throttle))
+
+
+def _slow_text(replicas: Sequence[str], slow: Mapping[int, float]) -> str:
+    names = ", ".join(
+        f"{replicas[replica]} by up to {share:.1%}" for replica, share in slow.items()
+    )
+    if len(replicas) == 2:
+        return (
+            f"{names}, and its times are those of the stage, as of two replicas neither is known "
+            "to be right"
+        )
+    return f"{names} against the median of {len(replicas)}, and left out of these rows"
 
 
 def _row_names(rows: Sequence[tuple[str, Measurement]], control: str) -> str:
@@ -428,7 +446,7 @@ def _subject(
         "driver": gpu.driver,
         "stage": str(number),
         "kinds": ", ".join(kinds),
-        "gpus of the stage": str(group.size),
+        "gpus of the stage": str(group.size * len(group.replicas)),
         "control": settings.control,
         "settings": "all" if settings.full else "as few as a plan needs",
         "window": f"{settings.window_s!r} s",

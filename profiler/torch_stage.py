@@ -13,16 +13,16 @@ the profile then holds the modelled time and energy of the real shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.microbatch import Microbatch, count_op_cost
-from perseus_planner.engines.torch_state import first_device, preserve_state
+from perseus_planner.engines.torch_state import first_device, preserve_state, regathers_weights
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.profiler.stage import Block, Run, Stage, TimedRun
+from perseus_planner.profiler.stage import Block, Repeating, Run, Stage, TimedRun
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,7 @@ def torch_stage(
     split_backward: bool = False,
     forward: Callable[..., Any] | None = None,
     block: Block | None = None,
+    repeating: Repeating = nullcontext,
 ) -> Iterator[Stage]:
     """Yield the stage of `module`; on leaving, restore its gradients, mode and buffers, and the
     random state.
@@ -74,6 +75,7 @@ def torch_stage(
         forward: Called with the inputs instead of `module`.
         block: As in `Stage`. On a simulated GPU it is called with 0 seconds, and the GPU then
             blocks in virtual time.
+        repeating: Watches each repetition.
 
     Raises:
         UsageError: If the module cannot run forward or backward on these inputs, or its backward
@@ -82,14 +84,16 @@ def torch_stage(
     microbatch = Microbatch(module, forward or module, inputs, loss, first=first)
     with preserve_state(module):
         try:
-            steps = _steps(microbatch, split_backward)
-            yield _stage(gpu, steps, first_device((list(module.parameters()), inputs)), block)
+            with repeating():
+                steps = _steps(microbatch, split_backward)
+            device = first_device((list(module.parameters()), inputs))
+            yield _stage(gpu, steps, device, block, repeating)
         finally:
             microbatch.forget()
 
 
 def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step]:
-    keeps_graph = microbatch.can_keep_graph()
+    keeps_graph = microbatch.can_keep_graph() and not regathers_weights(microbatch.module)
     backward = (
         _Step(microbatch.backward, microbatch.keep)
         if keeps_graph
@@ -103,7 +107,8 @@ def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step]:
     if not keeps_graph:
         raise UsageError(
             "the backward of this module cannot be split: an autograd function in it frees what "
-            "it saved after one backward; measure it without split_backward"
+            "it saved after one backward, or its weights are gathered again for each backward; "
+            "measure it without split_backward"
         )
     return steps | {
         "I": _Step(microbatch.input_gradient, microbatch.keep),
@@ -122,28 +127,40 @@ def _forward_and_backward(microbatch: Microbatch) -> _Step:
 
 
 def _stage(
-    gpu: Gpu, steps: Mapping[str, _Step], device: torch.device, block: Block | None
+    gpu: Gpu,
+    steps: Mapping[str, _Step],
+    device: torch.device,
+    block: Block | None,
+    repeating: Repeating,
 ) -> Stage:
     if isinstance(gpu, EmulatedGpu):
         raise UsageError(
             f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
         )
     if isinstance(gpu, SimulatedGpu):
-        return _simulated_stage(gpu, steps, block)
+        return _simulated_stage(gpu, steps, block, repeating)
     if gpu.origin == "simulated":
         raise UsageError(
             f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} "
             "itself"
         )
-    runs = {kind: TimedRun(_repeat(step), step.includes) for kind, step in steps.items()}
-    return Stage(runs, synchronizer(device), block)
+    synchronize = synchronizer(device)
+
+    def watched() -> None:
+        with repeating():
+            synchronize()
+
+    runs = {kind: TimedRun(_repeat(step, repeating), step.includes) for kind, step in steps.items()}
+    return Stage(runs, watched, block)
 
 
-def _repeat(step: _Step) -> Run:
+def _repeat(step: _Step, repeating: Repeating) -> Run:
     def run(times: int) -> None:
-        step.prepare()
+        with repeating():
+            step.prepare()
         for _ in range(times):
-            step.run()
+            with repeating():
+                step.run()
 
     return run
 
@@ -157,10 +174,13 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     return lambda: torch.cuda.synchronize(device)
 
 
-def _simulated_stage(gpu: SimulatedGpu, steps: Mapping[str, _Step], block: Block | None) -> Stage:
+def _simulated_stage(
+    gpu: SimulatedGpu, steps: Mapping[str, _Step], block: Block | None, repeating: Repeating
+) -> Stage:
     def timed_run(step: _Step) -> TimedRun:
-        step.prepare()
-        cost = count_op_cost(step.run)
+        with repeating():
+            step.prepare()
+            cost = count_op_cost(step.run)
         if not cost.flops and not cost.bytes:
             return TimedRun(lambda times: gpu.wait(times * _NOTHING_S), step.includes)
         return TimedRun(lambda times: gpu.run(cost, times), step.includes)

@@ -171,17 +171,47 @@ def _reported_error(values: Sequence[float]) -> float:
     return max(widened, _LEAST_ERROR * fmean(values))
 
 
-def combine(windows: Sequence[Window]) -> Window:
-    """Return the window of a group of GPUs: the time of the slowest GPU, and the energy of all."""
+def combine(windows: Sequence[Window], replicas: int = 1) -> Window:
+    """Return the window of a group of GPUs: the time of the slowest GPU, and the energy of all, in
+    the mean of the replicas.
+    """
     return Window(
         max(window.time_s for window in windows),
-        math.fsum(window.energy_j for window in windows),
+        math.fsum(window.energy_j for window in windows) / replicas,
         fmean(window.achieved_mhz for window in windows),
         max(window.temperature_c for window in windows),
         max(window.jump_c for window in windows),
         frozenset[str]().union(*(window.throttle for window in windows)),
         any(window.has_idled for window in windows),
     )
+
+
+def slow_replicas(windows: Sequence[Sequence[Window]]) -> dict[int, float]:
+    """Return replica -> by which share it is slower than the median of the replicas; of two, than
+    the other one.
+
+    A replica counts as slow beyond three errors and one percent. Its error is the standard error of
+    its time, or how far the replicas are apart if that is more (by the median deviation), as
+    sound GPUs differ too. A replica that waits for others in a collective is never slower.
+
+    Args:
+        windows: The windows of all replicas, at one time after another.
+    """
+    times = [[window.time_s for window in own] for own in zip(*windows, strict=True)]
+    if len(windows) < MIN_WINDOWS or len(times) < 2:
+        return {}
+    means = [fmean(own) for own in times]
+    if len(times) == 2:
+        middle, spread = min(means), 0.0
+    else:
+        middle = median(means)
+        spread = 1.4826 * median(abs(mean - middle) for mean in means)
+    return {
+        replica: mean / middle - 1
+        for replica, mean in enumerate(means)
+        if mean - middle
+        > max(3 * _reported_error(times[replica]), 3 * spread, _MIN_OUTLIER * middle)
+    }
 
 
 def _ordered(reasons: frozenset[str] | set[str]) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.errors import ControllerLost, GpuError, GpuInUse
+from perseus_planner.base.errors import ControllerLost, GpuError, GpuInUse, GpuNotSupported
 from perseus_planner.base.loops import Backoff, in_background
 from perseus_planner.base.wires import Board
 from perseus_planner.gpu import open_gpu
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from perseus_planner.gpu.protocol import Gpu
     from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
     from perseus_planner.runtime.job import TrainingJob
 
@@ -32,6 +34,7 @@ ATTACH_S = 60.0
 """How long a controller may take to start, lease its GPUs and answer."""
 
 _POLL_S = 0.01
+_LIMIT_STEP = 0.95  #: between two power limits
 _LOOK_S = 1.0  #: between two looks for a new controller, which another rank starts
 
 
@@ -113,6 +116,27 @@ class NodeController:
                 )
             time.sleep(_POLL_S)
         return address
+
+
+def control_of(gpu: str) -> Control:
+    """Return what can be set on a GPU: its clock, or its power limit if no clock can be locked."""
+    with suppress(GpuError), open_gpu(gpu) as opened:
+        try:
+            _ = opened.supported_clocks_mhz
+        except GpuNotSupported:
+            return "power-limit"
+    return "clock"
+
+
+def power_limits(gpu: Gpu) -> tuple[int, ...]:
+    """Return power limits to choose from, watts, highest first.
+
+    Raises:
+        GpuError: If the GPU has none.
+    """
+    smallest_w, largest_w = gpu.power_limits_w
+    steps = (int(largest_w * _LIMIT_STEP**number) for number in count())
+    return tuple(takewhile(lambda limit_w: limit_w >= smallest_w, steps))
 
 
 @dataclass(frozen=True)

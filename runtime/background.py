@@ -2,19 +2,26 @@
 
 It reads the messages of the clock controller, takes part in the agreement on plans, keeps the
 telemetry and gives the warnings. If clocks cannot be set, training goes on without them, the user
-is warned, and they are tried again later.
+is warned, and they are tried again later, less and less often. Only what cannot change is final.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.errors import ControllerLost, GpuError
+from perseus_planner.base.errors import (
+    ControllerLost,
+    GpuError,
+    GpuNotPermitted,
+    GpuNotSupported,
+)
+from perseus_planner.base.loops import Backoff
 from perseus_planner.runs.straggler import StragglerDetection, StragglerDetector
-from perseus_planner.runtime.controller.client import HUNG_S, Connection
+from perseus_planner.runtime.controller.client import DETACH_S, HUNG_S, Connection
 from perseus_planner.runtime.controller.protocol import (
     ControlFailure,
     ControlResumed,
@@ -27,10 +34,11 @@ if TYPE_CHECKING:
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.attachment import Reattachment
     from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
+    from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
-    from perseus_planner.runtime.switching.plans import PlanFollower
-    from perseus_planner.runtime.telemetry.counters import Counts
+    from perseus_planner.runtime.marks import IterationTimes
+    from perseus_planner.runtime.telemetry.counters import Checkpoint
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 QUIET, QUIET_S = 2.0, 1.0
@@ -77,14 +85,14 @@ class BackgroundWork:
         connection: Connection to the controller; None if there is none.
         reattachment: Connects it again after the controller was lost; None without a connection.
         on_straggling: Called when this rank's GPU turns out slow, and when it has recovered.
-        on_counts: Called with what this rank has counted, every few seconds and at the end; must
+        on_counts: Called with the checkpoints of this rank, every few seconds and at the end; must
             not raise.
         autopilot: This rank's part in the autopilot; None without.
     """
 
     def __init__(
         self,
-        follower: PlanFollower,
+        follower: Follower,
         hook: Hook,
         marks: Marks,
         telemetry: Telemetry,
@@ -92,50 +100,45 @@ class BackgroundWork:
         connection: Connection | None,
         reattachment: Reattachment | None,
         on_straggling: Callable[[StragglerDetection], None] | None,
-        on_counts: Callable[[Sequence[Counts]], None] | None = None,
+        on_counts: Callable[[Sequence[Checkpoint]], None] | None = None,
         autopilot: AutopilotRank | None = None,
     ) -> None:
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
         self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
+        #: what keeps clocks from being set: "final", "controller", "gpu" or "fault" -> why
+        self._problems = {} if follower.problem is None else {"final": follower.problem}
+        self._backoff = Backoff()  #: of problems of this process: "gpu" and "fault"
         self._is_lost = False  #: the controller has ended, and there is no new one yet
-        self._is_final = follower.problem is not None  #: no clock is ever set again
+        self._lost_s = 0.0  #: since when
+        self._recovery: Future[str] | None = None  #: of what it left set
         self._on_straggling, self._on_counts, self._autopilot = on_straggling, on_counts, autopilot
-        self._counts: Sequence[Counts] = ()  #: reported last
+        self._counts: Sequence[Checkpoint] = ()  #: reported last
         self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
         self._progress, self._progressed_s = hook.progress, time.monotonic()
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that wake the thread."""
-        of_controller = (
-            [] if self._connection is None or self._is_lost else [self._connection.fileno()]
-        )
-        return (
-            of_controller
-            if self._autopilot is None
-            else [*of_controller, *self._autopilot.descriptors()]
-        )
+        connections = [] if self._connection is None or self._is_lost else [self._connection]
+        own = [connection.fileno() for connection in connections]
+        return own if self._autopilot is None else [*own, *self._autopilot.descriptors()]
 
     def run_round(self) -> None:
         """Do one round; never raises."""
         try:
-            messages: Sequence[ToRank] = (
-                [] if self._connection is None else self._receive(self._connection)
-            )
+            messages = [] if self._connection is None else self._receive(self._connection)
             self._reset_if_quiet()
-            times = self._marks.finished()
+            times = self._times()
             if self._autopilot is not None:
                 self._autopilot.look(times, messages)
             self._follower.look()
             self._report_straggling(self._telemetry.update(times, messages))
             self._report_counts()
             self._warn()
-        except GpuError as error:
-            self._fail("gpu", str(error))
+            if self._backoff.is_due(time.monotonic()):
+                self._resume("fault")
         except Exception as error:  # training must go on whatever it is, and the user must know
-            self._fail(
-                "fault",
-                f"a fault of the planner, please report it: {type(error).__name__}: {error}",
-            )
+            text = f"a fault of the planner, please report it: {type(error).__name__}: {error}"
+            self._fail("fault", text)
 
     def close(self) -> None:
         """Do the last round, after the rank has detached from the controller."""
@@ -144,48 +147,82 @@ class BackgroundWork:
             if self._connection is not None:
                 messages = self._connection.messages()
             self._telemetry.update(self._marks.finished(), messages)
+        if self._recovery is not None and self._recovery.done():
+            self._tell_recovery(self._recovery)
         if self._autopilot is not None:
             self._autopilot.close()
         self._telemetry.close()
         self._report_counts()
         self._warn()
 
+    def _times(self) -> list[IterationTimes]:
+        """Return the times of the iterations that the device has ended; after an error of the
+        device, make new marks when its pause is over.
+        """
+        if "gpu" in self._problems and not self._backoff.is_due(time.monotonic()):
+            return []
+        try:
+            if "gpu" in self._problems:
+                self._marks.renew()
+                self._resume("gpu")
+            return self._marks.finished()
+        except GpuError as error:
+            is_final = isinstance(error, (GpuNotPermitted, GpuNotSupported))
+            self._fail("final" if is_final else "gpu", str(error))
+            return []
+
     def _receive(self, connection: Connection) -> Sequence[ToRank]:
         """Return the controller's messages, and check that it still works; look for a new one if
         it was lost.
         """
-        assert self._reattachment is not None  # there is a connection
         if self._is_lost:
-            messages = self._reattachment.look()
-            if messages is None:
-                return []
-            self._is_lost, self._hang_detector = False, _HangDetector()
-            self._resume()
-            return messages
+            return self._reattach()
         try:
             messages = connection.messages()
             if self._hang_detector.has_hung(connection.age_s()):
-                # Before the kill, because the other ranks will see no more than that the controller
-                # has ended.
-                self._fail(
-                    "controller",
-                    f"the clock controller gave no sign of life for {HUNG_S:g} s and is killed",
-                )
                 connection.kill()
-                raise ControllerLost("it is killed")
+                # At once, because the other ranks will see no more than that it has ended.
+                text = f"the clock controller gave no sign of life for {HUNG_S:g} s and is killed"
+                self._fail("controller", text)
+                raise ControllerLost(text)
         except GpuError as error:
-            self._fail("controller", str(error))
-            self._is_lost = True
-            self._reattachment.begin()
+            self._note("controller", str(error))
+            self._is_lost, self._recovery = True, connection.recovery
+            self._lost_s = time.monotonic()
             return []
         for message in messages:
             if isinstance(message, ControlFailure):
                 self._fail("controller", message.text)
             elif isinstance(message, ControlResumed):
-                self._resume()
+                self._resume("controller")
             elif isinstance(message, Overload):
                 self._keep_changes(message.kept)
         return messages
+
+    def _reattach(self) -> Sequence[ToRank]:
+        """Say what has become of the GPUs that a lost controller had set; then attach to a new
+        one, and return its first messages.
+        """
+        assert self._reattachment is not None  # there is a connection
+        if self._recovery is not None:
+            if not self._recovery.done() and time.monotonic() < self._lost_s + DETACH_S:
+                return []
+            self._tell_recovery(self._recovery)
+            self._reattachment.begin()
+        messages = self._reattachment.look()
+        if messages is None:
+            return []
+        self._is_lost, self._hang_detector = False, _HangDetector()
+        self._resume("controller")
+        return messages
+
+    def _tell_recovery(self, recovery: Future[str]) -> None:
+        assert self._connection is not None  # that was lost
+        text = self._connection.result_of(recovery, 0.0)
+        is_reset = recovery.done() and recovery.exception() is None
+        key = "controller" if is_reset else f"still locked/{text}"
+        self._say(key, f"{self._problems['controller']}, and {text}")
+        self._recovery = None
 
     def _keep_changes(self, most: int) -> None:
         """Run with at most so many changes of the clock in an iteration; warn once for each
@@ -208,16 +245,17 @@ class BackgroundWork:
 
     def _reset_if_quiet(self) -> None:
         """Reset the GPU while no iteration makes progress, in an evaluation or a hang, so that no
-        clock slows it.
+        clock slows it; and after an error of the device, which may yet write older requests.
 
         The next computation that ends requests a clock again.
         """
         progress, now_s, program = self._hook.progress, time.monotonic(), self._follower.program
         if progress != self._progress:
             self._progress, self._progressed_s = progress, now_s
-        if program is None or self._connection is None:
+        if program is None or self._connection is None or not program.time_s:
             return
-        if now_s - self._progressed_s > QUIET * program.time_s + QUIET_S:
+        is_quiet = now_s - self._progressed_s > QUIET * program.time_s + QUIET_S
+        if is_quiet or "gpu" in self._problems:
             self._connection.request[0] = NO_REQUEST
 
     def _report_straggling(self, records: Sequence[IterationRecord]) -> None:
@@ -233,28 +271,36 @@ class BackgroundWork:
                 )
 
     def _report_counts(self) -> None:
-        counts = self._telemetry.counts
+        counts = self._telemetry.checkpoints
         if counts is not self._counts and self._on_counts is not None:
             self._counts = counts
             self._on_counts(counts)
 
     def _fail(self, key: str, text: str) -> None:
-        """Request no clocks from now on, or until the controller sets them again; warn once in
-        each such spell.
-        """
-        self._is_final = self._is_final or key != "controller"
-        if self._follower.problem is None:
-            self._follower.problem = text
-            until = "" if self._is_final else " until clocks can be set again"
-            self._warnings.warn(key, f"{text}; training goes on at the GPU's default clocks{until}")
-            self._warnings.forget("resumed")
+        """Request no clocks until this problem is over; warn once in each such spell."""
+        if key in ("gpu", "fault") and self._backoff.is_due(time.monotonic()):
+            self._backoff.fail(time.monotonic())
+        self._note(key, text)
+        self._say(key, text)
 
-    def _resume(self) -> None:
-        """Request clocks again, from the next iteration on."""
-        if not self._is_final:
-            self._follower.problem = None
+    def _note(self, key: str, text: str) -> None:
+        if not self._problems:
+            self._warnings.forget("resumed")
+        self._problems.setdefault(key, text)
+        self._follower.problem = next(iter(self._problems.values()))
+
+    def _say(self, key: str, text: str) -> None:
+        until = "" if "final" in self._problems else " until clocks can be set again"
+        self._warnings.warn(key, f"{text}; training goes on at the GPU's default clocks{until}")
+
+    def _resume(self, key: str) -> None:
+        """Request clocks again, from the next iteration on, if no other problem is left."""
+        if self._problems.pop(key, None) is None:
+            return
+        self._follower.problem = next(iter(self._problems.values()), None)
+        self._warnings.forget(key)
+        if not self._problems:
             self._warnings.warn("resumed", "clocks are set again")
-            self._warnings.forget("controller")
 
     def _warn(self) -> None:
         follower, limit_w = self._follower, self._telemetry.site_limit_w

@@ -4,19 +4,21 @@ its stream.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.loops import in_background
-from perseus_planner.runtime.cuda_driver import DeviceWord, Driver
-from perseus_planner.runtime.marks import KEPT, NO_REQUEST, IterationTimes
+from perseus_planner.gpu.cuda_driver import CudaDriver
+from perseus_planner.runtime.marks import KEPT, IterationTimes, Marks
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -24,6 +26,97 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_QUERIES = 64  #: of an event in a row, about 100 us
+_PORTABLE_AND_MAPPED = 3
+_THREAD_LOCAL = 1
+_NEEDED = (
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemHostGetDevicePointer_v2",
+    "cuStreamWriteValue64_v2",
+    "cuThreadExchangeStreamCaptureMode",
+)
+
+
+@contextmanager
+def _apart_from_captures(driver: CudaDriver) -> Iterator[None]:
+    """Let this thread query events inside the block while another thread captures a CUDA graph.
+
+    By default such a query ends the capture: it is forbidden in the whole process. The watchdog of
+    torch's collectives does the same.
+    """
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
+class DeviceWord:
+    """The first 64 bits of a page of shared memory, written by the device in stream order.
+
+    The page is registered in the current CUDA context of the calling thread. It cannot be closed
+    before `unregister`, so that nothing else is mapped where the device may still write.
+
+    Args:
+        page: The page.
+        driver: The driver.
+
+    Raises:
+        GpuError: If the driver returns an error.
+    """
+
+    def __init__(self, page: mmap, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._buffer: Any = ctypes.c_char.from_buffer(page)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
+        self._pointer = ctypes.c_uint64()
+        try:
+            driver.call(
+                "cuMemHostRegister_v2",
+                self._address,
+                ctypes.c_size_t(len(page)),
+                _PORTABLE_AND_MAPPED,
+            )
+        except GpuError:
+            self._buffer = None
+            raise
+        try:
+            driver.call(
+                "cuMemHostGetDevicePointer_v2", ctypes.byref(self._pointer), self._address, 0
+            )
+        except GpuError:
+            self.unregister()
+            raise
+
+    def write(self, stream: int, value: int) -> None:
+        """Write `value` when `stream` reaches this point.
+
+        This is a stream memory operation, which needs neither a copy engine, where it would wait
+        for other copies (for example of a checkpoint), nor room for a kernel; the value is part of
+        the command. Like the launch of a kernel, the call only waits for room in the queue of the
+        stream.
+
+        Raises:
+            GpuError: If the driver returns an error.
+        """
+        self._driver.call(
+            "cuStreamWriteValue64_v2",
+            ctypes.c_void_p(stream),
+            self._pointer,
+            ctypes.c_uint64(value),
+            0,
+        )
+
+    def unregister(self) -> None:
+        """Unregister the page, to which no write may be pending; harmless if repeated.
+
+        Raises:
+            GpuError: If the driver returns an error.
+        """
+        if self._buffer is not None:
+            self._driver.call("cuMemHostUnregister", self._address)
+            self._buffer = None
 
 
 class DeviceClock:
@@ -43,24 +136,19 @@ class DeviceClock:
 
     Args:
         cuda: torch.cuda.
-        device: The device.
+        stream: A stream that is otherwise empty.
         now_ns: The host's clock.
     """
 
     def __init__(
-        self, cuda: Any, device: Any, now_ns: Callable[[], int] = time.monotonic_ns
+        self, cuda: Any, stream: Any, now_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._now_ns = now_ns
-        self.stream = cuda.Stream(device)
+        self._now_ns, self.stream = now_ns, stream
         self._base, self._probe = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        self._probed_ns: int | None = (
-            None  #: before the probe was recorded; None if none is under way
-        )
+        #: before the probe was recorded; None if none is under way
+        self._probed_ns: int | None = None
         self._base_ns = 0
-        for event in (
-            self._probe,
-            self._base,
-        ):  # the first one is slow, because recording creates it
+        for event in (self._probe, self._base):  # the first is slow: recording creates it
             before_ns = now_ns()
             event.record(self.stream)
             event.synchronize()
@@ -111,71 +199,67 @@ class _IterationEvents:
     spans: list[tuple[Any, Any]] = field(default_factory=list)
     last: Any = None
 
-    def after_first(self) -> Iterator[Any]:
-        for span in self.spans:
-            yield from span
-        yield self.last
+    def all(self) -> list[Any]:
+        return [self.first, *(event for span in self.spans for event in span), self.last]
 
 
-class CudaMarks:
+class CudaMarks(Marks):
     """Marks for a training thread that runs ahead of the device; they go to the stream that is
     current at each call.
 
-    After the constructor nothing here waits for the device, not even `finished`. The training
-    thread only enqueues events and writes of one number (`DeviceWord.write`). While a CUDA graph is
+    But for `renew`, nothing here waits for the device, not even `finished`. The training thread
+    only enqueues events and writes of one number (`DeviceWord.write`). While a CUDA graph is
     captured nothing is enqueued, because it would become a part of the graph: the request is
     written after the capture, and the iteration has no times. A replay of a graph is marked like
-    any other work. If the device refuses a call, marks end, `finished` raises the reason, and
-    training goes on.
+    any other work. If the device refuses a call, also when the marks are made, nothing is marked,
+    `finished` raises the reason, and training goes on.
 
     Args:
         memory: Memory shared with the controller; the clock request is its first 64 bits.
         device: The device of this process.
         cuda: torch.cuda, or a stand-in for it.
-        driver: The CUDA driver, or a stand-in for it.
-
-    Raises:
-        GpuError: If the device cannot write to the memory.
+        library: The CUDA driver, or a stand-in for it.
     """
 
     def __init__(
-        self, memory: mmap, device: torch.device, cuda: Any = None, driver: Driver | None = None
+        self, memory: mmap, device: torch.device, cuda: Any = None, library: Any = None
     ) -> None:
         if cuda is None:
             import torch
 
             cuda = torch.cuda
-        self._cuda, self._device = cuda, device
+        self._memory, self._device, self._cuda, self._library = memory, device, cuda, library
         self._requests: Sequence[int] = ()
         self._owed: int | None = None  #: a request that is not enqueued yet
-        self._problem: str | None = None
         self._free: deque[Any] = deque()
         self._unread: deque[_IterationEvents] = deque()
         self._current: _IterationEvents | None = None  #: None for an iteration without times
         self._begun: Any = None
-        self._driver = Driver() if driver is None else driver
+        self._word: DeviceWord | None = None
+        self._problem: GpuError | None = None
+        with suppress(GpuError):  # `finished` raises it
+            self.renew()
+
+    def renew(self) -> None:
+        """See `Marks.renew`; waits for the device."""
         try:
-            with cuda.device(device):
-                self._clock = DeviceClock(cuda, device)
-                self._word = DeviceWord(memory, self._driver)
-                problem = self._word.write(
-                    self._clock.stream.cuda_stream, int.from_bytes(memory[:8], sys.byteorder)
-                )
-        except RuntimeError as error:
-            raise GpuError(f"CUDA: {error}") from error
-        if problem is not None:
-            self.close()
-            raise GpuError(problem)
+            self._driver = CudaDriver(*_NEEDED, library=self._library)
+            with _apart_from_captures(self._driver), self._cuda.device(self._device):
+                self._word = self._word or DeviceWord(self._memory, self._driver)
+                stream = self._cuda.Stream(self._device)
+                request = int.from_bytes(self._memory[:8], sys.byteorder)
+                self._word.write(stream.cuda_stream, request)
+                clock = DeviceClock(self._cuda, stream)  # waits for the write too
+        except (GpuError, RuntimeError) as error:
+            raise self._fail(error) from None
+        self._free.clear()
+        self._unread.clear()
+        self._clock, self._problem = clock, None
 
     def __enter__(self) -> CudaMarks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self, timeout_s: float = 2.0) -> bool:
@@ -187,14 +271,15 @@ class CudaMarks:
         Returns:
             False if the device is not done in time; the memory stays registered then.
         """
-        self._problem = "the marks are closed"
+        self._problem = GpuError("the marks are closed")
         return bool(wait([in_background(self._release, "planner-unregister")], timeout_s).done)
 
     def _release(self) -> None:
         try:
             with self._cuda.device(self._device):
                 self._cuda.synchronize(self._device)
-                self._word.unregister()
+                if self._word is not None:
+                    self._word.unregister()
         except (GpuError, RuntimeError):
             pass  # the device is lost, and its memory with it
 
@@ -202,14 +287,13 @@ class CudaMarks:
         """See `Marks.ended_s`."""
         return
 
-    def load(self, requests: Sequence[int]) -> None:
-        """See `Marks.load`; requests that are enqueued already stay as they are."""
-        self._requests = (*requests, NO_REQUEST)
-
     def request(self, index: int) -> None:
-        """See `Marks.request`."""
+        """See `Marks.request`; requests that are enqueued already stay as they are."""
         self._owed = self._requests[index]
-        self._enqueue_owed()
+        try:
+            self._enqueue_owed()
+        except (GpuError, RuntimeError) as error:
+            self._fail(error)
 
     def begin_iteration(self, number: int) -> None:
         """See `Marks.begin_iteration`; takes no times while `KEPT` iterations are unread."""
@@ -238,21 +322,16 @@ class CudaMarks:
         self._current = None
 
     def finished(self) -> list[IterationTimes]:
-        """See `Marks.finished`.
-
-        Raises:
-            GpuError: If the device has refused a call; nothing is marked any more.
-        """
+        """See `Marks.finished`."""
         if self._problem is not None:
-            raise GpuError(self._problem)
+            raise self._problem.with_traceback(None)
         try:
-            with self._driver.apart_from_captures():
+            with _apart_from_captures(self._driver):
                 return (
                     self._read_times() if self._is_next_done() and self._clock.synchronize() else []
                 )
-        except RuntimeError as error:
-            self._fail(f"CUDA: {error}")
-            raise GpuError(f"CUDA: {error}") from error
+        except (GpuError, RuntimeError) as error:
+            raise self._fail(error) from None
 
     def _is_next_done(self) -> bool:
         return bool(self._unread) and self._unread[0].last.query()
@@ -260,56 +339,52 @@ class CudaMarks:
     def _read_times(self) -> list[IterationTimes]:
         times = []
         while self._is_next_done():
-            iteration = self._unread.popleft()
-            at_ns, spare = self._clock.advance(iteration.first)
-            self._free.append(spare)
-            times_ns, earlier = [at_ns], iteration.first
-            for event in iteration.after_first():
-                at_ns += _gap_ns(earlier, event)
-                times_ns.append(at_ns)
-                earlier = event
-            self._free.extend(iteration.after_first())
-            begin_ns, *between_ns, end_ns = times_ns
+            first, *later = events = self._unread[0].all()
+            try:
+                gaps_ns = [_gap_ns(*pair) for pair in pairwise(events)]
+            except RuntimeError:
+                if all(event.query() for event in events):
+                    raise
+                break  # a side stream is still busy with a part of the iteration
+            number = self._unread.popleft().number
+            begin_ns, spare = self._clock.advance(first)
+            self._free.extend((spare, *later))
+            begin_ns, *between_ns, end_ns = accumulate(gaps_ns, initial=begin_ns)
             spans_ns = tuple(zip(between_ns[0::2], between_ns[1::2], strict=True))
-            times.append(IterationTimes(iteration.number, begin_ns, spans_ns, end_ns))
+            times.append(IterationTimes(number, begin_ns, spans_ns, end_ns))
         return times
+
+    def _record_event(self) -> Any:
+        """Enqueue the owed request, if there is one, and an event; return the event, or None if
+        nothing may be enqueued now.
+        """
+        try:
+            stream = self._enqueue_owed()
+            if stream is None:
+                return None
+            event = self._free.popleft() if self._free else self._cuda.Event(enable_timing=True)
+            event.record(stream)
+        except (GpuError, RuntimeError) as error:
+            self._fail(error)
+            return None
+        return event
 
     def _enqueue_owed(self) -> Any:
         """Enqueue the owed request, if there is one; return the stream, or None if nothing may
         be enqueued now.
         """
-        try:
-            if self._problem is not None or self._cuda.is_current_stream_capturing():
-                return None
-            stream = self._cuda.current_stream(self._device)
-            if self._owed is not None:
-                with self._cuda.device(
-                    self._device
-                ):  # the default stream is that of the current device
-                    problem = self._word.write(stream.cuda_stream, self._owed)
-                self._owed = None
-                if problem is not None:
-                    self._fail(problem)
-                    return None
-        except RuntimeError as error:
-            self._fail(f"CUDA: {error}")
+        if self._problem is not None or self._cuda.is_current_stream_capturing():
             return None
+        stream = self._cuda.current_stream(self._device)
+        if self._owed is not None and self._word is not None:
+            with self._cuda.device(self._device):  # whose default stream is meant
+                self._word.write(stream.cuda_stream, self._owed)
+            self._owed = None
         return stream
 
-    def _record_event(self) -> Any:
-        """Record an event, and return it; None if nothing may be enqueued now."""
-        stream = self._enqueue_owed()
-        if stream is None:
-            return None
-        try:
-            event = self._free.popleft() if self._free else self._cuda.Event(enable_timing=True)
-            event.record(stream)
-        except RuntimeError as error:
-            self._fail(f"CUDA: {error}")
-            return None
-        return event
-
-    def _fail(self, problem: str) -> None:
-        """End the marks and have the GPU reset."""
+    def _fail(self, error: Exception) -> GpuError:
+        """End the marks and have the GPU reset; return why."""
+        problem = error if isinstance(error, GpuError) else GpuError(f"CUDA: {error}")
         self._problem = problem
-        self._word.reset()
+        self._memory[:8] = bytes(8)
+        return problem

@@ -16,7 +16,7 @@ The rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,90 +27,49 @@ from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.runtime.autopilot.job import Ledger
 
 _NO_REQUEST_INDEX = -1
 
 
-class RankProgram(Protocol):
-    """What one rank runs in an iteration, and the clock of each computation."""
-
-    @property
-    def version(self) -> int:
-        """Number of the program in this job: 1 for the first, 2 for the next, and so on."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that it is a part of; None for a program of the autopilot."""
-
-    @property
-    def computations(self) -> tuple[Computation, ...]:
-        """What the rank runs, in order."""
-
-    @property
-    def clocks(self) -> tuple[int, ...]:
-        """The value for each computation: MHz, or watts of a power limit."""
-
-    @property
-    def changes(self) -> int:
-        """How often the clock changes in an iteration, including the change back to the first
-        one.
-        """
-
-    @property
-    def microbatches(self) -> int:
-        """Number of microbatches of an iteration."""
-
-    @property
-    def time_s(self) -> float:
-        """Expected time of an iteration, seconds."""
-
-    @property
-    def control(self) -> str:
-        """What the values set, as `Plan.control`."""
-
-    def with_changes(self, most: int) -> RankProgram:
-        """Return the program with at most so many changes in an iteration, at the same clocks or
-        higher ones.
-        """
-
-
 @dataclass(frozen=True)
 class Program:
-    """The part of a plan that one rank runs in an iteration; see `RankProgram`.
-
-    Raises:
-        PlanError: If the schedule has no such rank.
+    """What one rank runs in an iteration, and the clock of each computation: its part of a plan, or
+    what the autopilot has decided.
     """
 
-    version: int  #: Number of the plan in this job: 1 for the first, 2 for the next, and so on
-    plan: Plan  #: The plan
-    rank: int  #: Rank of the plan's schedule
-    #: How many clock changes an iteration may have, for a node that cannot make those of the plan.
-    #: None for the plan's clocks.
-    max_changes: int | None = None
+    version: int  #: Number of the program in this job: 1 for the first, 2 for the next, and so on
+    computations: tuple[Computation, ...] = field(repr=False)  #: What the rank runs, in order
+    #: The value for each computation: MHz, or watts of a power limit.
+    clocks: tuple[int, ...] = field(repr=False)
+    time_s: float  #: Expected time of an iteration, seconds
+    #: The plan that it is a part of; None for a program of the autopilot, which has all below.
+    plan: Plan | None = None
+    decision: int = 0  #: `Decision.version`: 0 for full clocks
+    order: int = 0  #: Number of the order of computations
+    top: int = 0  #: The value that counts as full clocks
+    #: Reference and limits for the rank's ledger; None before the reference is known.
+    ledger: Ledger | None = None
+    status: AutopilotStatus | None = None  #: What the autopilot knew
+    #: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
+    busy_s: float | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < len(self.plan.schedule.ranks):
-            raise PlanError(
-                f"the plan is for pipelines of {len(self.plan.schedule.ranks)} ranks, and this is "
-                f"rank {self.rank} of a pipeline; make the plan for the schedule that you train "
-                "with"
-            )
+    @classmethod
+    def of_plan(cls, version: int, plan: Plan, rank: int) -> Program:
+        """Return what a rank of the plan's schedule runs.
 
-    @cached_property
-    def computations(self) -> tuple[Computation, ...]:
-        """What the rank runs, in order."""
-        return self.plan.schedule.ranks[self.rank]
-
-    @cached_property
-    def clocks(self) -> tuple[int, ...]:
-        """The value for each computation, the plan's or a higher one: MHz, or watts of a power
-        limit.
+        Raises:
+            PlanError: If the schedule has no such rank.
         """
-        planned = tuple(self.plan.clocks[str(computation)] for computation in self.computations)
-        return (
-            planned if self.max_changes is None else with_fewer_changes(planned, self.max_changes)
-        )
+        ranks = plan.schedule.ranks
+        if not 0 <= rank < len(ranks):
+            raise PlanError(
+                f"the plan is for pipelines of {len(ranks)} ranks, and this is rank {rank} of a "
+                "pipeline; make the plan for the schedule that you train with"
+            )
+        clocks = tuple(plan.clocks[str(computation)] for computation in ranks[rank])
+        return cls(version, ranks[rank], clocks, plan.time_s, plan)
 
     @cached_property
     def changes(self) -> int:
@@ -119,24 +78,27 @@ class Program:
         """
         return changes_per_rank(self.clocks)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
-        """Number of microbatches of the plan."""
-        return self.plan.schedule.microbatches
+        """Number of microbatches of an iteration."""
+        return 1 + max(computation.microbatch for computation in self.computations)
 
-    @property
-    def time_s(self) -> float:
-        """Time of an iteration by the plan, seconds."""
-        return self.plan.time_s
+    @cached_property
+    def at_full_clocks(self) -> Program:
+        """A program of the autopilot with the highest clock for each computation.
 
-    @property
-    def control(self) -> str:
-        """The plan's control."""
-        return self.plan.control
+        It is locked, not only left to the GPU: so an iteration at full clocks runs at a clock that
+        is known, and its times are those of a row of the profile.
+        """
+        if self.decision == 0:
+            return self
+        return replace(self, decision=0, clocks=(self.top,) * len(self.clocks), busy_s=None)
 
     def with_changes(self, most: int) -> Program:
-        """Return the program with at most so many changes in an iteration."""
-        return replace(self, max_changes=most)
+        """Return the program with at most so many changes in an iteration, at the same clocks or
+        higher ones.
+        """
+        return replace(self, clocks=with_fewer_changes(self.clocks, most), busy_s=None)
 
     def check_order(self, order: tuple[Computation, ...], engine: str) -> None:
         """Refuse a plan whose order of computations is not that of the engine.
@@ -148,15 +110,17 @@ class Program:
         Raises:
             PlanError: If the orders differ; names the first difference.
         """
-        if order == self.computations:
+        if order == self.computations or self.plan is None:
             return
         pairs = list(zip(order, self.computations, strict=False))
         position = next(
             (i for i, (actual, planned) in enumerate(pairs) if actual != planned), len(pairs)
         )
+        schedule = self.plan.schedule
         raise PlanError(
-            f"the plan ({self.plan.schedule}) is not what {engine} runs on rank {self.rank} of "
-            f"the pipeline: computation {position + 1} is {_at(order, position)} there and "
+            f"the plan ({schedule}) is not what {engine} runs on rank "
+            f"{schedule.ranks.index(self.computations)} of the pipeline: computation "
+            f"{position + 1} is {_at(order, position)} there and "
             f"{_at(self.computations, position)} in the plan; solve for the schedule and the "
             "number of microbatches that you train with"
         )
@@ -175,7 +139,7 @@ class ProgramSource(Protocol):
     training thread.
     """
 
-    def program_for(self, iteration: int) -> RankProgram | None:
+    def program_for(self, iteration: int) -> Program | None:
         """Return the program of an iteration, or None to run without clocks; must not wait long,
         or raise.
         """
@@ -183,7 +147,7 @@ class ProgramSource(Protocol):
     def on_end(
         self,
         iteration: int,
-        program: RankProgram | None,
+        program: Program | None,
         deviation: str | None,
         order: Order | None = None,
     ) -> None:
@@ -206,12 +170,14 @@ class Hook:
         first: Program of the first iteration; its first clock is requested at once.
     """
 
-    def __init__(self, marks: Marks, source: ProgramSource, first: RankProgram | None) -> None:
+    def __init__(self, marks: Marks, source: ProgramSource, first: Program | None) -> None:
         self._marks, self._source = marks, source
         self._iteration = -1
         self._is_inside = False
         self._position = 0
         self._is_unclocked = True  #: no clock is requested
+        #: Index of the request for the first computation, and 1 if that turns (`clock_request`).
+        self._first = self._turns = 0
         self._deviation: str | None = None
         self._noted: list[tuple[int, str, int]] = []  #: what ran that is not as in a program
         self._load(first)
@@ -264,7 +230,9 @@ class Hook:
         self._marks.end()
         self._position = position = self._position + 1
         if not self._is_unclocked:
-            self._marks.request(position if position < self._count else 0)
+            if position >= self._count:
+                position = self._first = self._turns - self._first
+            self._marks.request(position)
 
     def end_iteration(self) -> None:
         """End the iteration, including all that the engine does after its last computation."""
@@ -278,7 +246,7 @@ class Hook:
         self._source.on_end(self._iteration, self._program, self._deviation, order)
         if self._deviation is None and self._is_unclocked and self._program is not None:
             self._is_unclocked = False
-            self._marks.request(0)
+            self._marks.request(self._first)
 
     def abandon_iteration(self) -> None:
         """End the iteration because it raises, which is no deviation; the next one begins with
@@ -291,14 +259,18 @@ class Hook:
         self._marks.end_iteration()
         self._source.on_end(self._iteration, None, None, None)
 
-    def _load(self, program: RankProgram | None) -> None:
+    def _load(self, program: Program | None) -> None:
         self._program = program
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
         self._is_unclocked = program is None
-        self._marks.load(
-            [clock_request(i, clock) for i, clock in enumerate(program.clocks)] if program else []
-        )
+        requests = [
+            clock_request(i, clock) for i, clock in enumerate(program.clocks if program else ())
+        ]
+        self._turns, self._first = int(self._count == 1), 0
+        if program is not None and self._turns:
+            requests.append(clock_request(0, program.clocks[0], again=True))
+        self._marks.load(requests)
         self._marks.request(_NO_REQUEST_INDEX if program is None else 0)
 
     def _deviate(self, what: str) -> None:

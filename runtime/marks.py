@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 NO_REQUEST = 0
 """The clock request of a rank that wants no clock, so that its GPU is reset."""
@@ -22,16 +21,28 @@ KEPT = 64
 """How many iterations are kept until their times are read."""
 
 
-def clock_request(position: int, value: int) -> int:
+_AGAIN = 1 << 63
+
+
+def clock_request(position: int, value: int, *, again: bool = False) -> int:
     """Pack a request for `value` (MHz or watts), for the computation at `position` of the rank's
     program.
+
+    With `again` it is another number for the same: a program of one computation turns it with each
+    iteration, so that the controller sees them begin.
     """
-    return (position + 1) << 32 | value
+    return again * _AGAIN | (position + 1) << 32 | value
 
 
 def parse_clock_request(request: int) -> tuple[int | None, int]:
     """Return the position and the value of a request; (None, 0) for `NO_REQUEST`."""
-    return (request >> 32) - 1 if request >> 32 else None, request & 0xFFFFFFFF
+    place = (request & ~_AGAIN) >> 32
+    return place - 1 if place else None, request & 0xFFFFFFFF
+
+
+def is_turned(request: int, before: int) -> bool:
+    """Whether of two requests one is `again`, and the other is not."""
+    return bool((request ^ before) & _AGAIN)
 
 
 @dataclass(frozen=True)
@@ -45,49 +56,11 @@ class IterationTimes:
     end_ns: int  #: When it ended
 
 
-class Marks(Protocol):
-    """Requests clocks and takes times; all methods but `finished` are called on the training
-    thread.
-    """
+class Marks:
+    """Requests clocks and takes times; all methods but `finished` and `renew` are called on the
+    training thread.
 
-    def ended_s(self) -> float | None:
-        """Return how long the iteration took that has just ended, in seconds; None if the device
-        may still run it.
-        """
-
-    def load(self, requests: Sequence[int]) -> None:
-        """Make `request(i)` mean `requests[i]` from now on."""
-
-    def request(self, index: int) -> None:
-        """Write the clock request with this index, or `NO_REQUEST` for -1, when the device comes
-        to this point.
-        """
-
-    def begin_iteration(self, number: int) -> None:
-        """Mark the begin of an iteration."""
-
-    def begin(self) -> None:
-        """Mark the begin of a computation."""
-
-    def end(self) -> None:
-        """Mark the end of the computation that began last."""
-
-    def end_iteration(self) -> None:
-        """Mark the end of the iteration."""
-
-    def finished(self) -> list[IterationTimes]:
-        """Return the times that have become known since the last call; never waits. For another
-        thread.
-
-        At most `KEPT` iterations are kept until then.
-
-        Raises:
-            GpuError: If the device no longer reports times.
-        """
-
-
-class HostMarks:
-    """Marks for devices on which a computation is done when its call returns.
+    This is for devices on which a computation is done when its call returns.
 
     Args:
         shared: The clock request, as a memoryview of one unsigned 64-bit number.
@@ -103,32 +76,36 @@ class HostMarks:
         self._spans_ns: list[tuple[int, int]] = []
         self._finished: deque[IterationTimes] = deque(maxlen=KEPT)
 
-    def ended_s(self) -> float:
-        """See `Marks.ended_s`."""
+    def ended_s(self) -> float | None:
+        """Return how long the iteration took that has just ended, in seconds; None if the device
+        may still run it.
+        """
         return self._ended_s
 
     def load(self, requests: Sequence[int]) -> None:
-        """See `Marks.load`."""
+        """Make `request(i)` mean `requests[i]` from now on."""
         self._requests = (*requests, NO_REQUEST)
 
     def request(self, index: int) -> None:
-        """See `Marks.request`."""
+        """Write the clock request with this index, or `NO_REQUEST` for -1, when the device comes
+        to this point.
+        """
         self._shared[0] = self._requests[index]
 
     def begin_iteration(self, number: int) -> None:
-        """See `Marks.begin_iteration`."""
+        """Mark the begin of an iteration."""
         self._number, self._iteration_begin_ns, self._spans_ns = number, time.monotonic_ns(), []
 
     def begin(self) -> None:
-        """See `Marks.begin`."""
+        """Mark the begin of a computation."""
         self._begin_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """See `Marks.end`."""
+        """Mark the end of the computation that began last."""
         self._spans_ns.append((self._begin_ns, time.monotonic_ns()))
 
     def end_iteration(self) -> None:
-        """See `Marks.end_iteration`."""
+        """Mark the end of the iteration."""
         end_ns = time.monotonic_ns()
         self._ended_s = (end_ns - self._iteration_begin_ns) / 1e9
         self._finished.append(
@@ -136,8 +113,22 @@ class HostMarks:
         )
 
     def finished(self) -> list[IterationTimes]:
-        """See `Marks.finished`."""
+        """Return the times that have become known since the last call; never waits. For another
+        thread.
+
+        At most `KEPT` iterations are kept until then.
+
+        Raises:
+            GpuError: If the device no longer reports times, until `renew`.
+        """
         iterations = []
         while self._finished:
             iterations.append(self._finished.popleft())
         return iterations
+
+    def renew(self) -> None:
+        """Mark again after an error of the device. For another thread.
+
+        Raises:
+            GpuError: If the device cannot be used.
+        """

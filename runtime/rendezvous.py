@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from perseus_planner.base.errors import PlanError, RankError
 from perseus_planner.base.wires import Board, Message
 from perseus_planner.engines import engine_of
+from perseus_planner.engines.whole import WholeTraining
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from perseus_planner.engines.engine import Engine
+    from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
@@ -143,7 +145,7 @@ def join_job(
     function.
 
     Args:
-        engine: The training engine, as for `engine_of`.
+        engine: The training engine, as for `engine_of`; None for training without a pipeline.
         job: The job.
         options: Options of this rank.
         served: The job as a service should know it; None without a service. That of rank 0 counts.
@@ -159,7 +161,7 @@ def join_job(
     """
     everyone = range(job.ranks)
     with _step(job, "infos", everyone, RENDEZVOUS_S) as step:
-        adapter = engine_of(engine)
+        adapter = WholeTraining() if engine is None else engine_of(engine)
         adapter.check()
         gpu = options.gpu_of(adapter.device)
         info = step.value = _rank_info(adapter, job, options, served)
@@ -181,10 +183,15 @@ def join_job(
     ]
     with _step(job, "gpus", present, 2 * attachment.ATTACH_S) as step:
         controller = attachment.NodeController(job, neighbours, options.max_changes_per_s)
-        control = "clock" if program is None else cast("Control", program.control)
+        plan = None if program is None else program.plan
+        control: Control = "clock"
+        if plan is not None:
+            control = cast("Control", plan.control)
+        elif engine is None:
+            control = attachment.control_of(gpu)
         attached = attachment.attach(controller, gpu, control, stack)
-        if program is not None and attached.gpu is not None:
-            check_gpu(program, attached.gpu, control)
+        if plan is not None and attached.gpu is not None:
+            check_gpu(plan, attached.gpu, control)
         written = NodePlans.create() if job.rank == neighbours[0] else None
         if written is not None:
             stack.callback(written.close)
@@ -240,23 +247,23 @@ def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Pro
             f"the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and {engine.name} "
             f"runs pipelines of {position.ranks}; solve for the schedule that you train with"
         )
-    program = Program(version, plan, position.rank)
+    program = Program.of_plan(version, plan, position.rank)
     order = engine.order()
     if order is not None:
         program.check_order(order, engine.name)
     return program
 
 
-def check_gpu(program: Program, gpu: AttachReply, control: Control) -> None:
+def check_gpu(plan: Plan, gpu: AttachReply, control: Control) -> None:
     """Refuse a plan that was made for another kind of GPU or for another control.
 
     Raises:
         PlanError: If the plan does not fit; names the difference.
     """
-    planned = program.plan.gpu
-    if program.plan.control != control:
+    planned = plan.gpu
+    if plan.control != control:
         raise PlanError(
-            f"the plan's control is {program.plan.control!r}, and this training began with "
+            f"the plan's control is {plan.control!r}, and this training began with "
             f"{control!r}; start the training again to change it"
         )
     if planned is not None and gpu.name != planned:

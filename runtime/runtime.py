@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.engines.whole import WholeTraining
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
+    from perseus_planner.runtime.follower import Follower
+    from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.agreement import Proposal
-    from perseus_planner.runtime.switching.plans import PlanFollower
     from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 
@@ -26,14 +26,14 @@ class Runtime:
 
     def __init__(
         self,
-        pipeline: int,
-        follower: PlanFollower,
+        context: RankContext,
+        follower: Follower,
         telemetry: Telemetry,
         check: Callable[[Plans], None],
         wake: Callable[[], None],
         autopilot: AutopilotRank | None = None,
     ) -> None:
-        self._pipeline, self._follower, self._telemetry = pipeline, follower, telemetry
+        self._context, self._follower, self._telemetry = context, follower, telemetry
         self._check, self._wake, self._autopilot = check, wake, autopilot
 
     @property
@@ -54,12 +54,12 @@ class Runtime:
         if self._autopilot.coordinator is not None:
             return self._autopilot.coordinator.status
         program = self._follower.program
-        return program.status if isinstance(program, AutopilotProgram) else AutopilotStatus()
+        return (program.status if program is not None else None) or AutopilotStatus()
 
     @property
     def pipeline(self) -> int:
         """Number of this rank's data-parallel pipeline, from 0."""
-        return self._pipeline
+        return self._context.pipeline
 
     @property
     def problem(self) -> str | None:
@@ -71,13 +71,37 @@ class Runtime:
         """The last iterations of this rank, as measured."""
         return self._telemetry.iterations
 
-    def iteration(self) -> AbstractContextManager[None]:
-        """Run one training iteration inside the block: for training without an engine, which needs
-        no call else.
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Run one training iteration inside the block, from forward to the optimizer's step: for
+        training without an engine, which needs no call else.
 
         Raises:
             UsageError: If the runtime was given an engine, which shows its iterations by itself.
         """
+        whole = self._whole_training()
+        whole.begin()
+        try:
+            yield
+        except BaseException:
+            whole.abandon()
+            raise
+        whole.end()
+
+    def end_iteration(self) -> None:
+        """End an iteration, and begin the next one: an alternative to `iteration`, after each step
+        of the optimizer.
+
+        Raises:
+            UsageError: As in `iteration`.
+        """
+        whole = self._whole_training()
+        whole.end()
+        whole.begin()
+
+    def _whole_training(self) -> WholeTraining:
+        if isinstance(self._context.engine, WholeTraining):
+            return self._context.engine
         raise UsageError("the engine shows its iterations by itself; leave out runtime.iteration()")
 
     def switch_to(self, plan: GivenPlan) -> Proposal:

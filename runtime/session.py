@@ -11,19 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import GpuError, UsageError, how_to_install
+from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.loops import Loop
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
 from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
-from perseus_planner.runtime.autopilot.ranks.programs import ProgramFollower, Programs
+from perseus_planner.runtime.autopilot.ranks.programs import Programs
 from perseus_planner.runtime.background import PERIOD_S, STOP_S, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
+from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
-from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, Marks
+from perseus_planner.runtime.marks import NO_REQUEST, Marks
 from perseus_planner.runtime.rendezvous import (
     STATE_FILE,
     RuntimeOptions,
@@ -32,16 +33,14 @@ from perseus_planner.runtime.rendezvous import (
     program_of,
 )
 from perseus_planner.runtime.runtime import Runtime
-from perseus_planner.runtime.switching.plans import GivenPlan, PlanFollower, Plans
+from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from perseus_planner.engines.engine import Engine
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.link import ServiceLink
-    from perseus_planner.runtime.hook import Program, RankProgram
+    from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
 
@@ -89,9 +88,9 @@ def planner_runtime(
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
-            schedule of torch.distributed.pipelining. None for training without a pipeline: all GPUs
-            then get one clock for the whole iteration, and each is to run inside
-            `with runtime.iteration():`.
+            schedule of torch.distributed.pipelining. None for training without a pipeline: without
+            a plan all GPUs then get one clock for the whole iteration, and each iteration is to run
+            inside `with runtime.iteration():`.
         plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for
             the autopilot. The plan of rank 0 counts and is sent to all ranks.
         gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd",
@@ -151,35 +150,13 @@ def planner_runtime(
         ),
         state=state,
     )
-    with _whole(options) if engine is None else _pipeline(engine, options) as runtime:
-        yield runtime
-
-
-def _whole(options: RuntimeOptions) -> AbstractContextManager[Runtime]:
-    """Train without an engine."""
-    from perseus_planner.runtime.whole.session import training_device, whole_iterations
-
-    if options.record is not None:
-        text = "only runs of pipelines are recorded; leave out record="
-        JobWarnings(this_job()).warn("record", text, by="rank 0")
-    if options.plan is not None:
-        raise UsageError(
-            "plan= is for pipelines; give planner_runtime the engine that runs it, or leave out "
-            "the plan"
-        )
-    return whole_iterations(options, training_device())
-
-
-@contextmanager
-def _pipeline(engine: Any, options: RuntimeOptions) -> Iterator[Runtime]:
-    """Train an engine."""
-    job, process = this_job(), os.getpid()
-    warnings = JobWarnings(job)
-    link = None if options.service is None else _service_link(options, job, warnings)
+    training, process = this_job(), os.getpid()
+    warnings = JobWarnings(training)
+    link = None if options.service is None else _service_link(options, training, warnings)
     with ExitStack() as stack:
         served = None if link is None else link.settings
-        context = join_job(engine, job, options, served, warnings, stack)
-        session = _Session(context, job, options, link, warnings, stack)
+        context = join_job(engine, training, options, served, warnings, stack)
+        session = _Session(context, training, options, link, warnings, stack)
         end_s = 0.0  # after an exception nobody is waited for
         try:
             with context.engine.attached(session.hook):
@@ -218,28 +195,24 @@ class _Session:
             warn=lambda text: warnings.warn("record", text),
         )
         self._telemetry.update([], [] if self._gpu is None else [self._gpu])
-        self._source = (
-            ProgramFollower(is_first=context.engine.pipeline_rank.rank == 0)
-            if context.has_autopilot
-            else None
-        )
-        self._follower = PlanFollower(
+        marks = _make_marks(context.engine, self._connection, stack)
+        is_first = context.engine.pipeline_rank.rank == 0
+        self._follower = Follower(
             job,
             context.share,
             self._program,
             self._telemetry.on_end,
-            is_prompt=self._source is not None,
+            RankLedger(is_first=is_first) if context.has_autopilot else None,
+            ended_s=marks.ended_s,
         )
         self._follower.start(context.program)
-        marks, problem = _make_marks(context.engine, self._connection, warnings, stack)
-        self._follower.problem = attachment.problem or problem
+        self._follower.problem = attachment.problem
         self._exchange: ServiceExchange | None = None
         self._autopilot: AutopilotRank | None = None
-        if self._source is not None:
-            self._source.follow(self._follower, marks.ended_s)
+        if context.has_autopilot:
             self._exchange = None if link is None else ServiceExchange()
-            self._autopilot = self._begin_autopilot(self._source, options)
-        self.hook = Hook(marks, self._source or self._follower, context.program)
+            self._autopilot = self._begin_autopilot(options)
+        self.hook = Hook(marks, self._follower, context.program)
         on_slow = options.on_straggling
         self._work = BackgroundWork(
             self._follower,
@@ -268,7 +241,7 @@ class _Session:
         """Begin what runs beside the training."""
         self._background.start()
         runtime = Runtime(
-            self._context.pipeline,
+            self._context,
             self._follower,
             self._telemetry,
             self._check,
@@ -300,12 +273,11 @@ class _Session:
         if self._link is not None:
             self._link.close()
 
-    def _begin_autopilot(self, source: ProgramFollower, options: RuntimeOptions) -> AutopilotRank:
+    def _begin_autopilot(self, options: RuntimeOptions) -> AutopilotRank:
         autopilot = AutopilotRank.begin(
             self._context,
             self._job,
-            source,
-            self._follower.agreement,
+            self._follower,
             self._warnings,
             options,
             self._exchange,
@@ -314,17 +286,17 @@ class _Session:
             autopilot.coordinator.on_status = self._telemetry.on_status
         return autopilot
 
-    def _program(self, version: int, data: bytes) -> RankProgram:
+    def _program(self, version: int, data: bytes) -> Program:
         """Return this rank's part of what rank 0 has sent: plans, or programs of the autopilot."""
-        if self._source is None:
+        if self._follower.ledger is None:
             return self._plan_program(version, Plans.loads(data))
-        rank, orders = self._context.engine.pipeline_rank.rank, self._source.orders
+        rank, orders = self._context.engine.pipeline_rank.rank, self._follower.orders
         return Programs.program_of(data, version, self._context.pipeline, rank, orders)
 
     def _plan_program(self, version: int, plans: Plans) -> Program:
         program = program_of(self._context.engine, plans, version, self._context.pipeline)
-        if self._gpu is not None:
-            check_gpu(program, self._gpu, self._context.control)
+        if self._gpu is not None and program.plan is not None:
+            check_gpu(program.plan, self._gpu, self._context.control)
         return program
 
     def _check(self, plans: Plans) -> None:
@@ -366,22 +338,11 @@ def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnin
     return ServiceLink(settings, job, warnings)
 
 
-def _make_marks(
-    engine: Engine, connection: Connection | None, warnings: JobWarnings, stack: ExitStack
-) -> tuple[Marks, str | None]:
-    """Return the marks of this rank, which request nothing if there is no controller, and the
-    problem if one arose.
-    """
-    unconnected = HostMarks(memoryview(bytearray(8)).cast("Q"))
-    if connection is None:
-        return unconnected, None
-    if engine.device.type != "cuda":
-        return HostMarks(connection.request), None
+def _make_marks(engine: Engine, connection: Connection | None, stack: ExitStack) -> Marks:
+    """Return the marks of this rank, which request nothing if there is no controller."""
+    if connection is None or engine.device.type != "cuda":
+        none = memoryview(bytearray(8)).cast("Q")
+        return Marks(none if connection is None else connection.request)
     from perseus_planner.runtime.cuda_marks import CudaMarks
 
-    try:
-        return stack.enter_context(CudaMarks(connection.memory, engine.device)), None
-    except GpuError as error:
-        problem = f"no clock can be set: {error}"
-        warnings.warn("marks", f"{problem}; training goes on without setting clocks")
-        return unconnected, problem
+    return stack.enter_context(CudaMarks(connection.memory, engine.device))

@@ -23,7 +23,11 @@ none comes for `LONGEST_PAUSE_S` after a pause."""
 
 
 def in_background(function: Callable[[], T], name: str) -> Future[T]:
-    """Call a function on a daemon thread of its own; return what becomes of it."""
+    """Call a function on a daemon thread of its own; return what becomes of it.
+
+    While the interpreter shuts down no thread can be started, from Python 3.12 on: the function is
+    then called here.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -32,7 +36,10 @@ def in_background(function: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:
+        run()
     return future
 
 

@@ -9,8 +9,11 @@ import pwd
 import select
 import shlex
 import socket
+import subprocess
 import sys
+import time
 
+from perseus_planner.base.errors import GpuError
 from perseus_planner.base.wires import Record
 
 
@@ -70,6 +73,87 @@ class WatchedProcess:
             self._process = psutil.Process(self.pid)
         except psutil.NoSuchProcess:
             self._is_gone = True
+
+
+def start_module(
+    module: str, *arguments: str, who: str, timeout_s: float, has_input: bool = False
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a module as a program in a session of its own, in which it calls `report_ready`.
+
+    Args:
+        module: Name of the module.
+        arguments: What it is given.
+        who: What it is, which begins error messages.
+        timeout_s: How long to wait until it is ready, in seconds.
+        has_input: Whether its standard input is a pipe, and not empty.
+
+    Returns:
+        Its process, whose standard output is a pipe, and what it has reported.
+
+    Raises:
+        GpuError: If it does not become ready; the text says why.
+    """
+    if not sys.executable:
+        raise GpuError(
+            f"{who} cannot be started: sys.executable does not name the Python to start it with"
+        )
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd="/",  # so that it keeps no file system busy
+        env=child_environment(),
+        start_new_session=True,
+    )
+    try:
+        return process, _read_report(process, who, timeout_s)
+    except BaseException:
+        end_module(process)
+        raise
+
+
+def _read_report(process: subprocess.Popen[bytes], who: str, timeout_s: float) -> str:
+    assert process.stdout is not None  # it is a pipe
+    descriptor, output = process.stdout.fileno(), b""
+    deadline_s = time.monotonic() + timeout_s
+    while is_readable(descriptor, deadline_s - time.monotonic()):
+        data = os.read(descriptor, 65536)
+        output += data
+        if not data:
+            text = output.decode(errors="replace").strip() or "it ended without any output"
+            lines = text.splitlines()
+            status, _, report = lines[0].partition(" ")
+            if status == "ready":
+                return report
+            raise GpuError(f"{who} could not be started: {lines[-1].strip()}")
+    raise GpuError(f"{who} was not ready within {timeout_s:g} s")
+
+
+def end_module(process: subprocess.Popen[bytes]) -> None:
+    """Kill what `start_module` has started, unless it has ended, and close its pipes."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def report_ready(report: str = "") -> bool:
+    """Tell who has called `start_module` that this program is ready, and leave its output; return
+    False if nobody reads it.
+    """
+    reader, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+    try:
+        os.write(reader, f"ready {report}\n".encode())
+    except BrokenPipeError:
+        return False
+    finally:
+        os.close(reader)
+    return True
 
 
 DEFAULT_STATE_FOLDER = "/dev/shm/perseus-planner"

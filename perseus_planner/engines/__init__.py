@@ -23,6 +23,14 @@ _TRAIN = {
 """The modules in which engines train -> the modules here that follow them."""
 
 
+_SCHEDULE = ("torch", "_PipelineSchedule")
+"""Package and name of the class of all schedules."""
+
+
+def _classes_of(engine: Any) -> set[tuple[str, str]]:
+    return {(base.__module__.split(".")[0], base.__name__) for base in type(engine).__mro__}
+
+
 def engine_of(engine: Any, caller: str = "planner_runtime") -> Engine:
     """Return the adapter of a training engine, which is recognized by the names of its classes.
 
@@ -34,12 +42,12 @@ def engine_of(engine: Any, caller: str = "planner_runtime") -> Engine:
     Raises:
         UsageError: If it is none of these.
     """
-    classes = {(base.__module__.split(".")[0], base.__name__) for base in type(engine).__mro__}
+    classes = _classes_of(engine)
     if ("deepspeed", "PipelineEngine") in classes:
         from perseus_planner.engines.deepspeed import DeepSpeedPipeline
 
         return DeepSpeedPipeline(engine)
-    if ("torch", "_PipelineSchedule") in classes:
+    if _SCHEDULE in classes:
         from perseus_planner.engines.torch_pipelining import TorchPipeline
 
         return TorchPipeline(engine)
@@ -55,9 +63,13 @@ def engine_of(engine: Any, caller: str = "planner_runtime") -> Engine:
 
 
 def parts_of(engine: Any) -> list[Any]:
-    """Return the chunks of a Megatron-core model, which is one module or a list of them; another
-    engine is one part.
+    """Return what an engine is made of: the chunks of a Megatron-core model, which is one module or
+    a list of them; the modules of a schedule's stages; or the engine itself.
     """
+    if _SCHEDULE in _classes_of(engine):
+        from perseus_planner.engines import torch_pipelining
+
+        return torch_pipelining.parts_of(engine)
     return list(engine) if isinstance(engine, (list, tuple)) else [engine]
 
 

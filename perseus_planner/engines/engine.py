@@ -4,7 +4,8 @@ detach again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -173,6 +174,11 @@ def check_free(owner: object) -> None:
             f"a runtime is attached to this {type(owner).__name__} already; leave its block before "
             "you enter another"
         )
+
+
+def are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two lists have the same objects."""
+    return len(parts) == len(others) and all(map(operator.is_, parts, others))
 
 
 def check_has(owner: object, names: tuple[str, ...], supported: str) -> None:

@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import EngineStage, IterationHook, PipelineRank
+from perseus_planner.engines.torch_state import preserve_attributes
 
 if TYPE_CHECKING:
     import torch
 
     from perseus_planner.schedules import Computation
+
+_BUCKET_STATE = ("param_gather_dispatched", "param_gather_handle", "is_last_microbatch")
+"""What a group of buckets of Megatron's DistributedDataParallel knows of the iteration."""
 
 Timers = Callable[..., Any]
 """The timers of a config: called with a name, they return a timer to start and stop."""
@@ -38,24 +42,13 @@ class MegatronModel:
 
     name = "Megatron-core"
     splits_backward = False
+    problem = None
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._chunks = tuple(chunks)
 
     def check(self) -> None:
         """See `Engine.check`; only its config shows whether it can be followed."""
-
-    @property
-    def problem(self) -> str | None:
-        """See `Engine.problem`."""
-        from megatron.core import parallel_state as state
-
-        if state.get_expert_model_parallel_world_size() > 1:
-            return (
-                "expert parallelism spreads experts over replicas, so no stage can be measured "
-                "alone; profile without it"
-            )
-        return None
 
     @property
     def pipeline_rank(self) -> PipelineRank:
@@ -115,7 +108,7 @@ class MegatronModel:
                 chunk,
                 loss_with_output=index * ranks + rank == ranks * len(self._chunks) - 1,
                 receiver=_receiver(chunk),
-                preserve_state=_preserve_random_states,
+                preserve_state=partial(_preserve_state, chunk),
             )
             for index, chunk in enumerate(self._chunks)
         ]
@@ -237,16 +230,42 @@ def _receiver(chunk: Any) -> Any:
 
 
 @contextmanager
-def _preserve_random_states() -> Iterator[None]:
+def _preserve_state(chunk: Any) -> Iterator[None]:
+    """Preserve the random states of tensor ranks, the losses that layers of experts report, and
+    where the distributed optimizer is in gathering weights and reducing gradients.
+
+    Inside the block, weights count as gathered, as they are after an iteration's first forward.
+    Otherwise a repeated forward would gather them, and the first one of the next iteration would
+    not, with the weights of this one.
+    """
+    import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states() if hasattr(tracker, "get_states") else None
-    try:
-        yield
-    finally:
-        if states is not None:
-            tracker.set_states(states)
+    reports = _reports_of_experts()
+    values = {name: report["values"].clone() for name, report in reports.items()}
+    with ExitStack() as stack:
+        for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+            for group in getattr(chunk, name, ()):
+                stack.enter_context(preserve_attributes(group, *_BUCKET_STATE))
+                group.param_gather_dispatched, group.param_gather_handle = True, None
+        try:
+            yield
+        finally:
+            if states is not None:
+                tracker.set_states(states)
+            for name, report in reports.items():
+                report["values"].copy_(values.get(name, torch.zeros_like(report["values"])))
+
+
+def _reports_of_experts() -> dict[str, Any]:
+    """Return what layers of experts add their losses to, by name; older cores have it elsewhere."""
+    from megatron.core import parallel_state as state
+
+    module = sys.modules.get("megatron.core.transformer.moe.moe_utils", state)
+    name = "_MOE_LAYER_WISE_LOGGING_TRACKER"
+    return getattr(module, name, getattr(state, name, {}))
 
 
 class _TimerEvents:

@@ -46,7 +46,7 @@ class Microbatch:
         first: bool,
     ) -> None:
         self.first = first
-        self._module, self._forward, self._loss = module, forward, loss
+        self.module, self._forward, self._loss = module, forward, loss
         self._inputs = map_tensors(
             lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), inputs
         )
@@ -133,7 +133,7 @@ class Microbatch:
             root.detach_ = _nothing
         gradients = None if self._loss is not None else self._gradients_of(self._kept)
         _, self._weights_left = stage_backward_input(
-            self._kept, gradients, self._leaves, iter(self._module.parameters())
+            self._kept, gradients, self._leaves, iter(self.module.parameters())
         )
 
     def keep_input_gradient(self) -> None:
@@ -150,7 +150,7 @@ class Microbatch:
         _, stage_backward_weight = _pipeline_backward()
         # stage_backward_weight removes entries from the groups, which are needed again.
         groups = [dict(group) for group in self._weights_left]
-        stage_backward_weight(iter(self._module.parameters()), groups, retain_graph=True)
+        stage_backward_weight(iter(self.module.parameters()), groups, retain_graph=True)
 
     def _backward(self, roots: Sequence[torch.Tensor], *, keep: bool) -> None:
         import torch

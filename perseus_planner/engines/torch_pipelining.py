@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.engines.engine import (
     EngineStage,
     IterationHook,
     PipelineRank,
+    are_same,
     attached_once,
     check_free,
     check_has,
@@ -75,9 +76,7 @@ class TorchPipeline:
 
     @property
     def _stages(self) -> list[Any]:
-        """The stages, for which torch has no public attribute."""
-        schedule = self._schedule
-        return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+        return _stages_of(self._schedule)
 
     @property
     def pipeline_rank(self) -> PipelineRank:
@@ -168,14 +167,20 @@ class TorchPipeline:
 
     @contextmanager
     def attached(self, hook: IterationHook) -> Iterator[None]:
-        """See `Engine.attached`."""
+        """See `Engine.attached`; another schedule over the same stages, for example with more
+        microbatches, is followed too, and is the engine's from its first step on.
+        """
         import torch
+        from torch.distributed.pipelining import schedules
 
-        schedule, step = self._schedule, self._schedule.step
+        modules, is_inside = parts_of(self._schedule), False
 
-        def step_hooked(*args: Any, **kwargs: Any) -> Any:
-            if not (schedule._has_backward and torch.is_grad_enabled()):
+        def step_hooked(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            is_training = schedule._has_backward and torch.is_grad_enabled()
+            if is_inside or not is_training or not are_same(parts_of(schedule), modules):
                 return step(*args, **kwargs)
+            self._schedule, is_inside = schedule, True
             hook.begin_iteration(schedule._n_microbatches)
             try:
                 with ExitStack() as stack:
@@ -186,11 +191,43 @@ class TorchPipeline:
             except BaseException:
                 hook.abandon_iteration()
                 raise
+            finally:
+                is_inside = False
             hook.end_iteration()
             return result
 
-        with attached_once(schedule, step=step_hooked):
+        own, step = self._schedule, self._schedule.step
+        with ExitStack() as stack:
+            stack.enter_context(attached_once(own, step=partial(step_hooked, own, step)))
+            for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+                stack.enter_context(_step_replaced(kind, step_hooked))
             yield
+
+
+def parts_of(schedule: Any) -> list[Any]:
+    """Return the modules of a schedule's stages on this rank."""
+    return [stage.submod for stage in _stages_of(schedule)]
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    """Return its stages, for which torch has no public attribute."""
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+
+
+@contextmanager
+def _step_replaced(kind: Any, step_hooked: Callable[..., Any]) -> Iterator[None]:
+    """Have schedules of a class run their steps by a function, while the block runs."""
+    original = kind.step
+
+    @wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return step_hooked(self, partial(original, self), *args, **kwargs)
+
+    kind.step = step
+    try:
+        yield
+    finally:
+        kind.step = original
 
 
 def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:

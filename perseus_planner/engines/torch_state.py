@@ -90,13 +90,14 @@ def preserve_state(module: torch.nn.Module) -> Iterator[None]:
 
     Inside the block the module is in training mode and has no gradients. Gradients computed there,
     including Megatron-core's `main_grad`, are not reduced among replicas and never seen by an
-    optimizer or engine: hooks on accumulated gradients do not run.
+    optimizer or engine: hooks on accumulated gradients do not run. So each repetition is that of a
+    microbatch that is not the last one. Weights that are sharded (`fully_shard`) are gathered as
+    they are for such a microbatch, for which all replicas enter the block.
 
     Raises:
-        UsageError: If the module is sharded over replicas (FSDP), which would have to be measured
-            together.
+        UsageError: If it cannot be repeated; see `refusal`.
     """
-    if problem := sharding_problem([module]):
+    if problem := refusal([module]):
         raise UsageError(problem)
     with ExitStack() as stack:
         stack.enter_context(_preserve_random_state())
@@ -106,26 +107,100 @@ def preserve_state(module: torch.nn.Module) -> Iterator[None]:
             stack.enter_context(_hide_gradient(parameter))
         for part in module.modules():
             if callable(no_sync := getattr(part, "no_sync", None)):
+                stack.enter_context(preserve_attributes(part, "require_forward_param_sync"))
                 stack.enter_context(no_sync())
+        stack.enter_context(_preserve_shards(module))
         yield
 
 
-def sharding_problem(modules: Iterable[torch.nn.Module]) -> str | None:
-    """Return why modules that are sharded over replicas (FSDP) cannot be measured; None if none
-    of them is.
-    """
+def refusal(modules: Iterable[torch.nn.Module]) -> str | None:
+    """Return why modules cannot be repeated; None if they can."""
     kinds = {
         base.__name__
         for module in modules
         for part in module.modules()
         for base in type(part).__mro__
     }
-    if not kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+    if "FullyShardedDataParallel" not in kinds:
         return None
     return (
-        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of "
-        "them; profile the pipeline without FSDP"
+        "a stage is sharded by FullyShardedDataParallel, which keeps its place in the iteration "
+        "and reduces gradients in every backward, so that none can be repeated; shard it with "
+        "fully_shard, or profile it without sharding"
     )
+
+
+def regathers_weights(module: torch.nn.Module) -> bool:
+    """Return whether weights of `module` are dropped after each forward, and gathered again for its
+    backward.
+    """
+    return any(group.post_forward_mesh_info is not None for group in _shard_groups(module))
+
+
+def _sharded_parts(module: torch.nn.Module) -> list[Any]:
+    from torch.distributed import is_available
+
+    if not is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _shard_groups(module: torch.nn.Module) -> list[Any]:
+    """Return the groups of weights that are gathered together, which torch keeps to itself."""
+    states = [part._get_fsdp_state() for part in _sharded_parts(module)]
+    if states and not hasattr(states[0], "_fsdp_param_groups"):  # torch 2.9 and earlier
+        return [group for state in states if (group := state._fsdp_param_group) is not None]
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+@contextmanager
+def _preserve_shards(module: torch.nn.Module) -> Iterator[None]:
+    """Have weights gathered as for a microbatch that is not the last one, as
+    torch.distributed.pipelining does; then drop them, with their gradients.
+    """
+    parts, groups = _sharded_parts(module), _shard_groups(module)
+    if not parts:
+        yield
+        return
+    with ExitStack() as stack:
+        for part in parts:
+            context = part._get_fsdp_state()._state_ctx
+            stack.enter_context(preserve_attributes(context, "is_last_backward"))
+            part.set_is_last_backward(False)
+        for group in groups:
+            stack.enter_context(
+                preserve_attributes(
+                    group, "reduce_grads", "all_reduce_grads", "reshard_after_backward"
+                )
+            )
+        for part in parts:
+            part.set_requires_gradient_sync(False, recurse=False)
+            part.set_reshard_after_backward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for group in groups:
+                for weight in group.fsdp_params:
+                    weight.unsharded_accumulated_grad = None
+                    if (gathered := getattr(weight, "_unsharded_param", None)) is not None:
+                        gathered.grad = None
+                group._post_forward_indices.clear()
+                group.comm_ctx.post_forward_order.clear()
+            for part in parts:
+                part.reshard()
+
+
+@contextmanager
+def preserve_attributes(owner: Any, *names: str) -> Iterator[None]:
+    """Restore attributes after the block, of those that there are."""
+    before = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextmanager

@@ -53,13 +53,10 @@ _SEE_LOG = "see what the driver writes to the kernel log (`dmesg | grep amdgpu`)
 
 _ERRORS: dict[int | None, tuple[type[GpuError], str]] = {
     1: (GpuError, "this GPU or driver does not accept the value"),
-    2: (GpuNotSupported, UPDATE),
-    3: (GpuNotSupported, UPDATE),
+    **dict.fromkeys((2, 3, 40), (GpuNotSupported, UPDATE)),
     10: (GpuNotPermitted, _MAY_NOT),
-    31: (GpuLost, _LOST),
     34: (GpuError, "load the driver (`modprobe amdgpu`)"),
-    40: (GpuNotSupported, UPDATE),
-    54: (GpuLost, _LOST),
+    **dict.fromkeys((31, 54), (GpuLost, _LOST)),
 }
 """Status codes of amdsmi.h -> what they mean here; others are errors without a name."""
 
@@ -180,8 +177,8 @@ class AmdGpu(RealGpu):
     @cached_property
     def driver(self) -> str:
         """Version of the amdgpu driver."""
-        answer = self._read("amdsmi_get_gpu_driver_info", "read its driver")
-        return f"amdgpu {answer['driver_version']}"
+        function, what = "amdsmi_get_gpu_driver_info", "read its driver"
+        return f"amdgpu {self._value(function, what, 'driver_version')}"
 
     def warnings(self) -> tuple[str, ...]:
         """Warnings about partitions, a power limit below the default, and an energy counter that
@@ -221,17 +218,16 @@ class AmdGpu(RealGpu):
     @property
     def power_limits_w(self) -> tuple[float, float]:
         """Smallest and largest power limit that can be set, watts."""
-        caps = self._caps()
-        least_w = caps["min_power_cap"] / 1e6
-        return max(least_w, 1.0), caps["max_power_cap"] / 1e6  # some drivers name no least limit
+        # Some drivers name no least limit.
+        return max(self._cap_w("min_power_cap"), 1.0), self._cap_w("max_power_cap")
 
     def power_limit_w(self) -> float:
         """Power limit in force, watts."""
-        return float(self._caps()["power_cap"] / 1e6)
+        return self._cap_w("power_cap")
 
     def default_power_limit_w(self) -> float:
         """Power limit unless another is set, watts."""
-        return float(self._caps()["default_power_cap"] / 1e6)
+        return self._cap_w("default_power_cap")
 
     def energy_j(self) -> float:
         """Energy since the driver was loaded, joules.
@@ -320,25 +316,27 @@ class AmdGpu(RealGpu):
 
     def _clock(self, name: str) -> int:
         kind = AMD_SMI.constant("AmdSmiClkType", "GFX")
-        value = self._read("amdsmi_get_clock_info", "read its graphics clock", kind).get(name)
+        value = self._value("amdsmi_get_clock_info", "read its graphics clock", name, kind)
         if not isinstance(value, int) or not 0 < value < _MAX_MHZ:
             raise GpuNotSupported(
                 f"{self.text}: cannot read its graphics clock: AMD SMI returns {value}; {UPDATE}"
             )
         return value
 
-    def _caps(self) -> Mapping[str, int]:
-        caps: Mapping[str, int] = self._read("amdsmi_get_power_cap_info", "read its power limit")
-        if not 0 < caps["power_cap"] / 1e6 < _MAX_W:
+    def _cap_w(self, name: str) -> float:
+        cap_uw = self._value("amdsmi_get_power_cap_info", "read its power limit", name)
+        least_uw = 0 if name == "min_power_cap" else 1
+        if not least_uw <= cap_uw < _MAX_W * 1e6:
             raise GpuNotSupported(
-                f"{self.text}: cannot read its power limit: AMD SMI returns {caps['power_cap']} "
-                f"microwatts; {UPDATE}"
+                f"{self.text}: cannot read its power limit: AMD SMI returns {cap_uw} microwatts; "
+                f"{UPDATE}"
             )
-        return caps
+        return float(cap_uw / 1e6)
 
     def _counted_j(self) -> float:
-        counter = self._read("amdsmi_get_energy_count", "read its energy counter")
-        return float(counter["energy_accumulator"] * counter["counter_resolution"] / 1e6)
+        function, what = "amdsmi_get_energy_count", "read its energy counter"
+        count = self._value(function, what, "energy_accumulator")
+        return float(count * self._value(function, what, "counter_resolution") / 1e6)
 
     def _compare_counter(self) -> str | None:
         """Return what is wrong with the energy counter; None if it agrees with the sensor, or
@@ -361,6 +359,16 @@ class AmdGpu(RealGpu):
             f"{sensed_w:.1f} W, so the counter is not used: its unit is wrong in some versions of "
             "ROCm; update ROCm and the amdgpu driver"
         )
+
+    def _value(self, function: str, what: str, name: str, *arguments: Any) -> Any:
+        """Return one value of an answer, which has other names before ROCm 6.3."""
+        answer = self._read(function, what, *arguments)
+        if name not in answer:
+            raise GpuNotSupported(
+                f"{self.text}: cannot {what}: amdsmi names no {name!r}, as before ROCm 6.3; update "
+                "ROCm"
+            )
+        return answer[name]
 
     def _read(self, function: str, what: str, *arguments: Any) -> Any:
         return AMD_SMI.call(function, self._current_handle(), *arguments, who=self.text, what=what)
@@ -428,9 +436,11 @@ def _identities() -> list[tuple[str, str]]:
     def read(function: str, index: int, handle: Any) -> str:
         return str(AMD_SMI.call(function, handle, who=f"amd:{index}", what="identify it"))
 
-    functions = ("amdsmi_get_gpu_device_uuid", "amdsmi_get_gpu_device_bdf")
     return [
-        (read(functions[0], index, handle), read(functions[1], index, handle))
+        (
+            read("amdsmi_get_gpu_device_uuid", index, handle),
+            read("amdsmi_get_gpu_device_bdf", index, handle),
+        )
         for index, handle in enumerate(_handles("AMD SMI"))
     ]
 

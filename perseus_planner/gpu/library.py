@@ -50,7 +50,7 @@ class Library(ABC):
                     self._shut_down()
 
     def ensure_initialised(self) -> None:
-        """Initialise it again in a child that was forked while it was in use.
+        """Initialise it again in a child that was forked while it was in use, or after `forget`.
 
         Raises:
             GpuError: If it is not in use in this process, or cannot be initialised.
@@ -61,6 +61,10 @@ class Library(ABC):
             if self._users == 0:
                 raise GpuError(f"{self._name}: this GPU was closed; open it again with open_gpu")
             self._initialise()
+
+    def forget(self) -> None:
+        """Have it initialised again by the next call, as it says that it is not."""
+        self._is_initialised = False
 
     @abstractmethod
     def _start(self) -> None:

@@ -63,7 +63,8 @@ class Profile(Checked, error=ProfileError):
     #: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole; the
     #: kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the inputs, of the weights),
     #: or one of them with a suffix that you choose, such as "B.sync". Each stage has F, and B or
-    #: both I and W. One clock is enough.
+    #: both I and W; F of stage 0 alone is a whole iteration, of the schedule "whole". One clock is
+    #: enough.
     measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
     #: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
     #: number for each stage.
@@ -104,7 +105,9 @@ class Profile(Checked, error=ProfileError):
             _checked_key(key): _checked_points(key, points)
             for key, points in self.measurements.items()
         }
-        _check_complete(table)
+        is_whole = self.iteration and dict(self.iteration).get("schedule") == "whole"
+        if not (is_whole and table.keys() == {(0, "F")}):
+            _check_complete(table)
         kinds = list(WORDS)
         order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
         object.__setattr__(
@@ -412,7 +415,7 @@ def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile
     table = _table_path(document)
     if power_w is not None:
         rest["blocking_power_w"] = power_w
-    profile = _built(table, blocking_power_w=0.0)
+    profile = _built(table, blocking_power_w=0.0, iteration=rest.get("iteration", {}))
     try:
         return replace(profile, **rest)
     except ProfileError as error:  # each value alone is right, so the powers are for other stages

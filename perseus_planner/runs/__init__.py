@@ -2,8 +2,8 @@
 slow.
 """
 
+from perseus_planner.runs.account import Account
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
 from perseus_planner.runs.run import RankRecord, Run
-from perseus_planner.runs.tables import Total
 
-__all__ = ["ComputationRecord", "IterationRecord", "RankRecord", "Run", "Total"]
+__all__ = ["Account", "ComputationRecord", "IterationRecord", "RankRecord", "Run"]

@@ -29,7 +29,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,12 +38,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import replacing
 from perseus_planner.runs.autopilot import save_status
-from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, TOTALS, RankTotals
+from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, TOTALS, add_rows
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.runs.account import Entry
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.records import ComputationRecord, IterationRecord
 
@@ -94,12 +95,12 @@ class RankFiles:
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, attempt: Attempt) -> None:
-        self.folder = folder
+        self.folder = folder = folder.absolute()  # the training script may change its folder
         self._rank, self._ranks, self._attempt = rank, ranks, attempt
         self._path = attempt_path(folder, attempt.number)
         self._file: BinaryIO | None = None
         self._rows: list[IterationRecord] = []  #: not written yet
-        self._totals = RankTotals()
+        self._totals: Sequence[Entry] = ()
         self._plans: dict[int, Path] = {}  #: by version
 
     @property
@@ -134,7 +135,7 @@ class RankFiles:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         if self._file.write(lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._totals.add(self._attempt.number, rows)
+        self._totals = add_rows(self._totals, self._attempt.number, self._rank, rows)
 
     def replace_computations(self, computations: Sequence[ComputationRecord]) -> None:
         """Replace the computations by these."""
@@ -173,8 +174,11 @@ class RankFiles:
                 with suppress(RunError):  # of damaged rows, which are left to be looked at
                     _add_up(self.folder, number, rank)
             if self._rank == 0:
-                for file in (*path.glob("plan-*.yaml"), *path.glob("autopilot.json")):
-                    file.unlink(missing_ok=True)
+                # The last of the other ranks may remove the folder meanwhile.
+                with suppress(FileNotFoundError):
+                    for name in os.listdir(path):
+                        if name.startswith(("plan-", "autopilot.")):
+                            (path / name).unlink(missing_ok=True)
             with suppress(OSError):  # other ranks still have files there
                 path.rmdir()
         self._totals = read_totals(self.folder, self._rank)
@@ -197,19 +201,17 @@ def _add_up(folder: Path, attempt: int, rank: int) -> None:
     file = iterations_path(path, rank)
     if file.exists():
         rows = ITERATIONS.read(file)
-        totals = read_totals(folder, rank)
-        totals.add(attempt, rows)
-        _save_totals(folder, rank, totals)
+        _save_totals(folder, rank, add_rows(read_totals(folder, rank), attempt, rank, rows))
     for rank_file in (file, iterations_path(path, rank, old=True), computations_path(path, rank)):
         rank_file.unlink(missing_ok=True)
 
 
-def _save_totals(folder: Path, rank: int, totals: RankTotals) -> None:
+def _save_totals(folder: Path, rank: int, totals: Iterable[Entry]) -> None:
     with replacing(totals_path(folder, rank)) as file:
         file.write((TOTALS.header + "".join(map(TOTALS.line, totals))).encode())
 
 
-def read_totals(folder: Path, rank: int) -> RankTotals:
+def read_totals(folder: Path, rank: int) -> Sequence[Entry]:
     """Return the saved totals of a rank. Whoever adds rows to them reads the rows first: they may
     be added meanwhile.
 
@@ -217,7 +219,7 @@ def read_totals(folder: Path, rank: int) -> RankTotals:
         RunError: If the file is damaged.
     """
     path = totals_path(folder, rank)
-    return RankTotals(TOTALS.read(path) if path.exists() else [])
+    return TOTALS.read(path) if path.exists() else []
 
 
 def attempts_in(folder: Path) -> list[int]:

@@ -15,7 +15,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.units import Finite, Index
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 LATE = 0.1
 """A change is late if more than this share of the first computation that it is for had run
 before it was set.
+"""
+PAUSE, PAUSE_S = 2.0, 1.0
+"""The time after an iteration is a pause if it is longer than `PAUSE` times the iteration plus
+`PAUSE_S`.
 """
 _MAX_CHARACTERS = 300  #: of a deviation
 
@@ -64,61 +68,7 @@ class ComputationRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChangeStatistics:
-    """Statistics of the clock changes of one rank in an iteration, and of its clocks."""
-
-    changes_asked: Index = 0  #: Number of clock changes that were requested
-    changes_set: Index = 0  #: Number of them that were made before another clock was requested
-    #: Number of those made after more than `LATE` of the first computation had run.
-    changes_late: Index = 0
-    #: Number of requested changes that were not made before another clock was requested.
-    changes_overtaken: Index = 0
-    off_clock_s: Finite = 0.0  #: Seconds of computation before the requested clock was set
-    #: Median seconds from the request of a clock to the return of the call that sets it; None if no
-    #: clock was set.
-    latency_p50_s: Finite | None = None
-    latency_p99_s: Finite | None = None  #: The same for the 99th percentile
-    #: Mean requested clock, weighted by time, over the computations whose achieved clock is known;
-    #: None if no achieved clock is known.
-    clock: Finite | None = None
-    #: Mean achieved clock of the same computations, weighted by time.
-    achieved_mhz: Finite | None = None
-
-    @classmethod
-    def of(cls, computations: Sequence[ComputationRecord]) -> ChangeStatistics:
-        """Return the statistics of an iteration; `computations` are in the order in which they
-        ran.
-        """
-        asked = [computation for computation in computations if computation.asked_s is not None]
-        latencies_s = sorted(
-            computation.set_end_s - computation.asked_s
-            for computation in asked
-            if computation.set_end_s is not None and computation.asked_s is not None
-        )
-        with_clocks = [
-            computation
-            for computation in computations
-            if computation.clock is not None and computation.achieved_mhz is not None
-        ]
-        return cls(
-            changes_asked=len(asked),
-            changes_set=len(latencies_s),
-            changes_late=sum(computation.is_late for computation in asked),
-            changes_overtaken=sum(computation.is_overtaken for computation in asked),
-            off_clock_s=_off_clock_s(computations),
-            latency_p50_s=_percentile(latencies_s, 0.50),
-            latency_p99_s=_percentile(latencies_s, 0.99),
-            clock=_mean_by_time(
-                with_clocks, [computation.clock or 0 for computation in with_clocks]
-            ),
-            achieved_mhz=_mean_by_time(
-                with_clocks, [computation.achieved_mhz or 0 for computation in with_clocks]
-            ),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class IterationRecord(ChangeStatistics):
+class IterationRecord:
     """One iteration on one rank.
 
     A value that is not known is None.
@@ -139,13 +89,39 @@ class IterationRecord(ChangeStatistics):
     #: long: the mean over the GPUs of the pipeline. With the autopilot, the mean over the last
     #: iterations of this GPU that ran so. None if it did not run as planned.
     baseline_j: Finite | None = None
+    #: Mean requested clock, weighted by time, over the computations whose achieved clock is known;
+    #: None if no achieved clock is known.
+    clock: Finite | None = None
+    #: Mean achieved clock of the same computations, weighted by time.
+    achieved_mhz: Finite | None = None
     temperature_c: Finite | None = None  #: Degrees Celsius at its end
+    changes_asked: Index = 0  #: Number of clock changes that were requested
+    changes_set: Index = 0  #: Number of them that were made before another clock was requested
+    #: Number of those made after more than `LATE` of the first computation had run.
+    changes_late: Index = 0
+    #: Number of requested changes that were not made before another clock was requested.
+    changes_overtaken: Index = 0
+    off_clock_s: Finite = 0.0  #: Seconds of computation before the requested clock was set
+    #: Median seconds from the request of a clock to the return of the call that sets it; None if no
+    #: clock was set.
+    latency_p50_s: Finite | None = None
+    latency_p99_s: Finite | None = None  #: The same for the 99th percentile
+    #: "measured" or "simulated", for energy, clocks and throttling; None if no GPU was read.
+    origin: str | None = None
+    deviation: str | None = None  #: What was not as planned; None if it ran as planned
     #: Throttle reason -> seconds in which it held the GPU back, for the reasons that the GPU
     #: counts.
     throttled_s: Mapping[str, float] = field(default_factory=dict)
-    deviation: str | None = None  #: What was not as planned; None if it ran as planned
-    #: "measured" or "simulated", for energy, clocks and throttling; None if no GPU was read.
-    origin: str | None = None
+    # Files of version 0.2 do not have the following.
+    planned_s: Finite | None = None  #: Seconds of it by the plan; None if it did not run as planned
+    #: When the next one began; None for the last, and where that is not known.
+    next_s: Finite | None = None
+    between_j: Finite | None = None  #: Joules of the GPU from its end to the begin of the next
+    #: Joules of the GPU in as much time, until the next one begins, before the planner first set a
+    #: clock: the mean over those iterations, and waiting for the rest. None if there were none.
+    unlocked_j: Finite | None = None
+    host_load: Finite | None = None  #: Load of the node in the last minute, for each of its CPUs
+    gpu: str | None = None  #: Name of the rank's GPU
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "throttled_s", dict(self.throttled_s))
@@ -161,9 +137,49 @@ class IterationRecord(ChangeStatistics):
         return self.end_s - self.begin_s
 
     @property
+    def is_paused(self) -> bool:
+        """Whether a pause, for example an evaluation, came after it."""
+        return self.next_s is not None and is_pause(self.next_s - self.end_s, self.time_s)
+
+    @property
     def is_as_planned(self) -> bool:
         """Whether it ran by a plan without a deviation."""
         return self.version is not None and self.deviation is None
+
+
+def is_pause(between_s: float, iteration_s: float) -> bool:
+    """Whether `between_s` seconds after an iteration of `iteration_s` seconds are a pause."""
+    return between_s > PAUSE * iteration_s + PAUSE_S
+
+
+def change_statistics(computations: Sequence[ComputationRecord]) -> dict[str, Any]:
+    """Return the fields of an `IterationRecord` about clock changes and clocks; `computations` are
+    in the order in which they ran.
+    """
+    asked = [computation for computation in computations if computation.asked_s is not None]
+    latencies_s = sorted(
+        computation.set_end_s - computation.asked_s
+        for computation in asked
+        if computation.set_end_s is not None and computation.asked_s is not None
+    )
+    with_clocks = [
+        computation
+        for computation in computations
+        if computation.clock is not None and computation.achieved_mhz is not None
+    ]
+    return {
+        "changes_asked": len(asked),
+        "changes_set": len(latencies_s),
+        "changes_late": sum(computation.is_late for computation in asked),
+        "changes_overtaken": sum(computation.is_overtaken for computation in asked),
+        "off_clock_s": _off_clock_s(computations),
+        "latency_p50_s": _percentile(latencies_s, 0.50),
+        "latency_p99_s": _percentile(latencies_s, 0.99),
+        **{
+            name: _mean_by_time(with_clocks, [getattr(each, name) for each in with_clocks])
+            for name in ("clock", "achieved_mhz")
+        },
+    }
 
 
 def _off_clock_s(computations: Sequence[ComputationRecord]) -> float:

@@ -6,8 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import reduce
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +17,7 @@ from perseus_planner.base.files import reading
 from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
+from perseus_planner.runs.account import Account, Entry, fold
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status
 from perseus_planner.runs.recording import (
     attempt_of,
@@ -27,7 +27,7 @@ from perseus_planner.runs.recording import (
     ranks_in,
     read_totals,
 )
-from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, Total, ends_whole, of_all_ranks
+from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, add_rows, ends_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,8 +40,6 @@ _REMEDY = (
     "iteration"
 )
 _NOT_YET = "no iteration has ended yet; try again when one has"
-
-_FIRST = ("iteration", "version", "pipeline", "pipeline_rank", "begin_s", "end_s", "busy_s")
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,11 @@ class RankRecord:
         """Return the iterations that ran by a plan, as planned or not."""
         return tuple(row for row in self.iterations if row.version == version)
 
+    def account(self, version: int) -> Account:
+        """Return the account of the `counted` iterations."""
+        rows = self.counted(version)
+        return sum((Account.of(row, is_first=self.rank == 0) for row in rows), Account())
+
 
 @dataclass(frozen=True)
 class Run:
@@ -89,7 +92,7 @@ class Run:
     ranks: tuple[RankRecord, ...]  #: The ranks of the attempt, in order
     attempt: int  #: Number of the attempt
     #: What ran by each plan in each attempt, oldest first.
-    totals: tuple[Total, ...] = field(repr=False)
+    totals: tuple[Entry, ...] = field(repr=False)
     #: What the autopilot knew last; None if the attempt was trained by plans.
     autopilot: AutopilotStatus | None = None
 
@@ -130,9 +133,9 @@ class Run:
         return run
 
     @property
-    def total(self) -> Total:
+    def total(self) -> Account:
         """The sum of all totals: what the job ran, used and saved since it began to record."""
-        return reduce(Total.plus, self.totals)
+        return sum(self.totals, Account())
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -190,25 +193,13 @@ class Run:
         Raises:
             UsageError: If pandas is not installed.
         """
-        from perseus_planner.gpu.protocol import THROTTLE_REASONS
-        from perseus_planner.runs.records import IterationRecord
-
-        names = [column.name for column in fields(IterationRecord)]
-        others = [name for name in names if name not in (*_FIRST, "throttled_s")]
         rows = [
-            {
-                "rank": rank.rank,
-                **{name: getattr(row, name) for name in (*_FIRST, *others)},
-                **{
-                    f"throttled_s_{reason}": row.throttled_s.get(reason)
-                    for reason in THROTTLE_REASONS
-                },
-            }
+            {"rank": rank.rank, **ITERATIONS.cells(row)}
             for rank in self.ranks
             for row in rank.iterations
         ]
         frame = make_frame(rows, {"version": WHOLE})
-        texts = ("deviation", "origin")
+        texts = ("deviation", "origin", "gpu")
         unknown = [
             name for name in frame.columns if frame[name].dtype == object and name not in texts
         ]
@@ -311,16 +302,16 @@ def _rank(attempt: Path, number: int, rows: Sequence[IterationRecord]) -> RankRe
 
 def _totals(
     folder: Path, rows: Mapping[int, Mapping[int, Sequence[IterationRecord]]], only: int | None
-) -> tuple[Total, ...]:
+) -> tuple[Entry, ...]:
     """Return the totals of all ranks in all attempts, or in one; `rows` are attempt -> rank ->
     its rows.
     """
-    of_ranks = []
+    totals: list[Entry] = []
     for rank in sorted(
         {*ranks_in(folder), *(rank for by_rank in rows.values() for rank in by_rank)}
     ):
-        totals = read_totals(folder, rank)
+        of_rank = read_totals(folder, rank)
         for attempt, by_rank in rows.items():
-            totals.add(attempt, by_rank.get(rank, ()))
-        of_ranks.append([total for total in totals if only in (None, total.attempt)])
-    return of_all_ranks(of_ranks)
+            of_rank = add_rows(of_rank, attempt, rank, by_rank.get(rank, ()))
+        totals += (total for total in of_rank if only in (None, total.attempt))
+    return fold(totals)

@@ -1,5 +1,4 @@
-"""Detects whether a rank's GPU is slow, from how long its computations took; and whether a plan is
-of the machine that ran it.
+"""Detects whether a rank's GPU is slow, from how long its computations took.
 
 The slowdown is how many times as long as normal the computations take. Normal is learned from the
 rank's first iterations, because a profile never matches a job exactly. If the GPU is throttled from
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.runs.account import Account
 
 if TYPE_CHECKING:
     from perseus_planner.runs import IterationRecord
@@ -25,10 +24,6 @@ SLOW = 1.05
 """A GPU is reported as slow if its slowdown is above this."""
 RECOVERED = 1.02
 """A GPU that was slow is reported as recovered if its slowdown is below this."""
-MOST_APART = 2.0
-"""Iterations that take more than this times as long or as short as planned did not run on what
-the plan is of.
-"""
 _THROTTLED = 0.05  #: share of the time above which a throttle reason is named
 _NORMAL = "sw-power-cap"  #: many GPUs are at their power limit whenever they work hard
 
@@ -98,18 +93,10 @@ def _throttled_shares(rows: Iterable[IterationRecord]) -> dict[str, float]:
     """Return throttle reason -> share of the time, the largest first, for shares above
     `_THROTTLED`.
     """
-    rows = list(rows)
-    time_s = math.fsum(row.time_s for row in rows)
-    reasons = dict.fromkeys(reason for row in rows for reason in row.throttled_s)
-    seconds = {
-        reason: math.fsum(row.throttled_s.get(reason, 0.0) for row in rows) for reason in reasons
-    }
-    shares = {
-        reason: held_s / time_s
-        for reason, held_s in seconds.items()
-        if held_s > _THROTTLED * time_s
-    }
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+    whole = sum((Account.of(row, is_first=False) for row in rows), Account())
+    shares = {reason: held_s / whole.inside_s for reason, held_s in whole.throttled_s.items()}
+    largest_first = sorted(shares.items(), key=lambda item: -item[1])
+    return {reason: share for reason, share in largest_first if share > _THROTTLED}
 
 
 def _is_throttled(rows: Iterable[IterationRecord]) -> bool:
@@ -122,23 +109,4 @@ def _reason(rows: Iterable[IterationRecord]) -> str:
         return "its computations take longer; no throttling was counted"
     return "throttled: " + ", ".join(
         f"{reason} {100 * min(share, 1.0):.0f} % of the time" for reason, share in shares.items()
-    )
-
-
-def of_another_machine(time_s: float | None, planned_s: float) -> str | None:
-    """Return a sentence if iterations of `time_s` are far from those of `planned_s` of their plan;
-    None otherwise.
-
-    Nothing that the plan promises holds then, so no saving against it is shown.
-
-    Args:
-        time_s: Measured time of an iteration, seconds; None if it is not known.
-        planned_s: Its time by the plan, seconds.
-    """
-    if time_s is None or planned_s / MOST_APART <= time_s <= MOST_APART * planned_s:
-        return None
-    return (
-        f"This plan is of another machine: iterations take {si(time_s, 's')} here, "
-        f"{si(planned_s, 's')} by the plan, so no saving is shown; profile where you train, and "
-        "plan again"
     )

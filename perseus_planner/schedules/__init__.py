@@ -19,6 +19,7 @@ from perseus_planner.schedules.grid import grid_text, load_grid, parse_grid, sav
 from perseus_planner.schedules.names import NAMES, generate, generate_for_stages
 from perseus_planner.schedules.schedule import (
     KINDS,
+    WHOLE,
     Computation,
     Schedule,
     check_pipeline,
@@ -29,6 +30,7 @@ from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 __all__ = [
     "KINDS",
     "NAMES",
+    "WHOLE",
     "Computation",
     "Schedule",
     "check_pipeline",

@@ -14,6 +14,7 @@ from perseus_planner.schedules.generators import (
     one_f_one_b,
     zb_h1,
 )
+from perseus_planner.schedules.schedule import WHOLE
 from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
 if TYPE_CHECKING:
@@ -127,7 +128,18 @@ def generate_for_stages(
     )
 
 
+def _whole(ranks: int, microbatches: int) -> Schedule:
+    if (ranks, microbatches) != (1, 1):
+        raise ScheduleError(
+            f"schedule {WHOLE.name}: is one computation of one rank; leave ranks and microbatches "
+            "out"
+        )
+    return WHOLE
+
+
 def _generator(name: str) -> Generator:
+    if name == WHOLE.name:  # of profiles that were learnt without a pipeline
+        return Generator(_whole, 1)
     if name not in NAMES:
         advice = did_you_mean(name, NAMES) or f"give one of {', '.join(NAMES)}"
         raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")

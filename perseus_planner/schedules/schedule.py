@@ -129,8 +129,9 @@ def check_pipeline(schedule: Schedule) -> None:
     """Refuse a schedule that is not a complete pipeline, or in which an engine would wait for ever.
 
     In a complete pipeline each stage runs, for each microbatch, F and either B or both I and W;
-    microbatches are numbered from 0 without a hole. It runs to its end if no computation comes, on
-    its rank, after one that directly or indirectly depends on it (see `dependency_of`).
+    microbatches are numbered from 0 without a hole; or it is `WHOLE`. It runs to its end if no
+    computation comes, on its rank, after one that directly or indirectly depends on it (see
+    `dependency_of`).
 
     Raises:
         ScheduleError: If a computation can never run or lacks its counterpart; names it and what it
@@ -337,7 +338,7 @@ def _missing(other: Computation) -> str:
 
 def _unfinished(present: Collection[Computation]) -> Iterator[tuple[Computation, str]]:
     """Yield forwards without a backward and I without W, each with what to do."""
-    for computation in present:
+    for computation in () if [*present] == [*WHOLE.computations()] else present:
         stage, kind, microbatch = computation
         if kind == "F" and not any(
             Computation(stage, other, microbatch) in present for other in "BI"
@@ -346,3 +347,7 @@ def _unfinished(present: Collection[Computation]) -> Iterator[tuple[Computation,
             yield computation, f"{computation} has no backward; {remedy}"
         if kind == "I" and Computation(stage, "W", microbatch) not in present:
             yield computation, f"{computation} is only half a backward; add {stage}W{microbatch}"
+
+
+WHOLE = Schedule("whole", ((Computation(0, "F", 0),),))
+"""The iteration of training without a pipeline, as one computation."""

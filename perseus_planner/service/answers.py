@@ -7,15 +7,15 @@ classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from perseus_planner.runs.account import Account, Entry
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.service.model import (
     Decision,
-    Origin,
     PowerStep,
     ProfileOrigin,
     RegisteredJob,
@@ -71,50 +71,20 @@ class Expected:
     origin: ProfileOrigin  #: Origin of the profile from which it is replayed.
 
 
-@dataclass(frozen=True)
-class JobTelemetry:
-    """Iterations and energy of a job since it was registered, over all its runs."""
+@dataclass(frozen=True, kw_only=True)
+class JobTelemetry(Account):
+    """The account of a job since it was registered, over all its runs, and how it runs now."""
 
-    iterations: int  #: Number of iterations that have ended.
-    iteration_s: float  #: Recent time of an iteration, seconds.
+    iteration_s: float  #: Recent time from the begin of an iteration to that of the next, seconds.
     power_w: float | None  #: Recent power of all GPUs, watts; null if unknown.
-    energy_j: float  #: Energy of the metered iterations, joules.
-    #: Energy of those iterations with all clocks at maximum and as long, by the profile, joules.
-    baseline_j: float
-    saved_j: float  #: `baseline_j` - `energy_j`; negative if more was used.
-    #: Origin of `energy_j`, simulated if any part is; null if no iteration was metered.
-    energy_is: Origin | None
-    late_changes: int  #: Clock changes that came when most of the computation was over.
     #: Recent median time from requesting a clock until it is set; null if none was.
-    set_p50_s: float | None
-    set_p99_s: float | None  #: The 99th percentile of that time.
-    #: Total time of the iterations, seconds.
-    time_s: float = field(default=0.0, kw_only=True)
-    ranks: int = field(default=0, kw_only=True)  #: Number of ranks; 0 if unknown.
-    #: Ranks whose last iteration ran by their plan.
-    following: int = field(default=0, kw_only=True)
+    set_p50_s: float | None = None
+    set_p99_s: float | None = None  #: The 99th percentile of that time.
+    ranks: int = 0  #: Number of ranks; 0 if unknown.
+    following: int = 0  #: Ranks whose last iteration ran by their plan.
     #: Since when a rank has not followed its plan, seconds since the epoch; null if all do.
-    off_plan_since_s: float | None = field(default=None, kw_only=True)
+    off_plan_since_s: float | None = None
     observed_s: float  #: When the job last sent telemetry, seconds since the epoch.
-
-
-@dataclass(frozen=True)
-class PlanTotal:
-    """What a job ran by one version of its plans, over all its runs."""
-
-    #: The version that it had reported; null before, and for old versions together.
-    version: int | None
-    iterations: int  #: Number of iterations.
-    time_s: float  #: Their total time, seconds.
-    energy_j: float  #: Energy of the metered ones, joules.
-    saved_j: float  #: As in the telemetry of the job, joules.
-
-    def plus(self, other: PlanTotal) -> PlanTotal:
-        """Add other iterations, by this version."""
-        names = [attribute.name for attribute in fields(self)[1:]]
-        return PlanTotal(
-            self.version, *(getattr(self, name) + getattr(other, name) for name in names)
-        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +98,7 @@ class JobTotals:
     since_s: float  #: When the job was registered, seconds since the epoch.
     ended_s: float | None  #: When it ended; null if it runs.
     telemetry: JobTelemetry | None  #: null if the job has sent none.
-    plans: tuple[PlanTotal, ...]  #: The same by version, for the newest ones.
+    plans: tuple[Entry, ...]  #: The account by version, for the newest ones; attempts are 0.
 
 
 @dataclass(frozen=True)
@@ -153,9 +123,11 @@ class JobStatus:
     telemetry: JobTelemetry | None  #: null if the job has sent none.
     #: What the job's autopilot last knew; null if it runs by plans.
     autopilot: AutopilotStatus | None = None
-    #: A sentence, if iterations take over twice or under half as long as by the plans; then these
-    #: are of another machine, and save nothing.
+    #: That its plans are of another machine, in a sentence; then they save nothing. null if they
+    #: are not.
     unlike_plan: str | None = None
+    #: Why iterations do not take the planned time of late, in a sentence; null if they do.
+    verdict: str | None = None
     gpus: int = 0  #: Number of GPUs of all pipelines; 0 from services that do not say it.
 
 

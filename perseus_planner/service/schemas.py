@@ -17,13 +17,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, PlainSerializer, Strict, TypeAdapter, WithJsonSchema
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.runs.account import SUMS, Account
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.service.model import (
     STRICT,
     Cause,
     Line,
     Number,
-    Origin,
     Past,
     Place,
     PowerStep,
@@ -55,6 +55,7 @@ Key = Annotated[
 Whole = Annotated[int, Strict(), Field(ge=0, le=MOST_WHOLE)]
 Span = Annotated[float, Strict(), Field(gt=0.0, le=_MOST_S)]
 Seconds = Annotated[float, Strict(), Field(ge=0.0, le=_MOST_S)]
+Text = Annotated[str, Field(max_length=2000)]
 
 
 def _decoded(value: object) -> object:
@@ -222,23 +223,13 @@ class TakenRequest:
     iteration: Whole  #: The first iteration that ran this version.
 
 
-@dataclass(frozen=True)
-class Counters:
-    """What one run of a job has counted since it began, over all ranks. All but the latencies
-    only grow.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Counters(Account):
+    """The account of one run of a job since it began, over all ranks, and how the run is now."""
 
     __pydantic_config__ = STRICT
 
     run: Key  #: Names the run. A restarted job counts from 0 under another name.
-    iterations: Whole = 0  #: Number of iterations that have ended.
-    time_s: Seconds = 0.0  #: Their total time, each from the end of the one before.
-    metered_iterations: Whole = 0  #: Iterations in which the energy of all GPUs is known.
-    metered_s: Seconds = 0.0  #: Total time of the metered iterations.
-    #: Energy of all GPUs in the metered iterations, joules.
-    energy_j: Annotated[float, Strict(), Field(ge=0.0, le=1e18)] = 0.0
-    energy_is: Origin | None = None  #: Origin of the energy; null without metered ones.
-    late_changes: Whole = 0  #: Clock changes that came when most of the computation was over.
     #: Recent median time from requesting a clock until it is set; null if none.
     set_p50_s: Seconds | None = None
     set_p99_s: Seconds | None = None  #: The 99th percentile of that time.
@@ -251,17 +242,27 @@ class Counters:
     #: The least power limit of its GPUs that is below their default and that the planner has not
     #: set; null if none is. The job is planned again whenever it changes.
     gpu_power_limit_w: Watts | None = None
+    #: Why iterations do not take the planned time of late, in a sentence; null if they do.
+    verdict: Text | None = None
+    #: That its plans are of another machine, in a sentence; null if they are not.
+    unlike_plan: Text | None = None
 
     def __post_init__(self) -> None:
-        if self.metered_iterations > self.iterations:
-            raise UsageError("metered_iterations are some of iterations, and cannot be more")
-        if (self.energy_is is None) != (self.metered_iterations == 0):
+        for name in GROWING:
+            if not 0.0 <= getattr(self, name) <= 1e18:
+                raise UsageError(f"{name}: is not between 0 and 1e18")
+        if self.energy_is not in (None, "measured", "simulated"):
+            raise UsageError("energy_is: is neither measured nor simulated")
+        if (self.energy_is is None) != (self.metered_s == 0.0):
             raise UsageError(
-                "energy_is gives the origin of energy_j: send it with metered_iterations, and only "
-                "then"
+                "energy_is gives the origin of energy_j: send it with metered_s, and only then"
             )
-        if self.metered_iterations == 0 and (self.metered_s, self.energy_j) != (0.0, 0.0):
-            raise UsageError("metered_s and energy_j are of metered_iterations, and there are none")
+        if self.metered_s == 0.0 and self.energy_j != 0.0:
+            raise UsageError("energy_j is of metered_s, and there are none")
+
+
+GROWING = tuple(name for name in SUMS if name not in ("saved_j", "unlocked_saved_j"))
+"""What only grows while a run goes on."""
 
 
 @dataclass(frozen=True)

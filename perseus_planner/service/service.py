@@ -55,7 +55,7 @@ from perseus_planner.service.state import (
     take_over_job,
     until_it_begins,
 )
-from perseus_planner.service.status import Statuses, baseline_j, current_reports, pipeline_statuses
+from perseus_planner.service.status import Statuses, current_reports, pipeline_statuses
 from perseus_planner.service.telemetry import TelemetryBook, totals_of
 from perseus_planner.service.worker import Unsolved, solve_profile
 from perseus_planner.service.writer import Changed, Draft, Writer, unknown_job
@@ -431,7 +431,7 @@ class Service:
         """
         state, limit_w = self._state(job), sent.gpu_power_limit_w
         version = None if state.taken is None else state.taken.version
-        self._telemetry.add(state.job, sent, partial(baseline_j, state), self._now_s(), version)
+        self._telemetry.add(state.job, sent, self._now_s(), version)
 
         def limit_gpus(draft: Draft) -> None:
             self._reconcile(draft, draft.state(job).with_job(gpu_power_limit_w=limit_w))

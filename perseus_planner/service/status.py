@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.runs.straggler import of_another_machine
 from perseus_planner.service.answers import Event, Expected, JobStatus, JobSummary, PipelineStatus
 from perseus_planner.service.reports import is_over
 
@@ -181,9 +180,8 @@ def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStat
         expected=expected(state),
         telemetry=telemetry,
         autopilot=None if telemetry is None else telemetry.latest.autopilot,
-        unlike_plan=None
-        if telemetry is None
-        else of_another_machine(telemetry.iteration_s, state.decision.straggler_time_s),
+        unlike_plan=None if telemetry is None else telemetry.latest.unlike_plan,
+        verdict=None if telemetry is None else telemetry.latest.verdict,
         gpus=state.job.pipelines * state.curve.gpus,
     )
 
@@ -203,7 +201,7 @@ def next_report_s(state: JobState, now_s: float) -> float:
     return min((moment_s for moment_s in moments_s if moment_s > now_s), default=math.inf)
 
 
-def baseline_j(state: JobState, iteration_s: float) -> float:
+def _baseline_j(state: JobState, iteration_s: float) -> float:
     """Return the energy of all pipelines in an iteration of that time with all clocks at
     maximum, joules.
     """
@@ -226,7 +224,7 @@ def expected(state: JobState) -> Expected:
         for costs, count in plans
     )
     return Expected(
-        energy_j / iteration_s, baseline_j(state, iteration_s) / iteration_s, state.curve.origin
+        energy_j / iteration_s, _baseline_j(state, iteration_s) / iteration_s, state.curve.origin
     )
 
 

@@ -274,7 +274,9 @@ class Storage:
 
     def _check_layout(self, connection: Connection) -> None:
         layout = _meta(connection, "layout")
-        if layout is None:
+        if layout in (None, "2"):
+            if layout is not None:  # what it counted of running jobs is read no more
+                connection.execute(update(jobs).values(telemetry=None))
             _set_meta(connection, "layout", LAYOUT)
         elif layout != LAYOUT:
             raise StorageError(

@@ -32,7 +32,7 @@ from perseus_planner.service.model import (
 from perseus_planner.service.schemas import from_json, to_json
 from perseus_planner.service.state import JobState, Share
 
-LAYOUT = "2"
+LAYOUT = "3"
 """The version of the tables. A database of another version is refused."""
 
 TABLES = MetaData()

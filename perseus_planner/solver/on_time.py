@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.smoothing import Floats
 
 _DRAWS = 500
-_MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  #: standard errors
-_FIRST = 4  #: index of the margin that is tried after 0
-#: how many margins are tried for a plan with all effort, from the one that is enough for one with
-#: little
-_TRIES = 4
+_SEARCHES = 8  #: quick plans at most, to find the least margin that is enough
+_CLOSE = 0.12  #: part of a margin: closer to the least one is close enough
+_FIRST = 1.4  #: margin that is tried after 0, standard errors
+_INSIDE = 0.1  #: part of an interval that is left at both ends
+_STEP = 1.5  #: from a margin that is not enough to the next one, while none is known to be
+_TRIES = 4  #: plans with all effort at most, each with a little more margin
+_LEAST = 0.1  #: of that little, standard errors
 # No model of a GPU's curves is exact, so intervals are wider than those of the draws: their ends
 # are so many times as far from the mean, and at least so far. `python benchmarks/run.py --only 19`
 # counts how often the truth is in them.
@@ -79,41 +81,45 @@ class OnTimePlanner:
         """
         ratio = deadline_s / self.curve.baseline_time_s
         limit = ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
-        within_s = limit * self._planner(0.0).curve.baseline_time_s
+        within_s = limit * self._mean.baseline_time_s
+
+        def lateness(drawn: _Drawn) -> float:
+            return self._likely_ratio(drawn, probability) / limit - 1 - _ROUNDING
 
         def is_on_time(drawn: _Drawn) -> bool:
-            return self._likely_ratio(drawn, probability) <= limit * (1 + _ROUNDING)
+            return lateness(drawn) <= 0.0
 
-        def make(margin: float, *, free: bool, polished: bool = True) -> _Drawn | None:
-            planner = self._planner(margin, free=free)
+        def make(margin: float, *, quick: bool) -> _Drawn | None:
+            planner = self._planner(margin, free=quick)
             try:
-                planner.curve.check_deadline(within_s)
                 plan = (
-                    planner.plan(within_s, max_changes)
-                    if polished
-                    else planner.quick_plan(within_s, polished=False)
+                    planner.quick_plan(within_s, polished=False)
+                    if quick
+                    else planner.make(within_s, max_changes)
                 )
             except InfeasibleDeadline:
                 return None
-            return self._replayed(plan, margin, free=free)
+            return self._replayed(plan, margin, free=quick)
 
         is_free = max_changes is None and self.curve.profile.clock_change is None
-        free = tried = _search(lambda margin: make(margin, free=True, polished=False), is_on_time)
-        margins = [drawn.margin or 0.0 for drawn in free if is_on_time(drawn)]
-        if margins or not is_free:
-            enough = _MARGINS.index(min(margins, default=0.0))
-            tried = _search_up(lambda margin: make(margin, free=is_free), is_on_time, enough)
-            if is_free:
-                tried += free
-            elif enough and len(tried) == 1 and is_on_time(tried[0]):
-                tried += _tried(lambda margin: make(margin, free=False), enough // 2)
+        quick = _search(partial(make, quick=True), lateness)
+        enough = min((drawn.margin or 0.0 for drawn in quick if is_on_time(drawn)), default=None)
+        tried = list(quick) if is_free else []
+        if enough is not None:
+            for number in range(_TRIES):
+                drawn = make(enough + number * max(_CLOSE * enough, _LEAST), quick=False)
+                tried += [drawn] if drawn else []
+                if drawn and is_on_time(drawn):
+                    break
+            if enough and not is_free and number == 0:  # few clocks leave time of their own
+                tried += filter(None, [make(enough / 2, quick=False)])
         on_time = [drawn for drawn in (*tried, self._baseline) if is_on_time(drawn)]
         if not on_time:
             least = min((self._likely_ratio(drawn, probability) for drawn in tried), default=1.0)
             raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
         best = min(on_time, key=self._effective_j)
-        free_best = min(filter(is_on_time, free), key=self._effective_j, default=self._baseline)
-        safety_j = float(np.mean(free_best.energy_j - free[0].energy_j)) if free else 0.0
+        free_best = min(filter(is_on_time, quick), key=self._effective_j, default=self._baseline)
+        safety_j = float(np.mean(free_best.energy_j - quick[0].energy_j)) if quick else 0.0
         certainty = replace(self._certainty(best, probability, safety_j), limit_ratio=limit)
         return replace(
             best.plan,
@@ -160,16 +166,25 @@ class OnTimePlanner:
         clocks = [row.clock_mhz for row in mean.dag.baseline_measurements()]
         return self._replayed(mean.plan_of(clocks, None), None)
 
+    @cached_property
+    def _mean(self) -> TimeEnergyCurve:
+        """The curve of the expected times."""
+        return TimeEnergyCurve.of(PipelineDag(self._estimate.mean, self.curve.dag.iteration))
+
     def _planner(self, margin: float, *, free: bool = False) -> Planner:
-        """Return the planner along the curve of the expected times plus the margin; if `free`,
-        clock changes cost nothing.
+        """Return the planner for the expected times plus the margin; if `free`, clock changes cost
+        nothing.
         """
         key = margin, free and self.curve.profile.clock_change is not None
         if key not in self._planners:
-            profile = self._estimate.mean if margin == 0.0 else self._slower(margin)
-            profile = replace(profile, clock_change=None) if free else profile
-            dag = PipelineDag(profile, self.curve.dag.iteration)
-            self._planners[key] = Planner(TimeEnergyCurve.of(dag))
+            profile = self._mean.profile if margin == 0.0 else self._slower(margin)
+            if key == (0.0, False):
+                self._planners[key] = Planner(self._mean)
+            else:
+                profile = replace(profile, clock_change=None) if free else profile
+                self._planners[key] = Planner(
+                    self._mean, PipelineDag(profile, self.curve.dag.iteration)
+                )
         return self._planners[key]
 
     def _slower(self, margin: float) -> Profile:
@@ -229,41 +244,35 @@ class OnTimePlanner:
 
 
 def _search(
-    make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn], bool]
+    make: Callable[[float], _Drawn | None], lateness: Callable[[_Drawn], float]
 ) -> list[_Drawn]:
     """Return the plans that were tried to find the least margin with which one is on time; the
     first has no margin.
-    """
-    tried = _tried(make, 0)
-    if tried and is_on_time(tried[0]):
-        return tried
-    low, high, middle = 0, len(_MARGINS), _FIRST
-    while high - low > 1:
-        drawn = _tried(make, middle)
-        tried += drawn
-        low, high = (low, middle) if any(map(is_on_time, drawn)) else (middle, high)
-        middle = (low + high) // 2
-    return tried
 
-
-def _search_up(
-    make: Callable[[float], _Drawn | None], is_on_time: Callable[[_Drawn], bool], enough: int
-) -> list[_Drawn]:
-    """Return plans with the margin of index `enough` and a few larger ones, until one is on
-    time.
+    Lateness falls about evenly as the margin grows, so the next margin is where the line through
+    two of them says that it is 0, but inside what is left of the interval (regula falsi).
     """
     tried: list[_Drawn] = []
-    for index in range(enough, min(enough + _TRIES, len(_MARGINS))):
-        drawn = _tried(make, index)
-        tried += drawn
-        if any(map(is_on_time, drawn)):
+    margin, low, high = 0.0, 0.0, math.inf  #: what is late, and what is not
+    late, early = math.inf, -math.inf  #: how late plans with these margins are
+    for _ in range(_SEARCHES):
+        drawn = make(margin)
+        if drawn is None:  # there is no time for such a margin
+            high, early = margin, -math.inf
+        else:
+            tried.append(drawn)
+            if lateness(drawn) > 0.0:
+                low, late = margin, lateness(drawn)
+            else:
+                high, early = margin, lateness(drawn)
+        if high - low <= _CLOSE * high < math.inf:
             break
+        if high == math.inf:
+            margin = max(_FIRST, _STEP * low)
+        else:
+            part = late / (late - early) if early > -math.inf else 0.5
+            margin = low + min(max(part, _INSIDE), 1 - _INSIDE) * (high - low)
     return tried
-
-
-def _tried(make: Callable[[float], _Drawn | None], index: int) -> list[_Drawn]:
-    drawn = make(_MARGINS[index])
-    return [] if drawn is None else [drawn]
 
 
 def _interval(values: Floats, wider: float, unit: float = 1.0) -> Interval:

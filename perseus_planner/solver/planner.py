@@ -18,9 +18,10 @@ import numpy as np
 
 from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.replay import replay, time_and_energy
+from perseus_planner.plans.replay import replay, replayed_ends, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
+from perseus_planner.solver.network import Guides
 from perseus_planner.solver.point_problem import (
     PRICE_ROUNDING,
     PointProblem,
@@ -33,6 +34,7 @@ from perseus_planner.solver.rounding import ANCHOR_SPAN, Anchor, round_plan
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import ClockChange, Measurement
+    from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.curve import TimeEnergyCurve
     from perseus_planner.solver.network import Integers
     from perseus_planner.solver.point_problem import Window
@@ -49,18 +51,28 @@ _BOUND_GUIDES = (
     5,
     10_000,
 )  #: relaxed solutions of which the bound for operating points is made; nodes of them all
+_QUICK = 0.1  #: part of the effort of a rounded plan that is not polished
 _RETRIES = 2  #: how often a plan that clock changes make late is made again for an earlier deadline
 
 Key = tuple[int, str]
 
 
 class Planner:
-    """Makes plans along one time-energy curve, and remembers them."""
+    """Makes plans along one time-energy curve, and remembers them.
 
-    def __init__(self, curve: TimeEnergyCurve) -> None:
-        self.curve, self.dag, self.profile = curve, curve.dag, curve.dag.profile
+    Args:
+        curve: the curve.
+        slower: the same iteration with other times, for which plans are made instead, guided by the
+            relaxed solutions of `curve`, which fit closely while the times are nearly alike. A
+            bound of such a plan is that of `curve`.
+    """
+
+    def __init__(self, curve: TimeEnergyCurve, slower: PipelineDag | None = None) -> None:
+        self.curve, self.dag = curve, slower or curve.dag
+        self.profile = self.dag.profile
+        self._ends_s = curve.replayed_ends_s if slower is None else replayed_ends(slower)
         self._plans: dict[tuple[float, int | None], Plan] = {}
-        self._rounded: dict[float, Integers] = {}
+        self._rounded: dict[tuple[float, float], Integers] = {}
         self._unlimited: dict[float, list[int]] = {}
 
     def plan(self, deadline_s: float, max_changes: int | None) -> Plan:
@@ -76,11 +88,17 @@ class Planner:
         """
         key = deadline_s, max_changes
         if key not in self._plans:
-            make = self._plan if self.profile.clock_change is None else self._plan_with_costs
-            plan = make(*key)
+            plan = self.make(*key)
             bound_j = self.point_bound_j(max(plan.time_s, self.curve.min_time_s))
             self._plans[key] = replace(plan, point_bound_j=bound_j)
         return self._plans[key]
+
+    def make(self, deadline_s: float, max_changes: int | None) -> Plan:
+        """Return the plan without the bound for operating points; see `plan`."""
+        if deadline_s < self._min_time_s:
+            raise InfeasibleDeadline(deadline_s, self._min_time_s)
+        make = self._plan if self.profile.clock_change is None else self._plan_with_costs
+        return make(deadline_s, max_changes)
 
     def _plan(self, deadline_s: float, max_changes: int | None) -> Plan:
         """Return the plan if clock changes cost nothing."""
@@ -122,13 +140,13 @@ class Planner:
             )  # the most promising
             aims[level].append(aims[level][-1] - (late[level].time_s - deadline_s))
             plans = {key: plan for key, plan in plans.items() if key[0] != level}
-            if aims[level][-1] >= self.curve.min_time_s:
+            if aims[level][-1] >= self._min_time_s:
                 plans |= self._candidates(aims[level][-1], deadline_s, [level])
                 best = self._best([*plans.values(), *([best] if best else [])], deadline_s)
         return best or self._fastest_with_costs(deadline_s, levels)
 
     def _fastest_with_costs(self, deadline_s: float, levels: Sequence[int | None]) -> Plan:
-        plans = self._candidates(self.curve.min_time_s, deadline_s, levels).values()
+        plans = self._candidates(self._min_time_s, deadline_s, levels).values()
         best = self._best(plans, deadline_s)
         if best is not None:
             return best
@@ -227,12 +245,12 @@ class Planner:
     def quick_plan(self, deadline_s: float, *, polished: bool) -> Plan:
         """Return a plan without a switch budget or a bound, at a fraction of the effort of `plan`.
 
-        Clock changes cost nothing. Polishing it is the larger part of the effort.
+        Clock changes cost nothing. Unpolished, it takes a tenth of the effort.
         """
         clocks = (
             self._unlimited_clocks(deadline_s)
             if polished
-            else self._clocks(self._round(deadline_s))
+            else self._clocks(self._round(deadline_s, _QUICK))
         )
         return self.plan_of(clocks, deadline_s)
 
@@ -242,22 +260,22 @@ class Planner:
         """
         if deadline_s not in self._unlimited:
             chosen = self._round(deadline_s)
-            if deadline_s < self.curve.max_time_s:
+            if deadline_s < self._max_time_s:
                 chosen = polish(self._points, self._replayed_s(deadline_s), chosen)
             self._unlimited[deadline_s] = self._clocks(chosen)
         return self._unlimited[deadline_s]
 
-    def _round(self, deadline_s: float) -> Integers:
+    def _round(self, deadline_s: float, effort: float = 1.0) -> Integers:
         """Return the point of each computation in `dag.order`, before it is polished."""
-        if deadline_s not in self._rounded:
+        if (deadline_s, effort) not in self._rounded:
             chosen = self._points.point_start[self._points.member + 1] - 1  # the slowest of each
-            if deadline_s < self.curve.max_time_s:
+            if deadline_s < self._max_time_s:
                 within_s = self._replayed_s(deadline_s)
                 chosen = round_plan(
-                    self._points, within_s, self._anchors(within_s), self._at_maximum_clock
+                    self._points, within_s, self._anchors(within_s), self._at_maximum_clock, effort
                 )
-            self._rounded[deadline_s] = chosen
-        return self._rounded[deadline_s]
+            self._rounded[deadline_s, effort] = chosen
+        return self._rounded[deadline_s, effort]
 
     def _clocks(self, chosen: Integers) -> list[int]:
         """Return the clock of each computation of `dag.computations`, MHz."""
@@ -304,6 +322,25 @@ class Planner:
             )
         return max(bounds_j)
 
+    @property
+    def _min_time_s(self) -> float:
+        return self._ends_s[0] + self.profile.overhead_s
+
+    @property
+    def _max_time_s(self) -> float:
+        return self._ends_s[1] + self.profile.overhead_s
+
+    @cached_property
+    def _guides(self) -> Guides:
+        """The guides of the curve, stretched to the times of the slower iteration."""
+        guides, (first_s, last_s) = self.curve.guides, self.curve.replayed_ends_s
+        if self.dag is self.curve.dag or first_s == last_s:
+            return guides
+        per_s = (self._ends_s[1] - self._ends_s[0]) / (last_s - first_s)
+        time_s = self._ends_s[0] + (guides.time_s - first_s) * per_s
+        longer = (time_s / guides.time_s).astype(np.float32)
+        return Guides(time_s, guides.end_s * longer[:, None], guides.price_w)
+
     @cached_property
     def _windows(self) -> list[Window]:
         ranks = self.dag.iteration.rank_of
@@ -325,7 +362,7 @@ class Planner:
         """Return the relaxed solutions near a replayed time, and one at that time, between the
         two next to it.
         """
-        guides, (fastest_s, slowest_s) = self.curve.guides, self.curve.replayed_ends_s
+        guides, (fastest_s, slowest_s) = self._guides, self._ends_s
         times_s = np.clip(guides.time_s, fastest_s, slowest_s)
         before = min(max(int(np.searchsorted(-times_s, -within_s)), 1), len(times_s) - 1)
         part = (times_s[before - 1] - within_s) / max(

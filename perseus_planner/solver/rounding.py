@@ -62,7 +62,11 @@ class Anchor(NamedTuple):
 
 
 def round_plan(
-    problem: PointProblem, deadline_s: float, anchors: Iterable[Anchor], known: Integers
+    problem: PointProblem,
+    deadline_s: float,
+    anchors: Iterable[Anchor],
+    known: Integers,
+    effort: float = 1.0,
 ) -> Integers:
     """Choose an operating point for each computation, within the deadline, at little more than the
     relaxed cost.
@@ -73,6 +77,7 @@ def round_plan(
         anchors: relaxed points near the deadline; the first one is for the deadline itself.
         known: (n,) points of a known plan; the result costs no more than this plan if it meets the
             deadline.
+        effort: part of the tries of the improvement.
 
     Returns:
         (n,) index of the chosen point of each node.
@@ -112,7 +117,7 @@ def round_plan(
         best_guide,
         best.chosen,
         best.cost_j,
-        _tries(_EFFORT, problem),
+        round(effort * _tries(_EFFORT, problem)),
         step_s,
         True,
     )

@@ -31,6 +31,7 @@ from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_
 from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
 from perseus_planner.views.plan import RankSummary, summarize_plan
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
+from perseus_planner.views.run_text import account_text
 from perseus_planner.views.savings import EnergyRates, IterationSize, Saving, savings_of
 from perseus_planner.views.web import page_file
 from perseus_planner.views.where import PHASES, WhereEnergyGoes, where_energy_goes
@@ -167,17 +168,25 @@ def report_text(report: EnergyReport) -> str:
     unlike = [run.unlike_plan for run in report.runs.values() if run.unlike_plan is not None]
     if unlike:
         return f"{unlike[0]}.\n"
+    verdicts = "".join(
+        f"{name}: {run.verdict}\n" for name, run in report.runs.items() if run.verdict is not None
+    )
     if not report.savings:
-        return "There is no saving to show: no plan was given, and no run whose energy is known.\n"
+        return (
+            f"{verdicts}There is no saving to show: no plan was given, and no run whose energy is "
+            "known.\n"
+        )
     rates = report.rates
+    sentences = "".join(f"{sentence}\n" for sentence in report.where.sentences)
+    accounts = "".join(
+        f"{name}: {account_text(run.total, saves=True)}\n" for name, run in report.runs.items()
+    )
     return (
-        "".join(f"{sentence}\n" for sentence in report.where.sentences) + "\n"
-        f"{table(lay_out(report.savings, *_SAVINGS))}\n\n"
-        f"Compared with {ALL_MAXIMUM}; kWh, money and CO2e are at the meter, for a day of such "
-        "iterations.\n"
+        f"{verdicts}{sentences}\n{table(lay_out(report.savings, *_SAVINGS))}\n\n"
+        f"Compared with {ALL_MAXIMUM}, a run in as much time; kWh, money and CO2e are at the "
+        "meter, for a day of such iterations.\n"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
-        "kWh, "
-        f"PUE {rates.pue:g}.\n"
+        f"kWh, PUE {rates.pue:g}.\n{accounts}"
     )
 
 

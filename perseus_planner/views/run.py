@@ -5,14 +5,15 @@ a plan predicts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING
 
 from perseus_planner.plans.replay import clock_calls
-from perseus_planner.runs.records import ChangeStatistics, IterationRecord, SetCall, match_changes
-from perseus_planner.runs.straggler import of_another_machine
+from perseus_planner.runs.account import Account, Entry
+from perseus_planner.runs.records import SetCall, change_statistics, match_changes
+from perseus_planner.runs.verdict import Verdict, of_another_machine, verdict_of
 from perseus_planner.views.context import Context, context_of_plan
 from perseus_planner.views.plan import summarize_plan
 
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.clock_replay import Call
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.records import ComputationRecord
-    from perseus_planner.runs.run import RankRecord, Run
-    from perseus_planner.runs.tables import Total
+    from perseus_planner.runs.run import Run
 
 NO_PLAN = "no plan was in force"
 """Why an iteration without a plan did not run as planned."""
@@ -35,46 +35,54 @@ class PlanOfRun:
     iterations: int  #: number of iterations by it, on the rank that has most
     #: number of iterations that count: those that ran as planned, without the first one.
     counted: int
-    #: iteration time on the rank where it is longest, seconds, or None if no iteration counts.
+    #: seconds from begin to end on the rank where it is longest, or None if no iteration counts.
     time_s: float | None
     planned_time_s: float  #: iteration time by the plan of the slowest pipeline, seconds
-    #: energy of an iteration over all ranks, joules, or None if that of a rank is not known.
+    #: energy from begin to end over all ranks, joules, or None if that of a rank is not known.
     energy_j: float | None
     planned_energy_j: float  #: that energy by the plan, joules
 
 
 @dataclass(frozen=True)
 class RankOfRun:
-    """One rank by one plan: means over the iterations that count; None if not known, or if no
-    iteration counts.
+    """One rank by one plan: the account of the iterations that count, and what the plan says of
+    one.
     """
 
     rank: int  #: number of the rank in the job
     pipeline: int  #: number of its pipeline
     pipeline_rank: int  #: number of the rank in that pipeline
-    iterations: int  #: number of iterations that count
-    busy_s: float | None  #: time of computations, seconds
-    planned_busy_s: float  #: that time by the plan, seconds
-    energy_j: float | None  #: energy of the GPU, joules
-    planned_energy_j: float  #: that energy by the plan, joules
-    #: mean requested clock over the computations whose achieved clock is known, weighted by time.
-    clock: float | None
-    achieved_mhz: float | None  #: mean achieved clock of these computations, MHz
-    #: requested clock changes, in all of these iterations together, as in the next three.
-    changes_asked: int
-    changes_set: int  #: changes that were made before another clock was requested
-    #: changes that were made late, into the first computation (see `records.LATE`).
-    changes_late: int
-    changes_overtaken: int  #: changes that were not made before another clock was requested
-    planned_late: int  #: late changes by the plan
-    off_clock_s: float | None  #: time of computations before their requested clock was set, seconds
-    planned_off_clock_s: float  #: that time by the plan, seconds
+    ran: Account  #: the iterations that count
+    planned: Account  #: one iteration by the plan, that waits for the slowest pipeline
     #: time from a request until the clock was set, median of the iterations' medians, seconds.
     latency_p50_s: float | None
     latency_p99_s: float | None  #: median of the iterations' 99th percentiles of that time, seconds
-    #: reason of throttling -> time, seconds, where that is above 0.
-    throttled_s: Mapping[str, float]
-    temperature_c: float | None  #: highest temperature, degrees Celsius
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a sum over the iterations that count; None without any."""
+        return getattr(self.ran, name) / self.ran.windows if self.ran.windows else None
+
+    @property
+    def busy_s(self) -> float | None:
+        """Time of computations, seconds."""
+        return self.mean("busy_s")
+
+    @property
+    def planned_busy_s(self) -> float:
+        """That time by the plan, seconds."""
+        return self.planned.busy_s
+
+    @property
+    def energy_j(self) -> float | None:
+        """Energy of the GPU from begin to end, joules, if it is known for all iterations."""
+        if self.ran.metered_s < (1 - 1e-9) * self.ran.gpu_s or not self.ran.windows:
+            return None
+        return (self.ran.energy_j - self.ran.between_j) / self.ran.windows
+
+    @property
+    def planned_energy_j(self) -> float:
+        """That energy by the plan, joules."""
+        return self.planned.energy_j
 
 
 @dataclass(frozen=True)
@@ -105,9 +113,11 @@ class RunSummary:
     deviations: tuple[Deviation, ...]
     cut_off: tuple[int, ...]  #: ranks whose last row was cut off, and so does not count
     attempt: int  #: number of the attempt that all of this is about
-    #: what ran by each plan in each attempt, and what that saved, oldest first; see `runs.Total`.
-    totals: tuple[Total, ...]
-    total: Total  #: the sum of all totals
+    #: what ran by each plan in each attempt, and what that saved, oldest first.
+    totals: tuple[Entry, ...]
+    total: Account  #: the sum of all totals
+    foreseen_share: float  #: saving by the plan `version`, against the same baseline as `total`
+    verdict: Verdict | None  #: why iterations do not take the planned time, if they do not
     #: that the plan `version` is of another machine, in a sentence; None if it is not.
     unlike_plan: str | None
 
@@ -140,7 +150,7 @@ def summarize_run(run: Run) -> RunSummary:
     origins = {rank.iterations[-1].origin for rank in run.ranks}
     ranks = {number: tuple(_ranks(run, number)) for number in run.versions}
     plans = tuple(_plan(run, *of_plan) for of_plan in ranks.items())
-    current = next(plan_of_run for plan_of_run in plans if plan_of_run.version == version)
+    accounts = {rank.rank: rank.ran for rank in ranks[version]}
     return RunSummary(
         context=context_of_plan(plan),
         gpu_origin=origins.pop() if len(origins) == 1 else None,
@@ -153,7 +163,11 @@ def summarize_run(run: Run) -> RunSummary:
         attempt=run.attempt,
         totals=run.totals,
         total=run.total,
-        unlike_plan=of_another_machine(current.time_s, current.planned_time_s),
+        foreseen_share=1.0 - plan.energy_j / plan.baseline_j(plan.time_s),
+        verdict=verdict_of(accounts),
+        unlike_plan=of_another_machine(
+            accounts, plan.gpu, [rank.iterations[-1].gpu for rank in run.ranks]
+        ),
     )
 
 
@@ -162,7 +176,7 @@ def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:
     return PlanOfRun(
         version=version,
         iterations=max(len(rank.iterations_by(version)) for rank in run.ranks),
-        counted=max(rank.iterations for rank in ranks),
+        counted=max(rank.ran.windows for rank in ranks),
         time_s=run.time_s(version),
         planned_time_s=_planned_time_s(run, version),
         energy_j=math.fsum(energies_j) if len(energies_j) == len(ranks) else None,
@@ -179,79 +193,53 @@ def _planned_time_s(run: Run, version: int) -> float:
 
 def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
     """Summarize the ranks that have iterations by that plan."""
-    planned: dict[int, list[dict[str, Any]]] = {}
+    planned: dict[int, list[Account]] = {}
     for rank in run.ranks:
         if rank.iterations_by(version):
             if rank.pipeline not in planned:
                 planned[rank.pipeline] = _planned_ranks(
                     run.plan(version, rank.pipeline), _planned_time_s(run, version)
                 )
-            yield _rank(rank, rank.counted(version), planned[rank.pipeline][rank.pipeline_rank])
+            latencies_s = (
+                [
+                    value
+                    for row in rank.counted(version)
+                    if (value := getattr(row, name)) is not None
+                ]
+                for name in ("latency_p50_s", "latency_p99_s")
+            )
+            yield RankOfRun(
+                rank.rank,
+                rank.pipeline,
+                rank.pipeline_rank,
+                rank.account(version),
+                planned[rank.pipeline][rank.pipeline_rank],
+                *(median(values_s) if values_s else None for values_s in latencies_s),
+            )
 
 
-def _planned_ranks(plan: Plan, time_s: float) -> list[dict[str, Any]]:
-    """Return what the plan says of each rank of a pipeline, as one GPU, in an iteration that takes
-    the slowest pipeline `time_s`.
+def _planned_ranks(plan: Plan, time_s: float) -> list[Account]:
+    """Return the account of an iteration of each rank of a pipeline by the plan, as one GPU, where
+    the slowest pipeline takes `time_s`.
     """
     ranks = zip(
         summarize_plan(plan).per_rank, predict_records(plan), plan.rank_waiting_w, strict=True
     )
     planned = []
     for rank, computations, waiting_w in ranks:
-        changes = ChangeStatistics.of(computations)
+        changes = change_statistics(computations)
         energy_j = rank.energy_j + waiting_w * (time_s - plan.time_s)
         planned.append(
-            {
-                "planned_busy_s": math.fsum(computation.duration_s for computation in computations),
-                "planned_energy_j": energy_j / plan.gpus_per_stage,
-                "planned_late": changes.changes_late,
-                "planned_off_clock_s": changes.off_clock_s,
-            }
+            Account(
+                windows=1,
+                gpu_s=time_s,
+                busy_s=math.fsum(computation.duration_s for computation in computations),
+                energy_j=energy_j / plan.gpus_per_stage,
+                changes_late=changes["changes_late"],
+                off_clock_s=changes["off_clock_s"],
+            )
         )
     return planned
-
-
-_MEANS = ("busy_s", "energy_j", "off_clock_s")
-_MEDIANS = ("latency_p50_s", "latency_p99_s")
-_SUMS = ("changes_asked", "changes_set", "changes_late", "changes_overtaken")
-
-
-def _rank(
-    rank: RankRecord, rows: Sequence[IterationRecord], planned: Mapping[str, Any]
-) -> RankOfRun:
-    def known(name: str) -> list[Any]:
-        return [value for row in rows if (value := getattr(row, name)) is not None]
-
-    reasons = dict.fromkeys(
-        reason for row in rows for reason, seconds in row.throttled_s.items() if seconds > 0
-    )
-    clocked = [row for row in rows if row.achieved_mhz is not None]
-    figures = {
-        **{name: getattr(rank, name) for name in ("rank", "pipeline", "pipeline_rank")},
-        **planned,
-        "planned_late": planned["planned_late"] * len(rows),
-        **{name: fmean(values) if (values := known(name)) else None for name in _MEANS},
-        **{name: median(values) if (values := known(name)) else None for name in _MEDIANS},
-        **{name: sum(known(name)) for name in _SUMS},
-        **{name: _mean_by_time(clocked, name) for name in ("clock", "achieved_mhz")},
-    }
-    return RankOfRun(
-        iterations=len(rows),
-        throttled_s={
-            reason: fmean(row.throttled_s.get(reason, 0.0) for row in rows) for reason in reasons
-        },
-        temperature_c=max(known("temperature_c"), default=None),
-        **figures,
-    )
-
-
-def _mean_by_time(rows: Sequence[IterationRecord], name: str) -> float | None:
-    """Return the mean of a field by the time of computations; None if that is 0."""
-    whole_s = math.fsum(row.busy_s for row in rows)
-    if whole_s <= 0:
-        return None
-    values = ((getattr(row, name), row.busy_s) for row in rows)
-    return math.fsum(value * busy_s for value, busy_s in values if value is not None) / whole_s
 
 
 def _deviations(run: Run) -> tuple[Deviation, ...]:

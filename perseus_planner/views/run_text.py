@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +12,19 @@ from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.runs.account import Entry, fold
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE
-from perseus_planner.runs.tables import Total
+from perseus_planner.runs.verdict import OFF, rank_names
 from perseus_planner.views.context import pipeline_text
 
 if TYPE_CHECKING:
+    from perseus_planner.runs.account import Account
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.run import Run
-    from perseus_planner.views.run import Deviation, RankOfRun, RunSummary
+    from perseus_planner.views.run import RankOfRun, RunSummary
 
 _MOST_REASONS = 10  #: why iterations did not run as planned
-_MOST_RANKS = 8  #: listed for one reason
 _MOST_ATTEMPTS = 10  #: in a table; older ones are added up
 
 
@@ -49,11 +50,12 @@ def run_text(summary: RunSummary) -> str:
     """Return the text that `planner show` prints: the run by plan, its ranks, their clock
     changes, and deviations.
     """
-    counted = max((rank.iterations for rank in summary.ranks), default=0)
+    counted = max((rank.ran.windows for rank in summary.ranks), default=0)
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank_columns, unit = [Column("rank", "rank"), *several], unit_of(summary.context.control)
     parts = [
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
+        *([] if summary.verdict is None else [str(summary.verdict)]),
         f"{_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
         table(lay_out(summary.ranks, *rank_columns, *_LOAD)),
         f"Clock changes, in all {counted} iterations that count:",
@@ -61,12 +63,16 @@ def run_text(summary: RunSummary) -> str:
         f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: "
         "not set before another clock\nwas requested. Off clock: share of the computing time "
         "before the clock was set. Delay: from the request until\nthe clock was set.",
+        *_deviations_text(summary),
+        *_cut_off_text(summary.cut_off),
         *(
             []
-            if summary.unlike_plan and not summary.deviations
-            else _deviations_text(summary.deviations)
+            if summary.unlike_plan
+            else [
+                f"Plan {summary.version} foresees {100 * summary.foreseen_share:.2f} %, without "
+                "what passes between iterations."
+            ]
         ),
-        *_cut_off_text(summary.cut_off),
         totals_text(
             summary.totals, summary.total, ALL_MAXIMUM if summary.unlike_plan is None else None
         ),
@@ -101,8 +107,14 @@ def _off(name: str) -> Callable[[Any], str | None]:
 
 
 def _throttled(rank: RankOfRun) -> str | None:
-    reasons = rank.throttled_s.items()
-    return ", ".join(f"{reason} {si(seconds, 's', 3)}" for reason, seconds in reasons) or None
+    return (
+        ", ".join(
+            f"{reason} {si(seconds / rank.ran.windows, 's', 3)}"
+            for reason, seconds in rank.ran.throttled_s.items()
+            if seconds > 0.0
+        )
+        or None
+    )
 
 
 _ENERGY = (
@@ -124,25 +136,29 @@ _LOAD = (
     Column("planned", "planned_busy_s", "s"),
     Column("off %", _off("busy_s")),
     *_ENERGY,
-    Column("deg C", "temperature_c", ".0f"),
+    Column("deg C", "ran.temperature_c", ".0f"),
     Column("  throttled", _throttled, "<"),
 )
 
 
 def _clock_columns(unit: str) -> list[Column]:
     return [
-        Column(f"{unit} requested", "clock", ".0f"),
-        Column("MHz achieved", "achieved_mhz", ".0f"),
-        Column("changes", "changes_asked"),
-        Column("set", "changes_set"),
-        Column("late", "changes_late"),
-        Column("planned", "planned_late"),
-        Column("overtaken", "changes_overtaken"),
-        Column("off clock %", lambda rank: _share(rank.off_clock_s, rank.busy_s), "%"),
-        Column("planned", lambda rank: _share(rank.planned_off_clock_s, rank.planned_busy_s), "%"),
+        Column(f"{unit} requested", _clocked("clock_s"), ".0f"),
+        Column("MHz achieved", _clocked("achieved_mhz_s"), ".0f"),
+        Column("changes", "ran.changes_asked"),
+        Column("set", "ran.changes_set"),
+        Column("late", "ran.changes_late"),
+        Column("planned", lambda rank: rank.planned.changes_late * rank.ran.windows),
+        Column("overtaken", "ran.changes_overtaken"),
+        Column("off clock %", lambda rank: _share(rank.ran.off_clock_s, rank.ran.busy_s), "%"),
+        Column("planned", lambda rank: _share(rank.planned.off_clock_s, rank.planned.busy_s), "%"),
         Column("delay ms p50", lambda rank: _ms(rank.latency_p50_s), ".2f"),
         Column("p99", lambda rank: _ms(rank.latency_p99_s), ".2f"),
     ]
+
+
+def _clocked(name: str) -> Callable[[RankOfRun], float | None]:
+    return lambda rank: _share(getattr(rank.ran, name), rank.ran.clocked_s)
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
@@ -153,13 +169,16 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1000 * seconds
 
 
-def _deviations_text(deviations: tuple[Deviation, ...]) -> Iterator[str]:
+def _deviations_text(summary: RunSummary) -> Iterator[str]:
+    """Say what ran, and in what time: two statements."""
+    deviations = summary.deviations
     if not deviations:
-        yield "Every iteration ran as planned."
+        in_time = summary.verdict is None and summary.current.time_s is not None
+        time = f" They took the planned time, up to {100 * OFF:.0f} %." if in_time else ""
+        yield f"Every iteration ran as planned.{time}"
         return
     lines = [
-        f"{deviation.times} on rank{'s' * (len(deviation.ranks) > 1)} "
-        f"{_listed(deviation.ranks)}, first iteration "
+        f"{deviation.times} on {rank_names(deviation.ranks)}, first iteration "
         f"{deviation.first_iteration}: {deviation.reason}"
         for deviation in deviations[:_MOST_REASONS]
     ]
@@ -172,32 +191,29 @@ def _deviations_text(deviations: tuple[Deviation, ...]) -> Iterator[str]:
 
 def _cut_off_text(ranks: tuple[int, ...]) -> Iterator[str]:
     if ranks:
-        yield (
-            f"Not counted: the last row of rank{'s' * (len(ranks) > 1)} {_listed(ranks)}, which "
-            "was cut off."
-        )
+        yield (f"Not counted: the last row of {rank_names(ranks)}, which was cut off.")
 
 
-def totals_text(totals: Sequence[Total], total: Total, baseline: str | None) -> str:
+def totals_text(totals: Sequence[Entry], total: Account, baseline: str | None) -> str:
     """Return a table of what each attempt ran and saved against the baseline, if any, with their
     sum at the end.
     """
-    attempts = [
-        reduce(Total.plus, group) for _, group in groupby(totals, key=lambda each: each.attempt)
-    ]
+    attempts = list(fold(replace(entry, version=None) for entry in totals))
     shown = attempts[-_MOST_ATTEMPTS:]
     if (older := attempts[:-_MOST_ATTEMPTS]) != []:
-        shown.insert(0, reduce(Total.plus, older))
+        shown.insert(0, reduce(Entry.__add__, older))
     if len(shown) > 1:
-        shown = [*shown, total]
+        shown.append(whole := reduce(Entry.__add__, shown))
+    else:
+        whole = None
 
-    def name(each: Total) -> str:
-        if each is total and len(shown) > 1:
+    def name(entry: Entry) -> str:
+        if entry is whole:
             return "all"
-        return "older" if each.attempt == 0 else attempt_path(Path(), each.attempt).name
+        return "older" if entry.attempt == 0 else attempt_path(Path(), entry.attempt).name
 
-    def if_known(field: str) -> Callable[[Total], float | None]:
-        return lambda each: getattr(each, field) if each.origin else None
+    def if_known(field: str) -> Callable[[Entry], float | None]:
+        return lambda entry: getattr(entry, field) if entry.energy_is else None
 
     columns = [
         Column("attempt", name, "<"),
@@ -210,19 +226,42 @@ def totals_text(totals: Sequence[Total], total: Total, baseline: str | None) -> 
         columns.append(Column("saved %", if_known("saved_share"), "%"))
     saved = "" if baseline is None else f", saved against {baseline} in as much time"
     lines = [
-        f"All attempts, energy {total.origin or 'unknown'}{saved}:\n",
+        f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
         table(lay_out(shown, *columns)),
+        f"\n{account_text(total, saves=baseline is not None)}",
     ]
-    if total.metered_iterations < total.iterations:
-        lines.append(
-            f"\nThe energy of {total.metered_iterations} of {total.iterations} iterations is known."
-        )
     return "\n".join(lines)
 
 
-def _listed(ranks: tuple[int, ...]) -> str:
-    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    return ", ".join(map(str, ranks[:_MOST_RANKS])) + more
+def account_text(account: Account, *, saves: bool) -> str:
+    """Say what the table of an account leaves out: the other baseline, what passed between
+    iterations, and what is not known.
+    """
+    parts = []
+    if saves:
+        unlocked = account.unlocked_share
+        parts.append(
+            "Saved against what the job did before a clock was first set: unknown, as no iteration "
+            "ran so."
+            if unlocked is None
+            else "Saved against what the job did before a clock was first set, in as much time: "
+            f"{si(account.unlocked_saved_j, 'J')} ({100 * unlocked:.2f} %)."
+        )
+    if account.gpu_s:
+        share = 100 * account.between_s / account.gpu_s
+        text = f"Between iterations, as for the optimizer and data: {share:.1f} % of the time"
+        if account.energy_j:
+            text += f", {100 * account.between_j / account.energy_j:.1f} % of the energy"
+        parts.append(f"{text}.")
+    if account.pause_s:
+        used = f", {si(account.pause_j, 'J')}" if account.energy_is else ""
+        parts.append(
+            f"Pauses, which are in no other figure: {si(account.pause_s, 's')} of GPUs{used}."
+        )
+    if account.metered_s < (1 - 1e-9) * account.gpu_s:
+        known = 100 * account.metered_s / account.gpu_s
+        parts.append(f"The energy of {known:.1f} % of the time is known.")
+    return "\n".join(parts)
 
 
 def summarize_unplanned(run: Run, status: AutopilotStatus) -> dict[str, Any]:

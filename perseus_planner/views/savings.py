@@ -4,7 +4,6 @@ per token or sample.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
@@ -155,15 +154,14 @@ def _run_saving(
 ) -> Iterator[Saving]:
     """Yield the saving of a run, if the energy of an iteration is known."""
     current = summary.current
-    if current.time_s is None or current.energy_j is None:
+    if current.time_s is None or current.energy_j is None or not run.total.iterations:
         return
-    plan = run.plan(summary.version, summary.ranks[0].pipeline)
-    baselines_j = (
-        rank_plan.baseline_energy_j / (len(rank_plan.schedule.ranks) * rank_plan.gpus_per_stage)
-        for rank_plan in (run.plan(summary.version, rank.pipeline) for rank in summary.ranks)
-    )
+    plan, total = run.plan(summary.version, summary.ranks[0].pipeline), run.total
+    iteration_s = total.mean_iteration_s
+    part = total.gpu_s / total.metered_s / total.iterations
+    baseline_s = plan.baseline_time_s + iteration_s - current.time_s
     compared = compare(
-        current.time_s, current.energy_j, plan.baseline_time_s, math.fsum(baselines_j)
+        iteration_s, part * total.energy_j, baseline_s, part * (total.energy_j + total.saved_j)
     )
     origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
     # The number of pipelines follows from the run, whatever the size says.

@@ -125,6 +125,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
         f"{si(status.expected_saving_w, 'W')}",
         f"Power: {_power(status)}",
         *([] if status.unlike_plan is None else [f"{status.unlike_plan}."]),
+        *([] if status.verdict is None else [status.verdict]),
         *(
             []
             if status.telemetry is None
@@ -197,7 +198,7 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
         text += (
             f"; clocks set in {si(sent.set_p50_s, 's', 3)}, 99 % in {si(sent.set_p99_s, 's', 3)}"
         )
-    text += f", {sent.late_changes} late"
+    text += f", {sent.changes_late} late"
     if sent.off_plan_since_s is not None:
         since = _moment(sent.off_plan_since_s)
         text += f"; {sent.following} of {sent.ranks} ranks follow their plan, not all since {since}"

@@ -193,7 +193,9 @@ def _energy_of_run(name: str, run: Run, summary: RunSummary) -> IterationEnergy 
     for number, waiting_w in enumerate(plan.rank_waiting_w):
         ranks = [rank for rank in summary.ranks if rank.pipeline_rank == number]
         busy_s.append(fmean(rank.busy_s or 0.0 for rank in ranks))
-        waiting_j = waiting_w * (time_s - busy_s[-1])
+        # Each rank's own time: it may have waited for less than the slowest one took.
+        own_s = fmean(rank.mean("inside_s") or 0.0 for rank in ranks)
+        waiting_j = waiting_w * max(0.0, own_s - busy_s[-1])
         energy_j = math.fsum(rank.energy_j or 0.0 for rank in ranks)
         energy_j /= summary.pipelines_of_plan
         uses.append(EnergyUse(energy_j - waiting_j, waiting_j))

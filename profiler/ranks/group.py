@@ -1,8 +1,9 @@
 """Ranks that profile a pipeline together, coordinated through the store of their torch.distributed
 process group.
 
-Each stage is measured by the ranks that hold it, all stages at once. The ranks of one stage (tensor
-parallelism) measure in step; different stages wait for each other only at the end. If one rank
+Each stage is measured by the ranks that hold it, all stages at once. All ranks of one stage, its
+replicas and their tensor ranks, measure in step: they repeat each computation as often, so that its
+collectives find all their ranks. Different stages wait for each other only at the end. If one rank
 ends, all end: the store carries its error to the others, and a rank without a heartbeat for some
 time is presumed dead.
 """
@@ -12,16 +13,20 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.base.errors import EndedElsewhere, PlannerError, RankError, UsageError
 from perseus_planner.base.loops import Loop
+from perseus_planner.base.wires import Board, Record, encode, read_key
 from perseus_planner.engines.microbatch import describe_error
 
 if TYPE_CHECKING:
@@ -32,10 +37,18 @@ T = TypeVar("T")
 TIMEOUT_S = 120.0
 """A rank without a heartbeat for this long is presumed dead, seconds."""
 
+REPETITION_S = 60.0
+"""How long one repetition of a computation may take, seconds."""
+
 _HEARTBEAT_S = 0.25  # between two heartbeats, and between two checks of the others'
 # how long a leaving rank, which may hold the store, waits for the others to read the last message
 _LEAVE_S = 2.0
 _MAX_POLL_S = 0.05
+_STACKS, _FRAMES = 8, 6  # how many are shown
+_STUCK = (
+    "a stage whose computations wait for another stage cannot be measured; if they only take "
+    "long, allow more with SweepSettings(repetition_s=)"
+)
 _sessions = count()
 
 
@@ -125,15 +138,34 @@ def _init_process_group() -> None:
         raise RankError(f"the ranks cannot reach each other: {describe_error(error)}") from error
 
 
+class Stuck(RankError):
+    """A rank has not come back from a repetition in time."""
+
+
+class _End(Record, frozen=True):
+    """Why the ranks end, as the first of them says."""
+
+    rank: int  #: The rank that says so
+    text: str  #: The reason
+    is_stuck: bool = False  #: Whether a repetition takes too long, so that all may still come back
+
+
 class RankGroup:
     """All ranks of a process group; a context manager that every rank enters. If one leaves by an
     error, all do.
 
+    A thread of each rank shows that it lives, watches the next rank, and watches what this rank
+    repeats. Ranks of a stage repeat computations that may wait for each other, so they end at the
+    same `gather`, and no rank waits for one that has left.
+
     Args:
         timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
+        repetition_s: How long one repetition of a computation may take, seconds. After four times
+            as long the process ends, as nothing else ends a collective that another rank never
+            enters.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S, repetition_s: float = REPETITION_S) -> None:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -141,94 +173,121 @@ class RankGroup:
         self.store: Store = dist.PrefixStore(
             f"perseus-planner/{next(_sessions)}", _get_default_store()
         )
-        self._timeout_s = timeout_s
+        self._board = Board(self.store)
+        self._timeout_s, self._repetition_s = timeout_s, repetition_s
         self._turns: Counter[str] = Counter()
-        # The last one of each rank, and when it was new.
-        self._heartbeats = [(b"", time.monotonic())] * self.size
-        self._checked_s = 0.0
-        self._beats = count()
-        self._heart = Loop(self._beat, "perseus-planner heartbeat", _HEARTBEAT_S)
+        self._thread = threading.get_ident()
+        self._begun_s: float | None = None  # of the repetition in progress
+        self._ended_s: float | None = None  # when this rank heard that all end
+        self._loop = Loop(self._watch(), "perseus-planner heartbeat", _HEARTBEAT_S)
 
     def __enter__(self) -> RankGroup:
-        self._heart.start()
+        self._loop.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
-        self._heart.stop()
+        self._loop.stop()
         if error is None:
             self._wait_for_others()
             return
         text = f"rank {self.rank} has ended: {_reason(error)}"
-        first = isinstance(error, RankError) or self._report_end(text)
+        is_first = isinstance(error, RankError) or self._report(text)
         self._wait_for_others()
-        if not first and isinstance(error, PlannerError):
+        if not is_first and isinstance(error, PlannerError):
             raise EndedElsewhere(text) from error
 
     def gather(self, value: T, ranks: Sequence[int] | None = None) -> list[T]:
         """Return the values of all of `ranks`, each of which calls this, in their order; of all
-        ranks if None.
+        ranks if None. Either all of them return or none does.
 
         Raises:
-            RankError: If another rank has ended, or is presumed dead.
+            RankError: If another rank has ended, is presumed dead, or is stuck.
         """
         ranks = range(self.size) if ranks is None else ranks
-        name = ",".join(map(str, ranks))
+        name = f"{len(ranks)} ranks from {ranks[0]}"
         turn = self._turns[name] = self._turns[name] + 1
         with self._reachable_store():
-            self.store.set(f"{name}/{turn}/{self.rank}", pickle.dumps(value))
-            keys = [f"{name}/{turn}/{rank}" for rank in ranks]
-            self._wait_for(keys)
-            values = [pickle.loads(self.store.get(key)) for key in keys]
-            # A rank that has reached this turn has read all values of the one before.
-            self.store.delete_key(f"{name}/{turn - 1}/{self.rank}")
-        return values
+            self.store.set(f"{name}/{turn}/{self.rank}", pickle.dumps((value, self._end())))
+            if self.rank == ranks[0]:
+                keys = [f"{name}/{turn}/{rank}" for rank in ranks]
+                self._wait_for(keys)
+                self.store.set(f"{name}/{turn}", pickle.dumps([*map(self.store.get, keys)]))
+                # A rank that has reached this turn has read the values of the one before.
+                for key in (*keys, f"{name}/{turn - 1}"):
+                    self.store.delete_key(key)
+            self._wait_for([f"{name}/{turn}"])
+            packed = pickle.loads(self.store.get(f"{name}/{turn}"))
+        values, ends = zip(*map(pickle.loads, packed), strict=True)
+        if (end := next(filter(None, ends), None)) is not None:
+            raise self._error(end)
+        return list(values)
 
     def check(self) -> None:
-        """Raise an error unless all other ranks are alive.
+        """Raise an error if another rank has ended, or is presumed dead.
 
         Raises:
-            RankError: If another rank has ended, or is presumed dead.
+            RankError: If so.
         """
-        if time.monotonic() - self._checked_s < _HEARTBEAT_S:
-            return
-        self._checked_s = time.monotonic()
         with self._reachable_store():
-            if self.store.check(["ended"]):
-                raise EndedElsewhere(self.store.get("ended").decode().partition(" ")[2])
-            for rank in range(self.size):
-                self._check_heartbeat(rank)
+            if (end := self._end()) is None:
+                return
+            if self._ended_s is None:
+                self._ended_s = time.monotonic()
+            if not end.is_stuck or time.monotonic() > self._ended_s + self._repetition_s:
+                raise self._error(end)
 
     def rank_error(self, text: str) -> RankError:
         """Return the error to raise when another rank has ended; only the first rank to notice
         reports `text`.
         """
-        return RankError(text) if self._report_end(text) else EndedElsewhere(text)
+        return RankError(text) if self._report(text) else EndedElsewhere(text)
 
-    def _check_heartbeat(self, rank: int) -> None:
-        key, now_s = f"alive/{rank}", time.monotonic()
-        beat = self.store.get(key) if self.store.check([key]) else b""
-        last, since_s = self._heartbeats[rank]
-        if beat != last:
-            self._heartbeats[rank] = (beat, now_s)
-        elif now_s - since_s > self._timeout_s:
-            text = (
-                f"rank {rank} has shown no sign of life for {self._timeout_s:.6g} s; see why it "
-                "ended, and resume"
-            )
-            raise self.rank_error(text)
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Watch what runs inside the block, which is one repetition."""
+        self._begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._begun_s = None
+
+    def have_all_returned(self) -> bool:
+        """Return whether every rank has left what it repeated when one was stuck, the same on all
+        ranks. Otherwise a collective of the training could meet one that was repeated.
+        """
+        until_s = (self._ended_s or time.monotonic()) + 2 * self._repetition_s
+        with self._reachable_store():
+            self.store.set(f"back/{self.rank}", "")
+            everyone = [f"back/{rank}" for rank in range(self.size)]
+            while (verdict := read_key(self.store, "verdict")) is None:
+                if self.store.check(everyone) or time.monotonic() > until_s:
+                    all_are = str(self.store.check(everyone))
+                    self.store.compare_set("verdict", "", all_are)
+                time.sleep(_MAX_POLL_S)
+        return bool(verdict == b"True")
+
+    def _end(self) -> _End | None:
+        return self._board.get("ended", _End)
+
+    def _error(self, end: _End) -> RankError:
+        if end.is_stuck:
+            keys = (f"stack/{number}" for number in range(1, _STACKS + 1))
+            stacks = [stack.decode() for key in keys if (stack := read_key(self.store, key))]
+            return Stuck(f"{end.text} ({'; '.join(stacks)}); {_STUCK}")
+        return RankError(end.text) if end.rank == self.rank else EndedElsewhere(end.text)
 
     def _wait_for(self, keys: list[str]) -> None:
         # The store's own wait blocks its connection, and torch logs every timeout of it.
-        pause_s = 1e-3
+        pause_s, longest_s = 1e-3, min(_MAX_POLL_S, 1e-3 * self.size)
         while not self.store.check(keys):
             self.check()
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
+            pause_s = min(2 * pause_s, longest_s)
 
-    def _report_end(self, text: str) -> bool:
+    def _report(self, text: str, *, is_stuck: bool = False) -> bool:
         """Tell the other ranks why this one ends; return whether it is the first to."""
         with suppress(RuntimeError):  # the rank that holds the store may have ended already
-            mine = f"{self.rank} {text}"
+            mine = encode(_End(self.rank, text, is_stuck)).decode()
             return bool(self.store.compare_set("ended", "", mine).decode() == mine)
         return True
 
@@ -254,9 +313,51 @@ class RankGroup:
                 "the rank that holds the store of all ranks has ended; see why, and resume"
             ) from error
 
-    def _beat(self) -> None:
-        with suppress(RuntimeError):
-            self.store.set(f"alive/{self.rank}", str(next(self._beats)))
+    def _watch(self) -> Generator[float | None]:
+        """Show that this rank lives, and watch the next one and the repetition in progress."""
+        other, others, changed_s = (self.rank + 1) % self.size, None, time.monotonic()
+        is_shown = False
+        for beat in count():
+            now_s, begun_s = time.monotonic(), self._begun_s
+            lasts_s = 0.0 if begun_s is None else now_s - begun_s
+            if lasts_s > 3 * self._repetition_s:
+                _end_collectives(is_last=lasts_s > 4 * self._repetition_s)
+            with suppress(RuntimeError):  # the rank that holds the store may have ended already
+                self.store.set(f"alive/{self.rank}", str(beat))
+                alive = read_key(self.store, f"alive/{other}")
+                if alive != others:
+                    others, changed_s = alive, now_s
+                elif now_s > changed_s + self._timeout_s:
+                    self._report(
+                        f"rank {other} has shown no sign of life for {self._timeout_s:.6g} s; see "
+                        "why it ended, and resume"
+                    )
+                is_late = lasts_s > self._repetition_s
+                if begun_s is not None and not is_shown and (is_late or self._end() is not None):
+                    is_shown = True
+                    number = self.store.add("stacks", 1)
+                    self.store.set(f"stack/{number}", f"rank {self.rank} at {self._stack()}")
+                    if is_late:
+                        text = f"rank {self.rank} repeats one computation for over "
+                        self._report(f"{text}{self._repetition_s:.6g} s", is_stuck=True)
+            yield None
+
+    def _stack(self) -> str:
+        frames = traceback.extract_stack(sys._current_frames()[self._thread])[-_FRAMES:]
+        return " > ".join(
+            f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
+        )
+
+
+def _end_collectives(*, is_last: bool) -> None:
+    """End the collectives of a process that would wait for ever for ranks that have left."""
+    import torch.distributed.distributed_c10d as dist
+
+    if is_last:
+        print("a repetition never came back, so the process ends", file=sys.stderr, flush=True)
+        os._exit(1)
+    with suppress(Exception):  # works for NCCL; gloo notices when the other processes end
+        dist._abort_process_group()
 
 
 def _reason(error: BaseException) -> str:
@@ -266,25 +367,33 @@ def _reason(error: BaseException) -> str:
 
 
 class StageGroup:
-    """The ranks that share a stage, as the `GpuGroup` that measures in step.
+    """The ranks that hold a stage, as the `GpuGroup` that measures in step.
 
     Args:
         group: All ranks.
-        ranks: The ranks of the stage, in the order of their tensor ranks; this rank is among them.
+        ranks: The ranks of the stage, replica by replica, each in the order of its tensor ranks;
+            this rank is among them.
+        size: The number of ranks of a replica.
     """
 
-    def __init__(self, group: RankGroup, ranks: Sequence[int]) -> None:
-        self._group, self._ranks = group, tuple(ranks)
+    def __init__(self, group: RankGroup, ranks: Sequence[int], size: int) -> None:
+        self._group, self._ranks, self.size = group, tuple(ranks), size
+        starts = range(0, len(ranks), size)
+        self.replicas = [_rank_names(ranks[start : start + size]) for start in starts]
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self._ranks)
+    def is_first(self) -> bool:
+        """Whether this rank is the first, which keeps rows."""
+        return bool(self._group.rank == self._ranks[0])
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks of the stage, in the order of tensor ranks.
+        """See `GpuGroup.gather`.
 
         Raises:
-            RankError: If another rank has ended, or is presumed dead.
+            RankError: If another rank has ended, is presumed dead, or is stuck.
         """
         return self._group.gather(value, self._ranks)
+
+
+def _rank_names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,14 +21,14 @@ from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.row_file import delete_rows, rows_path
-from perseus_planner.profiler.stage import assemble_profile, with_one_power
+from perseus_planner.profiler.stage import SingleGpu, assemble_profile, with_one_power
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 from perseus_planner.profiler.training_check import UNLIKE_TRAINING, difference_from_training
 
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.profiler.stage import Block, Progress, Stage, StageRows
+    from perseus_planner.profiler.stage import Block, Progress, Repeating, Stage, StageRows
     from perseus_planner.profiles.profiles import Profile
 
 _logger = logging.getLogger("perseus_planner.profiler")
@@ -39,8 +40,8 @@ class LocalStage:
 
     number: int  #: The number of the stage in the pipeline, from 0
     #: Opens the stage on a GPU for as long as it is measured, given the function that blocks it on
-    #: its neighbour (None if it has none).
-    open: Callable[[Gpu, Block | None], AbstractContextManager[Stage]]
+    #: its neighbour (None if it has none), and what watches its repetitions.
+    open: Callable[[Gpu, Block | None, Repeating], AbstractContextManager[Stage]]
     #: Kind -> its time in the training iteration that the stage repeats, seconds; empty if there is
     #: none.
     trained_s: Mapping[str, float] = field(default_factory=dict)
@@ -64,18 +65,6 @@ class ProfileRequest:
     iteration: Mapping[str, str | int] = field(default_factory=dict)  #: As in `Profile.iteration`
 
 
-@dataclass(frozen=True)
-class _Part:
-    """This process's part in the measurement of a pipeline."""
-
-    held: int  #: Number of the stages that it holds
-    stages: int  #: Number of all stages
-    tensor_rank: int = 0  #: Its rank among the processes that share its stages
-    group: RankGroup | None = None  #: All ranks; None if it is alone
-    sharing: StageGroup | None = None  #: The ranks that share its stages
-    block: Block | None = None  #: As in `Stage`
-
-
 def measure_alone(
     stages: Sequence[LocalStage], request: ProfileRequest, device: torch.device
 ) -> Profile:
@@ -86,10 +75,9 @@ def measure_alone(
         UsageError: If the stages would not run on the GPU that is measured.
         GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
     """
-    part = _Part(len(stages), len(stages))
     with _lease_gpu(request, device) as gpu:
-        rows = [_measure(gpu, stage, request, part) for stage in stages]
-    return _write_profile(with_one_power(rows), request)
+        rows = _measure(gpu, stages, len(stages), request, SingleGpu(), None, nullcontext)
+    return _write_profile(rows, request)
 
 
 def measure_with_ranks(
@@ -99,10 +87,8 @@ def measure_with_ranks(
     request: ProfileRequest,
     device: torch.device,
 ) -> Profile | None:
-    """Measure the stages of this rank while the others measure theirs. All ranks call this; rank 0
-    gets the profile.
-
-    Of data-parallel replicas, the one with the lowest ranks measures while the others wait.
+    """Measure the stages of this rank while the others measure theirs, and in step with the ranks
+    that hold the same ones. All ranks call this; rank 0 gets the profile.
 
     Args:
         group: All ranks.
@@ -112,41 +98,41 @@ def measure_with_ranks(
         device: Where this rank computes.
 
     Raises:
-        UsageError: If the stages would not run on the GPU that is measured, or two ranks would
-            measure the same GPU.
+        UsageError: If the stages would not run on the GPU that is measured, two ranks would
+            measure the same GPU, or the ranks of a stage are no replicas of each other.
         RankError: If another rank has ended.
         GpuError, ProfileError: As in `measure_stage` and `assemble_profile`.
     """
-    holdings = group.gather((tuple(stage.number for stage in stages), tensor_rank))
-    measuring = [rank for rank, holding in enumerate(holdings) if holdings.index(holding) == rank]
-    pipelines = [
-        sorted(
-            (rank for rank in measuring if holdings[rank][1] == number), key=holdings.__getitem__
+    held = group.gather((tuple(stage.number for stage in stages), tensor_rank))
+    replicas: Counter[object] = Counter()
+    pipelines: dict[tuple[int, int], list[int]] = {}  # of a replica and a tensor rank
+    sharing: list[tuple[int, int, int]] = []  # replica, tensor rank, rank
+    for rank, (numbers, tensor) in enumerate(held):
+        replica = replicas[numbers, tensor]
+        replicas[numbers, tensor] += 1
+        pipelines.setdefault((replica, tensor), []).append(rank)
+        if numbers == held[group.rank][0]:
+            sharing.append((replica, tensor, rank))
+    size = len({tensor for _, tensor, _ in sharing})
+    if len(sharing) != size * (1 + max(sharing)[0]):
+        raise UsageError(
+            f"stage {stages[0].number} is on {len(sharing)} ranks, which are not replicas of "
+            f"{size} GPUs each; give every rank that shares a stage the same tensor_group"
         )
-        for number in dict.fromkeys(number for _, number in holdings)
-    ]
-    rows: list[StageRows] = []
-    messages = pipelines if request.blocking_power_w is None else []
-    with connect_neighbour(group, messages, device) as neighbour:
-        if group.rank not in measuring:
-            group.gather(None)
-        else:
-            sharing = [rank for rank in measuring if holdings[rank][0] == holdings[group.rank][0]]
-            part = _Part(
-                held=len(stages),
-                stages=len({number for numbers, _ in holdings for number in numbers}),
-                tensor_rank=tensor_rank,
-                group=group,
-                sharing=StageGroup(group, sorted(sharing, key=lambda rank: holdings[rank][1])),
-                block=neighbour.block if neighbour.exists else None,
-            )
-            with _lease_gpu(request, device) as gpu:
-                _refuse_shared_gpus(
-                    group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings))
-                )
-                with _rank_errors(group):
-                    rows = [_measure(gpu, stage, request, part) for stage in stages]
-    gathered = group.gather(with_one_power(rows) if tensor_rank == 0 else [])
+    of_stage = StageGroup(group, [rank for _, _, rank in sorted(sharing)], size)
+    messages = [sorted(ranks, key=held.__getitem__) for ranks in pipelines.values()]
+    with (
+        connect_neighbour(
+            group, messages if request.blocking_power_w is None else [], device
+        ) as neighbour,
+        _lease_gpu(request, device) as gpu,
+    ):
+        _refuse_shared_gpus(group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings)))
+        block = neighbour.block if neighbour.exists else None
+        total = len({number for numbers, _ in held for number in numbers})
+        with _rank_errors(group):
+            rows = _measure(gpu, stages, total, request, of_stage, block, group.repeating)
+    gathered = group.gather(rows if group.rank == min(sharing)[2] else [])
     profile = None
     if group.rank == 0:
         profile = _write_profile([row for rows in gathered for row in rows], request)
@@ -194,10 +180,10 @@ def _lease(gpu: Gpu, settings: SweepSettings) -> AbstractContextManager[None]:
     return lease_gpus([gpu], power_limit=settings.control == "power-limit")
 
 
-def _refuse_shared_gpus(gpus: Sequence[tuple[str, str, bool] | None]) -> None:
+def _refuse_shared_gpus(gpus: Sequence[tuple[str, str, bool]]) -> None:
     taken: set[Any] = set()
     for gpu in gpus:
-        if gpu is not None and gpu[2] and gpu in taken:
+        if gpu[2] and gpu in taken:
             raise UsageError(
                 f"two ranks on {gpu[0]} would measure the same GPU, {gpu[1]}; name the back-end "
                 "alone, such as nvml, and each rank measures the GPU that it computes on"
@@ -205,34 +191,47 @@ def _refuse_shared_gpus(gpus: Sequence[tuple[str, str, bool] | None]) -> None:
         taken.add(gpu)
 
 
-def _measure(gpu: Gpu, stage: LocalStage, request: ProfileRequest, part: _Part) -> StageRows:
-    def progress(done: int, total: int) -> None:
-        if part.group is not None:
-            part.group.check()
-        if request.progress is not None:
-            request.progress(done, total)
-
-    output = request.output if part.tensor_rank == 0 else None
-    with stage.open(gpu, part.block) as opened:
-        # The times of a simulated GPU are modelled.
-        trained_s = {} if gpu.origin == "simulated" else stage.trained_s
-        difference = difference_from_training(opened, trained_s)
+def _measure(
+    gpu: Gpu,
+    stages: Sequence[LocalStage],
+    total: int,
+    request: ProfileRequest,
+    group: SingleGpu | StageGroup,
+    block: Block | None,
+    repeating: Repeating,
+) -> list[StageRows]:
+    """Measure stages one after the other, of `total` in the pipeline."""
+    rows = []
+    for stage in stages:
+        with stage.open(gpu, block, repeating) as opened:
+            # The times of a simulated GPU are modelled.
+            trained_s = {} if gpu.origin == "simulated" else stage.trained_s
+            difference = difference_from_training(opened, trained_s)
+            if difference:
+                _logger.warning("stage %d: %s, %s", stage.number, difference, UNLIKE_TRAINING)
+            measured = measure_stage(
+                gpu,
+                opened,
+                stage.number,
+                request.settings.for_one_of(len(stages)),
+                group=group,
+                rows_file=rows_path(request.output, stage.number)
+                if request.output is not None and group.is_first
+                else None,
+                resume=request.resume,
+                progress=request.progress,
+                stages=total,
+            )
         if difference:
-            _logger.warning("stage %d: %s, %s", stage.number, difference, UNLIKE_TRAINING)
-        rows = measure_stage(
-            gpu,
-            opened,
-            stage.number,
-            request.settings.for_one_of(part.held),
-            group=part.sharing,
-            rows_file=None if output is None else rows_path(output, stage.number),
-            resume=request.resume,
-            progress=progress,
-            stages=part.stages,
-        )
-    if not difference:
-        return rows
-    return replace(rows, conditions={**rows.conditions, "unlike training": difference})
+            measured = replace(
+                measured, conditions={**measured.conditions, "unlike training": difference}
+            )
+        if group.is_first and "slow replicas" in measured.conditions:
+            _logger.warning(
+                "stage %d: slow replicas: %s", stage.number, measured.conditions["slow replicas"]
+            )
+        rows.append(measured)
+    return with_one_power(rows)
 
 
 def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profile:

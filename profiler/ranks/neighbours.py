@@ -7,13 +7,14 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.loops import Loop
 from perseus_planner.engines.microbatch import describe_error
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def neighbours(pipelines: Sequence[Sequence[int]]) -> dict[int, int]:
     one before.
 
     Args:
-        pipelines: For each tensor rank, the ranks from the first stage to the last. A rank alone
-            has no neighbour.
+        pipelines: For each tensor rank of each replica, the ranks from the first stage to the
+            last. A rank alone has no neighbour.
     """
     pairs: dict[int, int] = {}
     for ranks in pipelines:
@@ -63,9 +64,9 @@ class Neighbour:
         self, group: RankGroup, pairs: Mapping[int, int], channels: Mapping[int, Any], device: Any
     ) -> None:
         self._group, self._pairs, self._channels, self._device = group, pairs, channels, device
-        self._stopped = threading.Event()
-        self._sender = threading.Thread(
-            target=self._serve, daemon=True, name="perseus-planner messages"
+        # When it fails, the store or the receiver has ended: all notice it where they wait.
+        self._sender = Loop(
+            self._send_messages(), "perseus-planner messages", on_error=lambda _: None
         )
 
     @property
@@ -89,7 +90,7 @@ class Neighbour:
             self._group.store.set(f"message/{sender}/{turn}", pickle.dumps((rank, duration_s)))
             message = torch.empty(1, device=self._device)
             work = dist.irecv(message, sender, self._channels[rank])
-            self._await(work, limit_s, self._group.check)
+            self._await(work, limit_s)
         except TimeoutError:
             raise self._group.rank_error(
                 f"rank {sender} is alive, but a message that rank {rank} waits for has not come "
@@ -110,11 +111,10 @@ class Neighbour:
 
     def stop(self) -> None:
         """Stop sending."""
-        self._stopped.set()
-        self._sender.join()
+        self._sender.stop()
 
-    def _await(self, work: Any, limit_s: float, check: Callable[[], object]) -> None:
-        """Wait on the host until a message has come or gone.
+    def _await(self, work: Any, limit_s: float) -> None:
+        """Wait on the host until a message has come.
 
         Raises:
             TimeoutError: If that takes longer than `limit_s`.
@@ -124,14 +124,10 @@ class Neighbour:
             return
         until_s = time.monotonic() + limit_s
         while not work.is_completed():
-            check()
+            self._group.check()
             if time.monotonic() > until_s:
                 raise TimeoutError
             time.sleep(_POLL_MESSAGE_S)
-
-    def _serve(self) -> None:
-        with self._own_stream():
-            self._send_messages()
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
@@ -144,33 +140,25 @@ class Neighbour:
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             yield
 
-    def _send_messages(self) -> None:
-        for turn in count(1):
-            key = f"message/{self._group.rank}/{turn}"
-            try:
-                while not self._group.store.check([key]):
-                    if self._stopped.wait(_POLL_S):
-                        return
-                receiver, duration_s = pickle.loads(self._group.store.get(key))
-                self._group.store.delete_key(key)
-                self._send(receiver, duration_s)
-            except (RuntimeError, TimeoutError):
-                # the store or the receiver has ended: all other ranks notice it where they wait
-                return
-
-    def _send(self, receiver: int, duration_s: float) -> None:
+    def _send_messages(self) -> Generator[float]:
+        """Send each message that others ask for; yield the seconds until it goes on."""
         import torch
         import torch.distributed as dist
 
-        self._stopped.wait(duration_s)
-        message = torch.zeros(1, device=self._device)
-        self._await(
-            dist.isend(message, receiver, self._channels[receiver]), LIMIT_S, self._check_wanted
-        )
-
-    def _check_wanted(self) -> None:
-        if self._stopped.is_set():  # the receiver has given up
-            raise TimeoutError
+        with self._own_stream():
+            for turn in count(1):
+                key = f"message/{self._group.rank}/{turn}"
+                while not self._group.store.check([key]):
+                    yield _POLL_S
+                receiver, duration_s = pickle.loads(self._group.store.get(key))
+                self._group.store.delete_key(key)
+                yield duration_s
+                message = torch.zeros(1, device=self._device)
+                work = dist.isend(message, receiver, self._channels[receiver])
+                if self._device.type != "cuda":
+                    work.wait(timedelta(seconds=LIMIT_S))
+                while not work.is_completed():
+                    yield _POLL_MESSAGE_S
 
 
 @contextmanager
@@ -192,10 +180,14 @@ def connect_neighbour(
 
     pairs = neighbours(pipelines)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # One for each direction: on a shared one, two neighbours that wait for each other would never
-    # stop waiting.
+    # In each of them a rank has one other rank to receive from or to send to: where one message
+    # waits behind another, neighbours that wait for each other would never stop waiting.
+    groups = [dist.new_group(backend=backend) for _ in range(3 if pairs else 0)]
     channels = {
-        rank: dist.new_group([rank, sender], backend=backend) for rank, sender in pairs.items()
+        rank: groups[2 if rank == ranks[-1] else number % 2]
+        for ranks in pipelines
+        for number, rank in enumerate(ranks)
+        if rank in pairs
     }
     neighbour = Neighbour(group, pairs, channels, device)
     neighbour.start()
@@ -206,9 +198,8 @@ def connect_neighbour(
         group.gather(None)  # until here, others may wait for a message of this rank
     finally:
         neighbour.stop()
-        for ranks in channels.values():
-            if ranks != dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(ranks)
+        for channel in groups:
+            dist.destroy_process_group(channel)
 
 
 @dataclass(frozen=True)

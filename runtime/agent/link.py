@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
-    from perseus_planner.runtime.telemetry.counters import Counts
+    from perseus_planner.runtime.telemetry.counters import Checkpoint
 
 
 class ServiceLink:
-    """What every rank does for the service: it passes its location, detections and counts to rank
+    """What every rank does for the service: it passes its location, detections and accounts to rank
     0.
 
     Args:
@@ -93,10 +93,10 @@ class ServiceLink:
 
         return detected
 
-    def counted(self, counts: Sequence[Counts]) -> None:
-        """Pass on the counts of this rank; one operation of the job's store."""
+    def counted(self, kept: Sequence[Checkpoint]) -> None:
+        """Pass on the checkpoints of this rank; one operation of the job's store."""
         with suppress(RuntimeError):  # the store is gone
-            self._messages.write_counts(self._job.rank, counts)
+            self._messages.write_checkpoints(self._job.rank, kept)
 
     def stop(self) -> None:
         """Take no more plans, as training is ending; returns at once."""

@@ -1,5 +1,5 @@
 """What the ranks of a job tell its rank 0 through the job's store, and what rank 0 has to send to
-the service: locations, the last detection of each rank, and the counts of all ranks.
+the service: locations, the last detection of each rank, and the accounts of all ranks.
 
 So only rank 0 connects to the service and needs its token.
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from functools import cache
 from itertools import count
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from perseus_planner.base.wires import Board, Record
+from perseus_planner.runs.account import Account
 from perseus_planner.runs.straggler import StragglerDetection
-from perseus_planner.runtime.telemetry.counters import Counts, common_counts
+from perseus_planner.runs.verdict import of_another_machine, verdict_of
+from perseus_planner.runtime.telemetry.counters import Checkpoint, common_checkpoint
 from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.schemas import Counters
 from perseus_planner.service.sources import straggling_report
@@ -85,13 +88,27 @@ class StoreMessages:
                 detections.append(detection)
         return detections
 
-    def write_counts(self, rank: int, counts: Sequence[Counts]) -> None:
-        """Write the counts of this rank over its earlier ones; one store operation."""
-        self._board.put(f"counts/{rank}", counts)
+    def write_checkpoints(self, rank: int, kept: Sequence[Checkpoint]) -> None:
+        """Write the checkpoints of this rank over its earlier ones; one store operation."""
+        self._board.put(f"counts/{rank}", [told(checkpoint) for checkpoint in kept])
 
-    def counts(self, rank: int) -> tuple[Counts, ...]:
-        """Return the counts of a rank, the newest last; empty if it has written none."""
-        return self._board.get(f"counts/{rank}", tuple[Counts, ...]) or ()
+    def checkpoints(self, rank: int) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints of a rank, the newest last; empty if it has written none."""
+        return self._board.get(f"counts/{rank}", tuple[Checkpoint, ...]) or ()
+
+
+def told(value: Any) -> Any:
+    """Return what is sent of a dataclass: its fields without those that are as by default."""
+    if not is_dataclass(value):
+        return value
+    kind: Any = type(value)
+    default = vars(_default(kind))
+    return {name: told(field) for name, field in vars(value).items() if field != default[name]}
+
+
+@cache
+def _default(kind: Any) -> Any:
+    return kind()
 
 
 TTL_S = 900.0
@@ -162,11 +179,11 @@ class Detections:
 
 
 class JobCounts:
-    """The counts of all ranks since the beginning of this run, added up by rank 0 from time to
+    """The accounts of all ranks since the beginning of this run, added up by rank 0 from time to
     time.
 
     Args:
-        messages: Has the counts of the ranks.
+        messages: Has the checkpoints of the ranks.
         ranks: Number of ranks.
     """
 
@@ -174,6 +191,7 @@ class JobCounts:
         self._messages, self._ranks = messages, ranks
         self._run = uuid4().hex
         self._looked_s = time.monotonic()
+        self._before: Sequence[Account] = [Account()] * ranks
         self._new: Counters | None = None
 
     def update_if_due(self, every_s: float) -> None:
@@ -184,8 +202,11 @@ class JobCounts:
     def update(self) -> None:
         """Read how far all ranks have come; one store operation for each."""
         self._looked_s = time.monotonic()
-        counts = common_counts([self._messages.counts(rank) for rank in range(self._ranks)])
-        self._new = None if counts is None else added_up(self._run, counts)
+        kept = common_checkpoint([self._messages.checkpoints(rank) for rank in range(self._ranks)])
+        if kept is None or kept[0].account.windows == self._before[0].windows:
+            return
+        self._new = added_up(self._run, kept, self._before)
+        self._before = [each.account for each in kept]
 
     def take(self) -> Counters | None:
         """Return the new counts once; None if there are none since the last call."""
@@ -193,26 +214,25 @@ class JobCounts:
         return counters
 
 
-def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
-    """Return the counters of a run from the counts of all its ranks at one iteration.
+def added_up(run: str, ranks: Sequence[Checkpoint], before: Sequence[Account]) -> Counters:
+    """Return the counters of a run from the checkpoints of all its ranks at one iteration.
 
-    An iteration in which a rank does not know its energy is not metered, but the energy of the
-    other ranks in it counts, so that the saving is never overstated.
+    Args:
+        run: Name of the run.
+        ranks: The checkpoints.
+        before: The accounts of the ranks at the iteration before which the verdict does not look.
     """
-    metered = min(rank.metered_iterations for rank in ranks)
     p50_s = [rank.set_p50_s for rank in ranks if rank.set_p50_s is not None]
     p99_s = [rank.set_p99_s for rank in ranks if rank.set_p99_s is not None]
     off_plan_s = [rank.off_plan_since_s for rank in ranks if rank.off_plan_since_s is not None]
-    simulated = any(rank.origin == "simulated" for rank in ranks)
+    recent = {
+        number: rank.account.since(earlier)
+        for number, (rank, earlier) in enumerate(zip(ranks, before, strict=True))
+    }
+    verdict = verdict_of(recent)
     return Counters(
+        **vars(sum((rank.account for rank in ranks), Account())),
         run=run,
-        iterations=min(rank.iterations for rank in ranks),
-        time_s=min(rank.time_s for rank in ranks),
-        metered_iterations=metered,
-        metered_s=min(rank.metered_s for rank in ranks) if metered else 0.0,
-        energy_j=sum(rank.energy_j for rank in ranks) if metered else 0.0,
-        energy_is=("simulated" if simulated else "measured") if metered else None,
-        late_changes=sum(rank.late_changes for rank in ranks),
         ranks=len(ranks),
         following=len(ranks) - len(off_plan_s),
         off_plan_since_s=min(off_plan_s, default=None),
@@ -221,4 +241,6 @@ def added_up(run: str, ranks: Sequence[Counts]) -> Counters:
         gpu_power_limit_w=min(
             (rank.site_limit_w for rank in ranks if rank.site_limit_w is not None), default=None
         ),
+        verdict=None if verdict is None else str(verdict),
+        unlike_plan=of_another_machine(recent, ranks[0].planned_gpu, [rank.gpu for rank in ranks]),
     )

@@ -44,6 +44,7 @@ class AutopilotJob(Checked, prefix="job, "):
     clock_change: ClockChange = field(default_factory=lambda: ClockChange(0.0045, 0.0009))
     gpus_per_stage: Count = 1  #: GPUs of a rank
     gpu: str | None = None  #: the GPU's name
+    control: str = "clock"  #: what `clocks_mhz` are, as `Profile.control`: power limits are watts
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,6 +119,8 @@ class RankObservation(NamedTuple):
     #: seconds in which a GPU of the rank was slowed down by heat or power; such an iteration
     #: teaches nothing.
     throttled_s: float = 0.0
+    #: how many iterations of this rank had a known energy so far, and their joules together.
+    metered: tuple[int, float] = (0, 0.0)
 
 
 def time_at_last_clock(
@@ -186,6 +189,9 @@ class Ledger(Checked, prefix="ledger, "):
     last: int = -1  #: the number of the iteration that was added last; -1 for none
     #: the last ones that were added, up to 16: number, seconds, and whether it ran at full clocks.
     recent: tuple[tuple[int, float, bool], ...] = ()
+    #: a time of more than so many references counts for nothing, unless the one before it was as
+    #: long: it is a pause in an iteration; 0 if there is none.
+    pause: Wait = 0.0
 
     @property
     def is_overdrawn(self) -> bool:
@@ -206,13 +212,22 @@ class Ledger(Checked, prefix="ledger, "):
 
     def _added(self, *iterations: tuple[int, float, bool]) -> Ledger:
         share, owed_s = self.slowdown + self.max_slowdown, self.owed_s
+        before_s = self.recent[-1][1] if self.recent else 0.0
         for _, time_s, full_clocks in iterations:
+            is_pause, before_s = self.is_pause(time_s, before_s), time_s
+            if is_pause:
+                continue
             owed_s += (1.0 - share) * time_s if full_clocks else time_s - share * self.reference_s
             owed_s = max(owed_s, -_CREDIT * self.burst_s)
         ledger = copy(self)  # on the training thread: what was checked is not checked again
         recent = (*self.recent, *iterations)[-_RECENT:]
         ledger.__dict__.update(owed_s=owed_s, last=iterations[-1][0], recent=recent)
         return ledger
+
+    def is_pause(self, time_s: float, before_s: float) -> bool:
+        """Whether an iteration of so many seconds counts for nothing after one of `before_s`."""
+        longest_s = self.pause * self.reference_s
+        return self.pause > 0.0 and before_s <= longest_s < time_s
 
     def renewed(self, terms: Ledger) -> Ledger:
         """Return the ledger that comes with a program, with the iterations added that this rank has

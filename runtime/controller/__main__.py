@@ -10,7 +10,7 @@ import signal
 import sys
 
 from perseus_planner.base.errors import PlannerError
-from perseus_planner.base.processes import WatchedProcess
+from perseus_planner.base.processes import WatchedProcess, report_ready
 from perseus_planner.runtime.controller.protocol import Handshakes
 from perseus_planner.runtime.controller.server import Controller
 
@@ -19,7 +19,10 @@ def main() -> int:
     """Serve the ranks of this node until none is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    options, starter = _parse_options(), WatchedProcess(os.getppid())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks on this node")
+    parser.add_argument("--max-changes-per-s", type=float, required=True, help="of all its GPUs")
+    options, starter = parser.parse_args(), WatchedProcess(os.getppid())
     if os.fork():
         os._exit(0)  # so that the process that started it has no child to wait for
     try:
@@ -28,38 +31,9 @@ def main() -> int:
     except (PlannerError, OSError) as error:
         print(error)
         return 2
-    if _report(f"ready {handshakes.address}\n"):
+    if report_ready(handshakes.address):
         controller.run()
     return 0
-
-
-def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m perseus_planner.runtime.controller", description=__doc__
-    )
-    parser.add_argument("--ranks", type=int, required=True, help="number of ranks on this node")
-    parser.add_argument(
-        "--max-changes-per-s",
-        type=float,
-        required=True,
-        help="rate of the clock changes of all its GPUs together",
-    )
-    return parser.parse_args()
-
-
-def _report(line: str) -> bool:
-    """Write the line, and close the standard streams; return False if nobody reads it."""
-    reader, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-    try:
-        os.write(reader, line.encode())
-    except BrokenPipeError:
-        return False
-    finally:
-        os.close(reader)
-    return True
 
 
 if __name__ == "__main__":

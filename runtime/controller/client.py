@@ -18,16 +18,21 @@ import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections import deque
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from types import TracebackType
+from functools import partial
 
 from perseus_planner.base import errors
 from perseus_planner.base.errors import ControllerLost, GpuError
-from perseus_planner.base.processes import WatchedProcess, child_environment, is_readable
+from perseus_planner.base.loops import in_background
+from perseus_planner.base.processes import (
+    WatchedProcess,
+    end_module,
+    is_readable,
+    start_module,
+)
 from perseus_planner.base.wires import PacketChannel
 from perseus_planner.runtime.controller.protocol import (
     SOCKET_KIND,
@@ -47,17 +52,17 @@ from perseus_planner.runtime.controller.protocol import (
 )
 
 HUNG_S = 10.0
-"""A controller without a sign of life for this long is taken to hang and is killed, so that its
-guardian resets.
+"""A controller without a sign of life for this long is taken to hang and is killed.
 """
 
 DETACH_S = 15.0
 """How long the end of a `with` block waits for the GPU to be reset."""
 
-_CONNECT = struct.pack(
-    "ll", 10, 0
-)  #: seconds and microseconds to wait for the controller to accept
-_ENDED = "the clock controller of this node has ended; its guardian resets the GPUs that it had set"
+#: seconds and microseconds to wait for the controller to accept
+_CONNECT = struct.pack("ll", 10, 0)
+_ENDED = "the clock controller of this node has ended"
+_RESET = "its GPUs are reset"
+_WATCH_S = 1.0  #: between two looks whether this rank has left
 
 
 def start_controller(ranks: int, max_changes_per_s: float, timeout_s: float) -> str:
@@ -74,51 +79,12 @@ def start_controller(ranks: int, max_changes_per_s: float, timeout_s: float) -> 
     Raises:
         GpuError: If it does not become ready.
     """
-    if not sys.executable:
-        raise GpuError(
-            "no clock can be set: sys.executable does not name the Python to start the controller "
-            "with"
-        )
-    package = "perseus_planner.runtime.controller"
-    options = ["--ranks", str(ranks), "--max-changes-per-s", repr(max_changes_per_s)]
-    with subprocess.Popen(
-        [sys.executable, "-m", package, *options],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd="/",  # so that no file system is kept from being unmounted
-        env=child_environment(),
-        start_new_session=True,
-    ) as process:
-        try:
-            assert process.stdout is not None  # PIPE was asked for
-            output = _read_to_end(process.stdout.fileno(), time.monotonic() + timeout_s)
-        except TimeoutError:
-            raise GpuError(
-                f"the clock controller of this node was not ready within {timeout_s:g} s"
-            ) from None
-        finally:
-            # if it is not in the background yet; a controller in the background ends without ranks
-            process.kill()
-    lines = [line for line in output.splitlines() if line.strip()] or [
-        "it ended without any output"
-    ]
-    status, _, address = lines[0].partition(" ")
-    if status != "ready":
-        raise GpuError(
-            f"the clock controller of this node could not be started: {lines[-1].strip()}"
-        )
+    package, rate = "perseus_planner.runtime.controller", repr(max_changes_per_s)
+    options = ("--ranks", str(ranks), "--max-changes-per-s", rate)
+    who = "the clock controller of this node"
+    process, address = start_module(package, *options, who=who, timeout_s=timeout_s)
+    end_module(process)  # which has left the controller in the background
     return address
-
-
-def _read_to_end(descriptor: int, deadline_s: float) -> str:
-    output = b""
-    while is_readable(descriptor, deadline_s - time.monotonic()):
-        data = os.read(descriptor, 65536)
-        if not data:
-            return output.decode(errors="replace")
-        output += data
-    raise TimeoutError
 
 
 class Connection:
@@ -127,6 +93,8 @@ class Connection:
     Attributes:
         memory: Memory shared with the controller. It stays valid while anything refers to it, also
             after `close`.
+        recovery: Becomes the result of `recover` when the controller has ended. A thread of its own
+            waits for that, which needs neither the training nor the job's store.
         request: The first number in it: what this rank wants now, as `marks.clock_request` packs
             it.
 
@@ -142,7 +110,7 @@ class Connection:
         self._owner = os.getpid()
         self._attach_request = attach_request
         self._received: deque[ToRank] = deque()
-        self._is_open = False
+        self._is_open = self._was_lost = False
         self._descriptor: int | None = create_shared_memory()
         shared = SharedRequest(self._descriptor)
         self.memory, self.request, self._alive_ns = shared.memory, shared.request, shared.alive_ns
@@ -163,8 +131,9 @@ class Connection:
         """
         self._received.clear()
         self._channel, pid = _connect(address)
-        self._controller = WatchedProcess(pid)
+        self._controller, watched = WatchedProcess(pid), WatchedProcess(pid)
         self._is_open = True
+        self.recovery = in_background(partial(self._watch, watched), "planner watch")
         self._alive_ns[0] = time.monotonic_ns()
         try:
             self._check_alive()  # so the process that is watched now is the controller
@@ -182,9 +151,15 @@ class Connection:
             ControllerLost: If the controller has ended.
         """
         deadline_s = time.monotonic() + timeout_s
-        while (message := self._wait(deadline_s)) is not None:
-            if (reply := attach_reply(message)) is not None:
-                return reply
+        try:
+            while (message := self._wait(deadline_s)) is not None:
+                if (reply := attach_reply(message)) is not None:
+                    return reply
+        except ControllerLost as error:
+            if not self._is_cut():
+                raise
+            # Another rank's GPU may be set already.
+            raise ControllerLost(f"{error}, and {self.result_of(self.recovery, HUNG_S)}") from None
         raise GpuError(f"the clock controller of this node did not answer within {timeout_s:g} s")
 
     def fileno(self) -> int:
@@ -216,8 +191,7 @@ class Connection:
         return (time.monotonic_ns() - self._alive_ns[0]) / 1e9
 
     def kill(self) -> None:
-        """Kill a controller that hangs, so that its guardian resets the GPUs; harmless if it has
-        ended.
+        """Kill a controller that hangs, so that the GPUs can be reset; harmless if it has ended.
 
         Raises:
             GpuError: If this process has no permission to.
@@ -225,9 +199,8 @@ class Connection:
         try:
             if self._controller.descriptor is not None:
                 signal.pidfd_send_signal(self._controller.descriptor, signal.SIGKILL)
-            elif (
-                self._is_open and not self._is_cut()
-            ):  # its number is not reused while its end of the socket is open
+            # Its number is not reused while its end of the socket is open.
+            elif self._is_open and not self._is_cut():
                 os.kill(self._controller.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
@@ -236,33 +209,80 @@ class Connection:
                 f"the clock controller, process {self._controller.pid}, cannot be killed: end it"
             ) from None
 
+    def recover(self) -> str:
+        """Reset what a controller that has ended has left set on this node, unless its guardian
+        has.
+
+        Returns:
+            What was found, to follow "the controller has ended, and".
+
+        Raises:
+            GpuError: If a GPU stays locked.
+        """
+        from perseus_planner.gpu.lease.lease import recover  # seldom needed
+
+        self._was_lost = True
+        recoveries = recover(is_fresh=True)
+        locked = [f"{left.record.gpu} ({left.problem})" for left in recoveries if left.problem]
+        if locked:
+            raise GpuError(f"still locked: {'; '.join(locked)}; run `planner reset`")
+        by_this = ", ".join(left.record.gpu for left in recoveries)
+        return f"rank {self._attach_request.rank} has reset {by_this}" if by_this else _RESET
+
+    def result_of(self, recovery: Future[str], timeout_s: float) -> str:
+        """Return what `recover` returns, or raises, for a message; limited in time."""
+        if wait([recovery], timeout_s).done:
+            return str(recovery.exception() or recovery.result())
+        return (
+            f"its process, {self._controller.pid}, or the driver does not answer, so that GPUs may "
+            "stay locked: kill it, then run `planner reset`"
+        )
+
+    def _watch(self, controller: WatchedProcess) -> str:
+        """Wait for the end of the controller, and recover; end without if this rank leaves."""
+        while not controller.has_ended():
+            if not self._is_open:
+                break
+            if controller.descriptor is None:
+                time.sleep(_WATCH_S)
+            else:
+                is_readable(controller.descriptor, _WATCH_S)
+        controller.close()
+        return self.recover() if self._is_open else _RESET
+
     def detach(self, timeout_s: float) -> str | None:
         """Have this rank's GPU reset, and close; return the problem if that fails.
 
         `messages` still returns what the controller sent before.
         """
-        if not self._is_open or os.getpid() != self._owner:
+        if os.getpid() != self._owner:
             self.close()
             return None
+        problem = None
         try:
-            self._received.extend(self.messages())  # makes room in the socket
-            self._send(DetachRequest())
-            deadline_s = time.monotonic() + timeout_s
-            while (message := self._wait(deadline_s)) is not None:
-                if isinstance(message, DetachReply):
-                    return message.problem
-                self._received.append(message)
+            if self._is_open:
+                problem = self._detach(timeout_s)
         except GpuError as error:
-            return str(error)
-        else:
-            return (
-                f"the clock controller of this node has not reset this GPU within {timeout_s:g} s"
-            )
-        finally:
             if self.age_s() > HUNG_S:
                 with suppress(GpuError):
                     self.kill()
-            self.close()
+            problem = f"{error}, and {self.result_of(self.recovery, timeout_s)}"
+        if self._was_lost:  # what it left may not have been reset then
+            self.result_of(in_background(self.recover, "planner recovery"), timeout_s)
+        self.close()
+        return problem
+
+    def _detach(self, timeout_s: float) -> str | None:
+        self._received.extend(self.messages())  # makes room in the socket
+        self._send(DetachRequest())
+        deadline_s = time.monotonic() + timeout_s
+        while (message := self._wait(deadline_s)) is not None:
+            if isinstance(message, DetachReply):
+                return message.problem
+            self._received.append(message)
+        raise GpuError(
+            f"the clock controller of this node has not reset this GPU within {timeout_s:g} s"
+        )
 
     def disconnect(self) -> None:
         """Close the socket; the controller then resets the GPU, unless a child has the socket too.
@@ -284,12 +304,7 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Detach; call `detach` yourself to learn about problems."""
         self.detach(DETACH_S)
 

@@ -27,7 +27,7 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.scheduler import RESET
-from perseus_planner.runtime.marks import NO_REQUEST, parse_clock_request
+from perseus_planner.runtime.marks import NO_REQUEST, is_turned, parse_clock_request
 
 if TYPE_CHECKING:
     from perseus_planner.base.wires import PacketChannel
@@ -148,12 +148,12 @@ class Rank:
         request = self.shared.request[0]
         if request == self._request:
             return None
-        self._request = request
+        is_again, self._request = is_turned(request, self._request), request
         position, value = parse_clock_request(request)
         if position is None:
             return ClockRequest(None, RESET, (), is_new_iteration=False)
         before, self._position = self._position, position
-        is_new_iteration = before is not None and position < before
+        is_new_iteration = before is not None and (position < before or is_again)
         passed = range(0 if before is None or is_new_iteration else before + 1, position)
         skipped = (
             [
@@ -321,7 +321,7 @@ class LeaseGroup:
         return None
 
 
-def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuInUse]:
+def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuError]:
     """Return an error for each rank whose GPU is also the GPU of another rank."""
     by_uuid: dict[str, list[Rank]] = {}
     for rank in ranks:

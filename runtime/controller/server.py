@@ -159,14 +159,8 @@ class Controller:
 
     def _add(self, rank: Rank, now_ns: int) -> None:
         if len(self._ranks()) >= self._count:
-            number = rank.attach_request.rank
-            rank.refuse(
-                GpuError(
-                    f"all {self._count} ranks of this node have attached; rank {number} is one too "
-                    "many"
-                )
-            )
-            rank.close()
+            number, count = rank.attach_request.rank, f"all {self._count} ranks of this node"
+            _turn_away(rank, GpuError(f"{count} have attached; rank {number} is one too many"))
             return
         self._waiting.append(rank)
         self._first_ns = now_ns if self._first_ns is None else self._first_ns
@@ -193,8 +187,8 @@ class Controller:
             self._reject(rank, f"a rank does not send {type(message).__name__} at this point")
 
     def _reject(self, rank: Rank, reason: str) -> None:
-        number = rank.attach_request.rank
-        rank.refuse(GpuError(f"the clock controller does not understand rank {number}: {reason}"))
+        who = f"rank {rank.attach_request.rank}"
+        rank.refuse(GpuError(f"the clock controller does not understand {who}: {reason}"))
         self._detach(rank)
 
     def _is_complete(self, now_ns: int) -> bool:
@@ -211,31 +205,26 @@ class Controller:
         self._has_leased = True
         self._write_sign_of_life()
         waiting, self._waiting = self._waiting, []
-        ranks = [rank for rank in waiting if _can_open(rank)]
-        errors = shared_gpu_errors([*self._attached, *ranks])
-        for rank in ranks:
-            if rank in errors:
-                _turn_away(rank, errors[rank])
-        ranks = [rank for rank in ranks if rank not in errors]
+        opened = [rank for rank in waiting if _is_open(rank)]
+        errors = shared_gpu_errors([*self._attached, *opened])
+        ranks = [rank for rank in opened if rank not in errors]
         try:
             group = LeaseGroup(ranks)
         except GpuError as error:
-            for rank in ranks:
-                _turn_away(rank, error)
-            return
-        for rank in ranks:
-            self._attach(rank, group)
-
-    def _attach(self, rank: Rank, group: LeaseGroup) -> None:
-        self._attached[rank] = group
-        self._scheduler.add(rank)
-        try:
-            rank.attach()
-        except GpuError as error:
-            rank.refuse(error)
-            self._detach(rank)
-            return
-        rank.sample(time.monotonic_ns(), 0)
+            errors |= dict.fromkeys(ranks, error)
+        for rank in opened:
+            if rank in errors:
+                _turn_away(rank, errors[rank])
+                continue
+            self._attached[rank] = group
+            self._scheduler.add(rank)
+            try:
+                rank.attach()
+            except GpuError as error:
+                rank.refuse(error)
+                self._detach(rank)
+            else:
+                rank.sample(time.monotonic_ns(), 0)
 
     def _look_at_requests(self, now_ns: int) -> None:
         for rank in self._attached:
@@ -328,13 +317,9 @@ class Controller:
     def _end(self, reason: str) -> None:
         """Reset all GPUs, tell all ranks, and end."""
         self._is_over = True
-        problems = [
-            problem
-            for group in set(self._attached.values())
-            if (problem := group.release()) is not None
-        ]
+        problems = [group.release() for group in set(self._attached.values())]
         for rank in self._ranks():
-            rank.fail(reason, "; ".join(problems) or None)
+            rank.fail(reason, "; ".join(filter(None, problems)) or None)
             rank.close()
         self._waiting, self._attached = [], {}
 
@@ -356,7 +341,7 @@ def _has_ended(process: WatchedProcess, ready: set[int], is_poll_due: bool) -> b
     )
 
 
-def _can_open(rank: Rank) -> bool:
+def _is_open(rank: Rank) -> bool:
     """Open the GPU of a rank; turn the rank away and return False if that fails."""
     try:
         rank.open()

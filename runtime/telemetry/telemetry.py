@@ -1,49 +1,46 @@
 """Measures the iterations of a rank: one record for each, from its marks and from the messages of
 the controller.
 
-An iteration is complete once the GPU was sampled after its end, which happens when the next
-iteration begins; without a sample it is given up after a few iterations. The energy counter of a
-GPU moves in steps, of about 100 ms on NVIDIA's. The energy of one iteration is accurate if
-iterations are much longer than that; the mean over many always is.
+An iteration is complete once the next one has ended and the GPU was sampled after its begin, so
+that the window of the first one is known; without a sample it is given up after a few iterations.
+The energy counter of a GPU moves in steps, of about 100 ms on NVIDIA's. The energy of one iteration
+is accurate if iterations are much longer than that; the mean over many always is.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from perseus_planner.runs.account import Account
 from perseus_planner.runs.records import (
-    ChangeStatistics,
     ClockSample,
     ComputationRecord,
     IterationRecord,
     SetCall,
+    change_statistics,
     match_changes,
 )
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.controller.protocol import (
     AttachReply,
     ControlChange,
     GpuSample,
     ToRank,
 )
-from perseus_planner.runtime.telemetry.counters import (
-    Counts,
-    IterationCounter,
-    RunRecorder,
-    is_pause,
-)
+from perseus_planner.runtime.telemetry.counters import Checkpoint, Checkpoints, RunRecorder
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
-    from perseus_planner.runtime.hook import RankProgram
+    from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.marks import IterationTimes
 
 
@@ -180,23 +177,23 @@ class Telemetry:
             )
         self._iterations: tuple[IterationRecord, ...] = ()
         self._computations: deque[tuple[ComputationRecord, ...]] = deque(maxlen=_KEPT)
-        self._ended: deque[tuple[int, RankProgram | None, str | None]] = deque(maxlen=capacity)
+        self._ended: deque[tuple[int, Program | None, str | None]] = deque(maxlen=capacity)
         self._times: deque[IterationTimes] = deque()
         self._samples = GpuSamples()
-        self._counter = IterationCounter()
+        self._checkpoints = Checkpoints(is_first=rank == 0)
         self._changes: deque[ControlChange] = deque(maxlen=_MAX_CHANGES)
         self._in_force: int | None = None  #: value that was set before the first of the changes
-        self._origin: str | None = None
+        self._gpu: AttachReply | None = None
         self._since_epoch_ns = offset_ns()
         # Of the previous iteration:
-        self._program: RankProgram | None = None
+        self._program: Program | None = None
         self._is_at_full_clocks = False
         self._at_full_j: deque[float] = deque(
             maxlen=_FULL
         )  #: energies of the last iterations at full clocks
+        self._unlocked, self._is_unlocked = Account(), True  #: before a clock was first requested
         self._has_deviated = False  #: whether the engine ran something that is not in the program
         self._requested_ns = 0  #: when the first clock of the next iteration was requested
-        self._end_ns: int | None = None
 
     @property
     def iterations(self) -> tuple[IterationRecord, ...]:
@@ -213,21 +210,21 @@ class Telemetry:
         """Power limit of the GPU, watts, if something else than the planner has set it below the
         default.
         """
-        return self._counter.site_limit_w
+        return self._checkpoints.site_limit_w
 
     @property
-    def counts(self) -> tuple[Counts, ...]:
-        """What was counted since training began, at a few of the last iterations; may be read by
-        any thread.
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The accounts since training began, at a few of the last iterations; may be read by any
+        thread.
         """
-        return self._counter.checkpoints
+        return self._checkpoints.kept
 
     def on_status(self, status: AutopilotStatus) -> None:
         """Record what the autopilot knows; called on rank 0."""
         if self._recorder is not None:
             self._recorder.take_status(status)
 
-    def on_end(self, iteration: int, program: RankProgram | None, deviation: str | None) -> None:
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         """See `ProgramSource.on_end`."""
         self._ended.append((iteration, program, deviation))
 
@@ -242,18 +239,18 @@ class Telemetry:
             self._take(message)
         self._times.extend(times)
         records = []
-        while self._times and (len(self._times) > _PATIENCE or self._is_complete(self._times[0])):
+        while len(self._times) > 1 and (len(self._times) > _PATIENCE or self._is_complete()):
             records.append(self._finish(self._times.popleft()))
         if self._recorder is not None:
             self._recorder.write_if_due()
         return records
 
     def close(self) -> list[IterationRecord]:
-        """Return the iterations that were still waiting for a sample, and write everything that
-        is left to write.
+        """Return the iterations that were still waiting for the next one or for a sample, and
+        write everything that is left to write.
         """
         records = [self._finish(self._times.popleft()) for _ in range(len(self._times))]
-        self._counter.close()
+        self._checkpoints.keep()
         if self._recorder is not None:
             self._recorder.close(self.computations)
         return records
@@ -263,12 +260,13 @@ class Telemetry:
             self._changes.append(message)
         elif isinstance(message, GpuSample):
             self._samples.add(message)
-            self._counter.site_limit_w = message.site_limit_w
+            self._checkpoints.site_limit_w = message.site_limit_w
         elif isinstance(message, AttachReply):
-            self._origin = message.origin
+            self._gpu = message
 
-    def _is_complete(self, times: IterationTimes) -> bool:
-        is_sampled = self._samples.first_after(times.end_ns) is not None
+    def _is_complete(self) -> bool:
+        times, following = self._times[0], self._times[1]
+        is_sampled = self._samples.first_after(following.begin_ns) is not None
         return is_sampled and bool(self._ended) and self._ended[-1][0] >= times.number
 
     def _finish(self, times: IterationTimes) -> IterationRecord:
@@ -290,7 +288,9 @@ class Telemetry:
         record = self._record(
             times, program, deviation or (_UNCLOCKED if is_unclocked else None), computations
         )
-        self._count(times, record)
+        record = self._compared(record, program)
+        plan = None if program is None else program.plan
+        self._checkpoints.add(record, None if plan is None else plan.gpu)
         self._prepare_next(times, program, has_deviated=has_deviated, was_unclocked=is_unclocked)
         self._iterations = (*self._iterations, record)[-self._capacity :]
         if computations:
@@ -299,16 +299,7 @@ class Telemetry:
             self._recorder.add(record, program, self.computations)
         return record
 
-    def _count(self, times: IterationTimes, record: IterationRecord) -> None:
-        begin_ns = times.begin_ns
-        if self._end_ns is not None and not is_pause(
-            (begin_ns - self._end_ns) / 1e9, record.time_s
-        ):
-            begin_ns = self._end_ns
-        energy_j = self._samples.energy_j(begin_ns, times.end_ns)
-        self._counter.add(record, (times.end_ns - begin_ns) / 1e9, energy_j)
-
-    def _take_ended(self, number: int) -> tuple[RankProgram | None, str | None]:
+    def _take_ended(self, number: int) -> tuple[Program | None, str | None]:
         """Return the program and the deviation of an iteration, and forget those before it."""
         while self._ended and self._ended[0][0] < number:
             self._ended.popleft()
@@ -318,9 +309,11 @@ class Telemetry:
         return program, deviation
 
     def _match_computations(
-        self, times: IterationTimes, program: RankProgram, *, is_unclocked: bool
+        self, times: IterationTimes, program: Program, *, is_unclocked: bool
     ) -> tuple[ComputationRecord, ...]:
-        is_requested = not is_unclocked and program.control != "observed"
+        is_requested = not is_unclocked and not (
+            program.plan is not None and program.plan.control == "observed"
+        )
         return match_changes(
             times.number,
             program.computations,
@@ -353,28 +346,31 @@ class Telemetry:
     def _record(
         self,
         times: IterationTimes,
-        program: RankProgram | None,
+        program: Program | None,
         deviation: str | None,
         computations: Sequence[ComputationRecord],
     ) -> IterationRecord:
         after = self._samples.first_after(times.end_ns)
-        planned_s = baseline_j = None
+        planned_busy_s = baseline_j = None
         energy_j = self._samples.energy_j(times.begin_ns, times.end_ns)
+        next_ns = self._next_ns(times)
+        between_j = None if next_ns is None else self._samples.energy_j(times.end_ns, next_ns)
+        time_s = (times.end_ns - times.begin_ns) / 1e9
         plan = None if program is None else program.plan
         if plan is not None and deviation is None:
             gpus = len(plan.schedule.ranks) * plan.gpus_per_stage
-            baseline_j = plan.baseline_j((times.end_ns - times.begin_ns) / 1e9) / gpus
-            planned_s = math.fsum(
+            baseline_j = plan.baseline_j(time_s) / gpus
+            planned_busy_s = math.fsum(
                 plan.measurement(record.computation).time_s for record in computations
             )
-        elif isinstance(program, AutopilotProgram) and deviation is None:
+        elif program is not None and plan is None and deviation is None:
             if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:
                 self._at_full_j.append(energy_j)
             self._is_at_full_clocks = program.decision == 0
-            planned_s = program.busy_s
+            planned_busy_s = program.busy_s
             baseline_j = fmean(self._at_full_j) if self._at_full_j else None
         return IterationRecord(
-            **vars(ChangeStatistics.of(computations)),
+            **change_statistics(computations),
             iteration=times.number,
             version=None if program is None or plan is None else program.version,
             pipeline=self._pipeline,
@@ -382,26 +378,57 @@ class Telemetry:
             begin_s=self._epoch_s(times.begin_ns),
             end_s=self._epoch_s(times.end_ns),
             busy_s=sum(end_ns - begin_ns for begin_ns, end_ns in times.spans_ns) / 1e9,
-            planned_busy_s=planned_s,
+            planned_s=None if plan is None or deviation is not None else plan.time_s,
+            planned_busy_s=planned_busy_s,
             energy_j=energy_j,
             baseline_j=baseline_j,
             temperature_c=None if after is None else after.temperature_c,
             throttled_s=self._samples.throttled_s(times.begin_ns, times.end_ns),
             deviation=deviation,
-            origin=self._origin,
+            origin=None if self._gpu is None else self._gpu.origin,
+            next_s=None if next_ns is None else self._epoch_s(next_ns),
+            between_j=between_j,
+            host_load=os.getloadavg()[0] / (os.cpu_count() or 1),
+            gpu=None if self._gpu is None else self._gpu.name or None,
         )
+
+    def _next_ns(self, times: IterationTimes) -> int | None:
+        """Return when the next iteration began; None for the last one, and if the next was not
+        kept.
+        """
+        if not self._times or self._times[0].number != times.number + 1:
+            return None
+        return max(self._times[0].begin_ns, times.end_ns)
+
+    def _compared(self, record: IterationRecord, program: Program | None) -> IterationRecord:
+        """Return the record with what a window as long took before a clock was first requested."""
+        window, usual = Account.of(record, is_first=False), self._unlocked
+        self._is_unlocked = self._is_unlocked and program is None
+        if self._is_unlocked:
+            # The very first iteration is not typical.
+            if self._iterations and window.metered_s == window.gpu_s:
+                self._unlocked += window
+            return record
+        if not usual.windows:
+            return record
+        plan = None if program is None else program.plan
+        waiting_w = (
+            0.0 if plan is None else plan.rank_waiting_w[self._pipeline_rank] / plan.gpus_per_stage
+        )
+        longer_s = max(0.0, window.gpu_s - usual.gpu_s / usual.windows)
+        return replace(record, unlocked_j=usual.energy_j / usual.windows + waiting_w * longer_s)
 
     def _prepare_next(
         self,
         times: IterationTimes,
-        program: RankProgram | None,
+        program: Program | None,
         *,
         has_deviated: bool,
         was_unclocked: bool,
     ) -> None:
         """Keep what the next iteration needs, by the rules of the hook, and forget the rest."""
         spans_ns = times.spans_ns or ((times.begin_ns, times.end_ns),)
-        self._program, self._has_deviated, self._end_ns = program, has_deviated, times.end_ns
+        self._program, self._has_deviated = program, has_deviated
         self._requested_ns = times.end_ns if was_unclocked else spans_ns[-1][1]
         middle_ns = sum(spans_ns[-1]) // 2
         while self._changes and self._changes[0].seen_ns < middle_ns:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import sys
 import weakref
@@ -18,11 +17,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.engines import parts_of, wrap_training
+from perseus_planner.engines.engine import are_same
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from perseus_planner.runtime.whole.session import IterationRuntime
+    from perseus_planner.runtime.runtime import Runtime
 
 _MOST_STEPS = 100
 """So many steps of other optimizers mean that the first one no longer trains."""
@@ -43,7 +43,7 @@ class UnmodifiedTraining:
     def __init__(self) -> None:
         self._process: int | None = None  #: that has trained
         self._parts: Sequence[Any] = ()  #: of the engine that has the runtime
-        self._iterations: IterationRuntime | None = None  #: without an engine
+        self._iterations: Runtime | None = None  #: without an engine
         self._optimizer: Callable[[], Any] = lambda: None  #: whose steps end the iterations
         self._steps = 0  #: of other optimizers since
         self._runtime = ExitStack()
@@ -64,7 +64,7 @@ class UnmodifiedTraining:
             if self._attach(engine) is not None:
                 self._parts = parts
             return bool(self._parts)
-        if self._parts and self._process == os.getpid() and not _are_same(parts, self._parts):
+        if self._parts and self._process == os.getpid() and not are_same(parts, self._parts):
             self._parts = ()
             self._runtime.close()
             _say(
@@ -102,8 +102,8 @@ class UnmodifiedTraining:
         """Enter the runtime; return it, or None if it cannot be entered, or the script does so
         itself.
         """
-        self._process = os.getpid()
-        if _SESSION in sys.modules:
+        is_first, self._process = self._process is None, os.getpid()
+        if is_first and _SESSION in sys.modules:
             return None
         try:
             from perseus_planner.runtime import planner_runtime
@@ -127,9 +127,12 @@ class UnmodifiedTraining:
             error = getattr(
                 sys, "last_value", None
             )  # what ends this process, if it is an exception
-            self._runtime.__exit__(
-                type(error) if error else None, error, error.__traceback__ if error else None
-            )
+            try:
+                self._runtime.__exit__(
+                    type(error) if error else None, error, error.__traceback__ if error else None
+                )
+            except Exception as problem:  # Python would print where it comes from
+                _LOG.warning("planner: %s", problem or repr(problem))
 
 
 def _is_on_a_gpu(optimizer: Any) -> bool:
@@ -157,10 +160,6 @@ def _show_log() -> None:
         _LOG.addHandler(logging.StreamHandler())
         _LOG.setLevel(logging.INFO)
         _LOG.propagate = False  # the script may still decide, and would print all twice
-
-
-def _are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(parts) == len(others) and all(map(operator.is_, parts, others))
 
 
 def _say(problem: str) -> None:

@@ -76,6 +76,29 @@ def test_an_energy_counter_in_a_wrong_unit_is_not_used_and_clocks_can_be_reset(a
         gpu.reset_clocks()
 
 
+def test_a_binding_before_rocm_6_3_is_to_be_updated_and_clocks_can_be_reset(
+    amd: AmdStandIn,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    import amdsmi
+
+    energy, clock = {"power": 1.0, "counter_resolution": 15.3}, {"cur_clk": 2100, "max_clk": 2100}
+    monkeypatch.setattr(amdsmi, "amdsmi_get_energy_count", lambda _: energy)
+    monkeypatch.setattr(amdsmi, "amdsmi_get_clock_info", lambda *_: clock)
+    with open_gpu("amd:0") as gpu:
+        for read, what, name in (
+            (gpu.energy_j, "energy counter", "energy_accumulator"),
+            (gpu.clock_mhz, "graphics clock", "clk"),
+        ):
+            with pytest.raises(GpuNotSupported) as caught:
+                read()
+            assert str(caught.value) == (
+                f"amd:{UUIDS[0]}: cannot read its {what}: amdsmi names no {name!r}, as before ROCm "
+                "6.3; update ROCm"
+            )
+        gpu.reset_clocks()
+
+
 def test_a_monitor_measures_all_gpus_where_there_are_none_of_nvml(amd: AmdStandIn, monkeypatch):  # noqa: F811
     monkeypatch.setenv("PLANNER_NVML_LIBRARY", "/missing/libnvidia-ml.so.1")
     with Monitor() as monitor, monitor.window() as window:

@@ -121,7 +121,7 @@ def test_a_cuda_driver_that_does_not_start_is_said(
 ):
     cuda(*DIGITS)
     monkeypatch.setenv("FAKE_CUDA_INIT", "803")
-    said = r"cuda:0: the CUDA driver returns error 803 from cuInit.*; check that `nvidia-smi`"
+    said = r"cuda:0: the CUDA driver returns error 803 .* from cuInit.*; check that `nvidia-smi`"
     check_refused("cuda:0", GpuError, said)
 
 

@@ -427,6 +427,39 @@ def test_a_folder_that_is_none_is_refused(gpus, nvml: StandIn, state: Path, kind
         assert list((state.parent / "real").iterdir()) == []
 
 
+IN_A_FULL_FOLDER = """
+from perseus_planner.base.errors import GpuError
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.lease.lease import lease_gpus
+
+for text in ("nvml:0", "emulated:a100-sxm/0"):
+    try:
+        with open_gpu(text) as gpu, lease_gpus([gpu]):
+            print("leased")
+    except GpuError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("room", ["size=16k", "nr_inodes=3"])
+def test_a_full_state_folder_is_said(nvml: StandIn, state: Path, room: str):
+    state.mkdir()
+    fill = 'mount -t tmpfs -o "$0" none "$PLANNER_STATE_DIR" || exit 99; '
+    fill += 'head -c 64k /dev/zero > "$PLANNER_STATE_DIR/full"; exec "$@"'
+    found = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", fill, room, sys.executable, "-c", IN_A_FULL_FOLDER],
+        env=nvml.environment() | {"PLANNER_STATE_DIR": str(state)},
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode in (1, 99) and not found.stdout:
+        pytest.skip("this process may not mount a file system")
+    lines = found.stdout.splitlines()
+    assert len(lines) == 2, found
+    assert "cannot be written: No space left on device; make room there, or name ano" in lines[0]
+    assert lines[1].endswith(": No space left on device; check PLANNER_STATE_DIR")
+
+
 def test_reading_records_makes_no_folder(state: Path):
     assert (stale_records(), recover()) == ((), ())
     assert not state.exists()

@@ -91,6 +91,11 @@ def test_every_error_of_every_function_says_what_to_do(nvml: StandIn, function: 
             assert isinstance(outcome[method], kind), (code, method, outcome[method])
 
 
+def test_a_library_that_calls_a_question_invalid_is_asked_in_another_way(nvml: StandIn):
+    nvml.fail("nvmlDeviceGetFieldValues", 2)
+    assert not failed(exercised("nvml:0"))
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_success_without_an_answer_is_never_a_reading(nvml: StandIn, function: str):
     nvml.add("* throttle 0x40")

@@ -172,35 +172,6 @@ def test_what_cannot_be_opened_is_refused_with_what_can(which: str, wrong: str |
 # Setting
 
 
-@pytest.mark.parametrize(("clock_mhz", "nearest"), [(1000, 1005), (1500, 1410), (0, 210)])
-def test_an_unsupported_clock_is_refused_with_the_nearest(clock_mhz: int, nearest: int):
-    gpu = SimulatedGpu(A100)
-    with pytest.raises(
-        GpuError,
-        match=f"lock its SM clock at {clock_mhz} MHz; the nearest supported clock is {nearest} MHz",
-    ):
-        gpu.set_clock_mhz(clock_mhz)
-    assert gpu.locked_mhz is None
-
-
-@pytest.mark.parametrize("limit_w", [99.0, 401.0, math.nan])
-def test_a_power_limit_out_of_range_is_refused_with_the_range(limit_w: float):
-    gpu = SimulatedGpu(A100)
-    with pytest.raises(
-        GpuError, match=f"cannot set its power limit to {limit_w:g} W; choose 100 to 400 W"
-    ):
-        gpu.set_power_limit_w(limit_w)
-    assert gpu.power_limit_w() == 400.0
-
-
-def test_a_power_limit_holds_until_it_is_reset():
-    gpu = SimulatedGpu(A100)
-    gpu.set_power_limit_w(250.0)
-    assert gpu.power_limit_w() == 250.0
-    gpu.reset_power_limit()
-    assert gpu.power_limit_w() == 400.0
-
-
 def test_without_a_lock_the_highest_clock_runs():
     gpu = SimulatedGpu(A100, options=EXACT)
     gpu.set_clock_mhz(210)

@@ -212,5 +212,6 @@ def test_rows_that_are_measured_again_are_merged_by_their_windows():
 def test_the_first_clocks_are_those_of_a_sweep_without_a_goal():
     plain, goal = swept(replace(GOAL, saving_within=None))[0], swept(GOAL)[0]
     assert len(goal) > 6
-    assert plain[: len(goal) - 1] == goal[: len(plain) - 1]
+    common = min(len(plain), len(goal)) - 1  # each ends with the top clock
+    assert plain[:common] == goal[:common]
     assert next_setting(A100.clocks_mhz, {"F": {}, "B": {}}, 80.0) == plain[0]

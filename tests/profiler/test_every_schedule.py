@@ -27,11 +27,12 @@ def check(results: Results, names: list[str], folder: Path) -> None:
         assert list(rank) == names
         for name, found in rank.items():
             timed = found.pop("timed")
-            assert timed == (["F"] if name in SPLIT else ["FB"]), (
+            assert timed == (["F"] if name.partition("+")[0] in SPLIT else ["FB"]), (
                 "the times in training that repetitions are compared with"
             )
             assert found == {
                 "planned": True,
+                "equal": True,
                 "deviations": [None, None],
                 "problem": None,
                 "warnings": [],
@@ -53,23 +54,54 @@ def test_stages_that_one_simulated_gpu_measured_can_share_a_rank() -> None:
     solve(profile, "interleaved-1f1b", microbatches=2, virtual_stages=2)
 
 
-def test_torch(tmp_path: Path) -> None:
-    check(
-        results_of("profile_programs:torch_schedules", 2, tmp_path, *TORCH), list(TORCH), tmp_path
-    )
+@pytest.mark.parametrize(
+    ("degree", "names"),
+    [
+        (1, [*TORCH]),
+        (2, ["1f1b+ddp"]),
+        pytest.param(
+            2,
+            ["1f1b+fsdp", "1f1b+fsdp-again", "interleaved-1f1b+fsdp", "dualpipe-v+synced"],
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_torch(degree: int, names: list[str], tmp_path: Path) -> None:
+    """Replicas reduce gradients, hold each other's weights, and wait for each other in forwards and
+    backwards.
+    """
+    results = results_of("profile_programs:torch_schedules", 2 * degree, tmp_path, *names)
+    check(results, names, tmp_path)
 
 
 @pytest.mark.soak  # project/test_examples.py profiles, plans and trains once
-def test_deepspeed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_deepspeed(degree: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     results = results_of(
-        "profile_programs:deepspeed_engine", 2, tmp_path, imports=["deepspeed.pipe"]
+        "profile_programs:deepspeed_engine",
+        2 * degree,
+        tmp_path,
+        str(degree),
+        imports=["deepspeed.pipe"],
     )
     check(results, ["1f1b"], tmp_path)
 
 
 @pytest.mark.soak  # project/test_examples.py profiles, plans and trains once
-def test_megatron(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("degree", "names"),
+    [
+        (1, ["1f1b", "interleaved-1f1b", "groups of 4"]),
+        (2, ["1f1b", "interleaved-1f1b", "experts"]),
+    ],
+)
+def test_megatron(degree: int, names: list[str], tmp_path: Path) -> None:
+    """Replicas share the optimizer, which gathers weights in forwards and reduces gradients in
+    backwards; the loss reduces its report.
+    """
     pytest.importorskip("megatron.core")
-    results = results_of("profile_programs:megatron_models", 2, tmp_path, imports=["tiny_gpt"])
-    check(results, ["1f1b", "interleaved-1f1b", "groups of 4"], tmp_path)
+    results = results_of(
+        "profile_programs:megatron_models", 2 * degree, tmp_path, str(degree), imports=["tiny_gpt"]
+    )
+    check(results, names, tmp_path)

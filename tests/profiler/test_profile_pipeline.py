@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -46,15 +47,6 @@ def test_all_stages_have_the_kinds_of_the_schedule(
     assert (profile.origin, profile.control) == ("simulated", "observed")
 
 
-def test_only_one_of_several_replicas_measures(tmp_path: Path) -> None:
-    everyone = ranks("replicas", 4, tmp_path)
-    assert [each.stdout for each in everyone] == ["True\n", "False\n", "False\n", "False\n"], (
-        everyone
-    )
-    profile = Profile.load(tmp_path / "profile.yaml")
-    assert (profile.stages, profile.gpus_per_stage) == (2, 1)
-
-
 def test_recording_keeps_the_inputs_of_one_microbatch_and_never_the_output_of_a_stage(
     tmp_path: Path,
 ) -> None:
@@ -78,13 +70,40 @@ def test_stages_that_cannot_be_measured_end_the_profiling_and_not_the_training(
     tmp_path: Path,
 ) -> None:
     problem = (
-        "a stage is sharded over its replicas (FSDP), so that it cannot be measured on one of "
-        "them; profile the pipeline without FSDP"
+        "a stage is sharded by FullyShardedDataParallel, which keeps its place in the iteration "
+        "and reduces gradients in every backward, so that none can be repeated; shard it with "
+        "fully_shard, or profile it without sharding"
     )
     first, second = ranks("sharded", 2, tmp_path)
     assert [each.code for each in (first, second)] == [0, 0], (first.stderr, second.stderr)
     assert [json.loads(each.stdout) for each in (first, second)] == [[True, problem, False]] * 2
     assert [problem in each.stderr for each in (first, second)] == [True, False]
+
+
+STUCK = (
+    r"rank 1 repeats one computation for over 1 s \(rank 1 at .*rank_programs\.py:\d+ forward.*"
+    r"\); a stage whose computations wait for another stage cannot be measured; if they only take "
+    r"long, allow more with SweepSettings\(repetition_s=\)\n"
+)
+
+
+def test_a_repetition_that_takes_too_long_ends_the_profiling_and_not_the_training(
+    tmp_path: Path,
+) -> None:
+    first, second = ranks("stuck", 2, tmp_path, "long")
+    assert (first.code, second.code) == (0, 0), (first.stderr, second.stderr)
+    assert first.stdout == second.stdout
+    assert re.fullmatch(STUCK, first.stdout), first.stdout
+    assert first.stderr == f"the pipeline was not profiled: {first.stdout}"
+
+
+def test_a_repetition_that_never_comes_back_ends_the_training_and_never_hangs(
+    tmp_path: Path,
+) -> None:
+    first, second = ranks("stuck", 2, tmp_path, "for ever")
+    assert first.code == 2
+    assert re.fullmatch(STUCK, first.stderr), first.stderr
+    assert second.code in (1, 2), "it never leaves, or the rank that left has closed its connection"
 
 
 def test_a_block_without_an_iteration_ends_with_one_message(tmp_path: Path) -> None:

@@ -369,6 +369,38 @@ def test_a_group_takes_the_time_of_its_slowest_gpu_and_the_energy_of_all():
     assert row.energy_j == pytest.approx(47.0, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("times_s", "slow", "time_s"),
+    [
+        pytest.param([0.05, 0.06], {1: 0.2}, 0.06, id="of two neither is known to be right"),
+        pytest.param([0.05, 0.05, 0.06], {2: 0.2}, 0.05, id="a straggler is left out"),
+        pytest.param([0.05, 0.0502, 0.0504], {}, 0.0504, id="sound GPUs differ"),
+        pytest.param([0.04, 0.05, 0.06, 0.07], {}, 0.07, id="as far apart as all are"),
+    ],
+)
+def test_replicas_give_the_time_of_the_slowest_and_their_mean_energy(
+    times_s: list[float], slow: dict[int, float], time_s: float
+) -> None:
+    """Replicas are pairs of GPUs of 15 J, 21 J and so on."""
+
+    def measure(gpu: ReplayGpu, member: Member) -> tuple[Measurement, dict[int, float]]:
+        meter = RowMeter(gpu, gpu.stage().synchronize, member, 5.0, 0.0)
+        return meter.measure_row(gpu.stage().runs["F"].run, 1410, Random(0)), meter.slow
+
+    gpus = [
+        playing(each_s, 7.5 + 3.0 * number)
+        for number, each_s in enumerate(times_s)
+        for _ in range(2)
+    ]
+    rows = measured_together(measure, gpus, len(times_s))
+    assert len({repr(row) for row in rows}) == 1
+    row, found = rows[0]
+    assert row.time_s == pytest.approx(time_s, rel=1e-6)
+    assert found == {replica: pytest.approx(share, rel=1e-3) for replica, share in slow.items()}
+    kept = [15.0 + 6.0 * n for n in range(len(times_s)) if n not in slow or len(times_s) == 2]
+    assert row.energy_j == pytest.approx(fmean(kept), rel=0.005)
+
+
 def test_an_outlier_on_one_gpu_is_an_outlier_of_the_group():
     gpus = [playing(0.05, 15.0), playing(0.05, 15.0, outliers=0.2, seed=4)]
     (row, calls), (_, others) = measured_together(measure_counted, gpus)

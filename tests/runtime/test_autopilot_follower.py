@@ -41,16 +41,16 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
 from perseus_planner.runtime.autopilot.ranks.observer import SETTLE_NS, Observer
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
 from perseus_planner.runtime.autopilot.ranks.programs import (
-    AutopilotProgram,
-    ProgramFollower,
     Programs,
-    RankLedger,
     clock_runs,
     order_number,
 )
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
-from perseus_planner.runtime.hook import Hook, RankProgram
-from perseus_planner.runtime.marks import NO_REQUEST, HostMarks, IterationTimes, parse_clock_request
+from perseus_planner.runtime.follower import Follower, RankLedger
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.job import TrainingJob
+from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request
+from perseus_planner.runtime.switching.agreement import NodeShare
 from perseus_planner.schedules import Computation, one_f_one_b
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def programs(
 
 def program_of(
     sent: Programs, version: int = 2, pipeline: int = 0, rank: int = 0, orders: Any = ORDERS
-) -> AutopilotProgram:
+) -> Program:
     """Return the program of one rank, as it arrives there."""
     return Programs.program_of(encode(sent), version, pipeline, rank, orders)
 
@@ -110,32 +110,32 @@ def test_a_program_that_is_not_for_this_rank_is_refused(data, orders, said):
         Programs.program_of(data, 2, 0, 0, orders)
 
 
-class Follower:
-    """Gives out programs from a list."""
+class Given(Follower):
+    """Runs by programs from a list, in iterations that last so long."""
 
-    def __init__(self, given: Sequence[RankProgram | None]) -> None:
-        self.given, self.ends = given, []
+    def __init__(self, given: Sequence[Program | None], times_s: Sequence[float]) -> None:
+        job, lasting = TrainingJob(HashStore(), 0, 1), iter(times_s)
+        super().__init__(
+            *(job, NodeShare(), nothing, nothing, RankLedger()), ended_s=lambda: next(lasting)
+        )
+        self.agreement.version_at = lambda iteration: iteration  # type: ignore[method-assign]
+        self._programs = {number: program for number, program in enumerate(given) if program}
 
-    def program_for(self, iteration: int) -> RankProgram | None:
-        return self.given[iteration]
 
-    def on_end(self, iteration: int, program: RankProgram | None, deviation: str | None) -> None:
-        self.ends.append((iteration, program, deviation))
+def nothing(*_: object) -> Any:
+    """Neither makes a program, nor takes the end of an iteration."""
 
 
 def trained(
-    given: Sequence[RankProgram | None],
+    given: Sequence[Program | None],
     runs: Sequence[Sequence[Computation]],
     times_s: Sequence[float],
 ):
     """Run iterations on a rank that the autopilot pilots; return the rank, and the clocks asked
     for in each.
     """
-    source, shared, asked = ProgramFollower(), memoryview(bytearray(8)).cast("Q"), []
-    marks = HostMarks(shared)
-    lasting = iter(times_s)
-    source.follow(Follower(given), lambda: next(lasting))  # type: ignore[arg-type]
-    hook = Hook(marks, source, None)
+    source, shared, asked = Given(given, times_s), memoryview(bytearray(8)).cast("Q"), []
+    hook = Hook(Marks(shared), source, None)
     for run in runs:
         hook.begin_iteration()
         clocks = []
@@ -184,6 +184,7 @@ def test_a_newer_program_brings_terms_that_count_the_iterations_before():
         for version, ledger in enumerate((old, new), 2)
     )
     source, _ = trained([first, second], [RANKS[0]] * 2, [1.02, 2.0])
+    assert source.ledger is not None
     assert source.ledger.ledger is not None
     assert source.ledger.ledger.reference_s == 2.0
     assert source.ledger.ledger.owed_s == pytest.approx(0.01 - 0.02)
@@ -239,12 +240,10 @@ def test_each_computation_has_the_clock_in_force_and_the_change_that_came_into_i
 
 
 def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
-    store, source = HashStore(), ProgramFollower()
-    observer = Observer(store, 3, source, ObservedGpu("a GPU", "simulated", (1410, 1200)))
     program = program_of(programs([[[1200] * 6] * 2]))
-    lasting = iter([0.065] * 4)
-    source.follow(Follower([None, program, program, program]), lambda: next(lasting))  # type: ignore[arg-type]
-    hook, times = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, None), []
+    store, source = HashStore(), Given([None, program, program, program], [0.065] * 4)
+    observer = Observer(store, 3, source, ObservedGpu("a GPU", "simulated", (1410, 1200)))
+    hook, times = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None), []
     for number in range(4):
         hook.begin_iteration()
         for computation in RANKS[0]:

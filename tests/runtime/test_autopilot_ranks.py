@@ -66,7 +66,7 @@ def test_all_schedules_and_other_numbers_of_microbatches_are_learnt_by_watching(
     for result in results_of("autopilot_programs:references", 2, tmp_path, *names):
         for name in names:
             found = result[name]
-            assert found["planned"] == ([4, 6] if name == "1f1b" else [4])
+            assert found["planned"] == ([4, 8, 4] if name == "1f1b" else [4])
             assert found["was locked"] == (name != "dry")
             assert (found["after"], found["warnings"]) == (None, [])
 

@@ -5,6 +5,7 @@ no clock set.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -22,7 +23,7 @@ from controller_ranks import (
     set_clock,
 )
 from fake_nvml import StandIn
-from gpu_owners import await_end, files, kill, owner
+from gpu_owners import GUARDIAN, await_end, files, kill, owner, planner_processes
 from waiting import LONG_S, eventually, soon
 
 from perseus_planner.base.errors import ControllerLost, GpuError
@@ -74,19 +75,21 @@ def test_a_forked_child_that_has_the_socket_does_not_hide_the_ranks_death(
     eventually(lambda: files(state) == [])
 
 
-def test_a_killed_controllers_guardian_resets_all_in_time(nvml: StandIn, state: Path):
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_killed_controllers_guardian_resets_all_in_time_or_else_a_rank(
+    nvml: StandIn, state: Path, is_guarded: bool
+):
     with attached(["nvml:0", "nvml:1"]) as (first, second):
         set_clock(first, 1200)
         set_clock(second, 900)
-        kill(process_of(first).pid)
+        guardians = [] if is_guarded else planner_processes(str(state), GUARDIAN)
+        kill(*(guardian.pid for guardian in guardians), process_of(first).pid)
         soon(lambda: locked(nvml) == [None, None])
         eventually(lambda: files(state) == [])
         eventually(lambda: _is_lost(first))
-        assert (
-            first.detach(1.0)
-            == "the clock controller of this node has ended; its guardian resets the GPUs that it "
-            "had set"
-        )
+        who = "its GPUs are reset|rank 0 has reset nvml:.*"  # it may be the guardian or rank 1
+        said = first.detach(LONG_S)
+        assert re.fullmatch(f"the clock controller of this node has ended, and ({who})", said)
         first.request[0] = clock_request(0, 900)  # goes on to be memory
 
 

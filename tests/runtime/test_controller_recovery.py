@@ -36,6 +36,14 @@ def test_after_an_error_of_the_driver_clocks_are_set_again(nvml: StandIn, short_
         assert locked(nvml)[0] == 1005
 
 
+def test_after_a_reload_of_the_driver_nvml_is_initialised_anew(nvml: StandIn, short_pauses: None):
+    with served("nvml:0") as connection:
+        set_clock(connection, 1200)
+        nvml.set("reloads", 1)
+        set_clock(connection, 900, 1)
+        assert locked(nvml)[0] == 900
+
+
 def test_a_gpu_that_cannot_be_reset_is_not_set_until_it_can(nvml: StandIn, short_pauses: None):
     with served("nvml:0") as connection:
         set_clock(connection, 1200)

@@ -1,4 +1,4 @@
-"""The counts of ranks match their GPUs' counters, and all ranks keep them at the same
+"""The accounts of ranks match their GPUs' counters, and all ranks keep them at the same
 iterations.
 """
 
@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.engines.engine import PipelineRank
-from perseus_planner.runs import IterationRecord
+from perseus_planner.runs import Account, IterationRecord
+from perseus_planner.runs.records import PAUSE, PAUSE_S
 from perseus_planner.runtime.agent.outbox import added_up
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
 from perseus_planner.runtime.marks import IterationTimes
@@ -20,11 +21,9 @@ from perseus_planner.runtime.telemetry import counters
 from perseus_planner.runtime.telemetry.counters import (
     CHECKPOINT_S,
     CHECKPOINTS,
-    PAUSE,
-    PAUSE_S,
-    Counts,
-    IterationCounter,
-    common_counts,
+    Checkpoint,
+    Checkpoints,
+    common_checkpoint,
 )
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
@@ -54,15 +53,15 @@ def every_iteration(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(counters, "CHECKPOINT_S", 0.0)
 
 
-def counted(ran: list[tuple[int, int]], readings: list[GpuSample]) -> Counts:
-    """Count iterations that run in these spans on a GPU with these samples."""
+def accounted(ran: list[tuple[int, int]], readings: list[GpuSample]) -> Account:
+    """Add up iterations that run in these spans on a GPU with these samples."""
     telemetry = Telemetry(0, PipelineRank(0, 1, 0, (0,)), offset_ns=lambda: 0)
     telemetry.update([], [AttachReply("simulated:a100", "", "A100", "simulated"), readings[0]])
     for number, ((begin_ns, end_ns), seen) in enumerate(zip(ran, readings[1:], strict=True)):
         telemetry.on_end(number, None, None)
         telemetry.update([IterationTimes(number, begin_ns, ((begin_ns, end_ns),), end_ns)], [seen])
     telemetry.close()
-    return telemetry.counts[-1]
+    return telemetry.checkpoints[-1].account
 
 
 STEPS = st.lists(
@@ -83,48 +82,49 @@ def test_joules_and_seconds_are_all_that_passed_from_the_first_begin_to_the_last
         reading(at_ns, joule)
         for at_ns, joule in zip([ran[0][0], *(end for _, end in ran)], joules, strict=True)
     ]
-    counts = counted(ran, at_ends)
-    assert (counts.iterations, counts.metered_iterations, counts.origin) == (
+    account = accounted(ran, at_ends)
+    assert (account.iterations, account.windows, account.energy_is) == (
         len(ran),
         len(ran),
         "simulated",
     )
-    assert counts.time_s == counts.metered_s == pytest.approx((ran[-1][1] - ran[0][0]) / S)
-    assert counts.energy_j == pytest.approx(joules[-1])
+    passed_s = (ran[-1][1] - ran[0][0]) / S
+    assert account.time_s + account.pause_s == pytest.approx(passed_s)
+    assert account.time_s == account.gpu_s == pytest.approx(account.metered_s)
+    assert account.energy_j + account.pause_j == pytest.approx(joules[-1])
+    assert account.inside_s == pytest.approx(sum(end - begin for begin, end in ran) / S)
 
 
-def test_a_pause_is_not_counted_and_neither_are_its_joules():
+def test_a_pause_stands_apart_and_so_do_its_joules():
     longest_ns = int((PAUSE * 2.0 + PAUSE_S) * S)
-    for gap_ns, time_s, energy_j in ((longest_ns, 9.0, 900.0), (longest_ns + 1, 4.0, 400.0)):
+    for gap_ns, time_s, pause_s in ((longest_ns, 9.0, 0.0), (longest_ns + 1, 4.0, 5.0)):
         begin_ns = 2 * S + gap_ns
         # A GPU that draws 100 W all the time, also in the pause.
         seen = [reading(at_ns, at_ns / S * 100.0) for at_ns in (0, 2 * S, begin_ns + 2 * S)]
-        counts = counted([(0, 2 * S), (begin_ns, begin_ns + 2 * S)], seen)
-        assert (counts.time_s, counts.energy_j) == (pytest.approx(time_s), pytest.approx(energy_j))
+        account = accounted([(0, 2 * S), (begin_ns, begin_ns + 2 * S)], seen)
+        assert (account.time_s, account.energy_j, account.pause_s, account.pause_j) == (
+            pytest.approx((time_s, 100 * time_s, pause_s, 100 * pause_s))
+        )
 
 
 def test_an_iteration_whose_joules_are_not_known_is_counted_but_not_metered():
     ran = [(each * S, (each + 1) * S) for each in range(4)]
     joules = [5.0, 9.0, 1.0, 4.0, None]  # the counter restarts, and is missing at the end
-    counts = counted(ran, [reading(place * S, each) for place, each in enumerate(joules)])
-    assert (counts.iterations, counts.metered_iterations, counts.metered_s) == (4, 2, 2.0)
-    assert counts.energy_j == 4.0 + 3.0
+    account = accounted(ran, [reading(place * S, each) for place, each in enumerate(joules)])
+    assert (account.iterations, account.gpu_s, account.metered_s) == (4, 4.0, 2.0)
+    assert account.energy_j == 4.0 + 3.0
 
 
 def test_latencies_are_of_the_iterations_since_the_counts_before(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(counters, "CHECKPOINT_S", 4.0)
-    counts = IterationCounter()
+    kept = Checkpoints(is_first=True)
     p50_s = [0.9, 0.9, 0.9, 0.9, 0.01, None, 0.03, 0.02]
     for number, each in enumerate(p50_s):
-        counts.add(
-            row(number, latency_p50_s=each, latency_p99_s=each and 2 * each, changes_late=1),
-            1.0,
-            None,
-        )
-    first, second = counts.checkpoints[-2:]
+        kept.add(row(number, latency_p50_s=each, latency_p99_s=each and 2 * each, changes_late=1))
+    first, second = kept.kept[-2:]
     assert (first.iteration, first.set_p50_s, first.set_p99_s) == (3, 0.9, 1.8)
     assert (second.iteration, second.set_p50_s, second.set_p99_s) == (7, 0.02, 0.06)
-    assert (second.late_changes, second.energy_j, second.metered_iterations) == (8, 0.0, 0)
+    assert (second.account.changes_late, second.account.metered_s) == (8, 0.0)
 
 
 @given(
@@ -134,71 +134,63 @@ def test_ranks_have_checkpoints_of_a_common_iteration_at_different_speeds(
     iteration_s: float, one: float, other: float, ahead: int, data: st.DataObject
 ):
     counters.CHECKPOINT_S = CHECKPOINT_S  # put back by the fixture
-    ranks = [IterationCounter() for _ in range(3)]
+    ranks = [Checkpoints(is_first=not rank) for rank in range(3)]
     far = data.draw(st.integers(1, 40)) * max(1, int(CHECKPOINT_S / iteration_s))
     stops = [far, far + ahead, far + data.draw(st.integers(0, 3))]
     for rank, faster, stop in zip(ranks, (1.0, one, other), stops, strict=True):
         for number in range(min(stop, 4000)):
-            rank.add(row(number), iteration_s / faster, 1.0)
-        assert len(rank.checkpoints) <= CHECKPOINTS
+            rank.add(replace(row(number), end_s=iteration_s / faster))
+        assert len(rank.kept) <= CHECKPOINTS
         # Neither too often nor too rarely, once it is known how long iterations take.
         assert all(
             1 <= later.iteration - each.iteration <= max(1, CHECKPOINT_S * faster / iteration_s)
-            for each, later in pairwise(rank.checkpoints)
+            for each, later in pairwise(rank.kept)
         )
-    found = common_counts([rank.checkpoints for rank in ranks])
+    found = common_checkpoint([rank.kept for rank in ranks])
     if found is None:
         assert min(stops) * iteration_s < 4 * max(CHECKPOINT_S, iteration_s)
         return
     (number,) = {each.iteration for each in found}
     assert (min(*stops, 4000) - number) * iteration_s <= 4 * max(CHECKPOINT_S, iteration_s)
-    assert [each.iterations for each in found] == [number + 1] * 3
+    assert [each.account.windows for each in found] == [number + 1] * 3
+
+
+def at(iteration: int, **state: object) -> Checkpoint:
+    """Return the checkpoint of a rank that has run so many iterations, the first at 0."""
+    account = Account(windows=iteration + 1, last_iteration=iteration, changes_late=3)
+    return Checkpoint(account=account, **state)
 
 
 def test_ranks_that_have_not_all_counted_have_nothing_in_common():
-    some = (Counts(3), Counts(7))
-    assert common_counts([]) is None
-    assert common_counts([some, ()]) is None
-    assert common_counts([some, (Counts(5),)]) is None
-    assert common_counts([some, (Counts(3),)]) == [Counts(3), Counts(3)]
+    some = (at(3), at(7))
+    assert common_checkpoint([]) is None
+    assert common_checkpoint([some, ()]) is None
+    assert common_checkpoint([some, (at(5),)]) is None
+    assert common_checkpoint([some, (at(3),)]) == [at(3), at(3)]
 
 
-def test_all_ranks_together_have_the_joules_of_all_and_no_more_iterations_than_each_of_them():
-    one = Counts(9, 10, 12.0, 10, 12.0, 500.0, "measured", 3, 0.01, 0.02)
-    other = Counts(9, 10, 12.5, 8, 10.0, 300.0, "measured", 4, 0.03, 0.01)
-    found = added_up("run", [one, other])
-    assert (found.run, found.iterations, found.time_s) == ("run", 10, 12.0)
-    assert (found.metered_iterations, found.metered_s, found.energy_j) == (8, 10.0, 800.0)
-    assert (found.late_changes, found.set_p50_s, found.set_p99_s) == (7, 0.02, 0.02)
-    assert found.energy_is == "measured"
-    simulated = added_up("run", [one, Counts(9, 10, 12.0, 10, 12.0, 500.0, "simulated")])
-    assert simulated.energy_is == "simulated"
-    assert (simulated.ranks, simulated.following, simulated.off_plan_since_s) == (2, 2, None)
-    off_plan = added_up(
-        "run", [one, *(replace(one, off_plan_since_s=since_s) for since_s in (7.0, 5.0))]
-    )
-    assert (off_plan.ranks, off_plan.following, off_plan.off_plan_since_s) == (3, 1, 5.0)
-    limited = added_up(
-        "run", [one, *(replace(one, site_limit_w=limit_w) for limit_w in (500.0, 400.0))]
-    )
+def test_all_ranks_together_are_the_sum_of_their_accounts_and_how_they_are_now():
+    one, other = at(9, set_p50_s=0.01, set_p99_s=0.02), at(9, set_p50_s=0.03, set_p99_s=0.01)
+    before = [Account(), Account()]
+    found = added_up("run", [one, other], before)
+    assert (found.run, found.windows, found.changes_late) == ("run", 20, 6)
+    assert (found.set_p50_s, found.set_p99_s) == (0.02, 0.02)
+    assert (found.ranks, found.following, found.off_plan_since_s) == (2, 2, None)
+    off_plan = added_up("run", [at(9, off_plan_since_s=since_s) for since_s in (7.0, 5.0)], before)
+    assert (off_plan.following, off_plan.off_plan_since_s) == (0, 5.0)
+    limited = added_up("run", [one, at(9, site_limit_w=400.0)], before)
     assert (found.gpu_power_limit_w, limited.gpu_power_limit_w) == (None, 400.0)
-    unread = added_up("run", [one, Counts(9, 10, 12.5)])
-    assert (unread.metered_iterations, unread.metered_s, unread.energy_j, unread.energy_is) == (
-        0,
-        0.0,
-        0.0,
-        None,
-    )
+    other_gpu = added_up("run", [at(9, gpu="H100", planned_gpu="A100")] * 2, before)
+    assert found.unlike_plan is None
+    assert "it is of a A100, and a rank trains on a H100" in (other_gpu.unlike_plan or "")
 
 
 def test_a_rank_is_off_its_plan_since_the_first_of_its_last_iterations_that_were_not_as_planned():
-    counts, since_s = Counts(), []
+    kept, since_s = Checkpoints(is_first=True), []
     for number, deviation in enumerate(
         [None, "2 microbatches", "2 microbatches", None, "2 microbatches"]
     ):
-        record = replace(
-            row(number, deviation=deviation), begin_s=100.0 + number, end_s=101.0 + number
-        )
-        counts = counts.plus(record, 1.0, None)
-        since_s.append(counts.off_plan_since_s)
+        record = row(number, deviation=deviation)
+        kept.add(replace(record, begin_s=100.0 + number, end_s=101.0 + number))
+        since_s.append(kept.kept[-1].off_plan_since_s)
     assert since_s == [None, 101.0, 101.0, None, 104.0]

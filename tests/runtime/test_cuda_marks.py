@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.runtime import cuda_marks
-from perseus_planner.runtime.cuda_driver import Driver
 from perseus_planner.runtime.cuda_marks import CudaMarks
 from perseus_planner.runtime.marks import KEPT, NO_REQUEST, clock_request
 
@@ -36,7 +35,7 @@ class Rig:
         self.page = mmap(-1, 4096)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_marks.time, "monotonic_ns", lambda: self.cuda.now_ns)
-            self.marks = CudaMarks(self.page, "cuda:0", self.cuda, Driver(self.cuda))  # type: ignore[arg-type]
+            self.marks = CudaMarks(self.page, "cuda:0", self.cuda, self.cuda)  # type: ignore[arg-type]
         self.marks._clock._now_ns = lambda: self.cuda.now_ns
         self.cuda.run()
         self.waits = self.cuda.waits
@@ -218,14 +217,17 @@ def test_where_nobody_reads_the_times_no_more_are_kept():
 )
 def test_a_refusal_gives_its_reason_and_leaves_nothing_behind(function):
     cuda, page = FakeCuda(refuses={function: 800}), mmap(-1, 4096)
-    with pytest.raises(
-        GpuError, match=r"the CUDA driver returns error 800 \(operation not permitted\) from cu"
-    ):
-        CudaMarks(page, "cuda:0", cuda, Driver(cuda))  # type: ignore[arg-type]
+    with CudaMarks(page, "cuda:0", cuda, cuda) as marks:  # type: ignore[arg-type]
+        for call in (marks.finished, marks.renew):
+            with pytest.raises(
+                GpuError,
+                match=r"the CUDA driver returns error 800 \(operation not permitted\) from cu",
+            ):
+                call()
     assert cuda.registered == set()
 
 
-def test_training_goes_on_when_the_device_refuses_later_and_the_reader_learns_why():
+def test_training_goes_on_when_the_device_refuses_later_and_marks_can_be_made_anew():
     rig = Rig()
     rig.marks.load([clock_request(0, 900)])
     rig.marks.request(0)
@@ -236,18 +238,55 @@ def test_training_goes_on_when_the_device_refuses_later_and_the_reader_learns_wh
     assert rig.word == NO_REQUEST
     rig.iteration(0, [MS])
     rig.cuda.run()
-    with pytest.raises(GpuError, match="error 700"):
-        rig.marks.finished()
+    for call in (rig.marks.finished, rig.marks.renew):
+        with pytest.raises(GpuError, match="error 700"):
+            call()
+    rig.cuda.refuses.clear()
+    rig.iteration(1, [MS])
+    assert rig.cuda.queued == 1  # the work alone
+    rig.marks.renew()
+    rig.marks.request(0)
+    rig.iteration(2, [MS])
+    rig.cuda.run()
+    assert rig.word == clock_request(0, 900)
+    assert [timed.number for timed in rig.marks.finished()] == [2]
 
 
-def test_a_device_that_cannot_be_used_is_refused(monkeypatch):
+def test_an_iteration_of_which_a_side_stream_is_still_busy_is_left_unread():
+    rig = Rig(FakeCuda(is_idle_stream_prompt=False))
+    usual, side = rig.cuda.current, rig.cuda.Stream("cuda:0")
+    rig.marks.begin_iteration(0)
+    rig.marks.begin()
+    rig.cuda.current = side
+    rig.marks.end()
+    rig.cuda.current = usual
+    rig.marks.end_iteration()
+    rig.cuda.run(rig.cuda.queued)
+    for _ in range(3):
+        assert rig.marks.finished() == []
+        while rig.marks._clock.stream.queue:
+            rig.marks._clock.stream.run_next()
+    side.run_next()
+    rig.cuda.run()
+    found = rig.marks.finished()
+    if not found:
+        rig.cuda.run()
+        found = rig.marks.finished()
+    assert [timed.number for timed in found] == [0]
+
+
+def test_a_device_that_cannot_be_used_is_said_and_can_be_used_later(monkeypatch):
     def fail(device: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     cuda = FakeCuda()
-    monkeypatch.setattr(cuda, "Stream", fail)
-    with pytest.raises(GpuError, match="CUDA: CUDA error: out of memory"):
-        CudaMarks(mmap(-1, 4096), "cuda:0", cuda, Driver(cuda))  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "Stream", fail)
+        marks = CudaMarks(mmap(-1, 4096), "cuda:0", cuda, cuda)  # type: ignore[arg-type]
+        with pytest.raises(GpuError, match="CUDA: CUDA error: out of memory"):
+            marks.finished()
+    marks.renew()
+    assert marks.finished() == []
 
 
 @pytest.mark.parametrize("name", ["current_stream", "Event", "is_current_stream_capturing"])
@@ -292,16 +331,19 @@ def test_a_device_that_hangs_is_not_waited_for_and_keeps_the_page(monkeypatch):
     assert rig.marks.close()
 
 
-def test_a_driver_that_is_too_old_or_missing_is_refused(monkeypatch):
+def test_a_driver_that_is_too_old_or_missing_is_said(monkeypatch):
     old = SimpleNamespace(
         cuMemHostRegister_v2=None, cuMemHostUnregister=None, cuMemHostGetDevicePointer_v2=None
     )
-    with pytest.raises(GpuNotSupported, match="has no cuStreamWriteValue64_v2; update it"):
-        Driver(old)
+    marks = CudaMarks(mmap(-1, 4096), "cuda:0", FakeCuda(), old)  # type: ignore[arg-type]
+    with pytest.raises(
+        GpuNotSupported, match="has no cuStreamWriteValue64_v2; update the NVIDIA driver, to one"
+    ):
+        marks.finished()
 
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(GpuError, match=r"cannot load libcuda\.so\.1"):
-        Driver()
+        CudaMarks(mmap(-1, 4096), "cuda:0", FakeCuda()).finished()  # type: ignore[arg-type]

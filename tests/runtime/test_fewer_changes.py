@@ -27,16 +27,17 @@ from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.protocol import AttachRequest, Handshakes, Overload
 from perseus_planner.runtime.controller.server import Controller
+from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
-from perseus_planner.runtime.marks import HostMarks, clock_request
+from perseus_planner.runtime.marks import Marks, clock_request
 from perseus_planner.runtime.switching.agreement import Acceptance, NodeShare
-from perseus_planner.runtime.switching.plans import PlanFollower, Plans
+from perseus_planner.runtime.switching.plans import Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 FRONTIER = solve(smooth_profile(2), "1f1b", microbatches=12)
 PLAN = FRONTIER.plan_for(1.02 * FRONTIER.baseline_time_s)
-FULL = Program(1, PLAN, 0)
+FULL = Program.of_plan(1, PLAN, 0)
 COMPUTATION_NS = 5_000_000
 PER_S = 60.0
 """Changes per second: seven in an iteration, and the plan has 20."""
@@ -59,11 +60,11 @@ class Node:
         (self.rank,) = self.controller._attached
         job = TrainingJob(HashStore(), 0, 1)
         telemetry = Telemetry(0, PipelineRank(0, 2, 0, (0, 1)))
-        self.follower = PlanFollower(
+        self.follower = Follower(
             job, NodeShare(), self._program, telemetry.on_end, now_s=lambda: self.now_ns / 1e9
         )
         self.follower.start(FULL)
-        marks = HostMarks(self.connection.request)
+        marks = Marks(self.connection.request)
         self.hook = Hook(marks, self.follower, FULL)
         warnings = JobWarnings(job)
         unused = Mock()  # the controller is not lost
@@ -73,7 +74,7 @@ class Node:
 
     @staticmethod
     def _program(version: int, data: bytes) -> Program:
-        return Program(version, Plans.loads(data).of_pipeline(0), 0)
+        return Program.of_plan(version, Plans.loads(data).of_pipeline(0), 0)
 
     def run_iterations(self, count: int) -> list[Program | None]:
         """Train; return what each iteration ran by."""

@@ -11,24 +11,29 @@ from strategies import smooth_profile
 from torch.distributed import HashStore
 
 from perseus_planner import solve
+from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, NodeShare
-from perseus_planner.runtime.switching.plans import PlanFollower, Plans
+from perseus_planner.runtime.switching.plans import Plans
 
 PLAN = solve(smooth_profile(2), "1f1b", microbatches=2).plan_for_least_energy()
 
 
-def follower_of(store: HashStore, *, is_prompt: bool = False) -> PlanFollower:
+def follower_of(store: HashStore, *, is_prompt: bool = False) -> Follower:
     """Return the follower of a job's only rank, which has begun with a plan."""
 
     def make_program(version: int, data: bytes) -> Program:
-        return Program(version, Plans.loads(data).of_pipeline(0), 0)
+        return Program.of_plan(version, Plans.loads(data).of_pipeline(0), 0)
 
-    follower = PlanFollower(
-        TrainingJob(store, 0, 1), NodeShare(), make_program, lambda *_: None, is_prompt=is_prompt
+    follower = Follower(
+        TrainingJob(store, 0, 1),
+        NodeShare(),
+        make_program,
+        lambda *_: None,
+        RankLedger() if is_prompt else None,
     )
-    follower.start(Program(1, PLAN, 0))
+    follower.start(Program.of_plan(1, PLAN, 0))
     return follower
 
 

@@ -18,7 +18,7 @@ from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import (
     KEPT,
     NO_REQUEST,
-    HostMarks,
+    Marks,
     clock_request,
     parse_clock_request,
 )
@@ -34,7 +34,7 @@ def frontier(microbatches: int, kind: str) -> Frontier:
 @cache
 def program(microbatches: int, kind: str, slowdown: float, rank: int, version: int = 1) -> Program:
     found = frontier(microbatches, kind)
-    return Program(version, found.plan_for(slowdown * found.baseline_time_s), rank)
+    return Program.of_plan(version, found.plan_for(slowdown * found.baseline_time_s), rank)
 
 
 PROGRAMS = st.builds(
@@ -156,7 +156,7 @@ def test_the_request_follows_the_rules_at_every_moment(run):
         memoryview(bytearray(8)).cast("Q"),
         Recorder([ran.program for ran in behaviour]),
     )
-    marks = HostMarks(shared)
+    marks = Marks(shared)
     hook = Hook(marks, source, first)
     assert shared[0] == (clock_request(0, first.clocks[0]) if first is not None else NO_REQUEST)
     spans = []
@@ -210,7 +210,7 @@ def test_the_request_follows_the_rules_at_every_moment(run):
 )
 def test_a_deviation_is_reported_once(microbatches, computations, said):
     source = Recorder([program(2, "1f1b", 1.0, 1)])
-    hook = Hook(HostMarks(memoryview(bytearray(8)).cast("Q")), source, source.programs[0])
+    hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, source.programs[0])
     hook.begin_iteration(microbatches)
     for text in computations:
         hook.begin(*Computation.parse(text))
@@ -228,7 +228,7 @@ def test_a_request_holds_a_position_and_a_value(place, value):
 
 
 def test_times_that_nobody_reads_do_not_pile_up():
-    marks = HostMarks(memoryview(bytearray(8)).cast("Q"))
+    marks = Marks(memoryview(bytearray(8)).cast("Q"))
     for number in range(2 * KEPT):
         marks.begin_iteration(number)
         marks.end_iteration()
@@ -247,7 +247,7 @@ def test_a_program_is_its_ranks_part_of_the_plan():
 def test_a_rank_that_the_plan_does_not_have_is_refused(rank):
     expected = f"the plan is for pipelines of 2 ranks, and this is rank {rank} of a pipeline; "
     with pytest.raises(PlanError, match=expected):
-        Program(1, program(2, "1f1b", 1.0, 0).plan, rank)
+        Program.of_plan(1, program(2, "1f1b", 1.0, 0).plan, rank)
 
 
 @given(st.data())
@@ -274,7 +274,7 @@ def test_an_iteration_that_raises_is_no_deviation_and_the_next_one_has_its_clock
     program: Program, data: st.DataObject
 ):
     shared, source = memoryview(bytearray(8)).cast("Q"), Recorder([program, program])
-    hook = Hook(HostMarks(shared), source, program)
+    hook = Hook(Marks(shared), source, program)
     hook.begin_iteration()
     for computation in program.computations[: data.draw(st.integers(0, len(program.computations)))]:
         hook.begin(*computation)

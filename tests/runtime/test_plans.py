@@ -57,7 +57,7 @@ def test_a_plan_may_be_named_by_its_file(folder: Path):
 @given(dag=jobs(), place=st.integers(0, 10**6), cut=st.booleans())
 def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, place: int, cut: bool):
     plan = plan_of(dag)
-    program = Program(1, plan, 0)
+    program = Program.of_plan(1, plan, 0)
     order = program.computations
     program.check_order(order, "an engine")
     place %= len(order)
@@ -81,4 +81,4 @@ def test_a_rank_that_the_plan_has_not_is_refused(dag: PipelineDag):
         PlanError,
         match=f"^the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and this is rank",
     ):
-        Program(1, plan, len(plan.schedule.ranks))
+        Program.of_plan(1, plan, len(plan.schedule.ranks))

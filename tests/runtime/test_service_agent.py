@@ -34,6 +34,7 @@ from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.base.errors import FrontierError, PlanError, UsageError
 from perseus_planner.base.loops import Backoff
 from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.runs import Account
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module
 from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, LearningAgent, new_pauses
@@ -48,7 +49,7 @@ from perseus_planner.runtime.agent.settings import ServiceSettings
 from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
-from perseus_planner.runtime.telemetry.counters import Counts
+from perseus_planner.runtime.telemetry.counters import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -267,16 +268,16 @@ def test_what_ranks_have_counted_is_told_together_and_at_last(
 ):
     messages = StoreMessages(job.store)
 
-    def counts(iterations: int) -> Counts:
-        return Counts(
-            iterations - 1,
-            iterations,
-            2.0 * iterations,
-            iterations,
-            2.0 * iterations,
-            100.0,
-            "simulated",
+    def at(iterations: int, is_first: bool = True) -> Checkpoint:
+        account = Account(
+            iterations=iterations * is_first,
+            windows=iterations,
+            metered_s=2.0 * iterations,
+            energy_j=100.0,
+            energy_is="simulated",
+            last_iteration=iterations - 1,
         )
+        return Checkpoint(account=account)
 
     def told(http: StandIn) -> list[tuple[int, float]]:
         return [
@@ -284,17 +285,17 @@ def test_what_ranks_have_counted_is_told_together_and_at_last(
         ]
 
     with followed(job, frontier) as (service, _, http):
-        messages.write_counts(0, [counts(8), counts(16)])
-        messages.write_counts(1, [counts(8)])
+        messages.write_checkpoints(0, [at(8), at(16)])
+        messages.write_checkpoints(1, [at(8, False)])
         eventually(lambda: told(http)[-1:] == [(8, 200.0)])
-        messages.write_counts(1, [counts(8), counts(16)])
+        messages.write_checkpoints(1, [at(8, False), at(16, False)])
         eventually(lambda: told(http)[-1:] == [(16, 200.0)])
         service.is_known = False  # it is told all of the run once more when it knows the job again
         before = len(told(http))
         eventually(lambda: service.is_known and told(http)[before + 1 :])
         assert told(http)[-1] == (16, 200.0)
         for rank in range(2):
-            messages.write_counts(rank, [counts(16), counts(17)])
+            messages.write_checkpoints(rank, [at(16, rank == 0), at(17, rank == 0)])
     sent = bodies(http, "POST", "/telemetry")
     assert told(http)[-1] == (17, 200.0)
     assert http.asked[-1].method == "DELETE"

@@ -20,14 +20,16 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from commands import done
 from launching import Ended, ranks
 from serving import Serving
 from waiting import LONG_S, eventually
 
-from perseus_planner import Frontier, solve
+from perseus_planner import Frontier, Run, solve
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.model import CATALOG
 from perseus_planner.profiles.groups import within_power_limit
+from perseus_planner.runs import Account
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
@@ -217,6 +219,9 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
         everyone = job.said()
         _check_clocks(everyone, since, back)
         assert server("GET", "") == {"jobs": []}
+        with urlopen(f"{server.address}/v1/totals") as answer:
+            (ended,) = json.loads(answer.read())["jobs"]
+        _check_record(job, tmp_path, ended["telemetry"])
 
 
 def _kill_and_start_again(job: Job, server: Server) -> None:
@@ -243,20 +248,50 @@ def _check_telemetry(job: Job, server: Server) -> None:
             (found := server("GET", "/e2e")["telemetry"]) is not None and found["iterations"] >= ran
         )
     )
-    found, frontier = server("GET", "/e2e")["telemetry"], server("GET", "/e2e/frontier")
+    found = server("GET", "/e2e")["telemetry"]
     job.eventually(lambda: job.ran() >= found["iterations"])
     everyone = [job.rows(rank)[: found["iterations"]] for rank in range(RANKS)]
     energy_j = sum(rows[-1]["energy_j"] - rows[0]["begin_j"] for rows in everyone)
-    ends_s = [everyone[0][0]["begin_s"], *(row["read_s"] for row in everyone[0])]
-    waits_s = [
-        max(0.0, end_s - begin_s - frontier["baseline_time_s"])
-        for begin_s, end_s in pairwise(ends_s)
-    ]
-    baseline_j = 2 * (len(waits_s) * frontier["baseline_j"] + frontier["waiting_w"] * sum(waits_s))
     assert found["energy_is"] == "simulated"
-    assert found["energy_j"] == pytest.approx(energy_j, rel=0.02)
-    assert found["baseline_j"] == pytest.approx(baseline_j, rel=0.02)
-    assert found["saved_j"] == pytest.approx(found["baseline_j"] - found["energy_j"])
+    assert found["energy_j"] + found["pause_j"] == pytest.approx(energy_j, rel=0.02)
+    assert found["between_s"] < found["gpu_s"] == pytest.approx(RANKS * found["time_s"], rel=0.02)
+
+
+def _check_record(job: Job, folder: Path, telemetry: dict[str, Any]) -> None:
+    """What the service, `planner show` and `planner report` say of the run is one account, and it
+    has the joules that its GPUs used.
+    """
+    run = Run.load(folder / "run")
+    some = sum(
+        (
+            Account.of(row, is_first=rank.rank == 0)
+            for rank in run.ranks
+            for row in rank.iterations
+            if row.iteration <= telemetry["last_iteration"]
+        ),
+        Account(),
+    )
+    for name, value in vars(some).items():
+        expected = pytest.approx(value) if isinstance(value, (int, float)) else value
+        assert telemetry[name] == expected, name
+    total = run.total
+    used_j = sum(rows[-1]["energy_j"] - rows[0]["begin_j"] for rows in map(job.rows, range(RANKS)))
+    assert total.energy_j + total.pause_j == pytest.approx(used_j, rel=0.005)
+    files = f"{folder / 'run'} {folder / 'frontier.npz'}"
+    report = json.loads(done(f"report --json {files} -o {folder / 'report.html'}"))
+    shown = json.loads(done(f"show --json {folder / 'run'}"))
+    saving = report["savings"][0]
+    assert saving["saved_share"] == pytest.approx(total.saved_share)
+    assert saving["energy_j"] * total.iterations == pytest.approx(total.energy_j)
+    assert saving["time_s"] * total.iterations == pytest.approx(total.time_s)
+    assert shown["total"]["energy_j"] == total.energy_j
+    assert shown["total"]["saved_j"] == total.saved_j
+    where = report["where"]["iterations"][-1]
+    watts = [
+        use["computing_j"] / busy_s
+        for use, busy_s in zip(where["ranks"], where["busy_s"], strict=True)
+    ]
+    assert min(watts) > CATALOG[MODEL].blocking_power_w
 
 
 def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None:

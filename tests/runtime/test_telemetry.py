@@ -21,11 +21,10 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.engines.engine import PipelineRank
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runs import Account
 from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path
 from perseus_planner.runs.straggler import StragglerDetector
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
-from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
+from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, parse_clock_request
 from perseus_planner.runtime.telemetry.counters import WRITTEN_AFTER_S
@@ -44,7 +43,7 @@ def program(seed: int, version: int = 1) -> Program:
     """
     schedule, rng = schedules.one_f_one_b(2, rng_size(seed)), Random(seed)
     dag = PipelineDag(smooth_profile(2, step_mhz=200), pipeline_iteration(schedule))
-    return Program(version, any_plan(dag, rng), 0)
+    return Program.of_plan(version, any_plan(dag, rng), 0)
 
 
 def rng_size(seed: int) -> int:
@@ -265,18 +264,36 @@ def test_a_counter_that_begins_anew_or_is_not_there_gives_no_energy():
     ]
 
 
-def test_an_iteration_is_given_when_the_gpu_was_read_after_it_or_when_that_takes_too_long():
+def test_an_iteration_is_given_when_its_window_is_known_or_when_that_takes_too_long():
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
     ran = [iteration(i, 10 * i, 10 * i + 10) for i in range(8)]
     for i in range(8):
         telemetry.on_end(i, None, None)
-    assert telemetry.update(ran[:1], [reading(9)]) == []
-    assert [row.iteration for row in telemetry.update([], [reading(10)])] == [0]
-    assert telemetry.update(ran[1:5], []) == []
+    assert telemetry.update(ran[:1], [reading(10)]) == []
+    assert [row.iteration for row in telemetry.update(ran[1:2], [])] == [0]
+    assert telemetry.update(ran[2:5], []) == []
     assert [row.iteration for row in telemetry.update(ran[5:6], [])] == [1]
     assert [row.iteration for row in telemetry.update([], [reading(45)])] == [2, 3]
     assert telemetry.update(ran[6:], []) == []
-    assert [row.iteration for row in telemetry.close()] == [4, 5, 6, 7]
+    rows = telemetry.close()
+    assert [row.iteration for row in rows] == [4, 5, 6, 7]
+    assert [row.next_s for row in rows] == [*(row.begin_s for row in rows[1:]), None]
+
+
+def test_what_a_gpu_took_before_a_clock_was_first_set_is_what_others_are_compared_with():
+    ran_by, telemetry = program(3), Telemetry(0, SEAT, offset_ns=lambda: 0)
+    telemetry.update([], [AttachReply("", "", "A100", "measured"), reading(0, 0.0)])
+    for i in range(8):  # 10 ns each, 2 of them after the end: 100 J, then 60 J, then unlocked again
+        telemetry.on_end(i, None if i < 4 or i > 5 else ran_by, "something else")
+        joules = 100.0 * min(i + 1, 4) + 60.0 * max(0, i - 3)
+        telemetry.update([iteration(i, 10 * i, 10 * i + 8)], [reading(10 * i + 10, joules)])
+    rows = telemetry.iterations
+    assert [row.unlocked_j for row in rows] == [None] * 4 + [pytest.approx(100.0)] * 3
+    assert {(row.gpu, row.origin) for row in rows} == {("A100", "measured")}
+    account = sum((Account.of(row, is_first=True) for row in rows), Account())
+    assert account.unlocked_share == pytest.approx(0.4)
+    assert account.energy_j == pytest.approx(580.0)
+    assert account.between_s == pytest.approx(14e-9)
 
 
 def test_the_ring_keeps_the_last_ones():
@@ -319,14 +336,14 @@ def test_nothing_grows_without_bound():
 
 def test_where_nothing_is_set_nothing_is_missed():
     ran_by = program(3)
-    ran_by = Program(1, replace(ran_by.plan, control="observed"), 0)
+    ran_by = Program.of_plan(1, replace(ran_by.plan, control="observed"), 0)
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
     spans = tuple((10 * i, 10 * i + 5) for i in range(len(ran_by.computations)))
     telemetry.on_end(0, ran_by, None)
     telemetry.update(
         [IterationTimes(0, 0, spans, 1000)], [reading(3, None, 1200), reading(1000, None, 900)]
     )
-    (row,) = telemetry.iterations
+    (row,) = telemetry.close()
     assert row.is_as_planned
     assert (row.changes_asked, row.off_clock_s, row.achieved_mhz) == (0, 0.0, None)
     assert [each.achieved_mhz for each in telemetry.computations] == [1200] + [900] * (
@@ -384,12 +401,12 @@ def test_rows_are_written_every_few_seconds_and_at_the_end_even_if_no_iteration_
     for i, at_s in enumerate((0.5, 2.0, 5.0, 5.4, 5.5, 7.0, 20.0)):
         now_s[0] = at_s
         deviate(telemetry, i, ran_by)
-        written.append(len(path.read_text().splitlines()) - 1)
-    assert written == [1, 1, 1, 1, 5, 5, 7]
+        written.append(len(path.read_text().splitlines()) - 1 if path.exists() else 0)
+    assert written == [0, 1, 1, 1, 1, 5, 6]
     deviate(telemetry, 7, ran_by)
     now_s[0] = 20.0 + WRITTEN_AFTER_S
     telemetry.update([], [])
-    assert len(path.read_text().splitlines()) - 1 == 8
+    assert len(path.read_text().splitlines()) - 1 == 7
     deviate(telemetry, 8, ran_by)
     telemetry.close()
     assert len(path.read_text().splitlines()) - 1 == 9
@@ -409,7 +426,7 @@ def test_computations_are_written_every_half_minute_and_at_the_end(tmp_path: Pat
         telemetry.on_end(i, ran_by, None)
         telemetry.update([IterationTimes(i, begin_ns, spans, ns(at_s))], [reading(ns(at_s))])
         written.append(len(path.read_text().splitlines()) - 1 if path.exists() else 0)
-    assert written == [0, 0, 0, 4 * count, 4 * count, 6 * count]
+    assert written == [0, 0, 0, 0, 4 * count, 4 * count]
     telemetry.on_end(6, ran_by, None)
     telemetry.update([IterationTimes(6, ns(62.0) - 10**6, spans, ns(62.0))], [reading(ns(62.0))])
     telemetry.close()
@@ -426,18 +443,7 @@ def test_where_the_engine_does_not_number_pipelines_their_first_ranks_do():
 def test_a_gpu_that_becomes_slow_is_found_without_a_plan_by_what_its_times_were():
     ran = program(2)
     clocks = (HIGHEST, *(1200,) * (len(ran.computations) - 1))
-    planned = AutopilotProgram(
-        2,
-        1,
-        7,
-        ran.computations,
-        clocks,
-        1.0,
-        HIGHEST,
-        None,
-        AutopilotStatus("following"),
-        busy_s=1.0,
-    )
+    planned = Program(2, ran.computations, clocks, 1.0, decision=1, top=HIGHEST, busy_s=1.0)
     telemetry, detector, found = Telemetry(0, SEAT), StragglerDetector(), []
     each_ns, now_ns = 10**9 // len(clocks), BEGIN_NS
     records = []

@@ -205,6 +205,26 @@ def test_a_module_that_is_terminated_leaves_no_clock(
             process.kill()
 
 
+WITHOUT_A_PIPELINE = """
+import sys, torch
+
+weights = torch.ones(2, requires_grad=True)
+optimizer = torch.optim.SGD([weights])
+for _ in range(3):
+    weights.sum().backward()
+    optimizer.step()
+sys.exit(3)
+"""
+
+
+def test_a_script_without_a_pipeline_ends_with_its_own_code_and_no_traceback(folder: Path):
+    (folder / "train.py").write_text(WITHOUT_A_PIPELINE)
+    command = [*PLANNER, "--gpu", GPU, "--", sys.executable, "train.py"]
+    process = ended(started(command, folder, RANK="0", LOCAL_RANK="0"))
+    assert (process.code, "Traceback" in process.stderr) == (3, False), process.stderr
+    assert locked_mhz(0) is None
+
+
 # What Python loads when it starts
 
 STARTUP = str(Path(runtime.__file__).absolute().parent / "unmodified" / "startup")
@@ -333,6 +353,7 @@ class CountedRuntime:
         if self.refusal is not None:
             raise self.refusal
         self.entered.append((engine, options))
+        sys.modules["perseus_planner.runtime.session"] = runtime  # as it loads it
         yield self
         self.left += 1
 

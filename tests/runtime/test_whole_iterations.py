@@ -2,84 +2,95 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from commands import done
 from launching import results_of
+from serving import Serving
 from waiting import LONG_S
 
 pytest.importorskip("torch")
+pytest.importorskip("fastapi")
+pytest.importorskip("sqlalchemy")
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner import Profile, Run
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.whole import search
-from perseus_planner.runtime.whole.session import _settable
-
-TOP_MHZ = 1410
+from perseus_planner.runtime.attachment import control_of, power_limits
+from perseus_planner.service.client import Client
 
 
 def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tmp_path: Path):
-    everyone = results_of("whole_programs:data_parallel", 2, tmp_path)
-    for each in everyone:
-        assert (each["equal"], each["after"], each["problem"], each["warnings"]) == (
-            True,
-            None,
-            None,
-            [],
-        )
-        assert each["reference_s"] > 0.0
-        assert each["state"]
-        assert min(filter(None, each["values"])) < TOP_MHZ
-    # A value that ends soon may be seen on one rank alone, between two iterations of the other.
-    low, high = sorted(len({*each["values"]}) for each in everyone)
-    assert high - low <= 1
-    differing = sum(
-        one != other for one, other in zip(*(each["values"] for each in everyone), strict=True)
-    )
-    assert differing <= len(everyone[0]["values"]) // 3
+    server, run = Serving(tmp_path), tmp_path / "run"
+    server.start()
+    try:
+        with Client(server.address) as client, ThreadPoolExecutor(1) as pool:
+            training = pool.submit(
+                results_of, "whole_programs:data_parallel", 2, tmp_path, server.address
+            )
+            try:
+                while not training.done() and not any(each.telemetry for each in client.jobs()):
+                    time.sleep(0.1)  # between two looks
+                status = client.status("ddp")
+            finally:
+                (tmp_path / "stop").touch()
+            everyone = training.result()
+    finally:
+        server.end(signal.SIGTERM)
+    assert (status.job.pipelines, status.job.ranks) == (2, 2)
+    assert status.autopilot is not None
+    for rank, each in enumerate(everyone):
+        assert each | {"iterations": 0, "warnings": []} == {
+            **{"equal": True, "after": None, "pipeline": rank, "recorded": True, "state": True},
+            **{"iterations": 0, "warnings": []},
+        }
+    warned = [text for each in everyone for text in each["warnings"]]
+    assert any("the clock controller" in text for text in warned)
+    assert all("the clock controller" in text or "set again" in text for text in warned)
+    recorded = Run.load(run)
+    assert [len(rank.iterations) for rank in recorded.ranks] == [everyone[0]["iterations"]] * 2
+    learnt = Profile.load(run / "autopilot.yaml")
+    assert set(learnt.measurements) == {(0, "F")}
+    shown = done(f"show {run}")
+    assert "Run of 2 ranks, 2 pipelines, without a plan." in shown
+    assert json.loads(done(f"show {run} --json"))["autopilot"]["reference_s"] > 0.0
+    done(f"report {run} -o {tmp_path / 'report.html'}")
+    assert "autopilot" in (tmp_path / "report.html").read_text()
 
 
 def test_a_gpu_whose_clocks_cannot_be_locked_gets_power_limits():
-    with open_gpu("simulated:a100-sxm?fault=not-supported:clocks") as gpu:
-        values, unit, set_value = _settable(gpu)
-        smallest_w, largest_w = gpu.power_limits_w
-        assert (values[0], unit) == (int(largest_w), "W")
-        assert smallest_w <= values[-1] < smallest_w / 0.95 + 1
-        set_value(values[3])
-        assert gpu.power_limit_w() == values[3]
-    with open_gpu("simulated:a100-sxm") as gpu:
-        assert _settable(gpu)[:2] == (list(gpu.supported_clocks_mhz), "MHz")
+    text = "simulated:a100-sxm?fault=not-supported:clocks"
+    with open_gpu(text) as gpu:
+        (smallest_w, largest_w), limits = gpu.power_limits_w, power_limits(gpu)
+    assert limits[0] == int(largest_w)
+    assert smallest_w <= limits[-1] < smallest_w / 0.95 + 1
+    assert [control_of(each) for each in (text, "simulated:a100-sxm")] == ["power-limit", "clock"]
 
 
 def test_a_gpu_that_is_lost_does_not_stop_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(search, "WINDOW_S", 0.1)
-    with planner_runtime(gpu="emulated:a100-sxm/0?call=0&fault=lost@1s", state=None) as runtime:
+    gpu = "emulated:a100-sxm/0?call=0&fault=lost@1s"
+    with planner_runtime(gpu=gpu, state=None, dry_run=False) as runtime:
         deadline_s = time.monotonic() + LONG_S
         while runtime.problem is None and time.monotonic() < deadline_s:
             with runtime.iteration():
                 time.sleep(0.001)  # an iteration
     assert "it fell off the bus" in str(runtime.problem)
-    goes_on, reset = (
-        record.message for record in caplog.records if record.levelno == logging.WARNING
-    )
-    assert goes_on.endswith("; training goes on without setting clocks, and tries again later")
-    assert "emulated:a100-sxm/0" in reset
+    assert "training goes on at the GPU's default clocks" in caplog.text
 
 
-def test_what_is_for_pipelines_is_refused_without_an_engine():
-    with (
-        pytest.raises(UsageError, match="plan= is for pipelines"),
-        planner_runtime(gpu="cuda", plan="plan.yaml"),
-    ):
-        pass
-    with (
-        planner_runtime(gpu="simulated:a100-sxm", state=None) as runtime,
-        pytest.raises(UsageError, match="plans are for pipel"),
-    ):
-        runtime.switch_to("plan.yaml")
+def test_iterations_that_the_caller_shows_are_those_that_are_recorded(tmp_path: Path):
+    with planner_runtime(gpu="simulated:a100-sxm", record=tmp_path, state=None) as runtime:
+        with pytest.raises(ArithmeticError), runtime.iteration():
+            raise ArithmeticError
+        for _ in range(3):
+            runtime.end_iteration()
+    (rank,) = Run.load(tmp_path).ranks
+    assert [row.iteration for row in rank.iterations] == [0, 1, 2]

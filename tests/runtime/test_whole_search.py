@@ -4,17 +4,19 @@ ledger allows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from whole_world import CLOCKS, TOP_MHZ, World, trained
+from whole_world import CLOCKS, TOP_MHZ, World, pilot_of, trained
 
-from perseus_planner.base.errors import UsageError
-from perseus_planner.runtime.whole.rank import RankPart, Terms
-from perseus_planner.runtime.whole.search import ValueSearch, Window
-from perseus_planner.runtime.whole.state import IterationState
+from perseus_planner import Profile, solve
+from perseus_planner.base.errors import ProfileError, UsageError
+from perseus_planner.runtime.autopilot import Ledger
+from perseus_planner.runtime.autopilot.job import ComputationObservation, RankObservation
+from perseus_planner.runtime.autopilot.one_clock import ValueSearch
 
 
 @pytest.mark.parametrize("memory", [0.2, 0.6, 0.97])
@@ -25,14 +27,11 @@ def test_the_search_comes_close_to_the_least_energy(memory: float, slowdown: flo
     found = trained(world, 1500, slowdown)
     top_j = world.cost_j(TOP_MHZ)
     reached, best = (
-        1.0 - world.cost_j(c) / top_j
-        for c in (found.search.values[found.search.best], world.best_mhz(slowdown))
+        1.0 - world.cost_j(c) / top_j for c in (found.best_mhz, world.best_mhz(slowdown))
     )
     assert reached >= best - 0.005
-    clock = found.search.values[found.search.best]
-    assert found.search.effect == pytest.approx(
-        (world.time_s(clock) / world.top_s, reached), abs=0.02
-    )
+    clock = found.best_mhz
+    assert found.effect == pytest.approx((world.time_s(clock) / world.top_s, reached), abs=0.02)
     assert sum(world.times_s) <= (slowdown + 0.005) * sum(world.top_times_s)
 
 
@@ -80,37 +79,32 @@ def test_with_the_right_reference_training_is_as_fast_as_agreed(world: World, sl
 def test_a_job_that_has_changed_is_measured_anew():
     world = World(0.6, factor=lambda iteration, _: 2.5 if iteration >= 700 else 1.0)
     found = trained(world, 1800, 1.05)
-    assert found.search.reference_s == pytest.approx(2.5 * world.top_s, rel=0.01)
-    assert found.search.best > 0
+    assert found.reference_s == pytest.approx(2.5 * world.top_s, rel=0.01)
+    assert found.best_mhz < TOP_MHZ
 
 
 def test_the_next_start_audits_what_was_learnt_and_begins_at_the_best_value(tmp_path: Path):
     first = trained(World(0.6), 1000, 1.05)
-    state = IterationState(tmp_path / "made" / "autopilot.yaml", "a GPU", "MHz", 2)
-    assert state.load() == ({}, "")
-    state.save(first.search.rows)
-    rows, text = state.load()
-    assert rows == first.search.rows
-    assert text.startswith(
-        f"training begins with {len(rows)} values that were learnt before, from "
-    )
-    again = trained(World(0.6, seed=1), 60, 1.05, known=rows)
-    assert [window.purpose for window in again.windows if window.index == 0] == [
-        "reference",
-        "reference",
-        "audit",
-    ]
-    follows = [window.index for window in again.windows if window.purpose == "follow"]
-    assert abs(follows[0] - first.search.best) <= 1
-    assert min(follows) > 0
-    changed = trained(World(0.6, top_s=0.7), 60, 1.05, known=rows)
-    assert changed.search.rows.keys() < rows.keys()  # from nothing
-    for other in (("another", "MHz", 2), ("a GPU", "W", 2), ("a GPU", "MHz", 3)):
-        found, text = IterationState(tmp_path / "made" / "autopilot.yaml", *other).load()
-        assert found == {}
-        assert text.startswith("what was learnt before is not used: ")
-    (tmp_path / "made" / "autopilot.yaml").write_text("format: planner-profile\n")
-    assert state.load()[0] == {}
+    first.pilot.learned().save(tmp_path / "autopilot.yaml")
+    prior = Profile.load(tmp_path / "autopilot.yaml")
+    assert prior == first.pilot.learned()
+    again = trained(World(0.6, seed=1), 60, 1.05, prior=prior)
+    assert again.phases[:2] == ["reference", "audit"]
+    follows = [each for each in again.decisions if each.phase == "following"]
+    assert abs(follows[0].clocks[0][0][0] - first.best_mhz) <= 15
+    assert min(each.version for each in follows) > 0
+    changed = trained(World(0.6, top_s=0.7), 60, 1.05, prior=prior)
+    assert changed.pilot.learned() != prior  # from nothing
+    assert len(changed.rows) < len(first.rows)
+
+
+def test_what_was_learnt_can_be_planned_with():
+    learnt = trained(World(0.6), 1000, 1.05).pilot.learned()
+    frontier = solve(learnt, "whole", microbatches=1)
+    plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
+    assert plan.energy_j < frontier.baseline_energy_j
+    with pytest.raises(ProfileError, match="stage 0 has no backward"):
+        replace(learnt, iteration={})
 
 
 def test_without_values_there_is_no_search():
@@ -119,19 +113,26 @@ def test_without_values_there_is_no_search():
 
 
 def test_without_energy_nothing_but_the_highest_value_is_used():
-    search, part = ValueSearch(CLOCKS, 1.2, 0.005), RankPart(1.2, 0.005)
+    search = ValueSearch(CLOCKS, 1.2, 0.005)
     for _ in range(5):
-        window = search.decide(part.ledger)
+        window = search.decide(Ledger(0.5) if search.reference_s else None)
         assert window.index == 0
         search.observe(window, 0.5, None)
-        part.follow(Terms(window, TOP_MHZ, 0, search.reference_s, TOP_MHZ))
 
 
-def test_a_pause_of_training_is_no_iteration():
-    part = RankPart(1.0, 0.005)
-    part.follow(Terms(Window(0, 0, 4, "reference"), TOP_MHZ, 0, 0.5, TOP_MHZ))
-    for time_s in (0.5, 0.5, 600.0, 0.5, 0.5):
-        part.end(time_s, at_top=True)
-    assert part.result() == (0.5, True)
-    assert part.ledger is not None
-    assert not part.ledger.is_overdrawn
+def test_a_pause_of_training_is_no_iteration_and_an_unknown_clock_tells_nothing():
+    world = World(0.0)
+    pilot = pilot_of(world, 1.0)
+
+    def run(number: int, time_s: float, clock: int | None) -> None:
+        ran = (ComputationObservation(0.0, time_s, clock),)
+        pilot.observe([RankObservation(0, 0, number, 0, time_s, ran, 100.0)])
+
+    pilot.decide(0)
+    times_s = [0.5] * 6 + [600.0, 0.5, 0.4, 0.5, 0.5, 0.5, 0.5, 0.5]
+    for number, time_s in enumerate(times_s):
+        run(number, time_s, None if time_s == 0.4 else TOP_MHZ)
+        decision = pilot.decide(number + 2)
+    assert decision.ledger is not None
+    assert decision.ledger.reference_s == 0.5
+    assert decision.ledger.owed_s <= 0.0

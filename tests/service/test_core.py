@@ -275,14 +275,16 @@ def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: P
     assert limited.min_time_s > 1.001 * BASELINE_S
     with service_at(tmp_path / "service.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
-        service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0))
+        service.telemetry("gpt", Counters(run="a", iterations=1, time_s=1.0))
         assert service.status("gpt").promised == 1
-        service.telemetry("gpt", Counters("a", iterations=2, time_s=2.0, gpu_power_limit_w=limit_w))
+        service.telemetry(
+            "gpt", Counters(run="a", iterations=2, time_s=2.0, gpu_power_limit_w=limit_w)
+        )
         planned(service)
         assert plans(service) == (limited.plan_for(limited.baseline_time_s),) * PIPELINES
         version = service.status("gpt").version
         service.telemetry(
-            "gpt", Counters("a", iterations=3, time_s=3.0, gpu_power_limit_w=0.995 * limit_w)
+            "gpt", Counters(run="a", iterations=3, time_s=3.0, gpu_power_limit_w=0.995 * limit_w)
         )
         assert service.status("gpt").promised == version  # a site may adjust its limit all the time
         service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
@@ -299,14 +301,14 @@ def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: P
             limit_w,
             limited.baseline_time_s,
         )
-        service.telemetry("gpt", Counters("a", iterations=4, time_s=4.0))
+        service.telemetry("gpt", Counters(run="a", iterations=4, time_s=4.0))
         planned(service)
         assert plans(service)[0] == frontier.plan_for(BASELINE_S)
 
 
 def test_a_power_limit_that_nothing_can_keep_leaves_the_plans_as_they_are(service: Service):
     before = plans(service)
-    service.telemetry("gpt", Counters("a", iterations=1, time_s=1.0, gpu_power_limit_w=1.0))
+    service.telemetry("gpt", Counters(run="a", iterations=1, time_s=1.0, gpu_power_limit_w=1.0))
     planned(service)
     assert plans(service) == before
     reason = service.status("gpt").decision.reason
@@ -549,7 +551,7 @@ def test_a_status_is_made_once_for_each_change(one: Run):
     for passed_s, keys in ((5.0, ["a"]), (15.0, ["a"]), (20.0, [])):
         one.clock.now_s = NOW_S + passed_s
         assert [each.key for each in one.service.status("gpt").reports] == keys
-    one.service.telemetry("gpt", Counters("run", iterations=1, time_s=1.0))
+    one.service.telemetry("gpt", Counters(run="run", iterations=1, time_s=1.0))
     assert one.service.status("gpt").telemetry is not None
 
 

@@ -30,15 +30,17 @@ def texts(service: Service) -> list[str]:
 def tally_at(at_s: float, before: Tally | None = None) -> Tally:
     number = 1 if before is None else before.iterations + 1
     sent = Counters(
-        "run",
-        number,
+        run="run",
+        iterations=number,
+        windows=number,
         time_s=2.0 * number,
-        metered_iterations=number,
+        gpu_s=2.0 * number,
         metered_s=2.0 * number,
         energy_j=900.0 * number,
+        saved_j=100.0 * number,
         energy_is="measured",
     )
-    tally = add_counters(before, sent, lambda _: 1000.0, at_s)
+    tally = add_counters(before, sent, at_s)
     assert tally is not None
     return tally
 
@@ -114,7 +116,7 @@ def test_telemetry_leaves_points(tmp_path: Path):
         assert service.history("gpt").points == ()
         for number in (1, 2):
             clock.now_s += 10.0
-            service.telemetry("gpt", Counters("run", number, time_s=2.0 * number))
+            service.telemetry("gpt", Counters(run="run", iterations=number, time_s=2.0 * number))
         (first, second) = service.history("gpt").points
     assert (first.at_s, second.at_s) == (NOW_S + 10.0, NOW_S + 20.0)
     assert (second.iteration_s, second.power_w, second.saved_j) == (2.0, None, None)
@@ -127,7 +129,17 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
     with service_at(tmp_path / "s.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
         service.taken("gpt", 1, 0)
-        sent = Counters("run", 1, 2.0, 1, 2.0, 900.0, "measured", 3, 0.01, 0.02)
+        sent = Counters(
+            run="run",
+            iterations=1,
+            time_s=2.0,
+            gpu_s=2.0,
+            metered_s=2.0,
+            energy_j=900.0,
+            energy_is="measured",
+            set_p50_s=0.01,
+            set_p99_s=0.02,
+        )
         service.telemetry("gpt", sent)
         text = Metrics(lambda: 0, 0.0).text(service.jobs()).decode()
     families = list(parser.text_string_to_metric_families(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import stat
 from collections.abc import Iterator
@@ -182,9 +183,28 @@ def test_a_database_of_another_version_is_refused(place: Path):
     with pytest.raises(StorageError) as refused:
         Storage(place)
     assert str(refused.value) == (
-        f"{place}: is of version 99 and this planner reads version 2; use the planner that wrote "
+        f"{place}: is of version 99 and this planner reads version 3; use the planner that wrote "
         "it, or start with another database"
     )
+
+
+def test_a_database_of_version_2_keeps_what_ended_jobs_saved(place: Path):
+    plan = {"version": 1, "iterations": 3, "time_s": 6.0, "energy_j": 15.0, "saved_j": 5.0}
+    known = {**plan, "iteration_s": 2.0, "power_w": 7.5, "baseline_j": 20.0, "observed_s": 9.0}
+    old = {"name": "gpt", "pipelines": 1, "since_s": 1.0, "ended_s": 9.0, "plans": [plan]}
+    with Storage(place) as storage:
+        storage.commit(added(state("one")))
+    with sqlite3.connect(place) as connection:
+        connection.execute("UPDATE meta SET value = '2' WHERE name = 'layout'")
+        connection.execute("UPDATE jobs SET telemetry = ?", (json.dumps(known),))
+        text = json.dumps({**old, "telemetry": {**known, "late_changes": 2}})
+        connection.execute("INSERT INTO ended (totals) VALUES (?)", (text,))
+    connection.close()
+    with Storage(place) as storage:
+        assert storage.load().telemetry == {}
+        (ended,) = storage.ended_jobs()
+    assert ended.telemetry is not None
+    assert (ended.telemetry.saved_j, ended.plans[0].iterations) == (5.0, 3)
 
 
 def test_what_is_no_database_is_refused(place: Path):

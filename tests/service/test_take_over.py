@@ -33,7 +33,7 @@ def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tm
         planned(service)
         service.set_deadline("gpt", 1.1 * baseline_s())
         planned(service)
-        service.telemetry("gpt", Counters("run", iterations=7, time_s=7.0))
+        service.telemetry("gpt", Counters(run="run", iterations=7, time_s=7.0))
         before = service.status("gpt")
         with pytest.raises(Conflict):
             service.register(job(), frontier_file(90))

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from service_stand_in import asking
 from services import (
     NOW_S,
-    PIPELINES,
     STAGES,
     Clock,
     frontier_file,
@@ -32,6 +30,7 @@ from services import (
     small_frontier,
 )
 
+from perseus_planner.runs import Account
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status, save_status
 from perseus_planner.service.client import Client
 from perseus_planner.service.http.server import Address, serving
@@ -43,21 +42,26 @@ from perseus_planner.views.service_text import jobs_text, status_text, totals_te
 
 httpx = pytest.importorskip("httpx")
 
-BASE_S, WAITING_W = 1.0, 100.0
-GROWING = ("iterations", "energy_j", "baseline_j", "late_changes")
-
-
-def baseline_j(iteration_s: float) -> float:
-    return 1000.0 + WAITING_W * max(0.0, iteration_s - BASE_S)
+SHOWN = ("iterations", "energy_j", "changes_late")
 
 
 def counters(
     iterations: int = 10, run: str = "one", each_s: float = 1.25, each_j: float = 800.0, **more: Any
 ) -> Counters:
-    """Of so many iterations alike, each metered."""
+    """Of so many iterations alike on one rank, each metered; a fifth is saved."""
     time_s, energy_j = iterations * each_s, iterations * each_j
     return Counters(
-        run, iterations, time_s, iterations, time_s, energy_j, "measured", iterations // 2, **more
+        run=run,
+        iterations=iterations,
+        time_s=time_s,
+        windows=iterations,
+        gpu_s=time_s,
+        metered_s=time_s,
+        energy_j=energy_j,
+        saved_j=energy_j / 4,
+        energy_is="measured",
+        changes_late=iterations // 2,
+        **more,
     )
 
 
@@ -73,23 +77,19 @@ def runs(draw: st.DrawFn, name: str) -> list[Counters]:
         st.floats(0.0, 5e3),
         st.integers(0, 3),
     )
-    said = [Counters(name)]
+    said = [Counters(run=name)]
     for count, is_metered, each_s, each_j, late in draw(st.lists(steps, min_size=1, max_size=5)):
-        before = said[-1]
-        metered = count * is_metered
-        is_known = before.metered_iterations + metered > 0
-        said.append(
-            Counters(
-                name,
-                before.iterations + count,
-                before.time_s + count * each_s,
-                before.metered_iterations + metered,
-                before.metered_s + metered * each_s,
-                before.energy_j + metered * each_j,
-                draw(st.sampled_from(["measured", "simulated"])) if is_known else None,
-                before.late_changes + late,
-            )
+        new = Account(
+            iterations=count,
+            time_s=count * each_s,
+            gpu_s=count * each_s,
+            metered_s=count * is_metered * each_s,
+            energy_j=count * is_metered * each_j,
+            saved_j=count * is_metered * draw(st.floats(-1e3, 1e3)),
+            changes_late=late,
+            energy_is=draw(st.sampled_from(["measured", "simulated"])) if is_metered else None,
         )
+        said.append(said[-1] + new)
     return said[1:]
 
 
@@ -109,69 +109,38 @@ def test_whatever_is_lost_repeated_or_late_sums_are_those_of_all_runs_and_never_
         late += kept
         some = data.draw(st.lists(st.sampled_from(late), max_size=6)) if late else []
         for sent in [*kept, *some, run[-1], *some, run[-1]]:
-            after = add_counters(known, sent, baseline_j, NOW_S)
+            after = add_counters(known, sent, NOW_S)
             assert known is None or all(
-                getattr(after, name) >= getattr(known, name) for name in GROWING
+                getattr(after, name) >= getattr(known, name) for name in SHOWN
             )
             known = after
     assert known is not None
     last = [run[-1] for run in said]
-    assert (known.iterations, known.late_changes) == (
-        sum(e.iterations for e in last),
-        sum(e.late_changes for e in last),
-    )
-    assert known.energy_j == pytest.approx(math.fsum(each.energy_j for each in last), abs=1e-6)
-    assert (known.energy_is is None) == (sum(each.metered_iterations for each in last) == 0)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.floats(0.25, 4.0)), min_size=1, max_size=9),
-    st.integers(1, 9),
-)
-def test_the_baseline_is_never_more_than_that_of_each_iteration_by_itself(iterations, every: int):
-    whole = [each_s for count, each_s in iterations for _ in range(count)]
-    known = None
-    for number, time_s in enumerate(accumulate(whole), 1):
-        if number % every == 0 or number == len(whole):
-            sent = Counters("one", number, time_s, number, time_s, 0.0, "measured")
-            known = add_counters(known, sent, baseline_j, NOW_S)
-    exact_j = math.fsum(map(baseline_j, whole))
-    assert known is not None
-    assert len(whole) * 1000.0 <= known.baseline_j * (1 + 1e-12)
-    assert known.baseline_j <= exact_j * (1 + 1e-12)
-    if every == 1:
-        assert known.baseline_j == pytest.approx(exact_j)
+    for name in (*SHOWN, "time_s", "metered_s", "saved_j"):
+        whole = math.fsum(getattr(each, name) for each in last)
+        assert getattr(known, name) == pytest.approx(whole, abs=1e-6), name
+    assert (known.energy_is is None) == (sum(each.metered_s for each in last) == 0)
+    assert known.saved_j == pytest.approx(sum(plan.saved_j for plan in known.plans), abs=1e-6)
 
 
 def test_what_was_drawn_and_took_of_late_is_of_what_has_come_since():
-    known = add_counters(None, counters(10), baseline_j, NOW_S)
-    known = add_counters(
-        known,
-        Counters("one", 14, 22.5, 12, 15.5, 10_000.0, "simulated", 6, 0.01, 0.2),
-        baseline_j,
-        NOW_S + 5,
-    )
+    known = add_counters(None, counters(10), NOW_S)
+    more = Account(iterations=4, time_s=10.0, gpu_s=20.0, metered_s=6.0, energy_j=2000.0)
+    known = add_counters(known, replace(counters(10) + more, energy_is="simulated"), NOW_S + 5)
     assert known is not None
-    assert (known.iteration_s, known.power_w) == (2.5, pytest.approx(2000.0 / 3.0))
-    assert (known.energy_is, known.set_p50_s, known.set_p99_s, known.observed_s) == (
-        "simulated",
-        0.01,
-        0.2,
-        NOW_S + 5,
-    )
-    assert known.saved_j == pytest.approx(10 * 1025.0 + 2 * 1050.0 - 10_000.0)
+    assert (known.iteration_s, known.power_w) == (2.5, pytest.approx(2 * 2000.0 / 6.0))
+    assert (known.energy_is, known.observed_s) == ("simulated", NOW_S + 5)
+    assert (known.saved_j, known.energy_j) == (2000.0, 10_000.0)
 
 
-@pytest.mark.parametrize(
-    "name", ["time_s", "metered_iterations", "metered_s", "energy_j", "late_changes"]
-)
+@pytest.mark.parametrize("name", ["time_s", "windows", "metered_s", "energy_j", "changes_late"])
 def test_a_run_whose_counts_fall_is_refused(name: str):
-    known = add_counters(None, counters(10), baseline_j, NOW_S)
+    known = add_counters(None, counters(10), NOW_S)
     with pytest.raises(
         Conflict,
         match=f"^{name}: was .* after more iterations of the same run; count from the begin",
     ):
-        add_counters(known, replace(counters(20), **{name: 1}), baseline_j, NOW_S)
+        add_counters(known, replace(counters(20), **{name: 1}), NOW_S)
 
 
 @contextmanager
@@ -196,49 +165,30 @@ def told(ask: Callable[..., httpx.Response], name: str = "gpt") -> Any:
     return ask("GET", f"/v1/jobs/{name}").json()["telemetry"]
 
 
-def test_a_job_far_from_its_plans_is_told_so_and_saves_nothing(place: Path):
-    iteration_s = small_frontier().baseline_time_s
+def test_a_job_that_is_off_its_plans_says_why_and_on_another_machine_it_saves_nothing(place: Path):
     with served(place, Clock()) as (service, _):
         service.register(job(), frontier_file())
-        for slower, is_told in ((1.5, False), (100.0, True)):
-            service.telemetry("gpt", counters(20, f"run at {slower}", each_s=slower * iteration_s))
+        for name, said in (("verdict", "10 % slower"), ("unlike_plan", "another machine")):
+            service.telemetry("gpt", counters(20, f"run {name}", **{name: said}))
             status = service.status("gpt")
-            assert (status.unlike_plan is not None) == is_told
-            text = status_text(status)
-            assert ("This plan is of another machine: " in text) == is_told
-            assert (", saved " in text) != is_told
+            assert getattr(status, name) == said
+            assert said in status_text(status)
+            assert (", saved " in status_text(status)) == (name == "verdict")
 
 
-def test_a_saving_is_against_all_clocks_at_maximum_in_iterations_as_long(place: Path):
-    frontier = small_frontier()
+def test_what_a_run_says_is_what_is_shown_of_its_job(place: Path):
     with served(place, Clock()) as (service, ask):
         service.register(job(), frontier_file())
         assert told(ask) is None
-        iteration_s = 1.5 * frontier.baseline_time_s  # beside a straggler
-        assert (
-            post(ask, counters(each_s=iteration_s, each_j=700.0, set_p50_s=0.006, set_p99_s=0.02))
-            == 204
-        )
-        base_j = (
-            10
-            * PIPELINES
-            * (
-                frontier.baseline_energy_j
-                + frontier.dag.waiting_w * (iteration_s - frontier.baseline_time_s)
-            )
-        )
+        sent = counters(set_p50_s=0.006, set_p99_s=0.02)
+        assert post(ask, sent) == 204
+        account = {name: getattr(sent, name) for name in vars(Account())}
         assert told(ask) == {
-            "iterations": 10,
-            "iteration_s": pytest.approx(iteration_s),
-            "time_s": pytest.approx(10 * iteration_s),
-            "power_w": pytest.approx(700.0 / iteration_s),
-            "energy_j": 7000.0,
-            "baseline_j": pytest.approx(base_j),
-            "saved_j": pytest.approx(base_j - 7000.0),
-            "energy_is": "measured",
+            **account,
+            "iteration_s": 1.25,
+            "power_w": 640.0,
             "set_p50_s": 0.006,
             "set_p99_s": 0.02,
-            "late_changes": 5,
             "ranks": 0,
             "following": 0,
             "off_plan_since_s": None,
@@ -339,7 +289,7 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
     place = left / place.name
     with served(place, clock) as (service, ask):
         found = service.status("gpt").telemetry
-        assert found == add_counters(None, counters(10), lambda _: found.baseline_j / 10, NOW_S)
+        assert found == add_counters(None, counters(10), NOW_S)
         # Prometheus takes a counter that falls to begin anew, and would count all of it twice.
         assert "planner_job_energy_joules_total{" not in ask("GET", "/metrics").text
         assert (
@@ -349,11 +299,11 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
         service.telemetry("gpt", counters(5, "two"))
         found = service.status("gpt").telemetry
         assert (found.iterations, found.energy_j) == (35, 35 * 800.0)
-        assert found.baseline_j == pytest.approx(before.baseline_j / 20 * 35)
+        assert found.saved_j == pytest.approx(before.saved_j / 20 * 35)
         text = ask("GET", "/metrics").text
         assert 'planner_job_energy_joules_total{energy="measured",job="gpt"} 28000.0' in text
         assert (
-            f'planner_job_baseline_joules_total{{energy="measured",job="gpt"}} {found.baseline_j}'
+            f'planner_job_baseline_joules_total{{energy="measured",job="gpt"}} {35 * 1000.0}'
             in text
         )
         assert 'planner_job_iterations_total{job="gpt"} 35.0' in text
@@ -470,7 +420,7 @@ def test_totals_are_by_the_version_that_the_job_ran_and_bounded():
     tally = None
     for number in range(1, 41):
         version = None if number == 1 else (number + 1) // 2
-        tally = add_counters(tally, counters(number), baseline_j, NOW_S, version)
+        tally = add_counters(tally, counters(number), NOW_S, version)
     assert tally is not None
     assert [each.version for each in tally.plans] == [None, *range(5, 21)]
     assert [each.iterations for each in tally.plans] == [8, *[2] * 16]
@@ -478,9 +428,10 @@ def test_totals_are_by_the_version_that_the_job_ran_and_bounded():
         assert sum(getattr(each, name) for each in tally.plans) == pytest.approx(
             getattr(tally, name)
         )
-    back = add_counters(tally, counters(50), baseline_j, NOW_S, 7)
+    back = add_counters(tally, counters(50), NOW_S, 7)
     assert back is not None
-    assert (len(back.plans), back.plans[-1].version, back.plans[-1].iterations) == (17, 7, 12)
+    (again,) = (plan for plan in back.plans if plan.version == 7)
+    assert (len(back.plans), again.iterations) == (17, 12)
 
 
 def test_the_version_that_a_job_has_reported_is_that_of_its_counts(place: Path):
@@ -504,13 +455,9 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., http
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"metered_iterations": 11}, "metered_iterations are some of iterations"),
         ({"energy_is": None}, "energy_is gives the origin of energy_j"),
-        ({"metered_iterations": 0}, "energy_is gives the origin of energy_j"),
-        (
-            {"metered_iterations": 0, "energy_is": None},
-            "metered_s and energy_j are of metered_iterations",
-        ),
+        ({"metered_s": 0.0}, "energy_is gives the origin of energy_j"),
+        ({"metered_s": 0.0, "energy_is": None}, "energy_j is of metered_s"),
         ({"energy_is": "guessed"}, "energy_is"),
         ({"energy_j": -1.0}, "energy_j"),
         ({"time_s": math.nan}, "time_s"),
@@ -519,7 +466,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., http
         ({"power_w": 3.0}, "power_w"),
     ],
 )
-def test_counts_that_contradict_each_other_are_refused_and_nothing_is_add_counters(
+def test_counts_that_contradict_each_other_are_refused_and_nothing_is_added(
     ask, change, complaint: str
 ):
     body = json.dumps({**asdict(counters(10)), **change})

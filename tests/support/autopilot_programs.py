@@ -25,7 +25,6 @@ from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_r
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.agent import agent, link
 from perseus_planner.runtime.autopilot.ranks import coordinator
-from perseus_planner.runtime.autopilot.ranks.programs import AutopilotProgram
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.telemetry import counters
 
@@ -68,7 +67,7 @@ def _trained(
                 if runtime is not None:
                     phases += [runtime.autopilot.phase][runtime.autopilot.phase in phases :]
                     program = runtime._follower.program
-                    tried += isinstance(program, AutopilotProgram) and program.decision > 0
+                    tried += program is not None and program.decision > 0
                     unknown = unknown or runtime.autopilot.unknown * (
                         runtime.autopilot.reference_s is not None
                     )
@@ -98,29 +97,29 @@ def references(state: str, *names: str) -> None:
 
 
 def referenced(made: Callable[[Watch], Any], name: str) -> dict[str, Any]:
-    """Return which clocks were locked while the reference was measured, and the microbatches
-    that were planned.
+    """Return whether clocks were locked while the reference was measured, and the microbatches
+    that were planned, one schedule of the stages after the other.
     """
     warning_log, watch = WarningLog(), Watch()
     watch.takes_s = 0.002
-    pipeline, planned, locked = made(watch), set[int](), set[int | None]()
+    pipeline, planned, locked = made(watch), list[int](), set[int | None]()
     with planner_runtime(
         pipeline.engine, gpu=RUNTIME_GPU, state=None, dry_run=name == "dry"
     ) as runtime:
-        for microbatches in (6, 4) if name == "1f1b" else (4,):
+        for microbatches in (4, 8, 4) if name == "1f1b" else (4,):
             if name == "1f1b":
                 pipeline.change(microbatches)
             deadline_s = time.monotonic() + LONG_S
-            while not every_rank(microbatches in planned):
+            while not every_rank(planned[-1:] == [microbatches]):
                 pipeline.step()
                 program = runtime._follower.program
                 if runtime.autopilot.reference_s is not None and program is not None:
-                    planned.add(program.microbatches)
+                    planned += [program.microbatches][program.microbatches in planned[-1:] :]
                     locked.add(watch.gpu.locked_mhz)
                 assert time.monotonic() < deadline_s, (planned, runtime.autopilot)
     after, texts = watch.gpu.locked_mhz, warning_log.taken()
     return {
-        "planned": sorted(planned),
+        "planned": planned,
         "was locked": locked != {None},
         "after": after,
         "warnings": texts,
@@ -148,7 +147,7 @@ def served(state: str, address: str, name: str) -> None:
             while not any_rank(Path("stop").exists()):
                 step()
                 program = runtime._follower.program
-                if isinstance(program, AutopilotProgram):
+                if program is not None:
                     Path(f"clock-{dist.get_rank()}.new").write_text(str(mean(program.clocks)))
                     Path(f"clock-{dist.get_rank()}.new").rename(f"clock-{dist.get_rank()}")
         result["pipeline"] = runtime.pipeline

@@ -26,7 +26,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.engine import Engine
 from perseus_planner.runtime.hook import Hook, Program
-from perseus_planner.runtime.marks import HostMarks, parse_clock_request
+from perseus_planner.runtime.marks import Marks, parse_clock_request
 from perseus_planner.schedules import Schedule
 
 ITERATIONS = 2
@@ -43,7 +43,7 @@ class Watched(Hook):
         self.seen: list[tuple[int | None, int]] = []
         self.deviations: list[str | None] = []
         self.program = program
-        super().__init__(HostMarks(self.word), self, program)
+        super().__init__(Marks(self.word), self, program)
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         super().begin(stage, kind, microbatch)
@@ -197,7 +197,7 @@ def _followed(
     results = _trained(pipeline, adapter.attached(recorder))
 
     watched = create()
-    hook = Watched(Program(1, plan_of(schedule(microbatches), gpu=None), dist.get_rank()))
+    hook = Watched(Program.of_plan(1, plan_of(schedule(microbatches), gpu=None), dist.get_rank()))
     _trained(watched, engine_of(watched.engine).attached(hook))
     return {
         **result,

@@ -47,6 +47,7 @@ static struct state *state;
 static struct stat mapped; /* the file that state is */
 static pid_t initialised_in;
 static int users;
+static double loaded; /* how often the driver had been reloaded when this process initialised */
 
 /* --- locks: a byte of the state file each, on a description of its own, so that they hold between threads, between
  * processes, and fall with the process that is killed */
@@ -214,6 +215,7 @@ static int entered(const char *function, int gpu, int *fd, int *answer) {
     if (!state || initialised_in != getpid() || users == 0) return *answer = UNINITIALIZED, 0;
     *fd = locked(STATE);
     read_script();
+    if (number(-1, "reloads") != loaded) return *answer = UNINITIALIZED, unlocked(*fd, STATE), 0;
     int column = gpu < 0 ? GPUS : gpu;
     calls_of(function)->made[column]++;
     if (gpu >= 0) calls_of("*")->made[column]++;
@@ -259,6 +261,7 @@ int nvmlInitWithFlags(unsigned flags) {
     read_script();
     calls_of(__func__)->made[GPUS]++;
     if (scripted(-1, __func__, &answer)) LEAVE(answer);
+    loaded = number(-1, "reloads");
     for (int gpu = 0; gpu < GPUS; gpu++) energy_mj(gpu); /* begins to count */
     users++;
     LEAVE(SUCCESS);

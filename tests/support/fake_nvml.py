@@ -33,6 +33,8 @@ last holds:
     throttle 0x4                    bits of the clocks event reasons; SwPowerCap is added where the
     limit bites limit_mw 100000 700000 700000   least, greatest and default power limit
     mig 1, persistence 0, virtualization 2
+    reloads 1                       how often the driver was reloaded, after which each process must
+    initialise anew
     profiles 0x80                   bits of the workload power profiles that are enforced
     field_251 1                     a field value (scope 0); `error 3`: its nvmlReturn; `untouched`:
     nothing is written field_186_1 420000              the same for scope 1; `module 1`: there is a

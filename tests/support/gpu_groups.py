@@ -1,4 +1,4 @@
-"""GPUs that share a stage, each measured in a thread of its own."""
+"""GPUs that hold a stage, each measured in a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ T = TypeVar("T")
 class Member:
     """One GPU of the group; see `GpuGroup`."""
 
-    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
+    def __init__(self, rank: int, values: list[Any], barrier: Barrier, replicas: int) -> None:
         self._rank, self._values, self._barrier = rank, values, barrier
-
-    @property
-    def size(self) -> int:
-        """The number of GPUs."""
-        return len(self._values)
+        self.size = len(values) // replicas
+        self.replicas = [f"replica {number}" for number in range(replicas)]
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all GPUs."""
@@ -32,15 +29,17 @@ class Member:
         return values
 
 
-def measured_together(measure: Callable[[Any, Member], Any], gpus: Sequence[Any]) -> list[Any]:
-    """Measure all GPUs at once; return what each measured, or its exception, after which all
-    end.
+def measured_together(
+    measure: Callable[[Any, Member], Any], gpus: Sequence[Any], replicas: int = 1
+) -> list[Any]:
+    """Measure all GPUs of so many replicas at once; return what each measured, or its exception,
+    after which all end.
     """
     values, barrier = [None] * len(gpus), Barrier(len(gpus), timeout=LONG_S)
 
     def run(rank: int) -> Any:
         try:
-            return measure(gpus[rank], Member(rank, values, barrier))
+            return measure(gpus[rank], Member(rank, values, barrier, replicas))
         except Exception as error:
             barrier.abort()
             return error

@@ -118,7 +118,7 @@ def write_run(
         files = RankFiles(folder, number, pipelines * ranks, attempt)
         telemetry = Telemetry(number, seat, files, own_plans=own_plans, offset_ns=lambda: EPOCH_NS)
         program, energy_j = (
-            Program(version, plan, rank),
+            Program.of_plan(version, plan, rank),
             summarize_plan(plan).per_rank[rank].energy_j,
         )
         watts = energy_j / plan.gpus_per_stage / plan.time_s

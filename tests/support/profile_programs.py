@@ -1,17 +1,20 @@
-"""Programs of ranks that profile, plan and train every schedule; each prints its findings as
-JSON.
+"""Programs of ranks that profile, plan and train every schedule, alone and beside a replica of each
+stage; each prints its findings as JSON.
 """
 # ruff: noqa: TID253 - the process in which this runs is there for torch
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from runtime_training import FAST, GPU, WarningLog, job
+from runtime_training import FAST, GPU, WarningLog, equal, job, trained
 from tiny_training import DeepSpeed, Torch
+from torch import nn
 
 from perseus_planner.cli import main
 from perseus_planner.profiler.pipeline import profile_pipeline
@@ -23,79 +26,166 @@ MICROBATCHES = 4
 SWEEP = SweepSettings(window_s=0.5, cool_down_s=0.0)
 
 
+class MeanOfReplicas(torch.autograd.Function):
+    """Normalizes by the mean over all replicas, forward and backward, as SyncBatchNorm does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, group: Any) -> Any:
+        ctx.group = group
+        return x - _mean(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient - _mean(gradient, ctx.group), None
+
+
+class Normalized(nn.Module):
+    """A layer behind `MeanOfReplicas`."""
+
+    def __init__(self, layer: nn.Module, group: Any) -> None:
+        super().__init__()
+        self.layer, self.group = layer, group
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(MeanOfReplicas.apply(x, self.group))
+
+
+def _mean(x: Any, group: Any) -> Any:
+    mean = x.detach().mean(dim=0)
+    dist.all_reduce(mean, group=group)
+    return mean / dist.get_world_size(group)
+
+
+def _ddp(module: nn.Module, group: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(Normalized(module, group), process_group=group)
+
+
+def _fsdp(module: nn.Module, group: Any, *, reshard: bool) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh: Any = DeviceMesh.from_group(group, "cpu")
+    sharded: Any = fully_shard(Normalized(module, group), mesh=mesh, reshard_after_forward=reshard)
+    return sharded  # type: ignore[no-any-return]
+
+
+WRAPS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
+    "ddp": _ddp,
+    "fsdp": partial(_fsdp, reshard=False),
+    "fsdp-again": partial(_fsdp, reshard=True),
+    "synced": Normalized,
+}
+
+
 def torch_schedules(state: str, *names: str) -> None:
-    """Profile, plan and train each schedule of torch."""
+    """Profile, plan and train each schedule of torch, on four ranks with two replicas."""
     with job(state) as result:
-        for name in names:
-            pipeline = Torch(name, MICROBATCHES)
-            step = lambda _, pipeline=pipeline: pipeline.run(pipeline.engine.step)  # noqa: E731
-            result[name] = _planned(pipeline.engine, name, step)
+        for text in names:
+            name, _, wrap = text.partition("+")
+            options = {"wrap": WRAPS[wrap], "sides": 2} if wrap else {}
+            result[text] = _planned(partial(Torch, name, MICROBATCHES, **options), text)
 
 
-def deepspeed_engine(state: str) -> None:
+def deepspeed_engine(state: str, degree: str) -> None:
     """Profile, plan and train the engine of DeepSpeed."""
     with job(state) as result:
-        pipeline = DeepSpeed(MICROBATCHES)
-        result["1f1b"] = _planned(pipeline.engine, "1f1b", lambda _: pipeline.step())
+        options: dict[str, Any] = {}
+        if degree == "2":
+            options = {
+                "settings": {"zero_optimization": {"stage": 1}},
+                "layers": 4,
+                "num_stages": 2,
+            }
+        result["1f1b"] = _planned(partial(DeepSpeed, MICROBATCHES, **options), "1f1b")
 
 
-def megatron_models(state: str) -> None:
+class _Megatron:
+    """A training of Megatron-core, with the interface of the others."""
+
+    def __init__(self, virtual: int | None, group: int | None, **options: Any) -> None:
+        from tiny_gpt import Training
+
+        self._training = Training(virtual, group, **options)
+        self.engine = self._training.model
+
+    def step(self) -> list[Any]:
+        return self._training.step(MICROBATCHES)
+
+    def state(self) -> list[Any]:
+        return [*self._training.weights(), torch.get_rng_state()]
+
+
+def megatron_models(state: str, degree: str) -> None:
     """Profile, plan and train Megatron-core with one chunk, with two, and with two in groups of
-    four microbatches.
+    four microbatches; or beside replicas, with what communicates meanwhile.
     """
-    import tiny_gpt
-    from tiny_gpt import Training, parallel
+    from tiny_gpt import parallel
 
-    plain = tiny_gpt._forward_step
+    cases: list[tuple[str, int | None, int | None, dict[str, Any]]] = [
+        ("1f1b", None, None, {}),
+        ("interleaved-1f1b", 2, None, {}),
+        ("groups of 4", 2, 4, {}),
+    ]
+    if degree == "2":
+        cases = [
+            ("1f1b", None, None, {"overlap": True}),
+            ("interleaved-1f1b", 2, None, {"overlap": True}),
+            ("experts", None, None, {"overlap": True, "experts": 2}),
+        ]
     with job(state) as result:
-        for name, virtual, group in (
-            ("1f1b", None, None),
-            ("interleaved-1f1b", 2, None),
-            ("groups of 4", 2, 4),
-        ):
-            with parallel(virtual):
-                training = Training(virtual, group)
-
-                def step(profiling: Any, training: Any = training) -> None:
-                    tiny_gpt._forward_step = profiling.watched(plain) if profiling else plain
-                    training.step(MICROBATCHES)
-
-                result[name] = _planned(training.model, name.replace(" ", "-"), step)
+        for name, virtual, group, options in cases:
+            pipeline = dist.get_world_size() // int(degree)
+            with parallel(virtual, pipeline=pipeline, experts=options.get("experts", 1)):
+                result[name] = _planned(
+                    partial(_Megatron, virtual, group, **options), name.replace(" ", "-")
+                )
 
 
-def _planned(engine: Any, name: str, step: Callable[[Any], object]) -> dict[str, Any]:
-    """Profile `engine`, solve and plan on rank 0 without an option that names the schedule, and
-    train by the plan.
+def _planned(make: Callable[[], Any], name: str) -> dict[str, Any]:
+    """Profile a training, solve and plan on rank 0 without an option that names the schedule, and
+    train by the plan; compare it with a training that knows nothing of this.
     """
+    expected = trained(make(), 4)
+    training = make()
     warning_log, timed = WarningLog(), pytest.MonkeyPatch()
-    trained: list[str] = []
+    kinds: set[str] = set()
     compare = measure._difference_from_training
 
     def watch(gpu: Any, opened: Any, stage: Any, request: Any) -> str | None:
         assert all(time_s > 0 for time_s in stage.trained_s.values())
-        trained.append("".join(stage.trained_s))
+        kinds.add("".join(stage.trained_s))
         return compare(gpu, opened, stage, request)
 
     timed.setattr(measure, "_difference_from_training", watch)
     simulated = f"simulated:{GPU.removeprefix('emulated:').partition('?')[0]}"
-    with profile_pipeline(
-        engine, gpu=simulated, output=f"{name}.yaml", settings=SWEEP
-    ) as profiling:
-        step(profiling)
+    values = training.step()
+    with (
+        profile_pipeline(
+            training.engine, gpu=simulated, output=f"{name}.yaml", settings=SWEEP
+        ) as profiling,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if isinstance(training, _Megatron):
+            import tiny_gpt
+
+            patch.setattr(tiny_gpt, "_forward_step", profiling.watched(tiny_gpt._forward_step))
+        values += training.step()
     timed.undo()
+    assert profiling.problem is None, profiling.problem
     if dist.get_rank() == 0:
         _command("solve", f"{name}.yaml", "-o", f"{name}.npz")
         _command("plan", f"{name}.npz", "--slowdown", "1.1", "-o", f"{name}-plan.yaml")
     dist.barrier()
     with planner_runtime(
-        engine, plan=f"{name}-plan.yaml", gpu=GPU, max_changes_per_s=FAST
+        training.engine, plan=f"{name}-plan.yaml", gpu=GPU, max_changes_per_s=FAST
     ) as runtime:
         for _ in range(2):
-            step(None)
+            values += training.step()
         planned = runtime.plan is not None
     return {
         "planned": planned,
-        "timed": sorted(set(trained)),
+        "equal": equal(expected, values + training.state()),
+        "timed": sorted(kinds),
         "deviations": [row.deviation for row in runtime.iterations],
         "problem": runtime.problem,
         "warnings": warning_log.taken(),

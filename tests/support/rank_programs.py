@@ -64,7 +64,7 @@ def gather_and_block() -> None:
         rank, size = found
         for turn in range(20):
             assert group.gather((rank, turn)) == [(each, turn) for each in range(size)]
-        pair = StageGroup(group, [rank - rank % 2, rank - rank % 2 + 1])
+        pair = StageGroup(group, [rank - rank % 2, rank - rank % 2 + 1], 1)
         assert pair.gather(rank) == [rank - rank % 2, rank - rank % 2 + 1]
         with connect_neighbour(group, [[0, 2, 3], [1]], torch.device("cpu")) as neighbour:
             assert neighbour.exists == (rank != 1)
@@ -154,37 +154,59 @@ def schedules() -> None:
     dist.destroy_process_group()
 
 
-def replicas() -> None:
-    """Profile two data-parallel pipelines of two stages, of which one measures."""
-    dist.init_process_group("gloo")
-    pipeline = Torch("1f1b", 2, sides=2)  # ranks are laid out stage by stage
-    with profile_pipeline(
-        pipeline.engine, gpu=GPU, settings=OBSERVED, output="profile.yaml"
-    ) as profiling:
-        pipeline.step()
-    print(profiling.profile is not None)
-    dist.destroy_process_group()
-
-
 def sharded() -> None:
-    """Profile a pipeline whose stages are sharded by FSDP, then go on with the training."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    """Profile a pipeline of which one stage cannot be repeated, then go on with the training."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "replicas"))
+    rank, alone = dist.get_rank(), [dist.new_group([each]) for each in range(2)]
     module: Any = nn.Linear(WIDTH, WIDTH)
     if rank == 1:  # one rank alone must end the profiling of all
-        fully_shard(module, mesh=mesh["replicas"])
-    stage = pipelining.PipelineStage(
-        module, rank, 2, torch.device("cpu"), group=mesh["pipeline"].get_group()
-    )
+        module = FullyShardedDataParallel(
+            module, alone[rank], device_id=torch.device("cpu"), use_orig_params=True
+        )
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output="profile.yaml") as profiling:
         _step(schedule, rank == 0, rank == 1)
     _step(schedule, rank == 0, rank == 1)
     print(json.dumps([profiling.profile is None, profiling.problem, Path("profile.yaml").exists()]))
+    dist.destroy_process_group()
+
+
+class Stuck(tiny_training.Layer):
+    """A layer whose repetitions take long, or wait for a rank that does not repeat it."""
+
+    repeats: str | None = None
+
+    def forward(self, x: Any) -> Any:
+        if self.repeats == "long" and dist.get_rank():
+            self.repeats = None
+            Event().wait(2.0)
+        elif self.repeats == "for ever" and dist.get_rank():
+            dist.all_reduce(torch.ones(1))
+        return super().forward(x)
+
+
+def stuck(repeats: str) -> None:
+    """Profile a training in which a repetition of the last stage does not come back in time."""
+    dist.init_process_group("gloo")
+    settings = SweepSettings(control="observed", repetition_s=1.0)
+
+    def body() -> None:
+        plain = tiny_training.Torch("1f1b", 2, layer=Stuck)
+        expected = [*plain.step(), *plain.step(), *plain.state()]
+        pipeline = tiny_training.Torch("1f1b", 2, layer=Stuck)
+        (layer,) = pipeline.layers
+        with profile_pipeline(pipeline.engine, gpu=GPU, settings=settings) as profiling:
+            results = pipeline.step()
+            layer.repeats = repeats
+        layer.repeats = None
+        results = [*results, *pipeline.step(), *pipeline.state()]
+        assert all(map(torch.equal, results, expected))
+        print(profiling.problem)
+
+    _report(body)
     dist.destroy_process_group()
 
 

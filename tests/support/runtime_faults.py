@@ -106,8 +106,7 @@ def _survived(
 
 
 def _has_fewer_changes(runtime: Runtime) -> bool:
-    program = runtime._follower.program
-    return program is not None and program.max_changes is not None
+    return runtime._follower._fewer is not None
 
 
 def clocks_come_back(state: str) -> None:
@@ -115,9 +114,11 @@ def clocks_come_back(state: str) -> None:
     resumed: list[None] = []
     resume = background.BackgroundWork._resume
 
-    def resume_noted(this: background.BackgroundWork) -> None:
-        resume(this)
-        resumed.append(None)
+    def resume_noted(this: background.BackgroundWork, key: str) -> None:
+        was_lost = key in this._problems
+        resume(this, key)
+        if was_lost:
+            resumed.append(None)
 
     short = mock.patch.object(Backoff.__init__, "__defaults__", (0.1, LONGEST_PAUSE_S, None))
     with (

@@ -67,6 +67,7 @@ def train(engine: str, address: str, state: str) -> None:
         frontier.plan_for(frontier.baseline_time_s).save("plan.yaml")
     dist.barrier()
     served = {"service": address, "job": "e2e", "frontier": "frontier.npz"}
+    served["record"] = "run"
     with (
         emulate(made, f"emulated:{GPU}") as gpu,
         planner_runtime(made, plan="plan.yaml", gpu=f"emulated:{GPU}", **served) as runtime,

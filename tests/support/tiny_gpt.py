@@ -11,21 +11,38 @@ from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import megatron_cpu
 
 SEQUENCE, ROWS, VOCABULARY = 8, 1, 16
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "allgather",
+    "expert_model_parallel_size": 2,
+    "add_bias_linear": False,
+}
 
 
 class Wrapper(nn.Module):
@@ -39,18 +56,31 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
+_type = torch.Tensor.type
+
+
+def _type_on_gpu(tensor: Any, *args: Any) -> Any:
+    """Return the type by which the distributed optimizer recognizes float32."""
+    return _type(tensor, *args) if args else "torch.cuda.FloatTensor"
+
+
 @contextmanager
 def parallel(
-    virtual: int | None = None, tensor: int = 1, pipeline: int | None = None
+    virtual: int | None = None, tensor: int = 1, pipeline: int | None = None, experts: int = 1
 ) -> Iterator[None]:
     """Set up Megatron's parallel state; pipelines span all ranks by default."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline or dist.get_world_size(),
         virtual_pipeline_model_parallel_size=virtual,
+        expert_model_parallel_size=experts,
     )
     try:
-        with megatron_cpu.cpu_only():
+        with (
+            megatron_cpu.cpu_only(),
+            mock.patch.object(torch.Tensor, "type", _type_on_gpu),
+            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+        ):
             yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -62,7 +92,13 @@ class Training:
     """
 
     def __init__(
-        self, virtual: int | None = None, group: int | None = None, *, apart: bool = False
+        self,
+        virtual: int | None = None,
+        group: int | None = None,
+        *,
+        apart: bool = False,
+        overlap: bool = False,
+        experts: int = 1,
     ) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         config = TransformerConfig(
@@ -76,17 +112,20 @@ class Training:
             use_cpu_initialization=True,
             batch_p2p_sync=False,
             hidden_dropout=0.1,
+            **(EXPERTS if experts > 1 else {}),
         )
-        torch.manual_seed(dist.get_rank())
+        torch.manual_seed(parallel_state.get_pipeline_model_parallel_rank())
         self.chunks = [
             _chunk(copy.copy(config) if apart else config, each, virtual)
             for each in range(virtual or 1)
         ]
         self.config = self.chunks[0].config
         self.configs = [chunk.config for chunk in self.chunks]
-        self.model = [Wrapper(chunk) for chunk in self.chunks]
+        self.model: list[Any] = [Wrapper(chunk) for chunk in self.chunks]
         parameters = [each for chunk in self.chunks for each in chunk.parameters()]
-        self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        self.optimizer: Any = torch.optim.AdamW(parameters, lr=0.01)
+        if overlap:
+            self._distribute()
 
     @cached_property
     def engine(self) -> Any:
@@ -95,9 +134,32 @@ class Training:
 
         return MegatronModel(self.model)
 
+    def _distribute(self) -> None:
+        """Train with the distributed optimizer, which communicates while the chunks compute."""
+        flags = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        ddp = DistributedDataParallelConfig(**flags, overlap_grad_reduce=True, bucket_size=500)
+        self.model = [
+            DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
+        ]
+        settings = OptimizerConfig(lr=0.01, **flags)
+        self.optimizer = get_megatron_optimizer(settings, self.model)
+        hooks = {
+            "no_sync_func": [model.no_sync for model in self.model],
+            "grad_sync_func": [model.start_grad_sync for model in self.model],
+        }
+        for config in {id(config): config for config in self.configs}.values():
+            config.finalize_model_grads_func = finalize_model_grads
+            config.grad_scale_func = self.optimizer.scale_loss
+            for name, functions in hooks.items():
+                setattr(config, name, functions if len(functions) > 1 else functions[0])
+
     def step(self, microbatches: int, *, forward_only: bool = False) -> list[Any]:
         """Run one iteration; return its losses on the last rank."""
         torch.manual_seed(100 + dist.get_rank())
+        for model in self.model:
+            if hasattr(model, "zero_grad_buffer"):
+                model.zero_grad_buffer()
         return self.run(get_forward_backward_func(), microbatches, forward_only=forward_only)
 
     def run(
@@ -105,7 +167,9 @@ class Training:
     ) -> list[Any]:
         """Call a schedule function of Megatron-core."""
         data = torch.randint(
-            VOCABULARY, (microbatches, ROWS, SEQUENCE), generator=torch.Generator().manual_seed(7)
+            VOCABULARY,
+            (microbatches, ROWS, SEQUENCE),
+            generator=torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank()),
         )
         batches = [iter(data) for _ in self.model]
         losses: list[Any] = forward_backward(
@@ -191,7 +255,7 @@ def _chunk(config: Any, number: int, virtual: int | None) -> Any:
     stage = number if virtual else None
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(config.num_moe_experts),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -205,7 +269,10 @@ def _forward_step(batches: Any, model: Any) -> Any:
     tokens = next(batches)
     places = torch.arange(SEQUENCE).expand_as(tokens)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    return model(tokens, places, hidden, labels=tokens), lambda losses: (
-        losses.mean(),
-        losses.mean().detach(),
-    )
+
+    def loss(losses: Any) -> Any:
+        reported = losses.mean().detach().clone()
+        dist.all_reduce(reported, group=parallel_state.get_data_parallel_group())
+        return losses.mean(), reported
+
+    return model(tokens, places, hidden, labels=tokens), loss

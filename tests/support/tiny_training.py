@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ class Torch:
         name: Name of the schedule.
         microbatches: Microbatches of an iteration.
         watch: Called when a computation begins.
-        sides: Number of pipelines side by side.
+        sides: Number of pipelines side by side, each with data of its own; ranks are laid out
+            stage by stage.
+        wrap: Wraps each module, given the process group of its replicas.
         layer: Makes the module of a stage.
         loss: The loss.
         shape: Rows of a microbatch, and width.
@@ -74,6 +77,7 @@ class Torch:
         watch: Watcher | None = None,
         *,
         sides: int = 1,
+        wrap: Callable[[nn.Module, Any], nn.Module] = lambda module, _: module,
         layer: Callable[[], nn.Module] = Layer,
         loss: Callable[..., Any] = nn.functional.mse_loss,
         shape: tuple[int, int] = (ROWS, WIDTH),
@@ -84,11 +88,12 @@ class Torch:
         world = dist.get_world_size()
         rank, ranks = dist.get_rank() // sides, world // sides
         groups = [dist.new_group([*range(side, world, sides)]) for side in range(sides)]
+        replicas = [dist.new_group([*range(at, at + sides)]) for at in range(0, world, sides)]
         second = 2 * ranks - 1 - rank if name in ("zbv", "dualpipe-v") else ranks + rank
         numbers = [rank] if name in ("gpipe", "1f1b") else [rank, second]
         received, sent = (torch.empty(shape, requires_grad=is_sent) for is_sent in (False, True))
         torch.manual_seed(rank)
-        self.layers = nn.ModuleList(layer() for _ in numbers)
+        self.layers = nn.ModuleList(wrap(layer(), replicas[rank]) for _ in numbers)
         self.stages = [
             pipelining.PipelineStage(
                 module,
@@ -102,16 +107,18 @@ class Torch:
         ]
         kind = getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
         parts = self.stages[0] if len(numbers) == 1 else self.stages
-        self.engine = kind(parts, microbatches, loss_fn=loss)
+        self._schedule_of = cache(lambda count: kind(parts, count, loss_fn=loss))
+        self.engine = self._schedule_of(microbatches)
         self.rank, self.microbatches, self._shape = rank, microbatches, shape
+        self._side = dist.get_rank() % sides
         self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=0.01)
         for stage in self.stages:
             if watch is not None:
                 _watch_stage(stage, watch)
 
     def change(self, microbatches: int) -> None:
-        """Change the number of microbatches of the next iterations."""
-        self.microbatches = self.engine._n_microbatches = microbatches
+        """Go on with the schedule of the same stages that has this many microbatches."""
+        self.microbatches, self.engine = microbatches, self._schedule_of(microbatches)
 
     def step(self) -> list[Any]:
         """Run one iteration; return its losses on the last rank."""
@@ -128,7 +135,7 @@ class Torch:
     def run(self, run: Callable[..., Any]) -> list[Any]:
         """Give the microbatches to a method of the schedule; return the losses on the last rank."""
         rows, width = self._shape
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(self._side)
         data = torch.randn(2, self.microbatches * rows, width, generator=generator)
         losses: list[Any] = []
         is_first, is_last = (
@@ -193,6 +200,7 @@ class DeepSpeed:
         module: The class of the model; DeepSpeed's PipelineModule by default.
         layer: Makes a layer.
         shape: Rows of a microbatch, and width.
+        settings: Further settings of DeepSpeed.
         options: Arguments of the model; as many layers and stages as there are ranks by default.
     """
 
@@ -204,6 +212,7 @@ class DeepSpeed:
         module: Callable[..., Any] | None = None,
         layer: Callable[[], nn.Module] = Layer,
         shape: tuple[int, int] = (ROWS, WIDTH),
+        settings: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         import deepspeed
@@ -227,6 +236,7 @@ class DeepSpeed:
             "gradient_accumulation_steps": microbatches,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "steps_per_print": 2**31,
+            **(settings or {}),
         }
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config

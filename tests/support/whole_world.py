@@ -5,11 +5,21 @@ search does not know.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from perseus_planner.runtime.whole.rank import RankPart, Terms
-from perseus_planner.runtime.whole.search import ValueRow, ValueSearch, Window
+from perseus_planner import Profile
+from perseus_planner.runtime.autopilot.job import (
+    AutopilotJob,
+    AutopilotSettings,
+    ComputationObservation,
+    Decision,
+    RankObservation,
+)
+from perseus_planner.runtime.autopilot.one_clock import OneClock
+from perseus_planner.runtime.follower import RankLedger
+from perseus_planner.schedules import WHOLE
+from perseus_planner.schedules.pipeline import pipeline_iteration
 
 TOP_MHZ = 1410
 CLOCKS = tuple(range(TOP_MHZ, 200, -15))
@@ -78,16 +88,10 @@ class World:
         self.now_s += time_s
         return time_s
 
-    def power_since(self, energy_j: float, time_s: float) -> float:
-        """Return the mean power of all ranks since then, by counters that are late by up to a
-        step.
-        """
-        spread_s = COUNTER_STEP_S * (self._random.random() - self._random.random())
-        return (
-            (self.energy_j - energy_j)
-            / (self.now_s - time_s)
-            * (1.0 + spread_s / (self.now_s - time_s))
-        )
+    def counter_j(self) -> float:
+        """Return the mean energy of a rank, by counters that are late by up to a step."""
+        late_s = COUNTER_STEP_S * self._random.random()
+        return self.energy_j / self.ranks - late_s * self.power_w(TOP_MHZ) / 2
 
 
 @dataclass
@@ -95,18 +99,49 @@ class Trained:
     """What a run was.
 
     Attributes:
-        search: The search at the end.
-        windows: All windows.
-        owed_s: The largest debt of the ledger.
+        pilot: What decided.
+        decisions: What it decided, of each iteration.
+        owed_s: The largest debt of a rank's ledger.
         excess_s: The most that one iteration added to it.
         burst_s: The largest that may be owed.
     """
 
-    search: ValueSearch
-    windows: list[Window]
+    pilot: OneClock
+    decisions: list[Decision]
     owed_s: float
     excess_s: float
     burst_s: float
+
+    @property
+    def best_mhz(self) -> int:
+        """The clock that is best by what is known."""
+        search = self.pilot._search
+        return search.values[search.best]
+
+    @property
+    def effect(self) -> tuple[float, float] | None:
+        return self.pilot._search.effect
+
+    @property
+    def rows(self) -> Collection[int]:
+        return self.pilot._search.rows
+
+    @property
+    def reference_s(self) -> float | None:
+        return self.pilot._search.reference_s
+
+    @property
+    def phases(self) -> list[str]:
+        """What iterations were for, each once where several follow each other."""
+        told = [decision.phase for decision in self.decisions]
+        return [phase for i, phase in enumerate(told) if i == 0 or phase != told[i - 1]]
+
+
+def pilot_of(
+    world: World, slowdown: float, max_slowdown: float = 0.005, prior: Profile | None = None
+) -> OneClock:
+    job = AutopilotJob(pipeline_iteration(WHOLE), CLOCKS, pipelines=world.ranks)
+    return OneClock(job, AutopilotSettings(slowdown, max_slowdown), prior)
 
 
 def trained(
@@ -115,41 +150,32 @@ def trained(
     slowdown: float,
     max_slowdown: float = 0.005,
     lead: int = 2,
-    known: Mapping[int, ValueRow] | None = None,
+    prior: Profile | None = None,
 ) -> Trained:
-    """Train so many iterations; the ranks are equal, so one part stands for all."""
-    search, part = ValueSearch(CLOCKS, slowdown, max_slowdown), RankPart(slowdown, max_slowdown)
-    search.begin_with(known or {})
-    windows: list[Window] = []
+    """Train so many iterations; the ranks are equal, so the ledger of one stands for all."""
+    pilot, ledger = pilot_of(world, slowdown, max_slowdown, prior), RankLedger()
+    decisions = [pilot.decide(number) for number in range(lead)]
     owed_s = excess_s = burst_s = 0.0
-    while len(world.times_s) < iterations:
-        window = search.decide(part.ledger)
-        windows.append(window)
-        part.follow(
-            Terms(
-                window,
-                search.values[window.index],
-                part.iteration + lead,
-                search.reference_s,
-                TOP_MHZ,
-            )
+    for number in range(iterations):
+        ledger.renew(decisions[number].ledger)
+        before_s = ledger.ledger.owed_s if ledger.ledger else 0.0
+        version, clock = decisions[number].version, decisions[number].clocks[0][0][0]
+        if ledger.is_overdrawn:
+            version, clock = 0, TOP_MHZ
+        time_s, energy_j = world.run(clock), world.counter_j()
+        ledger.add(number, time_s, full_clocks=version == 0)
+        if ledger.ledger is not None:
+            owed_s = max(owed_s, ledger.ledger.owed_s)
+            burst_s = max(burst_s, ledger.ledger.burst_s)
+            excess_s = max(excess_s, ledger.ledger.owed_s - before_s)
+        ran = ComputationObservation(0.0, time_s, clock)
+        pilot.observe(
+            [
+                RankObservation(
+                    *(pipeline, 0, number, version, time_s, (ran,)), metered=(number, energy_j)
+                )
+                for pipeline in range(world.ranks)
+            ]
         )
-        begun: tuple[float, float] | None = None
-        while not part.has_ended and len(world.times_s) < iterations:
-            part.set_index = part.wanted
-            if part.is_measuring and begun is None:
-                begun = (world.energy_j, world.now_s)
-            time_s, before_s = (
-                world.run(search.values[part.set_index]),
-                part.ledger.owed_s if part.ledger else 0.0,
-            )
-            part.end(time_s, at_top=part.set_index == 0)
-            if part.ledger is not None:
-                owed_s, burst_s = max(owed_s, part.ledger.owed_s), max(burst_s, part.ledger.burst_s)
-                excess_s = max(excess_s, part.ledger.owed_s - before_s)
-        if part.has_ended:
-            mean_s, is_whole = part.result()
-            power_w = None if begun is None else world.power_since(*begun)
-            energy_j = None if mean_s is None or power_w is None else mean_s * power_w
-            search.observe(window, mean_s, energy_j, is_whole=is_whole)
-    return Trained(search, windows, owed_s, excess_s, burst_s)
+        decisions.append(pilot.decide(number + lead))
+    return Trained(pilot, decisions[:iterations], owed_s, excess_s, burst_s)

@@ -192,11 +192,11 @@ def test_a_run_exactly_by_its_plan_saves_as_much(
         write_run(tmp_path, plan, iterations, pipelines=pipelines)
     sources = Sources(frontier=frontier, runs={"run": Run.load(tmp_path)})
     (saving,) = savings_of(sources, EnergyRates(), IterationSize(pipelines=2, tokens=64))
-    assert saving.per_iteration.gpu_j == pytest.approx(pipelines * plan.saving_j, rel=1e-3)
+    saved_j = plan.baseline_j(plan.time_s) - plan.energy_j
+    assert saving.per_iteration.gpu_j == pytest.approx(pipelines * saved_j, rel=1e-3)
     assert (saving.time_origin, saving.energy_origin) == ("measured", "simulated")
     assert (saving.iterations, saving.pipelines) == (10, pipelines)
     assert saving.per_run is not None
-    saved_j = plan.baseline_j(plan.time_s) - plan.energy_j
     assert saving.per_run.gpu_j == pytest.approx(10 * pipelines * saved_j, rel=1e-6)
     assert saving.efficiency.joules_per_token == pytest.approx(2 * plan.energy_j / 64, rel=1e-3)
     (point,) = (each for each in chart_sources(sources).points if each.kind == "run")

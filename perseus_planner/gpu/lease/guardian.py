@@ -17,10 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO
+from functools import partial
 
 from perseus_planner.base.errors import GpuError, PlannerError
-from perseus_planner.base.processes import child_environment, is_readable
+from perseus_planner.base.loops import in_background
+from perseus_planner.base.processes import end_module, is_readable, report_ready, start_module
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.records import (
     FoundRecord,
@@ -50,9 +51,16 @@ def undo(gpu: Gpu, record: LeaseRecord) -> None:
         restore_power_limit(gpu, record.power_limit_w)
 
 
-def release(gpu: Gpu, record: LeaseRecord) -> bool:
+def release(gpu: Gpu, record: LeaseRecord, *, is_fresh: bool = False) -> bool:
     """Undo the settings and remove the record; if another living process has leased the GPU, only
     the latter.
+
+    Args:
+        gpu: The GPU.
+        record: The record.
+        is_fresh: Whether the owner may have been killed a moment ago. A call of NVML ends before
+            its process does, but a command or a request may still be under way, so the GPU is reset
+            now, and again when that is over.
 
     Returns:
         Whether the settings were undone.
@@ -61,48 +69,33 @@ def release(gpu: Gpu, record: LeaseRecord) -> bool:
         GpuError: If the GPU cannot be reset, in which case the record is kept, or the record cannot
             be removed.
     """
-    with lock_records(record.uuid) as records:
-        is_free = living_lease(records, other_than=record.lease) is None
-        if is_free:
-            undo(gpu, record)
-        records.remove(record)
+    for is_last in (False, True) if is_fresh and not record.gpu.startswith("nvml:") else (True,):
+        with lock_records(record.uuid) as records:
+            others = [other for other in records.read()[0] if other.lease != record.lease]
+            is_free = not any(other.is_living for other in others)
+            if is_free:
+                undo(gpu, record)
+            if is_last:
+                records.remove(record)
+        if not is_last:
+            time.sleep(_LATE_S)
     return is_free
 
 
-def living_lease(records: LockedRecords, other_than: str = "") -> FoundRecord | None:
-    """Return the lease of a living process, except the lease `other_than`; None if the GPU is
-    free.
-    """
-    valid = records.read()[0]
-    return next(
-        (record for record in valid if record.lease != other_than and record.is_living), None
-    )
+def living_lease(records: LockedRecords) -> FoundRecord | None:
+    """Return the lease of a living process; None if the GPU is free."""
+    return next((record for record in records.read()[0] if record.is_living), None)
 
 
-def run_in_parallel(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> list[Failure]:
+def run_at_once(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> list[Failure]:
     """Run `action` for all GPUs at once, so that one that hangs delays no other; return the
     failures.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
-    if not leased:
-        return []
-    with ThreadPoolExecutor(len(leased)) as pool:
-        return [
-            failure
-            for failures in pool.map(lambda one: run_in_turn(action, [one]), leased)
-            for failure in failures
-        ]
-
-
-def run_in_turn(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> list[Failure]:
-    """Run `action` for one GPU after the other, and continue after failures; return the
-    failures.
-    """
+    runs = [in_background(partial(action, *one), "planner lease") for one in leased]
     failures = []
-    for gpu, record in leased:
+    for run, (_, record) in zip(runs, leased, strict=True):
         try:
-            action(gpu, record)
+            run.result()
         except GpuError as error:
             failures.append((record, error))
     return failures
@@ -141,67 +134,23 @@ class Guardian:
     """
 
     def __init__(self, lease: str) -> None:
-        if not sys.executable:
-            raise GpuError(
-                "cannot lease GPUs: sys.executable is empty, so that no guardian can be started"
-            )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "perseus_planner.gpu.lease.guardian", lease],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd="/",  # so that it keeps no file system busy
-            env=child_environment(),
-            start_new_session=True,
-        )
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self._process.kill()
-            self._close()
-            raise
+        module = "perseus_planner.gpu.lease.guardian"
+        who = "the guardian that resets GPUs if this process dies"
+        self._process, _ = start_module(module, lease, who=who, timeout_s=READY_S, has_input=True)
 
     def dismiss(self) -> None:
         """Report that all GPUs are reset; the guardian reads this once the records' files are
         unlocked.
         """
+        assert self._process.stdin is not None  # it is a pipe
         with suppress(BrokenPipeError):
-            os.write(_pipe(self._process.stdin).fileno(), b".")
+            os.write(self._process.stdin.fileno(), b".")
 
     def wait(self) -> None:
         """Wait until the guardian ends."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        self._process.kill()
-        self._close()
-
-    def _wait_until_ready(self) -> None:
-        output = _pipe(self._process.stdout)
-        if not is_readable(output.fileno(), READY_S):
-            raise GpuError(
-                "the guardian that resets GPUs if this process dies was not ready within "
-                f"{READY_S:g} s"
-            )
-        first = output.readline().decode(errors="replace").strip()
-        if first != "ready":
-            lines = [first, *output.read().decode(errors="replace").splitlines()]
-            reason = next(
-                (line for line in reversed(lines) if line.strip()),
-                "it ended without an error message",
-            )
-            raise GpuError(
-                f"the guardian that resets GPUs if this process dies could not be started: {reason}"
-            )
-
-    def _close(self) -> None:
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            _pipe(pipe).close()
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None  # Popen was called with PIPE
-    return stream
+        end_module(self._process)
 
 
 def main(lease: str) -> int:
@@ -219,38 +168,12 @@ def main(lease: str) -> int:
         except PlannerError as error:
             print(error)
             return 2
-        _report_ready()
+        report_ready()
         wait_for_owner(records[0][1])  # the owner's other records are unlocked at the same moment
-        if not _is_dismissed():
-            return 2 if _reset(leased) else 0
-    return 0
-
-
-def _report_ready() -> None:
-    """Write `ready` to the owner, and detach from its pipes so that later output cannot fail."""
-    owner, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    with suppress(BrokenPipeError):
-        os.write(owner, b"ready\n")
-    os.close(owner)
-
-
-def _is_dismissed() -> bool:
-    """Return whether the owner has reported that all GPUs are reset."""
-    return bool(is_readable(0) and os.read(0, 1))
-
-
-def _reset(leased: Sequence[tuple[Gpu, LeaseRecord]]) -> bool:
-    """Reset all GPUs; return whether some failed, whose records stay for the next command of the
-    planner.
-    """
-    if any(not record.gpu.startswith("nvml:") for _, record in leased):
-        # A driver call ends before its process does, but a command or request of the owner may
-        # still be under way. So reset the GPUs now, and again when it is over.
-        run_in_parallel(undo, leased)
-        time.sleep(_LATE_S)
-    return bool(run_in_parallel(release, leased))
+        if is_readable(0) and os.read(0, 1):  # the owner has reported that all GPUs are reset
+            return 0
+        # The records of GPUs that fail stay for the next command of the planner.
+        return 2 if run_at_once(partial(release, is_fresh=True), leased) else 0
 
 
 if __name__ == "__main__":

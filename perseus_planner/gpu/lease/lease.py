@@ -17,16 +17,18 @@ What happens if a process is killed:
 
     owner before 3              nothing was set
     owner in 3                  nothing was set; the half-written file has a temporary name and is
-    removed later owner between 3 and 5       nothing was set; the guardian or the next command of
-    the planner removes the record owner in 5                  the guardian resets the GPU and
-    removes the record; driver calls end before their
-                                process does, and for other back-ends the guardian resets again a
-                                second later
+                                removed later
+    owner between 3 and 5       nothing was set; the guardian or the next command of the planner
+                                removes the record
+    owner in 5                  the guardian resets the GPU and removes the record; driver calls end
+                                before their process does, and for other back-ends the guardian
+                                resets again a second later
     owner in 6 or 7             the same: resetting twice is harmless, and is not done if there is a
-    new owner guardian                    the owner does step 6; if the owner is killed too, the
-    record stays
-    both, at once or in turn    the record stays: `recover`, with which commands and jobs begin,
-    resets the GPU guardian while it resets    the same, because the record is removed last
+                                new owner
+    guardian                    the owner does step 6; if the owner is killed too, the record stays
+    both, at once or in turn    the record stays: `recover` resets the GPU, with which commands and
+                                jobs begin; so does each rank whose clock controller was the owner
+    guardian while it resets    the same, because the record is removed last
     holder of a lock            the kernel releases the lock
 
 Whether an owner lives is decided by the lock on its records' files alone, which the kernel releases
@@ -49,19 +51,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from perseus_planner.base.errors import GpuError, GpuInUse, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.loops import in_background
 from perseus_planner.base.processes import this_process
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.guardian import (
     Guardian,
     living_lease,
     release,
-    run_in_parallel,
-    run_in_turn,
+    run_at_once,
     undo,
 )
 from perseus_planner.gpu.lease.records import (
@@ -134,11 +137,14 @@ def stale_records() -> tuple[FoundRecord, ...]:
     return tuple(record for record in read_records()[0] if not record.is_living)
 
 
-def recover() -> tuple[Recovery, ...]:
+def recover(*, is_fresh: bool = False) -> tuple[Recovery, ...]:
     """Reset each GPU that a dead process left set, and remove its record. Commands and jobs begin
     with this.
 
     Records of GPUs that a living process has leased since are removed silently.
+
+    Args:
+        is_fresh: As for `release`.
 
     Raises:
         GpuError: If the state folder cannot be used.
@@ -147,7 +153,11 @@ def recover() -> tuple[Recovery, ...]:
     for uuid in set(recorded_uuids()) - {record.uuid for record in stale}:
         with lock_records(uuid):  # removes temporary files of killed writers
             pass
-    return tuple(recovery for record in stale if (recovery := _recover_record(record)) is not None)
+    runs = [
+        in_background(partial(_recover_record, record, is_fresh=is_fresh), "planner recovery")
+        for record in stale
+    ]
+    return tuple(recovery for run in runs if (recovery := run.result()) is not None)
 
 
 def reset_gpu(
@@ -265,13 +275,10 @@ def _give_back(
     lease: str, leased: Sequence[tuple[Gpu, LeaseRecord]], guardian: Guardian | None
 ) -> None:
     """Restore all GPUs, dismiss the guardian and end the lease; then raise the failures."""
-    failures = run_in_parallel(
-        release, [(gpu, record) for gpu, record in leased if gpu.keeps_settings]
-    )
-    # In turn: the results of simulated GPUs that share a clock depend on the order.
-    failures += run_in_turn(
-        undo, [(gpu, record) for gpu, record in leased if not gpu.keeps_settings]
-    )
+    failures = run_at_once(release, [one for one in leased if one[0].keeps_settings])
+    for one in leased:
+        if not one[0].keeps_settings:  # in turn: simulated GPUs that share a clock depend on it
+            failures += run_at_once(undo, [one])
     if guardian is not None:
         guardian.dismiss()
     _unlock(lease)
@@ -300,21 +307,16 @@ def _unlock_in_child() -> None:
 os.register_at_fork(after_in_child=_unlock_in_child)
 
 
-def _recover_record(record: LeaseRecord) -> Recovery | None:
+def _recover_record(record: LeaseRecord, *, is_fresh: bool) -> Recovery | None:
     """Reset the GPU of a stale record, and remove the record; return None if there was nothing
     to reset.
     """
     try:
         with open_gpu(record.gpu) as gpu:
-            _check_uuid(gpu, record)
-            return Recovery(record, None) if release(gpu, record) else None
+            if gpu.uuid == record.uuid:
+                was_set = release(gpu, record, is_fresh=is_fresh)
+                return Recovery(record, None) if was_set else None
+            problem = f"GPU {record.gpu}: is {gpu.uuid}, not {record.uuid} as its record says"
+            return Recovery(record, f"{problem}; remove that file")
     except GpuError as error:
         return Recovery(record, str(error))
-
-
-def _check_uuid(gpu: Gpu, record: LeaseRecord) -> None:
-    if gpu.uuid != record.uuid:
-        raise GpuError(
-            f"GPU {record.gpu}: is {gpu.uuid}, not {record.uuid} as its record says; remove that "
-            "file"
-        )

@@ -19,6 +19,7 @@ process that takes the lock removes temporary files left by killed writers.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -102,7 +103,7 @@ class LockedRecords:
                 0o644
             )  # whatever the umask is: other users have to see why they cannot set the GPU
         except OSError as error:
-            _raise(f"{_display(path)}: cannot be written: {error.strerror}")
+            _refuse(_display(path), error)
 
     def remove(self, record: LeaseRecord) -> None:
         """Remove the file of `record`, if it exists.
@@ -143,7 +144,7 @@ def lock_records(uuid: str) -> Iterator[LockedRecords]:
                 "process"
             )
         except OSError as error:
-            _raise(f"{path}: cannot be locked: {error.strerror}")
+            _refuse(path, error)
         try:
             records = LockedRecords(folder, uuid)
             records.remove_temporary_files()
@@ -351,6 +352,15 @@ def _stem(uuid: str) -> str:
 def _display(path: Path) -> str:
     """Return the path for messages."""
     return os.path.join(state_folder(), path.name)
+
+
+def _refuse(path: str, error: OSError) -> NoReturn:
+    """Raise the error for a file of the state folder that cannot be written."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    _raise(
+        f"{path}: cannot be written: {error.strerror}; {'make room there, or ' * is_full}name "
+        "another folder in PLANNER_STATE_DIR"
+    )
 
 
 def _raise(problem: str) -> NoReturn:

@@ -11,13 +11,16 @@ import ctypes
 import os
 import re
 import uuid
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported
+from perseus_planner.gpu.cuda_driver import CudaDriver
 from perseus_planner.gpu.nvml.device import visible_gpus
 from perseus_planner.gpu.nvml.gpu import NvmlGpu, open_nvml
 
 _NO_DEVICE = 100
+_NEEDED = ("cuInit", "cuDeviceGetCount", "cuDeviceGet")
 
 
 def open_cuda(which: str) -> NvmlGpu:
@@ -58,63 +61,48 @@ def count_devices() -> int:
     Raises:
         GpuError: If there is no CUDA driver, or no device.
     """
-    count = _count(_driver(), "cuda")
+    with _explained("cuda"):
+        count = _count(CudaDriver(*_NEEDED))
     if count == 0:
         raise GpuError(f"cuda: CUDA shows no GPU here{_visible_devices()}; see `planner doctor`")
     return count
 
 
-def _count(driver: Any, who: str) -> int:
-    count, code = ctypes.c_int(), driver.cuInit(0)
-    if code != _NO_DEVICE:
-        _check(code, who, "cuInit")
-        _check(driver.cuDeviceGetCount(ctypes.byref(count)), who, "cuDeviceGetCount")
+def _count(driver: CudaDriver) -> int:
+    count = ctypes.c_int()
+    if driver.call("cuInit", 0, allowed=_NO_DEVICE) == 0:
+        driver.call("cuDeviceGetCount", ctypes.byref(count))
     return count.value
 
 
 def _uuid(ordinal: int) -> uuid.UUID:
     """Return the UUID of a CUDA device."""
-    driver = _driver()
-    device, raw, count = ctypes.c_int(), (ctypes.c_ubyte * 16)(), _count(driver, f"cuda:{ordinal}")
-    if ordinal >= count:
-        raise GpuError(
-            f"cuda:{ordinal}: CUDA shows {_listed(count)} here{_visible_devices()}; see `planner "
-            "doctor`"
-        )
-    _check(driver.cuDeviceGet(ctypes.byref(device), ordinal), f"cuda:{ordinal}", "cuDeviceGet")
-    # The newer function returns a separate UUID for a MIG instance.
-    name = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
-    _check(getattr(driver, name)(ctypes.byref(raw), device), f"cuda:{ordinal}", name)
-    return uuid.UUID(bytes=bytes(raw))
+    device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    with _explained(f"cuda:{ordinal}"):
+        driver = CudaDriver(*_NEEDED)
+        # The newer function returns a separate UUID for a MIG instance.
+        name = driver.first_of("cuDeviceGetUuid_v2", "cuDeviceGetUuid")
+        count = _count(driver)
+        if ordinal < count:
+            driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
+            driver.call(name, ctypes.byref(raw), device)
+            return uuid.UUID(bytes=bytes(raw))
+    raise GpuError(
+        f"cuda:{ordinal}: CUDA shows {_listed(count)} here{_visible_devices()}; see `planner "
+        "doctor`"
+    )
 
 
-def _driver() -> Any:
+@contextmanager
+def _explained(who: str) -> Iterator[None]:
+    """Say in errors of the driver which GPU is meant, and what else can be done."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise GpuError(
-            f"cuda: cannot load libcuda.so.1 ({error}); it comes with the NVIDIA driver: install "
-            "that, or in a container start it with the NVIDIA runtime (`docker run --gpus all`), "
-            "or use simulated:"
+        yield
+    except GpuError as error:
+        raise type(error)(
+            f"{who}: {error}{_visible_devices()}; check that `nvidia-smi` works and fits the "
+            "driver, or name the GPU by its NVML index or UUID (nvml:), or use simulated:"
         ) from error
-    missing = [
-        name for name in ("cuInit", "cuDeviceGetCount", "cuDeviceGet") if not hasattr(driver, name)
-    ]
-    if missing or not (hasattr(driver, "cuDeviceGetUuid_v2") or hasattr(driver, "cuDeviceGetUuid")):
-        raise GpuNotSupported(
-            f"cuda: libcuda.so.1 has no {', '.join([*missing, 'cuDeviceGetUuid'][:1])}; update "
-            "the NVIDIA driver, or name the GPU by its NVML index or UUID (nvml:)"
-        )
-    return driver
-
-
-def _check(code: int, who: str, function: str) -> None:
-    if code != 0:
-        raise GpuError(
-            f"{who}: the CUDA driver returns error {code} from {function}{_visible_devices()}; "
-            "check that `nvidia-smi` works and fits the driver, or name the GPU by its NVML index "
-            "or UUID (nvml:)"
-        )
 
 
 def _listed(count: int) -> str:

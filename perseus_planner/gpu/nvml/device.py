@@ -32,12 +32,19 @@ entry never written.
 """
 
 
+Way = str | int | tuple[Any, ...]
+"""A function that returns a number, with its arguments; or a field, with its scope:
+0 is the GPU, 1 the module of a GPU and its CPU.
+"""
+
+
 @dataclass(frozen=True)
 class NvmlQuantity:
     """A quantity that NVML returns as a whole number."""
 
     what: str  #: What reading it does, for error messages that begin with "cannot"
     largest: int  #: Largest plausible number
+    ways: tuple[Way, ...]  #: How it is read, best first
     smallest: int = 1  #: Smallest plausible number
     advice: str = ""  #: What to do if it is not supported; empty for general advice
 
@@ -57,12 +64,21 @@ class NvmlDevice:
         self.who = f"nvml:{uuid}"
         self._handle, self._generation = handle, NVML.generation
         self._lock = threading.Lock()
+        self._supported: dict[NvmlQuantity, Way] = {}
 
     def call(self, function: str, *arguments: Any, what: str, advice: str = "") -> Any:
         """Call a function of the binding on this GPU; see `Nvml.call`."""
         return NVML.call(
             function, self._current_handle(), *arguments, who=self.who, what=what, advice=advice
         )
+
+    def answer(self, function: str, what: str) -> Any:
+        """Return what a function returns, or None if NVML cannot tell.
+
+        Raises:
+            GpuLost: If the GPU has fallen off the bus.
+        """
+        return read_or_none(lambda: self.call(function, what=what))
 
     def text(self, function: str, what: str) -> str:
         """Return a text, which is not empty."""
@@ -72,18 +88,35 @@ class NvmlDevice:
             raise self.implausible(what, "an empty text", function)
         return text
 
-    def number(self, quantity: NvmlQuantity, function: str, *arguments: int) -> int:
-        """Return a plausible number of the quantity."""
-        value = int(self.call(function, *arguments, what=quantity.what, advice=quantity.advice))
-        return self._plausible(quantity, value, function)
+    def number(self, quantity: NvmlQuantity) -> int:
+        """Return a plausible number of a quantity, by the first way that the GPU supports, and by
+        no other from then on.
 
-    def field_number(self, quantity: NvmlQuantity, field: int, scope: int = 0) -> int:
-        """Return a plausible number from a field; scope 0 is the GPU, 1 the module of a GPU and
-        its CPU.
+        Different ways may count differently, so that differences between their results would be
+        meaningless.
+
+        Raises:
+            GpuNotSupported: If no way is supported; the text is that of the first.
+            GpuError: As a way raises it.
         """
-        # Scope 0 is left out: older versions of the binding know no scopes.
-        (value,) = self.fields([(field, scope) if scope else field], quantity.what)
-        return self._plausible(quantity, value, f"field {field} of nvmlDeviceGetFieldValues")
+        supported = self._supported.get(quantity)
+        if supported is not None:
+            return self._number(quantity, supported)
+        errors = []
+        for way in quantity.ways:
+            try:
+                value = self._number(quantity, way)
+            except GpuNotSupported as error:
+                errors.append(error)
+            else:
+                self._supported[quantity] = way
+                return value
+        raise errors[0]
+
+    def uses_last_way(self, quantity: NvmlQuantity) -> bool:
+        """Whether a quantity that can be read is only read by the last of its ways."""
+        can_read = read_or_none(lambda: self.number(quantity))
+        return bool(can_read) and self._supported[quantity] == quantity.ways[-1]
 
     def clocks(self, function: str, *arguments: int, what: str, advice: str) -> tuple[int, ...]:
         """Return a list of clocks without duplicates, highest first, MHz: NVML specifies no
@@ -99,7 +132,7 @@ class NvmlDevice:
             )
         return clocks
 
-    def fields(self, fields: Sequence[int | tuple[int, int]], what: str) -> list[int]:
+    def fields(self, fields: Sequence[int | tuple[int, ...]], what: str) -> list[int]:
         """Return the numbers of several fields, each a field or (field, scope), from one call."""
         entries = self.call("nvmlDeviceGetFieldValues", list(fields), what=what)
         return [self._field_number(entry, what) for entry in entries]
@@ -111,7 +144,15 @@ class NvmlDevice:
             "plausible; update the NVIDIA driver, and check which libnvidia-ml.so.1 is loaded"
         )
 
-    def _plausible(self, quantity: NvmlQuantity, value: int, function: str) -> int:
+    def _number(self, quantity: NvmlQuantity, way: Way) -> int:
+        name, *arguments = way if isinstance(way, tuple) else (way,)
+        if isinstance(name, str):
+            function = name
+            value = int(self.call(function, *arguments, what=quantity.what, advice=quantity.advice))
+        else:
+            # Older versions of the binding know no scopes.
+            function = f"field {name} of nvmlDeviceGetFieldValues"
+            (value,) = self.fields([(name, *arguments) if arguments else name], quantity.what)
         if not quantity.smallest <= value <= quantity.largest or value in UNKNOWN:
             raise self.implausible(quantity.what, str(value), function)
         return value
@@ -153,46 +194,6 @@ def read_or_none(read: Callable[[], Result]) -> Result | None:
         raise
     except GpuError:
         return None
-
-
-class FirstSupported:
-    """Reads a quantity by the first function that the GPU supports, and by no other from then on.
-
-    Different functions may count differently, so that differences between their results would be
-    meaningless.
-
-    Args:
-        functions: Read the quantity, best first.
-    """
-
-    def __init__(self, *functions: Callable[[], int]) -> None:
-        self._functions = functions
-        self._supported: Callable[[], int] | None = None
-
-    @property
-    def uses_last(self) -> bool:
-        """Whether only the last function is supported."""
-        return self._supported is self._functions[-1]
-
-    def __call__(self) -> int:
-        """Read the quantity.
-
-        Raises:
-            GpuNotSupported: If no function is supported; the text is that of the first.
-            GpuError: As the function raises it.
-        """
-        if self._supported is not None:
-            return self._supported()
-        errors = []
-        for function in self._functions:
-            try:
-                value = function()
-            except GpuNotSupported as error:
-                errors.append(error)
-            else:
-                self._supported = function
-                return value
-        raise errors[0]
 
 
 _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2})(?:\.[0-7])?", re.IGNORECASE)
@@ -241,9 +242,13 @@ def find_device(which: str) -> NvmlDevice:
         raise GpuNotSupported(f"nvml:{which}: {_MIG}")
     pci = _PCI.fullmatch(which)
     if pci:
-        device = _with_pci(which, f"{pci[1] or '0000'}:{pci[2]}.0")
+        who, bus_id = f"nvml:{which}", f"{pci[1] or '0000'}:{pci[2]}.0"
+        handle = NVML.call("nvmlDeviceGetHandleByPciBusId", bus_id, who=who, what="find it")
+        device = _device(which, handle)
     elif re.fullmatch("[0-9]{1,4}", which):
-        device = _with_index(which)
+        if int(which) >= _count():
+            raise _not_found(which)
+        device = _at(int(which))
     else:
         device = _with_uuid(which)
     _reject_vgpu(device)
@@ -262,30 +267,16 @@ def _visible_gpu(index: int) -> VisibleGpu:
     return VisibleGpu(index, text, name, problem)
 
 
-def _with_index(which: str) -> NvmlDevice:
-    if int(which) >= _count():
-        raise _not_found(which)
-    return _at(int(which))
-
-
-def _with_pci(which: str, bus_id: str) -> NvmlDevice:
-    handle = NVML.call("nvmlDeviceGetHandleByPciBusId", bus_id, who=f"nvml:{which}", what="find it")
-    return _device(which, handle)
-
-
 def _with_uuid(which: str) -> NvmlDevice:
     """Find a GPU by the beginning of its UUID, even if other GPUs cannot be read."""
     devices, lost = [], None
     for index in range(_count()):
         try:
             device = _at(index)
-        except GpuLost as error:
-            lost = error
-        except GpuError:
-            continue
-        else:
             if which and device.uuid.lower().startswith(which.lower()):
                 devices.append(device)
+        except GpuError as error:
+            lost = error if isinstance(error, GpuLost) else lost
     if not devices and lost:
         raise GpuLost(
             f"nvml:{which}: no GPU that responds has this UUID; it may be the one that is lost: "
@@ -300,10 +291,9 @@ def _with_uuid(which: str) -> NvmlDevice:
 
 
 def _at(index: int) -> NvmlDevice:
-    return _device(
-        str(index),
-        NVML.call("nvmlDeviceGetHandleByIndex", index, who=f"nvml:{index}", what="open it"),
-    )
+    who = f"nvml:{index}"
+    handle = NVML.call("nvmlDeviceGetHandleByIndex", index, who=who, what="open it")
+    return _device(str(index), handle)
 
 
 def _device(which: str, handle: Any) -> NvmlDevice:
@@ -315,10 +305,8 @@ def _device(which: str, handle: Any) -> NvmlDevice:
 
 
 def _reject_vgpu(device: NvmlDevice) -> None:
-    mode = read_or_none(
-        lambda: device.call("nvmlDeviceGetVirtualizationMode", what="read its virtualization mode")
-    )
-    if mode == _VGPU:
+    mode = "nvmlDeviceGetVirtualizationMode", "read its virtualization mode"
+    if device.answer(*mode) == _VGPU:
         raise GpuNotSupported(
             f"{device.who}: this is a vGPU, whose clock and power belong to the host; run on the "
             "host, or have a whole GPU passed through to this machine"

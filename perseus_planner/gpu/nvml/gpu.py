@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -17,7 +18,6 @@ from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.nvml.device import (
     MAX_MHZ,
     UNKNOWN,
-    FirstSupported,
     NvmlDevice,
     NvmlQuantity,
     find_device,
@@ -34,28 +34,19 @@ _OPERATION = "OPERATION_"  # constants with this second prefix are operations, n
 
 def is_mig_on(device: NvmlDevice) -> bool:
     """Return whether the GPU is partitioned into MIG instances; False if NVML cannot tell."""
-    return (
-        read_or_none(lambda: device.call("nvmlDeviceGetMigMode", what="read its MIG mode")[0]) == 1
-    )
-
-
-def is_smoothing_on(device: NvmlDevice) -> bool:
-    """Return whether power smoothing is on; False if NVML cannot tell."""
-    return read_or_none(
-        lambda: device.fields([_SMOOTHING_ENABLED], "read whether power smoothing is on")
-    ) == [1]
+    modes = device.answer("nvmlDeviceGetMigMode", "read its MIG mode")  # now, and after a reset
+    return modes is not None and modes[0] == 1
 
 
 def smoothing_floor_w(device: NvmlDevice) -> int | None:
-    """Return the power that power smoothing keeps at least, watts; None if it is off or NVML
-    cannot tell.
+    """Return the power that power smoothing keeps at least, watts; 0 if NVML cannot tell it, and
+    None if it is off.
     """
-    if not is_smoothing_on(device):
-        return None
-    floor = read_or_none(
-        lambda: device.fields([_SMOOTHING_FLOOR], "read the floor of power smoothing")
-    )
-    return floor[0] if floor and floor[0] > 0 else None
+
+    def read(field: int) -> int:
+        return (read_or_none(lambda: device.fields([field], "read power smoothing")) or [0])[0]
+
+    return max(read(_SMOOTHING_FLOOR), 0) if read(_SMOOTHING_ENABLED) == 1 else None
 
 
 def find_warnings(
@@ -82,19 +73,14 @@ def find_warnings(
             f"workload power profiles are active ({', '.join(profiles)}), which change clocks and "
             "power; clear them (see `nvidia-smi power-profiles -h`), or always train with the same"
         )
-    if is_smoothing_on(device):
-        floor_w = smoothing_floor_w(device)
-        floor = "a floor" if floor_w is None else f"{floor_w} W"
+    floor_w = smoothing_floor_w(device)
+    if floor_w is not None:
+        floor = f"{floor_w} W" if floor_w else "a floor"
         yield (
             f"power smoothing is on, which keeps power above {floor}, so that lower clocks may "
             "save nothing; turn it off (see `nvidia-smi power-smoothing -h`) if you may"
         )
-    if (
-        read_or_none(
-            lambda: device.call("nvmlDeviceGetPersistenceMode", what="read its persistence mode")
-        )
-        == 0
-    ):
+    if device.answer("nvmlDeviceGetPersistenceMode", "read its persistence mode") == 0:
         yield (
             "persistence mode is off: locked clocks are lost when the driver unloads between "
             "jobs; turn it on (`nvidia-smi -pm 1`, or the daemon nvidia-persistenced)"
@@ -176,15 +162,51 @@ _MAX_MW = 100_000_000
 _SAME_LIMIT_W = 0.5  #: drivers round
 """Larger numbers cannot be a power: no board draws 100 kW."""
 
-_ENERGY_MJ = NvmlQuantity("read its energy counter", largest=2**63, advice=_WITHOUT_ENERGY)
-_POWER_MW = NvmlQuantity("read its power", largest=_MAX_MW)
-_LIMIT_MW = NvmlQuantity("read its power limit", largest=_MAX_MW)
-_DEFAULT_LIMIT_MW = NvmlQuantity(
-    "read its default power limit", largest=_MAX_MW, advice=_WITHOUT_LIMIT
+_ENERGY_MJ = NvmlQuantity(
+    "read its energy counter",
+    2**63,
+    ("nvmlDeviceGetTotalEnergyConsumption", _TOTAL_ENERGY, _ENERGY, (_ENERGY, _SCOPE_MODULE)),
+    advice=_WITHOUT_ENERGY,
 )
-_CLOCK_MHZ = NvmlQuantity("read its SM clock", largest=MAX_MHZ)
-_TEMPERATURE_C = NvmlQuantity("read its temperature", largest=200)
-_REASONS = NvmlQuantity("read why it is throttled", largest=2**63, smallest=0)
+_POWER_MW = NvmlQuantity(
+    "read its power",
+    _MAX_MW,
+    # Instant power; since Ampere, nvmlDeviceGetPowerUsage is an average over a second on most GPUs.
+    (_POWER_INSTANT, "nvmlDeviceGetPowerUsage", (_POWER_INSTANT, _SCOPE_MODULE)),
+)
+_LIMIT_MW = NvmlQuantity(
+    "read its power limit",
+    _MAX_MW,
+    # The strictest of all limits; the second function returns the one that was set.
+    ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementLimit"),
+)
+_SET_LIMIT_MW = replace(_LIMIT_MW, ways=_LIMIT_MW.ways[1:])
+_DEFAULT_LIMIT_MW = NvmlQuantity(
+    "read its default power limit",
+    _MAX_MW,
+    ("nvmlDeviceGetPowerManagementDefaultLimit",),
+    advice=_WITHOUT_LIMIT,
+)
+_CLOCK_MHZ = NvmlQuantity(
+    "read its SM clock",
+    MAX_MHZ,
+    # The second one takes two arguments: the clock, and that the current one is meant.
+    (("nvmlDeviceGetClockInfo", _CLOCK_SM), ("nvmlDeviceGetClock", _CLOCK_SM, _CLOCK_ID_CURRENT)),
+)
+_TEMPERATURE_C = NvmlQuantity(
+    "read its temperature",
+    200,
+    (
+        ("nvmlDeviceGetTemperatureV", _TEMPERATURE_GPU),
+        ("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
+    ),
+)
+_REASONS = NvmlQuantity(
+    "read why it is throttled",
+    2**63,
+    ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"),
+    smallest=0,
+)
 
 OpenedGpu = TypeVar("OpenedGpu", bound="NvmlReader")
 
@@ -203,37 +225,6 @@ class NvmlReader(RealGpu):
         self._device = device
         self._is_open = True
         self._counted: tuple[int, ...] | None = None
-        number, field = device.number, device.field_number
-        self._energy_mj = FirstSupported(
-            lambda: number(_ENERGY_MJ, "nvmlDeviceGetTotalEnergyConsumption"),
-            lambda: field(_ENERGY_MJ, _TOTAL_ENERGY),
-            lambda: field(_ENERGY_MJ, _ENERGY),
-            lambda: field(_ENERGY_MJ, _ENERGY, _SCOPE_MODULE),
-        )
-        self._power_mw = FirstSupported(
-            # Instant power; since Ampere, nvmlDeviceGetPowerUsage is an average over a second on
-            # most GPUs.
-            lambda: field(_POWER_MW, _POWER_INSTANT),
-            lambda: number(_POWER_MW, "nvmlDeviceGetPowerUsage"),
-            lambda: field(_POWER_MW, _POWER_INSTANT, _SCOPE_MODULE),
-        )
-        self._limit_mw = FirstSupported(
-            # The strictest of all limits; the second function returns the one that was set.
-            lambda: number(_LIMIT_MW, "nvmlDeviceGetEnforcedPowerLimit"),
-            lambda: number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit"),
-        )
-        self._clock_mhz = FirstSupported(
-            lambda: number(_CLOCK_MHZ, "nvmlDeviceGetClockInfo", _CLOCK_SM),
-            lambda: number(_CLOCK_MHZ, "nvmlDeviceGetClock", _CLOCK_SM, _CLOCK_ID_CURRENT),
-        )
-        self._temperature_c = FirstSupported(
-            lambda: number(_TEMPERATURE_C, "nvmlDeviceGetTemperatureV", _TEMPERATURE_GPU),
-            lambda: number(_TEMPERATURE_C, "nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
-        )
-        self._reason_bits = FirstSupported(
-            lambda: number(_REASONS, "nvmlDeviceGetCurrentClocksEventReasons"),
-            lambda: number(_REASONS, "nvmlDeviceGetCurrentClocksThrottleReasons"),
-        )
 
     @cached_property
     def name(self) -> str:
@@ -288,13 +279,11 @@ class NvmlReader(RealGpu):
 
     def power_limit_w(self) -> float:
         """Power limit in force, watts."""
-        return _watts(self._limit_mw())
+        return _watts(self._device.number(_LIMIT_MW))
 
     def default_power_limit_w(self) -> float:
         """Power limit when the driver is loaded, watts."""
-        return _watts(
-            self._device.number(_DEFAULT_LIMIT_MW, "nvmlDeviceGetPowerManagementDefaultLimit")
-        )
+        return _watts(self._device.number(_DEFAULT_LIMIT_MW))
 
     def set_power_limit_w(self, limit_w: float) -> None:
         """Set the power limit, to the milliwatt."""
@@ -305,7 +294,7 @@ class NvmlReader(RealGpu):
     def reset_power_limit(self) -> None:
         """Set the power limit back to the value it has when the driver is loaded."""
         default_w = self.default_power_limit_w()
-        set_mw = self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
+        set_mw = self._device.number(_SET_LIMIT_MW)
         if _watts(set_mw) != default_w:  # restoring what is set already needs no privilege
             self._limit_power(default_w)
             self._check_limit_was_set(default_w)
@@ -316,12 +305,10 @@ class NvmlReader(RealGpu):
 
     def _check_limit_was_set(self, limit_w: float) -> None:
         """Check that the power limit is the one that was just set, as far as NVML tells."""
-        set_w = read_or_none(
-            lambda: self._device.number(_LIMIT_MW, "nvmlDeviceGetPowerManagementLimit")
-        )
-        if set_w is not None and abs(_watts(set_w) - limit_w) > _SAME_LIMIT_W:
+        set_mw = read_or_none(lambda: self._device.number(_SET_LIMIT_MW))
+        if set_mw is not None and abs(_watts(set_mw) - limit_w) > _SAME_LIMIT_W:
             raise GpuError(
-                f"{self.text}: its power limit was set to {limit_w:g} W, and is {_watts(set_w):g} "
+                f"{self.text}: its power limit was set to {limit_w:g} W, and is {_watts(set_mw):g} "
                 "W: stop what else sets it (Slurm, DCGM, another user of nvidia-smi), or use "
                 "observe mode"
             )
@@ -330,23 +317,23 @@ class NvmlReader(RealGpu):
         """Energy since the driver was loaded, joules; data centre GPUs update it about every 100
         ms.
         """
-        return self._energy_mj() / 1000
+        return self._device.number(_ENERGY_MJ) / 1000
 
     def power_w(self) -> float:
         """Instant power, watts, or an average over up to a second if the driver has only that."""
-        return _watts(self._power_mw())
+        return _watts(self._device.number(_POWER_MW))
 
     def clock_mhz(self) -> int:
         """Current SM clock, MHz."""
-        return self._clock_mhz()
+        return self._device.number(_CLOCK_MHZ)
 
     def temperature_c(self) -> float:
         """Core temperature, degrees Celsius."""
-        return float(self._temperature_c())
+        return float(self._device.number(_TEMPERATURE_C))
 
     def throttle_reasons(self) -> frozenset[str]:
         """The members of `THROTTLE_REASONS` that slow the GPU down now."""
-        bits = self._reason_bits()
+        bits = self._device.number(_REASONS)
         return frozenset(reason for bit, reason in _REASON_BITS.items() if bits & bit)
 
     def throttled_s(self) -> Mapping[str, float]:
@@ -374,10 +361,8 @@ class NvmlReader(RealGpu):
 
     def _read_of_module(self) -> tuple[str, ...]:
         """Return which of energy and power are those of the GPU and its CPU together."""
-        quantities = {"energy": self._energy_mj, "power": self._power_mw}
-        return tuple(
-            name for name, read in quantities.items() if read_or_none(read) and read.uses_last
-        )
+        quantities = {"energy": _ENERGY_MJ, "power": _POWER_MW}
+        return tuple(name for name, read in quantities.items() if self._device.uses_last_way(read))
 
     def _counts(self, field: int, what: str) -> bool:
         try:

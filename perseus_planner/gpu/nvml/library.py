@@ -22,7 +22,7 @@ from perseus_planner.gpu.library import Library
 LIBRARY_NOT_FOUND = 12
 """Return code if libnvidia-ml.so.1 cannot be loaded."""
 
-_FUNCTION_NOT_FOUND = 13
+_UNINITIALIZED, _INVALID_ARGUMENT, _FUNCTION_NOT_FOUND = 1, 2, 13
 
 _INSTALL = how_to_install("nvml")
 
@@ -47,52 +47,48 @@ _MAY_NOT_SET = (
     "that sets for you (zeusd: or command:), or set nothing (dry-run:, or observe mode)"
 )
 
-_ERRORS: dict[int, tuple[type[GpuError], str]] = {
-    1: (
-        GpuError,
-        "other code in this process has shut NVML down: balance its calls of nvmlInit and "
-        "nvmlShutdown",
+_KINDS = {
+    **dict.fromkeys((3, _FUNCTION_NOT_FOUND, 21, 25, 26), GpuNotSupported),
+    4: GpuNotPermitted,
+    **dict.fromkeys((15, 16, 28), GpuLost),
+}
+"""Return codes that are no `GpuError` alone."""
+
+_ADVICE = {
+    _UNINITIALIZED: (
+        "the driver was reloaded, or other code in this process has shut NVML down; the next call "
+        "starts it again"
     ),
-    2: (GpuError, f"this GPU does not accept the value, or MIG or a vGPU forbids it: {_UPDATE}"),
-    3: (GpuNotSupported, _UPDATE),
-    4: (GpuNotPermitted, _MAY_NOT_READ),
-    6: (GpuError, "run `planner doctor` to see which GPUs there are"),
-    8: (GpuError, "plug in its external power cables"),
-    9: (
-        GpuError,
-        f"load the NVIDIA driver (`modprobe nvidia`; `nvidia-smi` must work); {_CONTAINER}",
+    _INVALID_ARGUMENT: (
+        f"this GPU does not accept the value, or MIG or a vGPU forbids it: {_UPDATE}"
     ),
-    10: (GpuError, f"the driver did not answer in time: try again; {_SEE_LOG}"),
+    3: _UPDATE,
+    4: _MAY_NOT_READ,
+    6: "run `planner doctor` to see which GPUs there are",
+    8: "plug in its external power cables",
+    9: f"load the NVIDIA driver (`modprobe nvidia`; `nvidia-smi` must work); {_CONTAINER}",
+    10: f"the driver did not answer in time: try again; {_SEE_LOG}",
     LIBRARY_NOT_FOUND: (
-        GpuError,
         "libnvidia-ml.so.1 comes with the NVIDIA driver: install that, or name the library's "
-        f"folder in LD_LIBRARY_PATH; {_CONTAINER}; without an NVIDIA GPU, use simulated:",
+        f"folder in LD_LIBRARY_PATH; {_CONTAINER}; without an NVIDIA GPU, use simulated:"
     ),
-    _FUNCTION_NOT_FOUND: (GpuNotSupported, f"this libnvidia-ml.so.1 is too old for it: {_UPDATE}"),
-    15: (GpuLost, _LOST),
-    16: (GpuLost, _LOST),
+    _FUNCTION_NOT_FOUND: f"this libnvidia-ml.so.1 is too old for it: {_UPDATE}",
+    15: _LOST,
+    16: _LOST,
     17: (
-        GpuError,
         "the operating system or a container's rules block the driver's device files: allow "
-        "/dev/nvidia*",
+        "/dev/nvidia*"
     ),
     18: (
-        GpuError,
         "the loaded driver and libnvidia-ml.so.1 have different versions: reboot the node, reload "
-        "the driver's modules, or restart the container",
+        "the driver's modules, or restart the container"
     ),
-    19: (
-        GpuError,
-        "another program uses it: stop that (DCGM, nvidia-smi, another profiler) and try again",
-    ),
-    21: (GpuNotSupported, f"the driver has no such data for it: {_UPDATE}"),
-    24: (GpuError, "choose one of the supported clocks: `planner doctor` lists them"),
-    25: (
-        GpuNotSupported,
-        f"this libnvidia-ml.so.1 knows another version of that function: {_UPDATE}",
-    ),
-    26: (GpuNotSupported, f"this libnvidia-ml.so.1 has dropped that function: {_UPDATE}"),
-    28: (GpuLost, _LOST),
+    19: "another program uses it: stop that (DCGM, nvidia-smi, another profiler) and try again",
+    21: f"the driver has no such data for it: {_UPDATE}",
+    24: "choose one of the supported clocks: `planner doctor` lists them",
+    25: f"this libnvidia-ml.so.1 knows another version of that function: {_UPDATE}",
+    26: f"this libnvidia-ml.so.1 has dropped that function: {_UPDATE}",
+    28: _LOST,
 }
 
 
@@ -148,7 +144,9 @@ def nvml_error(
     code: int, message: str, function: str, who: str, what: str, advice: str = ""
 ) -> GpuError:
     """Return the error for a return code of NVML, with advice."""
-    kind, general = _ERRORS.get(code, (GpuError, f"{_SEE_LOG} and try again"))
+    kind, general = _KINDS.get(code, GpuError), _ADVICE.get(code, f"{_SEE_LOG} and try again")
+    if code == _INVALID_ARGUMENT and "nvmlDeviceGet" in function:
+        kind = GpuNotSupported  # as libraries answer that do not know what is asked for
     if kind is GpuNotPermitted and function.startswith(("nvmlDeviceSet", "nvmlDeviceReset")):
         general = _MAY_NOT_SET
     do = advice if advice and kind is GpuNotSupported else general
@@ -169,6 +167,8 @@ def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice
     except binding.NVMLError as error:
         if error.value == LIBRARY_NOT_FOUND and isinstance(error.__context__, OSError):
             raise _load_error(error.__context__, who, what) from error
+        if error.value == _UNINITIALIZED:
+            NVML.forget()
         raise nvml_error(error.value, _message(error), function, who, what, advice) from error
     except Exception as error:
         # The binding cannot decode the result, for example bytes that are not text or an impossible
@@ -182,7 +182,7 @@ def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice
 
 def _load_error(reason: OSError, who: str, what: str) -> GpuError:
     """Return the error for a library that the system's loader does not load, with its reason."""
-    _, advice = _ERRORS[LIBRARY_NOT_FOUND]
+    advice = _ADVICE[LIBRARY_NOT_FOUND]
     if "No such file" not in str(reason):
         advice = (
             "the library that was found does not load: install that of this node's driver, for "

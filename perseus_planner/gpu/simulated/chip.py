@@ -50,7 +50,6 @@ class Chip:
     ) -> None:
         self._model, self._options, self._faults = model, options, options.faults
         self._phase_s = phase_s
-        self._waiting = model.blocking()  # one second of waiting for a message
         self.now_s = self.energy_j = 0.0  #: since it was made
         self.counter_j = 0.0  #: what the energy counter shows
         self.power_w = model.idle_power_w  #: what is drawn now
@@ -117,17 +116,15 @@ class Chip:
         while repetitions > 0 and self.now_s < ends_s:
             clock_mhz, power_w, reasons = self._run_at(load, power)
             once_s = load.free_time_s(clock_mhz) * time
-            whole_s, piece_s = (
-                once_s * repetitions,
-                min(self._constant_s(power_w), ends_s - self.now_s),
-            )
+            whole_s = once_s * repetitions
+            piece_s = min(self._constant_s(power_w), ends_s - self.now_s)
             self._spend(min(whole_s, piece_s), power_w, clock_mhz, reasons)
             repetitions = repetitions - piece_s / once_s if piece_s < whole_s else 0.0
         return repetitions
 
     def block(self, duration_s: float, power: float = 1.0) -> None:
         """Wait for a neighbour's message for `duration_s` seconds, at its power times a factor."""
-        self.execute(self._waiting, duration_s, 1.0, power)
+        self.execute(self._model.blocking(), duration_s, 1.0, power)
 
     def _run_at(self, load: Load, power: float) -> tuple[float, float, tuple[str, ...]]:
         """Return the clock and the power at which `load` runs now, and the throttle reasons."""

@@ -108,6 +108,8 @@ class EmulatedGpu(SimulatedGpu):
         super().__init__(model, seed, options)
         self.number = number
         self._made_by = f"{self.driver}, boot {boot_id()}"
+        instant = replace(self.model, sensor_s=0.0)
+        self._chip_arguments = (self._made_by, instant, options, self._counter_phase_s())
         self._shared = StateFile(self.uuid, self._first_state)
         self._origin_s = self._restored(self._shared.read()).origin_s
 
@@ -161,12 +163,16 @@ class EmulatedGpu(SimulatedGpu):
         Raises:
             GpuLost: If the GPU falls off the bus meanwhile.
         """
+        version, end_s = None, 0.0
         while True:
-            state = self._shared.read()
-            end_s = self._restored(state).end_s()
-            if self._sleep_until(end_s, state):
+            if (latest := self._shared.version()) != version:
+                version, end_s = latest, self._restored(self._shared.read()).end_s()
+            late_s = time.monotonic() - end_s
+            if late_s >= 0:
                 self._count_call()
-                return time.monotonic() - end_s
+                return late_s
+            if late_s < -_BUSY_S:
+                time.sleep(min(-late_s - _BUSY_S, _SLICE_S))
 
     def block(self, duration_s: float) -> None:
         """Wait for `duration_s` seconds: a GPU without work waits for a neighbour's message."""
@@ -215,19 +221,7 @@ class EmulatedGpu(SimulatedGpu):
         return _state(chip)
 
     def _restored(self, state: bytes) -> _RunningChip:
-        model = replace(self.model, sensor_s=0.0)
-        return _RunningChip(
-            self._made_by, model, self.options, self._counter_phase_s(), json.loads(state)
-        )
-
-    def _sleep_until(self, end_s: float, state: bytes) -> bool:
-        """Return True at `end_s`, or False soon after the state has changed."""
-        while (left_s := end_s - time.monotonic()) > 0:
-            if left_s > _BUSY_S:
-                time.sleep(min(left_s - _BUSY_S, _SLICE_S))
-                if self._shared.read() != state:
-                    return False
-        return True
+        return _RunningChip(*self._chip_arguments, json.loads(state))
 
 
 def _state(chip: Chip) -> bytes:

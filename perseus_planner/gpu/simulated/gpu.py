@@ -178,8 +178,7 @@ class SimulatedGpu(ClosedOnExit):
 
     def power_limit_w(self) -> float:
         """Power limit in force, watts."""
-        self._count_call("power-limit")
-        limit_w = self._chip.limit_w
+        limit_w = self._read("power-limit").limit_w
         return self.model.power_limit_w if limit_w is None else limit_w
 
     def default_power_limit_w(self) -> float:
@@ -203,35 +202,34 @@ class SimulatedGpu(ClosedOnExit):
 
     def energy_j(self) -> float:
         """Energy counter, joules; it moves in steps unless the option `step` is 0."""
-        self._count_call("energy")
-        return self._chip.counter_j
+        return self._read("energy").counter_j
 
     def power_w(self) -> float:
         """Power sensor, watts: instant power or an average over the last second, depending on
         the model.
         """
-        self._count_call("power")
-        return self._chip.sensed_w()
+        return self._read("power").sensed_w()
 
     def clock_mhz(self) -> int:
         """SM clock of what ran last, MHz."""
-        self._count_call()
-        return round(self._chip.clock_mhz)
+        return round(self._read().clock_mhz)
 
     def temperature_c(self) -> float:
         """Core temperature, whole degrees Celsius."""
-        self._count_call("temperature")
-        return float(round(self._chip.temperature_c))
+        return float(round(self._read("temperature").temperature_c))
 
     def throttle_reasons(self) -> frozenset[str]:
         """Reasons that slowed down what ran last."""
-        self._count_call("throttle")
-        return frozenset(self._chip.reasons)
+        return frozenset(self._read("throttle").reasons)
 
     def throttled_s(self) -> Mapping[str, float]:
         """Seconds of throttling, for each reason that a simulated GPU has."""
-        self._count_call("throttle")
-        return MappingProxyType(dict(self._chip.throttled_s))
+        return MappingProxyType(dict(self._read("throttle").throttled_s))
+
+    def _read(self, function: str = "") -> Chip:
+        """Count a call of `function`, and return the chip as it is now."""
+        self._count_call(function)
+        return self._chip
 
     def _count_call(self, function: str = "") -> None:
         """Count a call of `function`, one of `FUNCTIONS` or empty, and raise an error if a fault

@@ -6,9 +6,8 @@ another user has made.
 
 A file is replaced by a new one and never changed, so readers need no lock, and a writer that dies
 has written nothing. Writers share one lock for all GPUs of the folder, and hold it for
-microseconds. Under the same lock, the file `calls` says until when driver calls are reserved: a
-process adds its call, and then waits without a lock. So a process that is stopped or killed in a
-call delays no other.
+microseconds. The locked file says until when driver calls are reserved: a process adds its call,
+and then waits without a lock. So a process that is stopped or killed in a call delays no other.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from urllib.parse import quote
 from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.lease.records import open_state_folder
 
+_TIME_BYTES = 32
 _MAX_QUEUE_S = 60.0  # of calls; a later time was written before the node was rebooted
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -59,6 +59,12 @@ class StateFile:
         with self._explained():
             return self._read(self._file)
 
+    def version(self) -> object:
+        """Return what differs for another state, without reading it."""
+        with self._explained():
+            status = os.stat(self._file, dir_fd=self._folder)
+        return status.st_ino, status.st_mtime_ns
+
     def change(self, function: Callable[[bytes], bytes]) -> None:
         """Replace the state by what `function` returns for it; other changes wait meanwhile."""
         with self._locked():
@@ -70,10 +76,10 @@ class StateFile:
         Returns:
             When the call ends, seconds of the monotonic clock, as `now_s` is.
         """
-        with self._locked():
-            until_s = float(self._read("calls") or 0)
+        with self._locked() as lock:
+            until_s = float(os.pread(lock, _TIME_BYTES, 0) or 0)
             start_s = until_s if now_s < until_s < now_s + _MAX_QUEUE_S else now_s
-            self._write("calls", repr(start_s + duration_s).encode())
+            os.pwrite(lock, repr(start_s + duration_s).ljust(_TIME_BYTES).encode(), 0)
         return start_s + duration_s
 
     def close(self) -> None:
@@ -94,13 +100,17 @@ class StateFile:
             ) from error
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[int]:
         """Hold the folder's lock; opened again each time, because threads and forked children
         share open files.
         """
-        with self._explained(), os.fdopen(self._open("lock", _CREATE)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        with self._explained():
+            lock = self._open("node", _CREATE)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield lock
+            finally:
+                os.close(lock)
 
     def _open(self, file: str, flags: int) -> int:
         return os.open(file, flags, 0o600, dir_fd=self._folder)

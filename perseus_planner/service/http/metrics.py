@@ -215,7 +215,7 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
     (
         "planner_job_late_clock_changes",
         "Clock changes that came when most of their computation was over.",
-        lambda telemetry: telemetry.late_changes,
+        lambda telemetry: telemetry.changes_late,
     ),
 )
 _JOULES: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
@@ -227,6 +227,6 @@ _JOULES: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
     (
         "planner_job_baseline_joules",
         "Their energy with all clocks at maximum in iterations as long, by the profile.",
-        lambda telemetry: telemetry.baseline_j,
+        lambda telemetry: telemetry.energy_j + telemetry.saved_j,
     ),
 )

@@ -40,6 +40,9 @@ class Frame:
     changes: tuple[tuple[float, int], ...] = ()
     energy_j: float | None = None  #: Energy of the GPU; None if it is not known
     throttled_s: float = 0.0  #: Seconds in which the GPU was throttled
+    #: How many iterations had a known energy so far, and their joules together; rank 0 does not see
+    #: all iterations if they are short.
+    metered: tuple[int, float] = (0, 0.0)
     #: How long the last calls took that set a clock, seconds, their median; 0 if that is not known.
     call_s: float = 0.0
 
@@ -67,6 +70,7 @@ class Frame:
             None if self.energy_j is None else gpus * self.energy_j,
             energy_step_s,
             self.throttled_s,
+            (self.metered[0], gpus * self.metered[1]),
         )
 
     def _computation(self, begin_s: float, end_s: float) -> ComputationObservation:
@@ -94,6 +98,7 @@ class ObservedGpu:
     name: str  #: Its name
     origin: str  #: "measured" or "simulated"
     clocks_mhz: tuple[int, ...]  #: The clocks that may be set, highest first
+    control: str = "clock"  #: What they are; power limits are watts
 
 
 @dataclass(frozen=True)

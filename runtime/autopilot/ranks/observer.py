@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.wires import encode
 from perseus_planner.gpu import open_gpu
+from perseus_planner.runtime.attachment import power_limits
 from perseus_planner.runtime.autopilot.ranks.coordinator import (
     NOTHING,
     Coordinator,
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
-    from perseus_planner.runtime.autopilot.ranks.programs import Ended, ProgramFollower
-    from perseus_planner.runtime.controller.protocol import AttachReply, ToRank
+    from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
+    from perseus_planner.runtime.follower import Ended, Follower
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.rendezvous import RankContext, RuntimeOptions
-    from perseus_planner.runtime.switching.agreement import Agreement
 
 SETTLE_NS = 900_000
 """How long a clock takes to settle after the call that sets it: the mean on an A800."""
 _CALLS = 16  #: calls that set a clock from which it is known how long they take
+_PAUSE_NS = 10**9  #: a longer time between two iterations is a pause
 _PATIENCE = 1  #: iterations that may wait for a sample of the GPU
 
 
@@ -64,7 +65,7 @@ class Observer:
         self,
         store: Store,
         rank: int,
-        source: ProgramFollower,
+        source: Follower,
         gpu: ObservedGpu | None,
         *,
         every: int = 1,
@@ -80,6 +81,7 @@ class Observer:
         self._calls_s: deque[float] = deque(maxlen=_CALLS)
         self._times: deque[IterationTimes] = deque(maxlen=64)
         self._last_ns: int | None = None  #: end of the last computation of the iteration before
+        self._metered = 0, 0.0  #: iterations whose energy is known, and their joules
         self._told = 0  #: number of the order that was told last
         if is_written:
             self._set(observed_key(rank), NOTHING)
@@ -125,32 +127,41 @@ class Observer:
 
     def _finish(self, times: IterationTimes, ended: Ended) -> None:
         time_s = (times.end_ns - times.begin_ns) / 1e9
-        program = ended.program
-        if program is not None:
+        program, last_ns = ended.program, times.spans_ns[-1][1] if times.spans_ns else times.end_ns
+        energy_j = self._energy_j(times, last_ns) if program is not None else None
+        if energy_j is not None:
+            self._metered = self._metered[0] + 1, self._metered[1] + energy_j
+        if program is not None and self._source.ledger is not None:
             self._source.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
         if self._is_written and times.number % self._every == self._turn:
             if ended.order != self._told and ended.order:
                 self._tell(ended.order)
-            self._set(observed_key(self._rank), encode(self._frame(times, ended, time_s)))
-        last_ns = times.spans_ns[-1][1] if times.spans_ns else times.end_ns
+            self._set(observed_key(self._rank), encode(self._frame(times, ended, time_s, energy_j)))
         self._last_ns = last_ns
         self._samples.forget_before(last_ns)
         while len(self._changes) > 1 and self._changes[1][0] <= times.end_ns:
             self._changes.popleft()
 
-    def _frame(self, times: IterationTimes, ended: Ended, time_s: float) -> Frame:
+    def _energy_j(self, times: IterationTimes, last_ns: int) -> float | None:
+        """Return the energy from the end of the last computation to the next one's: then the GPU
+        is sampled, as its request changes. None after a pause.
+        """
+        before_ns = self._last_ns
+        if before_ns is None or times.begin_ns - before_ns > _PAUSE_NS:
+            return None
+        return self._samples.energy_j(before_ns, last_ns) if self._is_sampled(times) else None
+
+    def _frame(
+        self, times: IterationTimes, ended: Ended, time_s: float, energy_j: float | None
+    ) -> Frame:
         program, begin_ns = ended.program, times.begin_ns
         if program is None or len(times.spans_ns) != len(program.computations):
             return Frame(self._rank, ended.order, times.number, 0, time_s)
         last_ns = times.spans_ns[-1][1]
-        energy_j, throttled_s = None, 0.0
-        if self._last_ns is not None and self._is_sampled(times):
-            # From the end of the last computation to the next one's: then the GPU is sampled, as
-            # its request changes.
-            energy_j = self._samples.energy_j(self._last_ns, last_ns)
-            throttled_s = max(
-                self._samples.throttled_s(self._last_ns, last_ns).values(), default=0.0
-            )
+        throttled_s = 0.0
+        if energy_j is not None and self._last_ns is not None:
+            throttled = self._samples.throttled_s(self._last_ns, last_ns)
+            throttled_s = max(throttled.values(), default=0.0)
         before = [clock for at_ns, clock in self._changes if at_ns <= begin_ns]
         inside = [
             ((at_ns - begin_ns) / 1e9, clock)
@@ -171,6 +182,7 @@ class Observer:
             energy_j=energy_j,
             throttled_s=throttled_s,
             call_s=call_s,
+            metered=self._metered,
         )
 
     def _tell(self, number: int) -> None:
@@ -202,8 +214,7 @@ class AutopilotRank:
         cls,
         context: RankContext,
         job: TrainingJob,
-        source: ProgramFollower,
-        agreement: Agreement,
+        source: Follower,
         warnings: JobWarnings,
         options: RuntimeOptions,
         exchange: ServiceExchange | None,
@@ -215,7 +226,7 @@ class AutopilotRank:
             job.own_store,
             job.rank,
             source,
-            _observed(context.attachment.gpu, warnings),
+            _observed(context.attachment.gpu, context.control, warnings),
             every=places.every,
             turn=0 if place is None else place[0] % places.every,
             is_written=place is not None,
@@ -232,7 +243,7 @@ class AutopilotRank:
                 gpus_per_node=context.neighbours,
                 is_shared=exchange is not None,
             ),
-            agreement,
+            source.agreement,
             warnings,
             exchange,
         )
@@ -259,12 +270,15 @@ class AutopilotRank:
             self._coordinator.close()
 
 
-def _observed(gpu: AttachReply | None, warnings: JobWarnings) -> ObservedGpu | None:
+def _observed(
+    gpu: AttachReply | None, control: Control, warnings: JobWarnings
+) -> ObservedGpu | None:
     if gpu is None:
         return None
     try:
         with open_gpu(gpu.gpu) as opened:
-            return ObservedGpu(gpu.name, gpu.origin, opened.supported_clocks_mhz)
+            values = opened.supported_clocks_mhz if control == "clock" else power_limits(opened)
+            return ObservedGpu(gpu.name, gpu.origin, values, control)
     except GpuError as error:
         warnings.warn("autopilot clocks", f"the autopilot has no clocks to choose from: {error}")
         return None

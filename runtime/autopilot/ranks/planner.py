@@ -18,7 +18,7 @@ from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob
+from perseus_planner.runtime.autopilot import AutopilotJob
 from perseus_planner.runtime.autopilot.ranks.messages import (
     Frame,
     FromProcess,
@@ -26,6 +26,7 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     Learnt,
     LogLine,
     Observations,
+    ObservedGpu,
     RankTraining,
     Status,
     ToProcess,
@@ -38,13 +39,14 @@ from perseus_planner.runtime.autopilot.ranks.programs import (
     order_number,
     order_of,
 )
-from perseus_planner.schedules import Schedule, check_pipeline
+from perseus_planner.schedules import WHOLE, Schedule, check_pipeline
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.grid import grid_text
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.autopilot import Decision
+    from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings, Decision
+    from perseus_planner.runtime.autopilot.one_clock import OneClock
 
 LOG_S = 60.0
 """Time between two lines of the log while the autopilot learns, in seconds."""
@@ -74,10 +76,9 @@ class Planner:
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._job: JobDescription | None = None
-        self._autopilot: Autopilot | None = None
+        self._autopilot: Autopilot | OneClock | None = None
         self._orders: tuple[int, ...] = ()
         self._step_s, self._origin = COUNTER_STEP_S, "measured"
-        self._state = State(None)
         self._prior: Profile | None = None  #: what was known before
         self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
         self._sent: tuple[Any, ...] | None = None
@@ -119,10 +120,12 @@ class Planner:
     def save(self) -> list[FromProcess]:
         """Write what was learnt; return a warning if it cannot be written."""
         profile = self._learned()
-        if profile is None:
+        if profile is None or self._job is None or self._job.state is None:
             return []
+        path = Path(self._job.state)
         try:
-            self._state.save(profile)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.save(path)
         except PlannerError as error:
             return [LogLine(f"what was learnt cannot be saved: {error}", is_warning=True)]
         return []
@@ -160,22 +163,23 @@ class Planner:
             ranks = tuple(order_of(rank_training.order) for rank_training in told)
             schedule = Schedule("as trained", ranks)
             check_pipeline(schedule)
-            name, origin, clocks = _gpu_of(told)
-            offered = clocks[: None if job.sets_clocks else 1]
+            gpu = _gpu_of(told)
+            offered = gpu.clocks_mhz[: None if job.sets_clocks else 1]
             described = AutopilotJob(
                 pipeline_iteration(schedule),
                 offered,
                 job.places.pipelines,
                 ClockChange(CALL_S, SETTLE_NS / 1e9, job.gpus_per_node),
                 gpus_per_stage=job.places.gpus_per_stage,
-                gpu=name,
+                gpu=gpu.name,
+                control=gpu.control,
             )
             learned = self._learned()
-            self._state = State(None if job.state is None else Path(job.state))
-            prior, notes = self._state.prior_of(described, learned)
+            path = None if job.state is None else Path(job.state)
+            prior, notes = _prior_of(path, described, learned)
             self._schedule = grid_text(schedule)
             self._prior = prior
-            self._autopilot = Autopilot(described, job.settings, prior)
+            self._autopilot = _learner(described, job.settings, prior)
         except (PlannerError, KeyError, ValueError) as error:
             self._autopilot = None
             text = f"the autopilot cannot plan what this job runs: {error}"
@@ -183,8 +187,8 @@ class Planner:
         self._job, self._sent, self._first = job, None, None
         self._told_rows, self._saving = 0, None
         self._orders = tuple(map(order_number, ranks))
-        self._origin = origin
-        self._step_s = COUNTER_STEP_S if origin == "measured" else 0.0
+        self._origin = gpu.origin
+        self._step_s = COUNTER_STEP_S if gpu.origin == "measured" else 0.0
         return list(map(LogLine, notes))
 
     def _observe(self, frames: Sequence[Frame]) -> None:
@@ -251,7 +255,7 @@ class Planner:
         if news != self._sent:
             self._sent = news
             time_s = decision.time_s or (0.0 if ledger is None else ledger.reference_s)
-            top_mhz = self._autopilot.job.clocks_mhz[0]
+            top = self._autopilot.job.clocks_mhz[0]
             busy_s = self._autopilot.busy_s()
             clocks, pipelines = clock_runs(decision.clocks)
             programs = Programs(
@@ -259,7 +263,7 @@ class Planner:
                 orders=self._orders,
                 clocks=clocks,
                 pipelines=pipelines,
-                top_mhz=top_mhz,
+                top=top,
                 time_s=time_s,
                 ledger=ledger,
                 status=status,
@@ -279,62 +283,51 @@ class Planner:
         return [LogLine(str(status))]
 
 
-def _gpu_of(told: Sequence[RankTraining]) -> tuple[str, str, tuple[int, ...]]:
-    """Return name and origin of the GPUs of a pipeline, and the clocks that all of them support,
-    highest first.
-    """
+def _learner(
+    job: AutopilotJob, settings: AutopilotSettings, prior: Profile | None
+) -> Autopilot | OneClock:
+    """Return what learns and decides; each is loaded where it is needed only."""
+    if job.iteration.schedule.ranks == WHOLE.ranks:
+        from perseus_planner.runtime.autopilot.one_clock import OneClock
+
+        return OneClock(job, settings, prior)
+    from perseus_planner.runtime.autopilot import Autopilot
+
+    return Autopilot(job, settings, prior)
+
+
+def _gpu_of(told: Sequence[RankTraining]) -> ObservedGpu:
+    """Return the GPU of a pipeline, with the clocks that all of its GPUs support."""
     gpus = [training.gpu for training in told if training.gpu is not None]
     if len(gpus) < len(told):
         raise UsageError("the clocks that a GPU supports are not known")
     clocks = set.intersection(*(set(gpu.clocks_mhz) for gpu in gpus))
-    return gpus[0].name, gpus[0].origin, tuple(sorted(clocks, reverse=True))
+    return replace(gpus[0], clocks_mhz=tuple(sorted(clocks, reverse=True)))
 
 
-class State:
-    """The file, and the table of its rows beside it.
+def _prior_of(
+    path: Path | None, job: AutopilotJob, learned: Profile | None
+) -> tuple[Profile | None, list[str]]:
+    """Return what is known of this job's stages and GPUs, and what there is to say of it.
 
     Args:
-        path: The file; None to keep nothing.
+        path: The file of what was learnt before; None for none.
+        job: The job.
+        learned: What this process has learnt before, by another order; None if nothing.
     """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def save(self, profile: Profile) -> None:
-        """Replace the file.
-
-        Raises:
-            ProfileError: If it cannot be written.
-        """
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            profile.save(self._path)
-
-    def prior_of(
-        self, job: AutopilotJob, learned: Profile | None
-    ) -> tuple[Profile | None, list[str]]:
-        """Return what is known of this job's stages and GPUs, and what there is to say of it.
-
-        Args:
-            job: The job.
-            learned: What this process has learnt before, by another order; None if nothing.
-        """
-        if learned is not None and _difference(learned, job) is None:
-            return learned, []
-        path = self._path
-        if path is None or not path.exists():
-            return None, []
-        try:
-            profile = Profile.load(path)
-        except PlannerError as error:
-            return None, [f"what was learnt before is not used: {error}"]
-        difference = _difference(profile, job)
-        if difference is not None:
-            return None, [f"what was learnt before is not used: {path} {difference}"]
-        rows = sum(map(len, profile.measurements.values()))
-        return profile, [
-            f"the autopilot begins with {rows} rows that were learnt before, from {path}"
-        ]
+    if learned is not None and _difference(learned, job) is None:
+        return learned, []
+    if path is None or not path.exists():
+        return None, []
+    try:
+        profile = Profile.load(path)
+    except PlannerError as error:
+        return None, [f"what was learnt before is not used: {error}"]
+    difference = _difference(profile, job)
+    if difference is not None:
+        return None, [f"what was learnt before is not used: {path} {difference}"]
+    rows = sum(map(len, profile.measurements.values()))
+    return profile, [f"the autopilot begins with {rows} rows that were learnt before, from {path}"]
 
 
 def texts_of(profile: Profile) -> tuple[str, str]:
@@ -353,6 +346,6 @@ def _difference(profile: Profile, job: AutopilotJob) -> str | None:
         return f"has {profile.gpus_per_stage} GPUs in a stage, and this job {job.gpus_per_stage}"
     if set(profile.measurements) != set(job.iteration.keys):
         return "has other stages or kinds of computations than this job"
-    if profile.control != "clock":
-        return "is of power limits"
+    if profile.control != job.control:
+        return f"has the control {profile.control!r}, and this job {job.control!r}"
     return None

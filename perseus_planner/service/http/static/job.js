@@ -69,7 +69,7 @@ function saved(status) {
   const { telemetry } = status;
   if (status.unlike_plan) return { name: "Saved", value: "–", notes: [status.unlike_plan] };
   if (isMetered(status)) {
-    const notes = [`${joules(telemetry.saved_j)}, ${less(telemetry.energy_j, telemetry.baseline_j)} than all clocks at maximum`, `in ${count(telemetry.iterations, "iteration")}`];
+    const notes = [`${joules(telemetry.saved_j)}, ${less(telemetry.energy_j, telemetry.energy_j + telemetry.saved_j)} than all clocks at maximum`, `in ${count(telemetry.iterations, "iteration")}`];
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
   }
   const day_j = expectedDayJ(status);
@@ -94,7 +94,7 @@ function plans({ version, promised, taken }) {
 
 function changes({ telemetry }) {
   if (!telemetry || telemetry.set_p50_s === null) return { name: "A clock change takes", value: "–", notes: ["the job has not sent this yet"] };
-  const notes = [`99\u00a0% within ${seconds(telemetry.set_p99_s)}`, `${count(telemetry.late_changes, "change")} came late`];
+  const notes = [`99\u00a0% within ${seconds(telemetry.set_p99_s)}`, `${count(telemetry.changes_late, "change")} came late`];
   return { name: "A clock change takes", value: seconds(telemetry.set_p50_s), origin: "measured", notes: ["median", ...notes] };
 }
 

@@ -40,7 +40,7 @@ function fillRow(element, status) {
   const isMetered = telemetry !== null && telemetry.energy_is !== null && !status.unlike_plan;
   const texts = [
     gpus ? number(gpus) : "–", seconds(telemetry?.iteration_s ?? status.decision.straggler_time_s), watts(telemetry?.power_w ?? expected.power_w),
-    isMetered ? `${kilowattHours(telemetry.saved_j)}, ${number((100 * telemetry.saved_j) / telemetry.baseline_j, 1)}\u00a0%` : "–",
+    isMetered ? `${kilowattHours(telemetry.saved_j)}, ${number((100 * telemetry.saved_j) / (telemetry.energy_j + telemetry.saved_j), 1)}\u00a0%` : "–",
     telemetry?.ranks ? `${number(telemetry.following)} of ${number(telemetry.ranks)}` : "–", stateOf(status),
   ];
   COLUMNS.forEach((name, index) => say(part(element, name), texts[index]));
@@ -56,6 +56,7 @@ export function stateOf(status) {
   if (autopilot !== null && autopilot !== undefined) return `autopilot: ${autopilot.phase}`;
   if (telemetry === null) return "sends no telemetry";
   if (telemetry.off_plan_since_s !== null) return `${number(telemetry.ranks - telemetry.following)} off their plan`;
+  if (status.verdict) return status.verdict;
   return taken === null ? "has taken no plan" : `runs version ${number(taken.version)}`;
 }
 

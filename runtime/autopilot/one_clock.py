@@ -23,14 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import LIMIT, Count, Joules, Seconds
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runtime.autopilot.job import AutopilotSettings, Decision, Ledger, Phase
+from perseus_planner.schedules import WHOLE
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.autopilot.job import Ledger
+    from perseus_planner.profiles.measurement import ClockChange
+    from perseus_planner.runtime.autopilot.job import AutopilotJob, RankObservation
 
 Purpose = Literal["reference", "probe", "measure", "follow", "audit"]
 
@@ -54,13 +61,23 @@ _RISEN = 0.02  #: so much more energy than at the best value ends the search
 _WINDOWS = 10  #: a new window counts at least as one of so many
 _SHORTEST = 0.3  #: no value below this share of the highest one is tried
 _ATTEMPTS = 3  #: of a value that was too slow
+_BURST = 0.1  #: what the ledger may owe, as a share of the reference
+_PAUSE = 2.0  #: a time of more than so many references is a pause, such as a checkpoint
+_PHASES: Mapping[Purpose, Phase] = MappingProxyType(
+    {
+        "reference": "reference",
+        "probe": "learning",
+        "measure": "learning",
+        "follow": "following",
+        "audit": "audit",
+    }
+)
 
 
 @dataclass(frozen=True)
 class Window:
     """Iterations at one value."""
 
-    number: int  #: Number of the window, from 0
     index: int  #: Position of the value, 0 for the highest
     iterations: int  #: How many are measured, after those in which the value settles
     purpose: Purpose  #: What they are for
@@ -84,10 +101,6 @@ class ValueRow:
                 if self.energy_j is None
                 else self.energy_j + (energy_j - self.energy_j) / self.windows
             )
-
-    def to_dict(self) -> dict[str, float]:
-        """Return what is known as plain values."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class ValueSearch:
@@ -118,8 +131,7 @@ class ValueSearch:
         self._rows: dict[int, ValueRow] = {}
         self._before: Mapping[int, ValueRow] = {}  #: from an earlier start, until it is audited
         self._next: Purpose = "reference"
-        self._number = self._since_audit = 0
-        self._probed = 0
+        self._since_audit = self._probed = 0
         self._is_retrying = False  #: since the last audit, until a value is too slow
         self._too_slow: dict[int, int] = {}  #: how often each value was
 
@@ -172,17 +184,17 @@ class ValueSearch:
         """
         reference_s = self.reference_s
         if reference_s is None or ledger is None:
-            return self._window(0, _REFERENCE, "reference")
+            return Window(0, _REFERENCE, "reference")
         long = max(_REFERENCE, math.ceil(WINDOW_S / reference_s))
         if self._next == "audit":
-            return self._window(0, long, "audit")
+            return Window(0, long, "audit")
         lowest = max(index for index in self._rows if index == 0 or self._is_fast(index))
         if self._next == "measure":
-            return self._window(self._probed, long, "measure")
+            return Window(self._probed, long, "measure")
         candidate = self._candidate(lowest)
         if candidate is not None and self._can_pay(lowest, candidate, ledger):
-            return self._window(candidate, PROBE, "probe")
-        return self._window(self.best, long, "follow")
+            return Window(candidate, PROBE, "probe")
+        return Window(self.best, long, "follow")
 
     def observe(
         self, window: Window, time_s: float | None, energy_j: float | None, *, is_whole: bool = True
@@ -193,7 +205,7 @@ class ValueSearch:
             window: The window.
             time_s: Mean seconds of its iterations on the slowest rank; None if the ledger allowed
                 none at its value.
-            energy_j: Mean joules of its iterations on all ranks together; None if unknown.
+            energy_j: Mean joules of its iterations, of a rank; None if unknown.
             is_whole: Whether the ledger allowed all of its iterations.
         """
         self._since_audit += window.iterations
@@ -262,6 +274,147 @@ class ValueSearch:
         excess_s = max(0.0, longest_s - self._share * ledger.reference_s)
         return ledger.owed_s + (PROBE + SETTLING) * excess_s <= ledger.burst_s
 
-    def _window(self, index: int, iterations: int, purpose: Purpose) -> Window:
-        self._number += 1
-        return Window(self._number - 1, index, iterations, purpose)
+
+class OneClock:
+    """Decides the one value of all GPUs of a job without a pipeline, as `Autopilot` decides the
+    clocks of a pipeline: call `observe` and `decide` likewise.
+
+    Args:
+        job: The job, whose iteration is one computation.
+        settings: What it may do.
+        prior: A profile of the iteration, which counts if the first audit finds the same time at
+            the highest value.
+    """
+
+    def __init__(
+        self, job: AutopilotJob, settings: AutopilotSettings, prior: Profile | None = None
+    ) -> None:
+        self.job = job
+        measured = () if prior is None else prior.measurements[job.iteration.keys[0]]
+        rows = {row.clock_mhz: ValueRow(row.time_s, row.energy_j) for row in measured}
+        top, *others = job.clocks_mhz
+        known = [value for value in others if settings.learn or value in rows]
+        self._limits = settings.slowdown, settings.max_slowdown
+        self._search = ValueSearch([top, *known], *self._limits)
+        self._search.begin_with(rows)
+        self._ledger: Ledger | None = None
+        self._last_s = 0.0  #: time of the last iteration
+        self._window: Window | None = None
+        self._decided = 0  #: the iteration for which the window was decided
+        self._begins: int | None = None  #: the first that is measured; None before all run at it
+        self._has_ended = True
+        self._is_whole = True  #: the ledgers have allowed all iterations of the window so far
+        #: Pipeline -> its iterations that were seen in the window.
+        self._seen: dict[int, list[RankObservation]] = {}
+
+    def observe(self, observations: Sequence[RankObservation]) -> None:
+        """Learn from what ranks observed of one iteration."""
+        if not observations:
+            return
+        iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
+        ledger, before_s, self._last_s = self._ledger, self._last_s, time_s
+        if ledger is not None:
+            full = all(seen.version == 0 for seen in observations)
+            self._ledger = ledger.add(time_s, full_clocks=full, iteration=iteration)
+        window = self._window
+        if window is None or self._has_ended or iteration < self._decided:
+            return
+        if self._begins is None:
+            if any(seen.version != window.index for seen in observations):
+                return
+            self._begins = iteration + SETTLING
+        if iteration >= self._begins and not (ledger and ledger.is_pause(time_s, before_s)):
+            self._add(window.index, observations)
+        # Of short iterations not all are seen.
+        is_seen = bool(self._seen) or not self._is_whole
+        self._has_ended = is_seen and iteration + 1 >= self._begins + window.iterations
+
+    def _add(self, index: int, observations: Sequence[RankObservation]) -> None:
+        for seen in observations:
+            if seen.version != index:
+                self._is_whole = False
+            elif all(ran[2:4] == (self._search.values[index], None) for ran in seen.computations):
+                self._seen.setdefault(seen.pipeline, []).append(seen)
+
+    def decide(self, iteration: int) -> Decision:
+        """Return what all ranks run in `iteration`, which is still ahead."""
+        if self._has_ended:
+            self._end_window()
+            self._window = self._search.decide(self._ledger)
+            self._decided, self._begins, self._has_ended = iteration, None, False
+            self._is_whole, self._seen = True, {}
+            if (reference_s := self._search.reference_s) is not None:
+                terms = Ledger(reference_s, *self._limits, _BURST * reference_s, pause=_PAUSE)
+                self._ledger = terms if self._ledger is None else self._ledger.renewed(terms)
+        assert self._window is not None  # decided above at first
+        index, search = self._window.index, self._search
+        value, row, effect = search.values[index], search.rows, search.effect
+        known = [known_value for known_value, known_row in row.items() if known_row.energy_j]
+        expected_s = row[value].time_s if value in row else None
+        return Decision(
+            iteration,
+            index,
+            _PHASES[self._window.purpose],
+            (((value,),),) * self.job.pipelines,
+            # Ranks take over its terms, and go on with what they owe themselves.
+            None if self._ledger is None else replace(self._ledger, last=-1, recent=()),
+            trials=int(index > 0 and value not in known),
+            unknown=len(search.values) - len(known),
+            time_s=None if effect is None else expected_s or search.reference_s,
+            saving=0.0 if effect is None else effect[1],
+        )
+
+    def _end_window(self) -> None:
+        """Take in what the window measured, once there was one."""
+        if self._window is None:
+            return
+        times_s, energies_j = [], []
+        for iterations in self._seen.values():
+            times_s.append(fmean(seen.time_s for seen in iterations))
+            (first, first_j), (last, last_j) = iterations[0].metered, iterations[-1].metered
+            energies_j += [(last_j - first_j) / (last - first)] if last > first else []
+        is_known = energies_j and len(energies_j) == len(times_s)
+        self._search.observe(
+            self._window,
+            max(times_s, default=None),
+            fmean(energies_j) if is_known else None,
+            is_whole=self._is_whole,
+        )
+
+    def wait_for(self, times_s: Sequence[float]) -> None:
+        """Do nothing: all GPUs have one value, whichever of them waits for another."""
+
+    def set_clock_change(self, change: ClockChange) -> None:
+        """Know what setting a clock was measured to cost, which nothing depends on."""
+        self.job = replace(self.job, clock_change=change)
+
+    def busy_s(self) -> tuple[tuple[float, ...], ...]:
+        """Return nothing: a rank that waits for another in its iteration cannot be told from one
+        that computes.
+        """
+        return ()
+
+    def learned(self) -> Profile:
+        """Return what was learnt as a profile, with the values whose energy was measured.
+
+        Raises:
+            UsageError: If the highest value was not measured yet.
+        """
+        job, rows = self.job, self._search.rows
+        if job.clocks_mhz[0] not in rows or rows[job.clocks_mhz[0]].energy_j is None:
+            raise UsageError("no iteration at full clocks was measured; there is no profile yet")
+        return Profile(
+            {
+                job.iteration.keys[0]: tuple(
+                    Measurement(value, row.time_s, row.energy_j)
+                    for value, row in rows.items()
+                    if row.energy_j is not None
+                )
+            },
+            0.0,  # what a GPU draws while it waits was not seen, and so waiting costs nothing
+            gpu=job.gpu,
+            clock_change=job.clock_change,
+            control=job.control,
+            iteration={"schedule": WHOLE.name, "microbatches": 1},
+            conditions={"learnt": "while training"},
+        )

@@ -1,0 +1,170 @@
+"""Why iterations do not take the time that was planned, in one sentence, and what to do next.
+
+Whether an iteration ran as planned is another question: it did if its computations came in the
+order of the plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from perseus_planner.base.prefixes import si
+
+if TYPE_CHECKING:
+    from perseus_planner.runs.account import Account
+
+OFF = 0.02
+"""Iterations are as long as planned if their time is off by less than this share of it."""
+MOST_APART = 2.0
+"""If all ranks compute more than this times as long or as short as planned, by one factor, the plan
+is of another machine.
+"""
+_ALIKE = 0.1  #: factors that differ by less, relative to each other, are one
+_MOST_RANKS = 8  #: named
+
+Cause = Literal["late clocks", "one rank", "all ranks", "waiting"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """By how much and why iterations are off their planned time."""
+
+    ratio: float  #: seconds of an iteration over those by the plan
+    #: "late clocks": of the ranks; "one rank": the ranks compute longer than others; "all ranks":
+    #: all compute longer, or shorter; "waiting": no rank does.
+    cause: Cause
+    ranks: tuple[int, ...]  #: the ranks that it comes from; empty for "waiting"
+    text: str  #: both in a sentence
+    next_step: str  #: what to do, with the command to type
+
+    def __str__(self) -> str:
+        return f"{self.text}. Next: {self.next_step}."
+
+
+def verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
+    """Return the verdict on iterations that all ran as planned; None if they took as long as
+    planned, or this is not known of all ranks.
+
+    Args:
+        ranks: Rank in the job -> the account of these iterations.
+    """
+    if not ranks or any(
+        not 0 < account.windows == account.as_planned or not account.planned_busy_s
+        for account in ranks.values()
+    ):
+        return None
+    time_s = max(account.inside_s / account.windows for account in ranks.values())
+    planned_s = max(account.planned_s / account.windows for account in ranks.values())
+    ratio = time_s / planned_s
+    off_s = abs(time_s - planned_s)
+    if off_s < (1 - 1e-9) * OFF * planned_s:
+        return None
+    sign = 1 if ratio > 1 else -1
+    longer_s = {
+        rank: sign * (account.busy_s - account.planned_busy_s) / account.windows
+        for rank, account in ranks.items()
+    }
+    most_s = max(longer_s.values())
+    begin = f"{100 * off_s / planned_s:.0f} % {'slower' if ratio > 1 else 'faster'} than planned: "
+    if most_s < off_s / 2:
+        waits = "longer" if ratio > 1 else "shorter"
+        text = (
+            f"no rank computes much {waits}, but all wait {si(off_s, 's', 3)} {waits} in each "
+            "iteration, for transfers, data or the host"
+        )
+        step = "see where with `planner show RUN --perfetto run.json`"
+        return Verdict(ratio, "waiting", (), begin + text, step)
+    those = tuple(rank for rank, seconds in longer_s.items() if seconds >= most_s / 2)
+    apart = [ranks[rank].busy_s / ranks[rank].planned_busy_s for rank in those]
+    share = f"{100 * abs(max(apart, key=lambda each: abs(each - 1)) - 1):.0f} %"
+    how = f"{share} {'longer' if ratio > 1 else 'shorter'}"
+    worst = ranks[max(longer_s, key=lambda rank: longer_s[rank])]
+    not_set = worst.changes_late + worst.changes_overtaken
+    if not_set and worst.off_clock_s / worst.windows >= most_s / 2:
+        they = "it computes" if len(those) == 1 else "they compute"
+        text = (
+            f"clocks come late on {rank_names(those)}, where {not_set} of {worst.changes_asked} "
+            f"changes were late or overtaken, so {they} {how}"
+        )
+        step = (
+            "measure how long a change takes with `planner doctor --measure-latency`, and plan "
+            "again with --max-changes"
+        )
+        return Verdict(ratio, "late clocks", those, begin + text, step)
+    if len(those) == len(ranks):
+        busy = sum(account.overloaded for account in ranks.values())
+        host = (
+            ", while hosts have more to run than CPUs"
+            if 2 * busy > sum(account.windows for account in ranks.values())
+            else ""
+        )
+        name = "the only rank computes" if len(ranks) == 1 else "all ranks compute"
+        step = "profile where you train with `planner profile`, and plan again"
+        return Verdict(ratio, "all ranks", those, f"{begin}{name} {how}{host}", step)
+    verb = "computes" if len(those) == 1 else "compute"
+    others = "the others wait" if ratio > 1 else "the others do not"
+    return Verdict(
+        ratio,
+        "one rank",
+        those,
+        f"{begin}{rank_names(those)} {verb} {how}, {others}",
+        "look at the GPU with `planner doctor` on that node; with a service, `planner straggler` "
+        "lets the others save while they wait",
+    )
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Write the numbers of ranks, of which there is at least one."""
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    listed = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    return f"rank{'s' * (len(ranks) > 1)} {listed}{more}"
+
+
+def of_another_machine(
+    ranks: Mapping[int, Account], planned_gpu: str | None, gpus: Iterable[str | None]
+) -> str | None:
+    """Return a sentence if a plan is of another machine than that of a run; None otherwise.
+
+    It is if the GPUs have another name, or if all ranks compute longer or shorter by one factor
+    above `MOST_APART` on hosts that have nothing else to run. Nothing that the plan promises holds
+    then, so no saving against it is shown.
+
+    Args:
+        ranks: Rank in the job -> the account of iterations that ran as planned.
+        planned_gpu: Name of the GPU by the plan; None if it has none.
+        gpus: Names of the GPUs of the ranks, where they are known.
+    """
+    remedy = "so no saving is shown; profile where you train, and plan again"
+    for gpu in gpus:
+        if planned_gpu and gpu and not _is_same(planned_gpu, gpu):
+            return (
+                f"This plan is of another machine: it is of a {planned_gpu}, and a rank trains on "
+                f"a {gpu}, {remedy}"
+            )
+    factors = [
+        account.busy_s / account.planned_busy_s
+        for account in ranks.values()
+        if account.planned_busy_s and account.windows == account.as_planned
+    ]
+    busy = sum(account.overloaded for account in ranks.values())
+    is_idle = 2 * busy <= sum(account.windows for account in ranks.values())
+    if len(factors) < max(1, len(ranks)) or not is_idle or min(factors) <= 0:
+        return None
+    if max(factors) > (1 + _ALIKE) * min(factors):
+        return None
+    if min(factors) >= 1 / MOST_APART and max(factors) <= MOST_APART:
+        return None
+    factor = f"{round(min(factors), 2):g}"
+    return (
+        f"This plan is of another machine: all ranks compute {factor} times as long as by the "
+        f"plan, {remedy}"
+    )
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether two names may be of one GPU: one of them may say more, such as the maker."""
+    words = [set(re.findall(r"[a-z]+|[0-9]+", name.lower())) for name in (one, other)]
+    return words[0] <= words[1] or words[1] <= words[0]

@@ -1,0 +1,186 @@
+"""Iterations that take another time than was planned are told why; each cause is injected here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import write_run
+from strategies import smooth_profile
+
+from perseus_planner import Plan, Run, schedules, solve
+from perseus_planner.runs import Account, IterationRecord
+from perseus_planner.runs.verdict import of_another_machine, verdict_of
+from perseus_planner.views.report import make_report, page, report_text
+from perseus_planner.views.run import summarize_run
+from perseus_planner.views.run_text import run_text
+from perseus_planner.views.savings import EnergyRates, IterationSize
+from perseus_planner.views.sources import Sources
+
+RANKS, WINDOWS = 4, 10
+
+
+def ran(time_s: float = 1.0, busy_s: float = 0.6, **more: float) -> Account:
+    """Return a rank in 10 iterations that were planned to take 1 s, 0.6 s of them computing."""
+    sums = {"gpu_s": time_s, "planned_s": 1.0, "busy_s": busy_s, "planned_busy_s": 0.6}
+    return Account(
+        windows=WINDOWS,
+        as_planned=WINDOWS,
+        changes_asked=40,
+        **{name: WINDOWS * each for name, each in sums.items()},
+        **more,
+    )
+
+
+def ranks(time_s: float, odd: Account | None = None) -> dict[int, Account]:
+    """Return ranks that wait for `odd`, which is rank 3."""
+    return {rank: odd if odd and rank == 3 else ran(time_s) for rank in range(RANKS)}
+
+
+@pytest.mark.parametrize(
+    ("given", "cause", "those", "text"),
+    [
+        (
+            ranks(1.1, ran(1.1, 0.672)),
+            "one rank",
+            (3,),
+            "10 % slower than planned: rank 3 computes 12 % longer, the others wait",
+        ),
+        (
+            ranks(1.1, ran(1.1, 0.672, changes_late=30, changes_overtaken=2, off_clock_s=0.9)),
+            "late clocks",
+            (3,),
+            "10 % slower than planned: clocks come late on rank 3, where 32 of 40 changes were "
+            "late or overtaken, so it computes 12 % longer",
+        ),
+        (
+            ranks(1.1, ran(1.1, 0.672, changes_late=30, off_clock_s=0.1)),
+            "one rank",  # late changes that do not explain it
+            (3,),
+            "10 % slower than planned: rank 3 computes 12 % longer, the others wait",
+        ),
+        (
+            ranks(1.1),
+            "waiting",
+            (),
+            "10 % slower than planned: no rank computes much longer, but all wait 0.1 s longer in "
+            "each iteration, for transfers, data or the host",
+        ),
+        (
+            {rank: ran(1.1, 0.66) for rank in range(RANKS)},
+            "all ranks",
+            (0, 1, 2, 3),
+            "10 % slower than planned: all ranks compute 10 % longer",
+        ),
+        (
+            {rank: ran(1.1, 0.66, overloaded=WINDOWS) for rank in range(RANKS)},
+            "all ranks",
+            (0, 1, 2, 3),
+            "10 % slower than planned: all ranks compute 10 % longer, while hosts have more to run "
+            "than CPUs",
+        ),
+        (
+            {rank: ran(0.95, 0.57) for rank in range(RANKS)},
+            "all ranks",
+            (0, 1, 2, 3),
+            "5 % faster than planned: all ranks compute 5 % shorter",
+        ),
+    ],
+)
+def test_each_cause_is_told_from_the_others(
+    given: dict[int, Account], cause: str, those: tuple[int, ...], text: str
+):
+    verdict = verdict_of(given)
+    assert verdict is not None
+    assert (verdict.cause, verdict.ranks, verdict.text) == (cause, those, text)
+    assert str(verdict).startswith(f"{text}. Next: ")
+    assert "`planner " in verdict.next_step
+
+
+def test_there_is_none_below_two_percent_or_where_not_everything_ran_as_planned():
+    assert verdict_of(ranks(1.0199)) is None
+    assert verdict_of(ranks(1.02)) is not None
+    assert verdict_of(ranks(0.9801)) is None
+    assert verdict_of({}) is None
+    assert verdict_of(ranks(1.5, replace(ran(1.5), as_planned=WINDOWS - 1))) is None
+    assert verdict_of(ranks(1.5, Account())) is None
+
+
+@pytest.mark.parametrize(
+    ("factors", "overloaded", "gpu", "is_another"),
+    [
+        ((1.0,) * 4, 0, "A100", False),
+        ((1.9,) * 4, 0, "A100", False),
+        ((2.1,) * 4, 0, "A100", True),
+        ((0.4,) * 4, 0, None, True),
+        ((2.1,) * 4, WINDOWS, "A100", False),  # on a host that others use
+        ((2.1, 2.1, 2.1, 4.0), 0, "A100", False),  # not one factor
+        ((1.0,) * 4, 0, "NVIDIA A100-SXM4-40GB", False),  # which says more
+        ((1.0,) * 4, 0, "NVIDIA A800-SXM4-40GB", True),
+    ],
+)
+def test_a_plan_is_of_another_machine_by_its_gpu_or_by_one_factor_on_idle_hosts(
+    factors: tuple[float, ...], overloaded: int, gpu: str | None, is_another: bool
+):
+    given = {
+        rank: ran(3.0, 0.6 * factor, overloaded=overloaded) for rank, factor in enumerate(factors)
+    }
+    said = of_another_machine(given, "A100", [gpu] * RANKS)
+    assert (said is not None) == is_another
+
+
+def changed(run: Run, change: Callable[[IterationRecord], dict[str, Any]]) -> Run:
+    """Return the run with other values in each row, recorded on an idle host."""
+    return replace(
+        run,
+        ranks=tuple(
+            replace(
+                rank,
+                iterations=tuple(
+                    replace(row, host_load=0.1, **change(row)) for row in rank.iterations
+                ),
+            )
+            for rank in run.ranks
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 4))
+    return frontier.plan_for(frontier.baseline_time_s)
+
+
+def shown(plan: Plan, run: Run) -> tuple[str, str, str]:
+    made = make_report(
+        Sources(plans={"plan.yaml": plan}, runs={"run": run}), EnergyRates(), IterationSize()
+    )
+    return run_text(summarize_run(run)), report_text(made), page(made)
+
+
+def test_a_run_of_another_machine_is_told_so_and_saves_nothing(plan: Plan, tmp_path: Path):
+    write_run(tmp_path, plan, 4)
+    run = Run.load(tmp_path)
+    text, told, html = shown(plan, run)
+    assert "another machine" not in text + told + html
+    assert "Where the energy goes" in html
+    assert "Every iteration ran as planned. They took the planned time, up to 2 %." in text
+    for said in shown(plan, changed(run, lambda row: {"busy_s": 1000 * row.busy_s})):
+        assert "This plan is of another machine: all ranks compute 1000 times as long" in said
+        assert (
+            "saved"
+            not in said.replace("no saving", "").partition("<script")[0].partition("<style")[0]
+        )
+
+
+def test_the_order_and_the_time_are_two_statements(plan: Plan, tmp_path: Path):
+    write_run(tmp_path, plan, 4)
+    run = Run.load(tmp_path)
+    late = changed(run, lambda row: {"end_s": row.begin_s + 1.1 * row.time_s, "next_s": None})
+    for said in shown(plan, late):
+        assert "10 % slower than planned: no rank computes much longer" in said
+    text, _, _ = shown(plan, late)
+    assert "Every iteration ran as planned.\n" in text
