@@ -56,7 +56,6 @@ def profile_pipeline(
     tensor_group: Any = None,
     blocking_power_w: float | None = None,
     progress: Progress | None = None,
-    force: bool = False,
 ) -> Iterator[Profiling]:
     """Profile the pipeline that `engine` trains, on all its ranks.
 
@@ -67,7 +66,8 @@ def profile_pipeline(
     iteration. All ranks must enter and leave the block; those that hold a stage, its replicas and
     their tensor ranks, measure it in step. Stages that cannot be measured, and a repetition that
     takes longer than `SweepSettings.repetition_s`, give no profile but a warning through the logger
-    `perseus_planner.profiler`.
+    `perseus_planner.profiler`. It also warns of a forward or backward that takes over 10 % more or
+    less time when it is repeated than in the iteration; the profile says so under `conditions`.
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
@@ -80,14 +80,10 @@ def profile_pipeline(
             if they share none.
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
         progress: Called with this rank's rows.
-        force: Measure also if a forward or backward takes over 10 % more or less time when it is
-            repeated than in the iteration; the profile then says so, and the logger warns.
 
     Raises:
         UsageError: If `engine` is of another kind, or no iteration ran inside the block.
         RankError: If another rank has ended, or does not come back from a repetition.
-        ProfileError: If a repeated computation takes another time than in the iteration, unless
-            `force`.
         GpuError, ProfileError: As in `measure_stage`.
     """
     profiling, adapter = Profiling(), engine_of(engine, "profile_pipeline")
@@ -112,7 +108,6 @@ def profile_pipeline(
                 blocking_power_w=blocking_power_w,
                 progress=progress,
                 iteration=adapter.iteration(recording.forwards),
-                force=force,
             )
             try:
                 profiling.profile = measure_with_ranks(

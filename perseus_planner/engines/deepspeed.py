@@ -107,6 +107,10 @@ class DeepSpeedPipeline:
         """See `Engine.parameters`."""
         yield from self._engine.module.parameters()
 
+    def microbatches(self) -> int:
+        """See `Engine.microbatches`."""
+        return int(self._engine.micro_batches)
+
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""
         return {"schedule": "1f1b", "microbatches": self._engine.micro_batches}

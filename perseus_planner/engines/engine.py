@@ -103,6 +103,11 @@ class Engine(Protocol):
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that this rank trains."""
 
+    def microbatches(self) -> int | None:
+        """Return how many microbatches the iteration in progress runs through each stage; None if
+        that is not known.
+        """
+
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """Return how its schedule is generated, as `Profile.iteration`, after an iteration with so
         many forwards of the first stage.

@@ -117,6 +117,10 @@ class MegatronModel:
         for chunk in self._chunks:
             yield from chunk.parameters()
 
+    def microbatches(self) -> int | None:
+        """See `Engine.microbatches`; only its schedule knows."""
+        return _schedule_arguments()[0]
+
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""
         iteration: dict[str, str | int] = {"schedule": "1f1b", "microbatches": forwards}

@@ -121,6 +121,10 @@ class TorchPipeline:
         for stage in self._stages:
             yield from stage.submod.parameters()
 
+    def microbatches(self) -> int:
+        """See `Engine.microbatches`."""
+        return int(self._schedule._n_microbatches)
+
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`; empty for a schedule that is read from a file or the user's
         own.

@@ -54,6 +54,10 @@ class WholeTraining:
         """See `Engine.parameters`."""
         return iter(())
 
+    def microbatches(self) -> int:
+        """See `Engine.microbatches`."""
+        return 1
+
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""
         return {"schedule": WHOLE.name, "microbatches": 1}

@@ -16,6 +16,15 @@ from perseus_planner.base.errors import UsageError
 pytest.importorskip("torch")
 
 
+def test_recording_keeps_the_inputs_of_one_microbatch_and_never_the_output_of_a_stage(
+    tmp_path: Path,
+) -> None:
+    for each in ranks("memory", 2, tmp_path):
+        assert each.code == 0, each.stderr
+        held, cloned, inputs = json.loads(each.stdout)
+        assert held <= inputs == cloned
+
+
 @pytest.mark.parametrize("cache", [True, False])
 def test_stages_are_measured_in_the_precision_of_the_training(cache: bool, tmp_path: Path) -> None:
     for rank, each in enumerate(ranks("autocast", 2, tmp_path, str(cache))):

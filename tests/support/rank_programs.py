@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from runpy import run_path
 from threading import Event
@@ -21,9 +23,13 @@ import torch.distributed as dist
 from tiny_training import Torch
 from torch import nn
 from torch.distributed import pipelining
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from perseus_planner.base.errors import EndedElsewhere, PlannerError, UsageError
 from perseus_planner.cli import main
+from perseus_planner.engines import engine_of
+from perseus_planner.engines.recording import LossOfSteps, Recording
+from perseus_planner.engines.torch_state import tensors
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler import rehearsal
@@ -118,7 +124,7 @@ def killed(output: str) -> None:
 
     def progress(done: int, _: int) -> None:
         if done and os.environ["RANK"] == "1":
-            while not Path("profile.rows-0.csv").exists():
+            while not Path("profile.rows-0.json").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -245,6 +251,52 @@ def autocast(cache: str) -> None:
         losses.clear()
     profiled = [sorted(map(str, modes)), sorted(map(str, losses))]
     print(json.dumps([trained, profiled]))
+    dist.destroy_process_group()
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of storages at once, and those that were cloned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[int, Any]] = {}
+        self.most = self.cloned = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors(result):
+            storage, key = tensor.untyped_storage(), id(tensor.untyped_storage())
+            if key not in self._storages:
+                forget = weakref.ref(storage, lambda _, key=key: self._storages.pop(key))
+                self._storages[key] = storage.nbytes(), forget
+            self.cloned += tensor.nbytes * (func is torch.ops.aten.clone.default)
+        self.most = max(self.most, sum(size for size, _ in self._storages.values()))
+        return result
+
+
+def memory() -> None:
+    """Print what recording adds to the bytes that a step holds at most (less one message), and to
+    those that it clones, and the bytes of the inputs of one of its microbatches.
+    """
+    dist.init_process_group("gloo")
+    rank, vocabulary = dist.get_rank(), 4096
+    stage = pipelining.PipelineStage(
+        nn.Linear(WIDTH, vocabulary if rank else WIDTH), rank, 2, torch.device("cpu")
+    )
+    schedule = pipelining.Schedule1F1B(stage, 8, loss_fn=nn.functional.cross_entropy)
+    data, labels = torch.randn(32, WIDTH), torch.zeros(32, dtype=torch.long)
+    steps = []
+    for is_recorded in (False, False, True):
+        recording = Recording(engine_of(schedule, ""), LossOfSteps())
+        with recording.running() if is_recorded else nullcontext(), Held() as held:
+            schedule.step(*([] if rank else [data]), **({"target": labels} if rank else {}))
+        steps.append(held)
+    inputs = (data.nbytes + rank * labels.nbytes) // 8
+    _, plain, recorded = steps
+    message = data.nbytes // 8  # gloo may hold one that was sent a little longer
+    print(
+        json.dumps([recorded.most - plain.most - message, recorded.cloned - plain.cloned, inputs])
+    )
     dist.destroy_process_group()
 
 
