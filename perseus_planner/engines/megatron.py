@@ -42,7 +42,6 @@ class MegatronModel:
 
     name = "Megatron-core"
     splits_backward = False
-    problem = None
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._chunks = tuple(chunks)

@@ -61,7 +61,6 @@ class TorchPipeline:
     """
 
     name = "torch.distributed.pipelining"
-    problem = None
     tensor_rank = 0  # a schedule does not know about GPUs that share a stage
 
     def __init__(self, schedule: Any) -> None:

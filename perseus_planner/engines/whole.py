@@ -22,7 +22,6 @@ class WholeTraining:
     """
 
     name = "training without a pipeline"
-    problem = "there is no pipeline"
     splits_backward = False
     tensor_rank = 0
 

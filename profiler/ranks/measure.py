@@ -18,7 +18,7 @@ from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGroup
+from perseus_planner.profiler.ranks.group import RankGroup, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.row_file import delete_rows, rows_path
 from perseus_planner.profiler.stage import SingleGpu, assemble_profile, with_one_power
@@ -59,8 +59,6 @@ class ProfileRequest:
     resume: bool = False  #: Whether to go on from the rows that were kept
     #: Power of one waiting GPU, watts, instead of what is measured.
     blocking_power_w: float | None = None
-    #: A rank without a heartbeat for this long is presumed dead, seconds.
-    timeout_s: float = TIMEOUT_S
     progress: Progress | None = None  #: Called with this rank's rows
     iteration: Mapping[str, str | int] = field(default_factory=dict)  #: As in `Profile.iteration`
     force: bool = False  #: Whether to measure computations that take another time than in training

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from runpy import run_path
 from threading import Event
@@ -130,23 +128,11 @@ def killed(output: str) -> None:
             GPU,
             3,
             output=Path(output),
-            timeout_s=2.0,
+            settings=SweepSettings(repetition_s=2.0),
             progress=progress,
         )
 
     _report(body)
-
-
-def schedules() -> None:
-    """Compare trainings of torch schedules with and without profiling, and write the profiles."""
-    dist.init_process_group("gloo")
-    for name in ("1f1b", "interleaved-1f1b", "interleaved-zb"):
-        plain = _trained(name, None)
-        profiled = _trained(name, Path(f"{name}.yaml"))
-        equal = [torch.equal(*pair) for pair in zip(plain, profiled, strict=True)]
-        assert all(equal), (name, equal)
-    print("equal")
-    dist.destroy_process_group()
 
 
 def sharded() -> None:
@@ -177,7 +163,7 @@ class Stuck(tiny_training.Layer):
     def forward(self, x: Any) -> Any:
         if self.repeats == "long" and dist.get_rank():
             self.repeats = None
-            Event().wait(2.0)
+            Event().wait(3.5)
         elif self.repeats == "for ever" and dist.get_rank():
             dist.all_reduce(torch.ones(1))
         return super().forward(x)
@@ -186,7 +172,7 @@ class Stuck(tiny_training.Layer):
 def stuck(repeats: str) -> None:
     """Profile a training in which a repetition of the last stage does not come back in time."""
     dist.init_process_group("gloo")
-    settings = SweepSettings(control="observed", repetition_s=1.0)
+    settings = SweepSettings(control="observed", repetition_s=2.0)
 
     def body() -> None:
         plain = tiny_training.Torch("1f1b", 2, layer=Stuck)
@@ -272,38 +258,6 @@ def idle() -> None:
             pass
 
     _report(body)
-
-
-class Noisy(tiny_training.Layer):
-    """A module that uses random numbers and keeps a running mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(tiny_training.WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(self.norm(x))
-
-
-def _trained(name: str, output: Path | None) -> list[Any]:
-    """Return losses, gradients, weights, buffers and the random state after four steps, the second
-    of which may be profiled.
-    """
-    pipeline = Torch(name, 4, layer=Noisy, has_shapes=True)
-    results: list[Any] = []
-    for step in range(4):
-        profiled = step == 1 and output is not None
-        with (
-            profile_pipeline(pipeline.engine, gpu=GPU, settings=OBSERVED, output=output)
-            if profiled
-            else nullcontext()
-        ):
-            results += pipeline.run(pipeline.engine.step)
-        results += [copy.deepcopy(weight.grad) for weight in pipeline.layers.parameters()]
-        pipeline.optimizer.step()
-        if step != 1:  # so that profiling also meets existing gradients
-            pipeline.optimizer.zero_grad()
-    return [*results, *pipeline.state()]
 
 
 def _step(schedule: Any, first: bool, last: bool) -> list[Any]:
