@@ -12,7 +12,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ class Torch:
         ]
         kind = getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
         parts = self.stages[0] if len(numbers) == 1 else self.stages
-        self._schedule_of = cache(lambda count: kind(parts, count, loss_fn=loss))
+        self._schedule_of = lambda count: kind(parts, count, loss_fn=loss)
         self.engine = self._schedule_of(microbatches)
         self.rank, self.microbatches, self._shape = rank, microbatches, shape
         self._side = dist.get_rank() % sides
@@ -117,7 +116,10 @@ class Torch:
                 _watch_stage(stage, watch)
 
     def change(self, microbatches: int) -> None:
-        """Go on with the schedule of the same stages that has this many microbatches."""
+        """Go on with another schedule of the same stages, of this many microbatches.
+
+        It is a new one each time, as torch has a stage know the microbatches of the newest only.
+        """
         self.microbatches, self.engine = microbatches, self._schedule_of(microbatches)
 
     def step(self) -> list[Any]:
