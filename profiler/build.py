@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.engines.microbatch import describe_error
-from perseus_planner.engines.torch_state import map_tensors
+from perseus_planner.engines.torch_state import map_tensors, tensors
 from perseus_planner.profiler.ranks.group import (
-    TIMEOUT_S,
     RankGroup,
     RankPosition,
     local_rank,
@@ -145,7 +144,6 @@ def profile_stages(
     output: Path | None = None,
     resume: bool = False,
     blocking_power_w: float | None = None,
-    timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Profile | None:
     """Measure all stages of a pipeline: one after the other in one process, or this rank's stage as
@@ -169,7 +167,6 @@ def profile_stages(
         resume: Whether to go on from the finished rows beside `output`.
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured. Needed in
             one process on a real GPU, which has no neighbour to wait for.
-        timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
         progress: Called with this rank's rows.
 
     Raises:
@@ -179,7 +176,7 @@ def profile_stages(
     """
     require_torch()
     request = ProfileRequest(
-        gpu, settings or SweepSettings(), output, resume, blocking_power_w, timeout_s, progress
+        gpu, settings or SweepSettings(), output, resume, blocking_power_w, progress
     )
     with process_group() as rank:
         device = torch_device(gpu)
@@ -196,10 +193,41 @@ def profile_stages(
                 _local_stage(builder, position, device, split_backward) for position in positions
             ]
             return measure_alone(local, request, device)
-        with RankGroup(timeout_s, request.settings.repetition_s) as group:
+        with RankGroup(request.settings.repetition_s) as group:
             position = position_of(*rank, stages, tensor_parallel)
             stage = _local_stage(StageBuilder.load(build, folder), position, device, split_backward)
             return measure_with_ranks(group, [stage], position.tensor_rank, request, device)
+
+
+def input_bytes(
+    build: str, stages: int, *, folder: Path | None = None, tensor_parallel: int = 1
+) -> list[int]:
+    """Return how many bytes the inputs of one microbatch take on a GPU of each stage. So much is
+    kept beside the training while an iteration is profiled.
+
+    Args:
+        build: As in `profile_stages`; each rank builds its own stage.
+        stages: As there.
+        folder: As there.
+        tensor_parallel: As there.
+
+    Raises:
+        UsageError: If `build` cannot be used, or the ranks do not fit the pipeline.
+        RankError: If another rank has ended.
+    """
+    require_torch()
+    builder = StageBuilder.load(build, folder)
+
+    def measured(position: RankPosition) -> tuple[int, int]:
+        _, inputs, _ = builder.build(position)
+        return position.stage, sum(tensor.nbytes for tensor in tensors(inputs))
+
+    with process_group() as rank:
+        if rank is None:
+            return [measured(RankPosition(stage, stages))[1] for stage in range(stages)]
+        with RankGroup() as group:
+            own = measured(position_of(*rank, stages, tensor_parallel))
+            return [size for _, size in sorted(dict(group.gather(own)).items())]
 
 
 def require_torch() -> None:

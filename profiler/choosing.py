@@ -1,6 +1,7 @@
 """Choose the setting to measure next, so that few settings are enough for good plans.
 
-The sweep first descends coarsely from the top, at evenly spaced settings, until the effective
+The sweep begins at the top, and goes on at evenly spaced settings in random order, so that a GPU
+that warms up meanwhile does not bend the curves; it leaves out those below which the effective
 energy of every kind (see `curve.py`) rises. It skips settings above the clock that a power cap
 leaves to every kind, as they all run alike.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from random import Random
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -39,7 +41,7 @@ PRICES = tuple(2 ** (half / 2) for half in range(-8, 4))
 to spare to one of nearly three times the power of the GPU. Their logarithms are evenly spaced."""
 
 _COARSE = 6  # settings of the descent, besides the top one
-_RISES = 2  # consecutive rises that end the descent
+_RISES = 2  # so many rises at the lowest settings: below them nothing is measured
 _RISEN = 0.01  # relative to the energy: a smaller change is not a rise, nor is one within the noise
 _NOISE = 2.0  # standard errors
 _ROUGHNESS = (
@@ -71,7 +73,12 @@ def descent(settings: Sequence[int], begin: int) -> list[int]:
 
 
 def next_setting(
-    settings: Sequence[int], rows: RowTable, blocking_w: float, *, clocks: bool = True
+    settings: Sequence[int],
+    rows: RowTable,
+    blocking_w: float,
+    *,
+    clocks: bool = True,
+    seed: object = 0,
 ) -> int | None:
     """Return the setting to measure next, or None when the measured ones are enough.
 
@@ -83,8 +90,10 @@ def next_setting(
         rows: The rows measured so far.
         blocking_w: Power of the GPUs while they wait, watts.
         clocks: Whether the settings are clocks in MHz, and not power limits.
+        seed: Draws the order of the descent.
     """
-    if (coarse := next_of_descent(settings, rows, blocking_w, clocks=clocks)) is not None:
+    coarse = next_of_descent(settings, rows, blocking_w, clocks=clocks, seed=seed)
+    if coarse is not None:
         return coarse
     measured = {setting for table in rows.values() for setting in table}
     if len(measured) >= MAX_SETTINGS:
@@ -99,7 +108,12 @@ def next_setting(
 
 
 def next_of_descent(
-    settings: Sequence[int], rows: RowTable, blocking_w: float, *, clocks: bool = True
+    settings: Sequence[int],
+    rows: RowTable,
+    blocking_w: float,
+    *,
+    clocks: bool = True,
+    seed: object = 0,
 ) -> int | None:
     """Return the next setting of the coarse descent, or None when it has ended; the arguments
     are those above.
@@ -107,9 +121,9 @@ def next_of_descent(
     measured = {setting for table in rows.values() for setting in table}
     coarse = descent(settings, highest_below_cap(settings, rows) if clocks else settings[0])
     done = [setting for setting in coarse if setting in measured]
-    if len(done) < len(coarse) and not _has_risen(done, rows, blocking_w):
-        return next(setting for setting in coarse if setting not in measured)
-    return None
+    least = done[-_RISES] if _has_risen(done, rows, blocking_w) else -1
+    order = [coarse[0], *Random(str(seed)).sample(coarse[1:], len(coarse) - 1)]
+    return next((setting for setting in order if setting > least and setting not in done), None)
 
 
 def highest_below_cap(settings: Sequence[int], rows: RowTable) -> int:
@@ -126,7 +140,7 @@ def highest_below_cap(settings: Sequence[int], rows: RowTable) -> int:
 
 
 def _has_risen(done: Sequence[int], rows: RowTable, blocking_w: float) -> bool:
-    """Return whether, at the last settings, the effective energy of every kind was above its
+    """Return whether, at the lowest settings, the effective energy of every kind was above its
     minimum beyond noise.
     """
     for table in rows.values():

@@ -20,8 +20,11 @@ def opened_control(
     gpu: Gpu, control: str
 ) -> Iterator[tuple[tuple[int, ...], Callable[[int], None]]]:
     """Yield the settings of `control`, highest first, and the function that sets one; reset the
-    GPU on leaving.
+    GPU on leaving. There is one setting if the GPU is only observed, 0, which sets nothing.
     """
+    if control == "observed":
+        yield (0,), lambda _: None
+        return
     set_to: Callable[[int], None]
     if control == "clock":
         settings, set_to, reset = gpu.supported_clocks_mhz, gpu.set_clock_mhz, gpu.reset_clocks

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
 from perseus_planner.engines.torch_state import refusal
-from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, Stuck
+from perseus_planner.profiler.ranks.group import RankGroup, Stuck
 from perseus_planner.profiler.ranks.measure import LocalStage, ProfileRequest, measure_with_ranks
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiler.torch_stage import torch_stage
@@ -54,9 +55,7 @@ def profile_pipeline(
     resume: bool = False,
     tensor_group: Any = None,
     blocking_power_w: float | None = None,
-    timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
-    force: bool = False,
 ) -> Iterator[Profiling]:
     """Profile the pipeline that `engine` trains, on all its ranks.
 
@@ -67,7 +66,8 @@ def profile_pipeline(
     iteration. All ranks must enter and leave the block; those that hold a stage, its replicas and
     their tensor ranks, measure it in step. Stages that cannot be measured, and a repetition that
     takes longer than `SweepSettings.repetition_s`, give no profile but a warning through the logger
-    `perseus_planner.profiler`.
+    `perseus_planner.profiler`. It also warns of a forward or backward that takes over 10 % more or
+    less time when it is repeated than in the iteration; the profile says so under `conditions`.
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
@@ -79,25 +79,23 @@ def profile_pipeline(
         tensor_group: For torch schedules, the process group of the ranks that share a stage; None
             if they share none.
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
-        timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
         progress: Called with this rank's rows.
-        force: Measure also if a forward or backward takes over 10 % more or less time when it is
-            repeated than in the iteration; the profile then says so, and the logger warns.
 
     Raises:
         UsageError: If `engine` is of another kind, or no iteration ran inside the block.
         RankError: If another rank has ended, or does not come back from a repetition.
-        ProfileError: If a repeated computation takes another time than in the iteration, unless
-            `force`.
         GpuError, ProfileError: As in `measure_stage`.
     """
     profiling, adapter = Profiling(), engine_of(engine, "profile_pipeline")
-    problem = adapter.problem
-    recording = None if problem is not None else Recording(adapter, profiling._loss)
+    problem, recording = None, None
+    try:
+        recording = Recording(adapter, profiling._loss)
+    except UsageError as error:
+        problem = str(error)
     with nullcontext() if recording is None else recording.running():
         yield profiling
     settings = settings or SweepSettings()
-    with RankGroup(timeout_s, settings.repetition_s) as group:
+    with RankGroup(settings.repetition_s) as group:
         stages = [] if recording is None else recording.stages()
         problem = problem or refusal(recorded.stage.module for recorded in stages)
         profiling.problem = next(filter(None, group.gather(problem)), None)
@@ -108,10 +106,8 @@ def profile_pipeline(
                 output=None if output is None else Path(output),
                 resume=resume,
                 blocking_power_w=blocking_power_w,
-                timeout_s=timeout_s,
                 progress=progress,
                 iteration=adapter.iteration(recording.forwards),
-                force=force,
             )
             try:
                 profiling.profile = measure_with_ranks(

@@ -1,8 +1,7 @@
 """Keep finished rows on disk during a sweep, so that an interrupted sweep can resume.
 
-The file is a profile's CSV below comment lines that say what was measured, such as
-`# gpu: GPU-8f6b…`. It is replaced as a whole after each row: at any moment it either holds all
-finished rows or does not exist.
+The file says what was measured, such as the GPU. It is replaced as a whole after each row: at any
+moment it either holds all finished rows or does not exist.
 """
 
 from __future__ import annotations
@@ -12,22 +11,26 @@ from pathlib import Path
 
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.base.files import reading, write_file
-from perseus_planner.profiles.csv_file import Row, csv_bytes, read_table
+from perseus_planner.base.wires import Record, decode, encode
 from perseus_planner.profiles.measurement import Measurement
 
-_MARK = "# "
+Visits = dict[str, dict[int, list[Measurement]]]
+"""Kind -> setting -> its rows, one for each time that it was measured."""
+
+
+class _Kept(Record, frozen=True):
+    subject: dict[str, str]
+    rows: Visits
 
 
 class RowFile:
     """The finished rows of one stage, in a file.
 
     Attributes:
-        finished: Kind -> setting -> its row.
+        finished: The rows of the interrupted sweep.
 
     Args:
         path: The file.
-        stage: The number of the stage.
-        control: What is set for each row, as in `SweepSettings`.
         subject: What is measured, as names and texts. Only sweeps that agree in all of them share
             rows.
         resume: Whether to read the rows of an interrupted sweep. If not, they are deleted.
@@ -36,53 +39,49 @@ class RowFile:
         ProfileError: If the file cannot be read, or `subject` differs; names the first difference.
     """
 
-    def __init__(
-        self, path: Path, stage: int, control: str, subject: Mapping[str, str], *, resume: bool
-    ) -> None:
-        self._path, self._stage, self._control, self._subject = path, stage, control, dict(subject)
-        self.finished: dict[str, dict[int, Measurement]] = {}
+    def __init__(self, path: Path, subject: Mapping[str, str], *, resume: bool) -> None:
+        self._path, self._subject = path, dict(subject)
+        self.finished: Visits = {}
         for part in _unfinished_writes(path):
             part.unlink(missing_ok=True)
-        if resume and path.exists():
-            self._check_subject()
-            for row in read_table(path)[0]:
-                measurement = Measurement(row.clock_mhz, row.time_s, row.energy_j, row.evidence)
-                self.finished.setdefault(row.kind, {})[row.clock_mhz] = measurement
-        elif not resume:
+        if not resume:
             path.unlink(missing_ok=True)
+        elif path.exists():
+            self.finished = self._read()
 
-    def add(self, kind: str, row: Measurement) -> None:
-        """Add a row; it is on disk on return.
+    def write(self, rows: Visits) -> None:
+        """Replace the rows by `rows`; they are on disk on return.
 
         Raises:
             ProfileError: If the file cannot be written.
         """
-        self.finished.setdefault(kind, {})[row.clock_mhz] = row
-        rows = [
-            Row(self._stage, kind, row.clock_mhz, row.time_s, row.energy_j, row.evidence)
-            for kind, table in self.finished.items()
-            for row in table.values()
-        ]
-        head = "".join(f"{_MARK}{name}: {text}\n" for name, text in self._subject.items())
-        write_file(self._path, head.encode() + csv_bytes(rows, self._control), ProfileError)
+        write_file(self._path, encode(_Kept(self._subject, rows)), ProfileError)
 
-    def _check_subject(self) -> None:
-        earlier = _read_subject(self._path)
-        for name in dict.fromkeys([*self._subject, *earlier]):
-            if earlier.get(name) != self._subject.get(name):
-                there, wanted = earlier.get(name, "nothing"), self._subject.get(name, "nothing")
+    def _read(self) -> Visits:
+        with reading(self._path, ProfileError):
+            data = self._path.read_bytes()
+        try:
+            kept = decode(data, _Kept)
+        except ValueError as error:
+            raise ProfileError(
+                f"{self._path}: cannot be read ({error}); measure from the start without --resume"
+            ) from None
+        for name in dict.fromkeys([*self._subject, *kept.subject]):
+            there, wanted = (of.get(name, "nothing") for of in (kept.subject, self._subject))
+            if there != wanted:
                 raise ProfileError(
                     f"{self._path}: its rows were measured with {name}: {there}, and now it is "
                     f"{wanted}; resume with {name} as before, or measure from the start without "
                     "--resume"
                 )
+        return kept.rows
 
 
 def rows_path(output: Path, stage: int) -> Path:
     """Return the file beside the profile `output` that keeps the stage's finished rows until
     `output` is written.
     """
-    return output.with_suffix(f".rows-{stage}.csv")
+    return output.with_suffix(f".rows-{stage}.json")
 
 
 def delete_rows(output: Path, stages: int) -> None:
@@ -96,14 +95,3 @@ def delete_rows(output: Path, stages: int) -> None:
 
 def _unfinished_writes(path: Path) -> list[Path]:
     return [part for part in path.parent.glob(".*.part") if part.name.startswith(f".{path.name}.")]
-
-
-def _read_subject(path: Path) -> dict[str, str]:
-    subject: dict[str, str] = {}
-    with reading(path, ProfileError), path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.startswith(_MARK):
-                break
-            name, _, text = line.removeprefix(_MARK).rstrip("\n").partition(": ")
-            subject[name] = text
-    return subject

@@ -56,7 +56,7 @@ def profile_simulated(
         gpu: The simulated GPU, such as "simulated:a100-sxm", or "simulated:a100-sxm?seed=3" for
             other noise.
         stages: The number of pipeline stages, at least 1.
-        progress: Called after every measurement.
+        progress: Called after every measurement, stage by stage.
         split_backward: Whether to measure the gradients of inputs and of weights apart too, for
             zero-bubble schedules.
         settings: How to measure; the defaults if None.
@@ -75,24 +75,11 @@ def profile_simulated(
             kinds = "FBIW" if split_backward else "FB"
             runs = {kind: TimedRun(partial(device.run, costs[kind])) for kind in kinds}
             stage = Stage(runs, lambda: None, device.block)
-            of_all = _progress_of_all(progress, number, stages)
             of_one = (settings or SweepSettings()).for_one_of(stages)
             measured.append(
-                measure_stage(device, stage, number, of_one, progress=of_all, stages=stages)
+                measure_stage(device, stage, number, of_one, progress=progress, stages=stages)
             )
-    if progress is not None:
-        count = sum(len(table) for rows in measured for table in rows.measurements.values())
-        progress(count, count)
     return assemble_profile(with_one_power(measured))
-
-
-def _progress_of_all(progress: Progress | None, number: int, stages: int) -> Progress | None:
-    """Return a progress of stage `number` that calls the progress of all, as if the stages took
-    equally many rows.
-    """
-    if progress is None:
-        return None
-    return lambda done, total: progress(number * total + done, stages * total)
 
 
 def _small_gpt(stages: int) -> list[dict[str, OpCost]]:

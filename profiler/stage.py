@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import ProfileError
-from perseus_planner.profiles.groups import common_origin
+from perseus_planner.profiles.groups import common_origin, one_or_each
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class StageRows:
     gpu: str  #: The name of these GPUs
     origin: str  #: "measured" or "simulated"
     control: str  #: What was set for each row
+    #: The relative errors that all rows share, of times and of energies; see `Profile`.
+    shared_errors: tuple[float, float] = (0.0, 0.0)
     #: How the rows were measured, as in `Profile.conditions`.
     conditions: Mapping[str, str] = field(default_factory=dict)
 
@@ -142,11 +144,13 @@ def assemble_profile(
             for stage in stages
             for kind, rows in stage.measurements.items()
         },
-        powers_w[0] if len(set(powers_w)) == 1 else powers_w,
+        one_or_each(powers_w),
         gpu=" + ".join(dict.fromkeys(stage.gpu for stage in stages)),
         origin=common_origin(stage.origin for stage in stages),
         gpus_per_stage=stages[0].gpus,
         control=stages[0].control,
+        shared_time_error=one_or_each(stage.shared_errors[0] for stage in stages),
+        shared_energy_error=one_or_each(stage.shared_errors[1] for stage in stages),
         iteration=iteration or {},
         conditions={**(conditions or {}), "planner": __version__, **_merge_conditions(stages)},
     )

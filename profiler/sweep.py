@@ -1,5 +1,8 @@
-"""Measure all kinds of a stage at one setting after another, from the highest down, at as few as
-a plan needs.
+"""Measure all kinds of a stage at one setting after another, at as few as a plan needs.
+
+A GPU drifts while it is measured, mostly as it warms up. So the highest setting is measured at the
+begin, in the middle and at the end, and the others in random order: how far apart the three are is
+an error that all rows share.
 """
 
 from __future__ import annotations
@@ -8,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from statistics import fmean
-from typing import TYPE_CHECKING
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.fields import Checked
@@ -17,7 +20,7 @@ from perseus_planner.base.units import Index, Minutes, Seconds, Share, Wait
 from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_of_descent, next_setting
 from perseus_planner.profiler.control import common_settings, opened_control
 from perseus_planner.profiler.lock_check import LockCheck
-from perseus_planner.profiler.row_file import RowFile
+from perseus_planner.profiler.row_file import RowFile, Visits
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows
 from perseus_planner.profiler.windows import TRANSIENT_REASONS, merge, subtract
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import Measurement
 
 _LEAST_SETTINGS = 2  # with one, no plan could save anything
+_TOP_TIMES = 3  # the highest setting is measured at the begin, in the middle and at the end
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class SweepSettings(Checked):
     window_s: Seconds = 5.0  #: The minimum length of a measuring window, seconds
     #: The longest wait for the GPU to cool down before each setting, seconds.
     cool_down_s: Wait = 5.0
-    seed: Index = 0  #: Draws when, after an update of the energy counter, each window begins
+    #: Draws the order of settings, and when, after an update of the energy counter, each window
+    #: begins.
+    seed: Index = 0
     #: Whether to keep rows for which the GPU was too hot, also when they were measured again.
     allow_hot: bool = False
     #: How long one repetition of a computation may take, seconds; a longer one ends the profile.
@@ -119,126 +125,141 @@ def measure_stage(
     kept = None
     if rows_file is not None:
         subject = _subject(gpu, stage, number, settings, group)
-        kept = RowFile(rows_file, number, settings.control, subject, resume=resume)
+        kept = RowFile(rows_file, subject, resume=resume)
     return _Sweep(gpu, stage, number, settings, group, kept, progress, stages).measure()
 
 
+@dataclass
 class _Sweep:
-    """A sweep of one stage on one GPU, or on one of the GPUs that share it; the arguments are those
+    """A sweep of one stage on one GPU, or on one of the GPUs that share it; the fields are those
     of `measure_stage`.
     """
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        stage: Stage,
-        number: int,
-        settings: SweepSettings,
-        group: GpuGroup,
-        kept: RowFile | None,
-        progress: Progress | None,
-        stages: int,
-    ) -> None:
-        self.gpu, self.stage, self.number, self.settings = gpu, stage, number, settings
-        self.group, self.kept, self.progress, self.stages = group, kept, progress, stages
-        # Of a sweep to resume, the rows are the same on all GPUs of the group.
-        finished: RowTable = next(filter(None, group.gather(kept.finished if kept else {})), {})
+    gpu: Gpu
+    stage: Stage
+    number: int
+    settings: SweepSettings
+    group: GpuGroup
+    kept: RowFile | None
+    progress: Progress | None
+    stages: int
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self._is_observed = settings.control == "observed"
         self.meter = RowMeter(
-            gpu, stage.synchronize, group, settings.window_s, settings.cool_down_s
+            self.gpu, self.stage.synchronize, self.group, settings.window_s, settings.cool_down_s
         )
-        self._rows = {kind: dict(finished.get(kind, {})) for kind in stage.runs}
-        self._begin_s = gpu.now_s()
+        # Of a sweep to resume, the rows are the same on all GPUs of the group. Where nothing is
+        # set, all rows are those of setting 0.
+        finished = self.group.gather(self.kept.finished if self.kept else {})
+        rows: Visits = next(filter(None, finished), {})
+        self._visits = {kind: dict(rows.get(kind, {})) for kind in self.stage.runs}
+        self._begin_s = self.gpu.now_s()
         self._longest_s = 0.0  # of measuring all kinds at a setting
         self._doubt: float | None = None
-        self._locks = {kind: LockCheck(gpu.text) for kind in stage.runs}
-        for kind, table in self._rows.items():
+        self._locks = {kind: LockCheck(self.gpu.text) for kind in self.stage.runs}
+        for kind, table in self._visits.items():
             for setting in sorted(table, reverse=True):
-                self._check_lock(kind, table[setting], setting, None)
+                for row in table[setting]:
+                    self._check_lock(kind, row, setting, None)
 
     def measure(self) -> StageRows:
         """Measure the missing rows, and return all."""
-        control = self.settings.control
-        blocking_w = self._observe() if control == "observed" else self._set_and_measure()
-        done = sum(map(len, self._rows.values()))
+        blocking_w = self._measure_settings()
         if self.progress is not None:
-            self.progress(done, done)
+            self.progress(self._done, self._done)
         return StageRows(
             stage=self.number,
             measurements={
                 kind: tuple(table[setting] for setting in sorted(table, reverse=True))
-                for kind, table in self._rows.items()
+                for kind, table in self._rows().items()
             },
             blocking_power_w=fmean(blocking_w.values()) if blocking_w else None,
             gpus=self.group.size,
             gpu=" + ".join(dict.fromkeys(self.group.gather(self.gpu.name))),
             origin=self.gpu.origin,
-            control=control,
+            control=self.settings.control,
+            shared_errors=(self._drift("time_s"), self._drift("energy_j")),
             conditions=self._conditions(blocking_w),
         )
 
-    def _set_and_measure(self) -> Mapping[int, float]:
-        """Measure at one setting after another; return setting -> power of the blocked GPUs, watts,
-        empty if the stage has no neighbour.
+    def _rows(self) -> dict[str, dict[int, Measurement]]:
+        """Return the row of each kind and setting, the mean of all times it was measured."""
+        return {
+            kind: {setting: merge(rows) for setting, rows in table.items()}
+            for kind, table in self._visits.items()
+        }
+
+    def _drift(self, quantity: str) -> float:
+        """Return how far apart the rows of the highest setting were: the largest standard deviation
+        of a kind, relative.
+        """
+        tops = (table[max(table)] for table in self._visits.values())
+        values = ([getattr(row, quantity) for row in rows] for rows in tops if len(rows) > 1)
+        return max((stdev(of_kind) / (fmean(of_kind) or 1.0) for of_kind in values), default=0.0)
+
+    def _measure_settings(self) -> Mapping[int, float]:
+        """Measure at one setting after another; return clock or limit -> power of the blocked GPUs,
+        watts, empty if the stage has no neighbour.
         """
         with opened_control(self.gpu, self.settings.control) as (own, set_to):
             settings = common_settings(self.group.gather(own))
             set_to(settings[0])
-            self._heat()
+            # Also when resuming: the missing rows are measured on a GPU as warm as it was for the
+            # others.
+            self.meter.heat(next(iter(self.stage.runs.values())).run)
             power_w = self.meter.measure_blocking_w(self.stage.block)
             waiting_w = self.meter.measure_rest_w() if power_w is None else power_w
+            expected = len(settings) if self.settings.full else min(len(settings), MAX_SETTINGS)
             while (setting := self._next_setting(settings, waiting_w)) is not None:
-                self._measure_all(setting, set_to, self._expected(settings))
+                self._measure_all(setting, set_to, expected)
             self._measure_hot_again(set_to)
             for lock in self._locks.values():
                 lock.finish()
             if power_w is None:
                 return {}
-            lowest = min(next(iter(self._rows.values())))
-            set_to(lowest)
-            lowest_w = self.meter.measure_blocking_w(self.stage.block)
-            assert lowest_w is not None
-            return {settings[0]: power_w, lowest: lowest_w}
+            rows = next(iter(self._rows().values()))
+            blocking_w = {rows[settings[0]].clock_mhz: power_w}
+            if min(rows) < settings[0]:
+                set_to(min(rows))
+                lowest_w = self.meter.measure_blocking_w(self.stage.block)
+                assert lowest_w is not None
+                blocking_w[min(rows)] = lowest_w
+            return blocking_w
 
     def _measure_all(self, setting: int, set_to: Callable[[int], None], expected: int) -> None:
         """Measure the kinds that are missing at `setting`, or all of them again."""
         begin_s = self.gpu.now_s()
         set_to(setting)
         self.meter.cool_down()
-        missing = [kind for kind in self.stage.runs if setting not in self._rows[kind]]
-        for kind in missing or self.stage.runs:
-            row = self._measure(kind, setting)
-            earlier = self._rows[kind].get(setting)
-            self._add(kind, row if earlier is None else merge(earlier, row), expected)
+        times = {kind: self._times(kind, setting) for kind in self.stage.runs}
+        for kind, count in times.items():
+            if count == min(times.values()):
+                self._add(kind, setting, self._measure(kind, setting), expected)
         self._longest_s = max(self._longest_s, self.gpu.now_s() - begin_s)
 
-    def _observe(self) -> Mapping[int, float]:
-        self._heat()
-        power_w = self.meter.measure_blocking_w(self.stage.block)
-        for kind in self.stage.runs:
-            if not self._rows[kind]:
-                self.meter.cool_down()
-                self._add(kind, self._measure(kind, None), 1)
-        self._measure_hot_again(None)
-        clock_mhz = max(next(iter(self._rows.values())))
-        return {} if power_w is None else {clock_mhz: power_w}
-
-    def _measure_hot_again(self, set_to: Callable[[int], None] | None) -> None:
-        """Measure rows again for which the GPU was too hot; None instead of `set_to` if nothing is
-        set.
+    def _measure_hot_again(self, set_to: Callable[[int], None]) -> None:
+        """Measure rows again for which the GPU was too hot.
 
         Raises:
             GpuError: If it is too hot again, unless such rows are allowed.
         """
-        for setting in sorted({row.clock_mhz for _, row in _hot(self._rows)}, reverse=True):
-            if set_to is not None:
+        hot_settings = {
+            setting: [kind for kind in self._visits if _is_hot(merge(self._visits[kind][setting]))]
+            for setting in sorted(next(iter(self._visits.values())), reverse=True)
+        }
+        for setting, kinds in hot_settings.items():
+            if kinds:
                 set_to(setting)
-            self.meter.cool_down()
+                self.meter.cool_down()
             # A kind that includes another one was hot if that one was, and comes after it.
-            for kind in [kind for kind, row in _hot(self._rows) if row.clock_mhz == setting]:
-                row = self._measure(kind, setting if set_to is not None else None)
-                del self._rows[kind][setting]
-                self._add(kind, row, len(self._rows[kind]) + 1)
-        hot = list(_hot(self._rows))
+            for kind in kinds:
+                row = self._measure(kind, setting)
+                visits = self._visits[kind][setting]
+                visits[:] = [visit for visit in visits if not _is_hot(visit)]
+                self._add(kind, setting, row, 0)
+        hot = list(self._hot())
         if hot and not self.settings.allow_hot:
             reasons = sorted(
                 TRANSIENT_REASONS.intersection(
@@ -252,87 +273,117 @@ class _Sweep:
                 "SweepSettings(allow_hot=True))"
             )
 
+    def _hot(self) -> Iterator[tuple[str, Measurement]]:
+        """Yield the kinds and rows for which heat or the power supply slowed the GPU down."""
+        for kind, table in self._rows().items():
+            yield from ((kind, row) for row in table.values() if _is_hot(row))
+
+    def _times(self, kind: str, setting: int) -> int:
+        """Return how often a kind was measured at `setting`."""
+        return len(self._visits[kind].get(setting, ()))
+
     def _next_setting(self, settings: Sequence[int], waiting_w: float) -> int | None:
-        complete = set.intersection(*(set(table) for table in self._rows.values()))
-        incomplete = {setting for table in self._rows.values() for setting in table} - complete
-        if incomplete:
-            return max(incomplete)
+        """Return the setting to measure next: the highest one also in the middle and at the end,
+        as the GPU may drift meanwhile.
+        """
+        visited = {setting for table in self._visits.values() for setting in table}
+        for setting in sorted(visited, reverse=True):
+            if len({self._times(kind, setting) for kind in self.stage.runs}) > 1:
+                return setting  # an interrupted sweep has not measured all kinds there
+        # What was measured first decides, which later rows do not change.
+        rows = {
+            kind: {setting: rows[0] for setting, rows in table.items()}
+            for kind, table in self._visits.items()
+        }
+        clocks, seed = self.settings.control == "clock", f"{self.settings.seed} {self.number}"
+        options: dict[str, Any] = {"clocks": clocks, "seed": seed}
+        chosen: int | None
         if self.settings.full:
-            return next((setting for setting in settings if setting not in complete), None)
-        if self.settings.has_goal and len(complete) >= _LEAST_SETTINGS:
-            setting = self._next_for_goal(settings, waiting_w)
+            order = [settings[0], *Random(seed).sample(settings[1:], len(settings) - 1)]
+            chosen = next((setting for setting in order if setting not in visited), None)
+            is_half = 2 * len(visited) >= len(settings)
         else:
-            setting = next_setting(
-                settings, self._rows, waiting_w, clocks=self.settings.control == "clock"
-            )
+            chosen = next_of_descent(settings, rows, waiting_w, **options)
+            is_half = chosen is None
+            if self.settings.has_goal and len(visited) >= _LEAST_SETTINGS:
+                chosen = self._next_for_goal(settings, rows, waiting_w, chosen, options)
+            elif chosen is None:
+                chosen = next_setting(settings, rows, waiting_w, **options)
+        top_times = self._times(next(iter(self.stage.runs)), settings[0])
+        most = 1 if len(visited) <= 1 else _TOP_TIMES if chosen is None and is_half else 2
+        if 0 < top_times < most and (is_half or chosen is None):
+            chosen = settings[0]
         # GPUs that share the stage measure the same setting, whatever their clocks and the rounding
         # say.
-        return self.group.gather(setting)[0]
+        return self.group.gather(chosen)[0]
 
-    def _next_for_goal(self, settings: Sequence[int], waiting_w: float) -> int | None:
+    def _next_for_goal(
+        self,
+        settings: Sequence[int],
+        rows: RowTable,
+        waiting_w: float,
+        coarse: int | None,
+        options: Mapping[str, Any],
+    ) -> int | None:
         """Return the setting to measure, perhaps again; None when the time is up or the saving
         is known.
         """
         from perseus_planner.profiler.doubt import find_doubt
 
-        control, within = self.settings.control, self.settings.saving_within
-        if self._is_late():
+        if self._is_late(settings[0]):
             return None
-        if (
-            coarse := next_of_descent(settings, self._rows, waiting_w, clocks=control == "clock")
-        ) is not None:
+        if coarse is not None:
             return coarse
-        doubt = find_doubt(settings, self._rows, waiting_w, control=control, stages=self.stages)
+        control, within = self.settings.control, self.settings.saving_within
+        doubt = find_doubt(settings, self._rows(), waiting_w, control=control, stages=self.stages)
         self._doubt = doubt.share
         if within is not None and doubt.share <= within:
             return None
-        another = next_setting(settings, self._rows, waiting_w, clocks=control == "clock")
+        another = next_setting(settings, rows, waiting_w, **options)
         return doubt.setting if another is None else another
 
-    def _is_late(self) -> bool:
+    def _is_late(self, top: int) -> bool:
         """Return whether another setting would take longer than there is time, less that for the
-        blocking power.
+        highest one again and for the blocking power.
         """
         if self.settings.minutes is None:
             return False
+        settings = 1 + (self._times(next(iter(self.stage.runs)), top) < _TOP_TIMES)
         spent_s = self.gpu.now_s() - self._begin_s
-        return spent_s + self._longest_s + self.meter.window_s > 60 * self.settings.minutes
+        needed_s = settings * self._longest_s + self.meter.window_s
+        return spent_s + needed_s > 60 * self.settings.minutes
 
-    def _measure(self, kind: str, setting: int | None) -> Measurement:
-        timed = self.stage.runs[kind]
-        earlier = self._rows[kind].get(setting) if setting is not None else None
-        again = (
-            "" if earlier is None or earlier.evidence is None else f" {earlier.evidence.windows}"
-        )
-        random = Random(f"{self.settings.seed} {self.number} {kind} {setting}{again}")
-        row = self.meter.measure_row(timed.run, setting, random)
+    def _measure(self, kind: str, setting: int) -> Measurement:
+        timed, times = self.stage.runs[kind], self._times(kind, setting)
+        random = Random(f"{self.settings.seed} {self.number} {kind} {setting} {times}")
+        row = self.meter.measure_row(timed.run, None if self._is_observed else setting, random)
         self._check_lock(kind, row, setting, self.meter.achieved_mhz)
         if timed.includes is None:
             return row
-        parts = self._rows[timed.includes]
-        part = next(iter(parts.values())) if setting is None else parts[setting]
         try:
-            return subtract(row, part)
+            return subtract(row, self._visits[timed.includes][setting][-1])
         except GpuError as error:
             raise GpuError(f"stage {self.number}, {kind} with {timed.includes}: {error}") from None
 
-    def _check_lock(
-        self, kind: str, row: Measurement, setting: int | None, own_mhz: float | None
-    ) -> None:
+    def _check_lock(self, kind: str, row: Measurement, setting: int, own_mhz: float | None) -> None:
         """Refuse a lock without effect; of a kept row, only the mean clock of the stage's GPUs
         is known.
         """
-        if self.settings.control == "clock" and setting is not None and row.evidence is not None:
+        if self.settings.control == "clock" and row.evidence is not None:
             achieved_mhz = row.evidence.achieved_mhz if own_mhz is None else own_mhz
             self._locks[kind].add(setting, achieved_mhz, row.evidence.throttle)
 
-    def _add(self, kind: str, row: Measurement, expected: int) -> None:
-        self._rows[kind][row.clock_mhz] = row
+    def _add(self, kind: str, setting: int, row: Measurement, expected: int) -> None:
+        self._visits[kind].setdefault(setting, []).append(row)
         if self.kept is not None:
-            self.kept.add(kind, row)
+            self.kept.write(self._visits)
         if self.progress is not None:
-            done = sum(map(len, self._rows.values()))
-            self.progress(done, max(done, expected * len(self._rows)))
+            self.progress(self._done, max(self._done, expected * len(self._visits)))
+
+    @property
+    def _done(self) -> int:
+        """The number of rows."""
+        return sum(map(len, self._visits.values()))
 
     def _conditions(self, blocking_w: Mapping[int, float]) -> dict[str, str]:
         gpu, control = self.gpu, self.settings.control
@@ -349,7 +400,7 @@ class _Sweep:
             )
         if self._doubt is not None:
             conditions["saving known within"] = f"{self._doubt:.2%}"
-        if hot := list(_hot(self._rows)):
+        if hot := list(self._hot()):
             conditions["measured while too hot"] = (
                 f"{_row_names(hot, control)}; cool the GPU and measure again"
             )
@@ -361,22 +412,9 @@ class _Sweep:
             conditions["warnings"] = " ".join(gpu.warnings())
         return conditions
 
-    def _expected(self, settings: Sequence[int]) -> int:
-        """Return how many settings will be measured, approximately."""
-        return len(settings) if self.settings.full else min(len(settings), MAX_SETTINGS)
 
-    def _heat(self) -> None:
-        # Also when resuming: the missing rows are measured on a GPU as warm as it was for the
-        # others.
-        self.meter.heat(next(iter(self.stage.runs.values())).run)
-
-
-def _hot(rows: RowTable) -> Iterator[tuple[str, Measurement]]:
-    """Yield the kinds and rows for which heat or the power supply slowed the GPU down."""
-    for kind, table in rows.items():
-        for row in table.values():
-            if row.evidence is not None and TRANSIENT_REASONS.intersection(row.evidence.throttle):
-                yield kind, row
+def _is_hot(row: Measurement) -> bool:
+    return row.evidence is not None and bool(TRANSIENT_REASONS.intersection(row.evidence.throttle))
 
 
 def _slow_text(replicas: Sequence[str], slow: Mapping[int, float]) -> str:

@@ -11,35 +11,35 @@ from perseus_planner.base.prefixes import si
 if TYPE_CHECKING:
     from perseus_planner.profiler.stage import Stage
 
-TOLERANCE = 0.10
-"""A repeated computation whose time differs by more than this share is not that of the training."""
+UNLIKE_TRAINING = (
+    "over 10% apart, so the profile is not that of the training; profile an iteration after "
+    "the first ones, of several microbatches, while nothing else runs on the GPU"
+)
+"""What `difference_from_training` means, and what to do."""
 
-_ROUNDS, _REPETITIONS = (
-    3,
-    3,
-)  # the same on all GPUs of a stage, which may wait for each other in each repetition
+_TOLERANCE = 0.10
+
+# The same on all GPUs of a stage, which may wait for each other in each repetition.
+_ROUNDS, _REPETITIONS = 3, 3
 
 
-def difference_from_training(
-    stage: Stage, number: int, trained_s: Mapping[str, float]
-) -> str | None:
-    """Run kinds of a stage again, and return how their times differ from those in training; None if
-    they do not.
+def difference_from_training(stage: Stage, trained_s: Mapping[str, float]) -> str:
+    """Run kinds of a stage again, and return how their times differ from those in training; empty
+    if they do not.
 
     Args:
         stage: The stage, at the clock at which the iteration ran.
-        number: Its number in the pipeline, from 0.
         trained_s: Kind -> its time in the iteration, seconds.
     """
     texts = []
     for kind, before_s in trained_s.items():
         repeated_s = _repeated_s(stage, kind)
-        if abs(repeated_s - before_s) > TOLERANCE * before_s:
+        if abs(repeated_s - before_s) > _TOLERANCE * before_s:
             texts.append(
                 f"{kind} took {si(before_s, 's')} in the iteration and takes {si(repeated_s, 's')} "
                 "when it is repeated"
             )
-    return f"stage {number}: {'; '.join(texts)}" if texts else None
+    return "; ".join(texts)
 
 
 def _repeated_s(stage: Stage, kind: str) -> float:

@@ -5,8 +5,9 @@ group of GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from statistics import fmean, median, stdev
 
 from perseus_planner.base.errors import GpuError
@@ -86,31 +87,27 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
     return Measurement(whole.clock_mhz, time_s, energy_j, evidence)
 
 
-def merge(row: Measurement, again: Measurement) -> Measurement:
-    """Return what two measurements of one row tell together: their mean, weighted by their
-    windows.
-    """
-    earlier, later = row.evidence, again.evidence
-    assert earlier is not None
-    assert later is not None
-    windows = earlier.windows + later.windows
+def merge(rows: Sequence[Measurement]) -> Measurement:
+    """Return what measurements of one row tell together: their mean, weighted by their windows."""
+    evidence = [row.evidence for row in rows if row.evidence is not None]
+    windows = [each.windows for each in evidence]
+    weights = [count / sum(windows) for count in windows]
 
-    def mean(first: float, second: float) -> float:
-        return (earlier.windows * first + later.windows * second) / windows
+    def mean(values: Iterable[float]) -> float:
+        return math.fsum(map(mul, weights, values))
 
-    def error(first: float, second: float) -> float:
-        return math.hypot(earlier.windows * first, later.windows * second) / windows
-
-    evidence = Evidence(
-        achieved_mhz=mean(earlier.achieved_mhz, later.achieved_mhz),
-        time_stderr_s=error(earlier.time_stderr_s, later.time_stderr_s),
-        energy_stderr_j=error(earlier.energy_stderr_j, later.energy_stderr_j),
-        windows=windows,
-        temperature_c=mean(earlier.temperature_c, later.temperature_c),
-        throttle=_ordered({*earlier.throttle, *later.throttle}),
-    )
     return Measurement(
-        row.clock_mhz, mean(row.time_s, again.time_s), mean(row.energy_j, again.energy_j), evidence
+        rows[0].clock_mhz,
+        mean(row.time_s for row in rows),
+        mean(row.energy_j for row in rows),
+        Evidence(
+            mean(each.achieved_mhz for each in evidence),
+            math.hypot(*map(mul, weights, (each.time_stderr_s for each in evidence))),
+            math.hypot(*map(mul, weights, (each.energy_stderr_j for each in evidence))),
+            sum(windows),
+            mean(each.temperature_c for each in evidence),
+            _ordered({reason for each in evidence for reason in each.throttle}),
+        ),
     )
 
 

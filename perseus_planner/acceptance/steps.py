@@ -561,7 +561,6 @@ def _profile(rank: Rank, path: Path) -> tuple[int, int]:
             output=path,
             settings=settings,
             blocking_power_w=waiting_w,
-            force=True,
         ) as profiling:
             training.iterate()
         if profiling.problem is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import click
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.base.units import COUNT, MINUTES_LIMIT, SHARE_WITHIN
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
@@ -96,6 +97,11 @@ class RowOptions:
     resume: Annotated[
         bool, "Continue from the rows that an interrupted run has left beside the output."
     ]
+    rehearse: Annotated[
+        bool,
+        "Only build the stages, and say how much memory the inputs of a microbatch take, a copy of "
+        "which is kept beside the training; planner doctor --rehearse tries all else.",
+    ]
 
 
 @command(
@@ -133,8 +139,11 @@ def profile(
     from perseus_planner.views.profiles import profile_text, summarize_profile
 
     settings = None if job is None else read_settings(job)
-    target = output or _profile_of(job, settings)
     folder = job.parent if job is not None and wanted.stage is None else None
+    if rows.rehearse:
+        _rehearse(_stages(wanted, settings), folder)
+        return
+    target = output or _profile_of(job, settings)
     stages = _stages(wanted, settings)
     with console.progress("Profiling") as progress:
         try:
@@ -152,6 +161,23 @@ def profile(
     summary = summarize_profile(result)
     files = [target, target.with_suffix(".csv")]
     console.report(summary, profile_text(summary), files, as_json=as_json)
+    if difference := result.conditions.get("unlike training"):
+        from perseus_planner.profiler.training_check import UNLIKE_TRAINING
+
+        raise ProfileError(f"{target}: {difference}, {UNLIKE_TRAINING}")
+
+
+def _rehearse(wanted: _Stages, folder: Path | None) -> None:
+    if wanted.stage is None:
+        raise UsageError("--rehearse needs a stage to build; add --stage MODULE:FUNCTION")
+    from perseus_planner.profiler.build import input_bytes
+
+    sizes = input_bytes(
+        wanted.stage, wanted.stages, folder=folder, tensor_parallel=wanted.tensor_parallel
+    )
+    if os.environ.get("RANK", "0") == "0":
+        for number, size in enumerate(sizes):
+            click.echo(f"Stage {number}: the inputs of a microbatch take {size:,} bytes")
 
 
 def _profile_of(job: Path | None, settings: Settings | None) -> Path:
@@ -228,7 +254,9 @@ def _measure(
             settings=settings,
             output=output,
             progress=progress,
-            **vars(rows),
+            split_backward=rows.split_backward,
+            blocking_power_w=rows.blocking_power_w,
+            resume=rows.resume,
         )
     from perseus_planner.gpu import check_back_end
 

@@ -11,6 +11,7 @@ from functools import wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import (
     EngineStage,
     IterationHook,
@@ -56,16 +57,6 @@ class DeepSpeedPipeline:
         check_free(self._engine)
 
     @property
-    def problem(self) -> str | None:
-        """See `Engine.problem`."""
-        if any(base.__name__ == "DualPipeVEngine" for base in type(self._engine).__mro__):
-            return (
-                "DualPipeV engines cannot be profiled; give `planner profile` a function that "
-                "builds the stages"
-            )
-        return None
-
-    @property
     def pipeline_rank(self) -> PipelineRank:
         """See `Engine.pipeline_rank`."""
         engine, grid = self._engine, self._engine.grid
@@ -87,6 +78,11 @@ class DeepSpeedPipeline:
     def stages(self) -> list[EngineStage]:
         """See `Engine.stages`."""
         engine, module = self._engine, self._engine.module
+        if any(base.__name__ == "DualPipeVEngine" for base in type(engine).__mro__):
+            raise UsageError(
+                "DualPipeV engines cannot be profiled; give `planner profile` a function that "
+                "builds the stages"
+            )
 
         @contextmanager
         def preserve_offset() -> Iterator[None]:
@@ -110,6 +106,10 @@ class DeepSpeedPipeline:
     def parameters(self) -> Iterator[torch.Tensor]:
         """See `Engine.parameters`."""
         yield from self._engine.module.parameters()
+
+    def microbatches(self) -> int:
+        """See `Engine.microbatches`."""
+        return int(self._engine.micro_batches)
 
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""

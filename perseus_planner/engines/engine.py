@@ -93,15 +93,20 @@ class Engine(Protocol):
     def splits_backward(self) -> bool:
         """Whether it computes the gradients of inputs and of weights separately."""
 
-    @property
-    def problem(self) -> str | None:
-        """Why its stages cannot be measured; None if they can."""
-
     def stages(self) -> list[EngineStage]:
-        """Return the stages that this rank holds, first to last."""
+        """Return the stages that this rank holds, first to last.
+
+        Raises:
+            UsageError: If they cannot be measured.
+        """
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that this rank trains."""
+
+    def microbatches(self) -> int | None:
+        """Return how many microbatches the iteration in progress runs through each stage; None if
+        that is not known.
+        """
 
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """Return how its schedule is generated, as `Profile.iteration`, after an iteration with so

@@ -42,7 +42,6 @@ class MegatronModel:
 
     name = "Megatron-core"
     splits_backward = False
-    problem = None
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._chunks = tuple(chunks)
@@ -117,6 +116,10 @@ class MegatronModel:
         """See `Engine.parameters`."""
         for chunk in self._chunks:
             yield from chunk.parameters()
+
+    def microbatches(self) -> int | None:
+        """See `Engine.microbatches`; only its schedule knows."""
+        return _schedule_arguments()[0]
 
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""

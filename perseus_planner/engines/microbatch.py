@@ -12,6 +12,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.torch_state import (
     call_arguments,
     copy_tensors,
+    map_tensors,
     preserve_state,
     tensors,
 )
@@ -27,7 +28,7 @@ class Microbatch:
     Args:
         module: Module whose weights get gradients.
         forward: Function to call with the inputs, usually the module itself.
-        inputs: As in `torch_stage`; they are copied.
+        inputs: As in `torch_stage`; they are used where they are, and left without gradients.
         loss: As in `torch_stage`.
         first: Whether this is the first stage, which sends no gradients back.
 
@@ -46,7 +47,9 @@ class Microbatch:
     ) -> None:
         self.first = first
         self.module, self._forward, self._loss = module, forward, loss
-        self._inputs = copy_tensors(inputs)
+        self._inputs = map_tensors(
+            lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), inputs
+        )
         leaves = [tensor for tensor in tensors(self._inputs) if tensor.is_floating_point()]
         if not first and not any(leaf.requires_grad for leaf in leaves):
             for leaf in leaves:
@@ -233,7 +236,8 @@ def stage_op_cost(
     Raises:
         UsageError: If forward or backward fails on these inputs.
     """
-    microbatch = Microbatch(module, forward or module, inputs, loss, first=first)
+    copies = copy_tensors(inputs)  # which the module may change
+    microbatch = Microbatch(module, forward or module, copies, loss, first=first)
     with preserve_state(module):
         try:
             if microbatch.can_keep_graph():

@@ -1,17 +1,21 @@
 """Records what an engine's stages compute in a training iteration, so that it can be repeated: the
-arguments of their last calls, the modes of torch, and how long forwards and backwards took.
+arguments of their last microbatch, the modes of torch, and how long forwards and backwards took.
+
+Beside the training, one copy of the inputs of a microbatch is kept for each stage, and never its
+output: the stage makes it again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.engines.engine import replaced
 from perseus_planner.engines.torch_state import ComputeModes, copy_tensors, is_training, tensors
 
 if TYPE_CHECKING:
@@ -26,34 +30,53 @@ After = Callable[[Any, Mapping[str, Any], Any], object]
 """Called with the arguments and the result of a call."""
 
 
-class ComputationTimes:
-    """Times of the forwards of a function, and of the backwards that begin at their results.
+class RecordedCall:
+    """The calls that train of a module or function: how long they and their backwards took, and
+    the arguments of the last microbatch of an iteration.
 
-    On a GPU they are taken by CUDA events in the stream that computes, so nothing waits for them.
+    Engines may call modules before the first microbatch, with tensors that hold nothing, to find
+    the shapes; such calls do not count. On a GPU times are taken by CUDA events in the stream that
+    computes, so nothing waits for them.
+
+    Attributes:
+        count: The number of calls.
+
+    Args:
+        name: What is called, for messages.
+        microbatches: As `Engine.microbatches`.
+        made: How many of the first arguments are not kept, as the stage makes them again.
     """
 
-    def __init__(self) -> None:
-        self._begin: Any = None
+    def __init__(
+        self, name: str, microbatches: Callable[[], int | None] = lambda: None, made: int = 0
+    ) -> None:
+        self._name, self._microbatches, self._made = name, microbatches, made
+        self.count = 0
+        self._arguments: dict[str, Any] | None = None
+        self._modes: ComputeModes | None = None
+        self._begin: Any = None  # of the call in progress, if it counts
         self._forwards: list[tuple[Any, Any]] = []
         self._backwards: list[tuple[Any, Any]] = []
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, timed."""
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            self.begin()
-            result = function(*args, **kwargs)
-            self.end(result)
-            return result
-
-        return wrapper
-
-    def begin(self) -> None:
-        """Note that a forward begins."""
+    def before(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Count a call, unless it evaluates or only infers shapes; copy its arguments if it is
+        the last.
+        """
+        self._begin = None
+        if not is_training(args, kwargs):
+            return
+        self.count += 1
+        if self.count % (self._microbatches() or 1) == 0:
+            self._arguments = None  # frees those of the iteration before
+            self._modes = ComputeModes.current()
+            kept = {"args": tuple(args)[self._made :], "kwargs": dict(kwargs)}
+            self._arguments = copy_tensors(kept)
         self._begin = _mark()
 
-    def end(self, result: object) -> None:
-        """Note that the forward has given `result`, and watch for its backward."""
+    def after(self, _: Any, __: Mapping[str, Any], result: Any) -> None:
+        """Take the time of the call, and watch for its backward."""
+        if self._begin is None:
+            return
         self._forwards.append((self._begin, _mark()))
         begun = False
 
@@ -67,8 +90,25 @@ class ComputationTimes:
             if tensor.requires_grad:
                 tensor.register_hook(begin_backward)
 
+    def as_recorded(self) -> AbstractContextManager[None]:
+        """Have the modes of torch of the last microbatch inside the block."""
+        return self._modes.entered() if self._modes is not None else nullcontext()
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments under the names args and kwargs.
+
+        Raises:
+            UsageError: If the last microbatch did not run.
+        """
+        if self._arguments is None:
+            raise UsageError(
+                f"{self._name} did not run inside the block of profile_pipeline; run one whole "
+                "training iteration there"
+            )
+        return self._arguments
+
     def least_forward_s(self) -> float | None:
-        """Return the time of the fastest forward, seconds; None if there was none."""
+        """Return the time of the fastest call, seconds; None if there was none."""
         return min(map(_elapsed_s, self._forwards), default=None)
 
     def least_backward_s(self) -> float | None:
@@ -101,57 +141,6 @@ def _elapsed_s(span: tuple[Any, Any]) -> float:
         return float(end - begin)
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1000
-
-
-class RecordedCall:
-    """The last call that trains of a module or function. The last one counts because engines may
-    call modules before the first microbatch, with tensors that hold nothing, to find the shapes.
-
-    Attributes:
-        args: Its arguments by position; None until there was a call.
-        kwargs: Its arguments by name.
-        count: The number of such calls.
-        times: How long such calls and their backwards took.
-    """
-
-    def __init__(self) -> None:
-        self.args: tuple[Any, ...] | None = None
-        self.kwargs: dict[str, Any] = {}
-        self.count = 0
-        self.times = ComputationTimes()
-        self._modes: ComputeModes | None = None
-        self._is_recorded = False
-
-    def before(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Keep copies of the arguments, unless the call only infers shapes or evaluates."""
-        self._is_recorded = is_training(args, kwargs)
-        if self._is_recorded:
-            self.count += 1
-            self._modes = ComputeModes.current()
-            self.args, self.kwargs = copy_tensors(tuple(args)), copy_tensors(dict(kwargs))
-            self.times.begin()
-
-    def after(self, _: Any, __: Mapping[str, Any], result: Any) -> None:
-        """Take the time of the call."""
-        if self._is_recorded:
-            self.times.end(result)
-
-    def as_recorded(self) -> AbstractContextManager[None]:
-        """Have the modes of torch of the last call inside the block."""
-        return self._modes.entered() if self._modes is not None else nullcontext()
-
-    def arguments(self, name: str) -> dict[str, Any]:
-        """Return the arguments under the names args and kwargs.
-
-        Raises:
-            UsageError: If there was no call of `name`.
-        """
-        if self.args is None:
-            raise UsageError(
-                f"{name} did not run inside the block of profile_pipeline; run one whole training "
-                "iteration there"
-            )
-        return {"args": self.args, "kwargs": self.kwargs}
 
 
 def _ignore(*_: object) -> None:
@@ -197,41 +186,37 @@ def followed_attribute(
             yield
         return
 
+    with replaced(owner, **{name: _wrapped(function, before, after)}):
+        yield
+
+
+def _wrapped(function: Callable[..., Any], before: Before, after: After) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before(args, kwargs)
         result = function(*args, **kwargs)
         after(args, kwargs, result)
         return result
 
-    is_own = name in vars(owner)
-    setattr(owner, name, wrapper)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, function)
-        else:
-            delattr(owner, name)
+    return wrapper
 
 
 class LossOfSteps:
     """The loss function that a `forward_step` of Megatron-core returned last.
 
     Attributes:
-        function: The loss function; None until there was one.
-        times: How long these functions and their backwards took.
+        call: The calls of these functions.
     """
 
     def __init__(self) -> None:
-        self.function: Callable[..., Any] | None = None
-        self.times = ComputationTimes()
+        self.call = RecordedCall("the loss", made=1)
+        self._function: Callable[..., Any] | None = None
 
     def watched(self, forward_step: ForwardStep) -> ForwardStep:
         """Return `forward_step` wrapped to keep its loss function."""
 
         def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            output, self.function = forward_step(*args, **kwargs)
-            return output, self.times.timed(self.function)
+            output, self._function = forward_step(*args, **kwargs)
+            return output, _wrapped(self._function, self.call.before, self.call.after)
 
         return wrapper
 
@@ -241,7 +226,7 @@ class LossOfSteps:
         Raises:
             UsageError: If there was none.
         """
-        if (function := self.function) is None:
+        if (function := self._function) is None:
             raise UsageError(
                 "the loss of the last stage is not known: inside the block of profile_pipeline, "
                 "give Megatron `profiling.watched(forward_step)` as its forward_step_func"
@@ -271,9 +256,10 @@ class Recording:
     def __init__(self, engine: Engine, loss_of_steps: LossOfSteps) -> None:
         self._engine, self._loss_of_steps = engine, loss_of_steps
         self._stages = engine.stages()
-        self._calls = [RecordedCall() for _ in self._stages]
-        self._received = [RecordedCall() for _ in self._stages]
-        self._losses = [RecordedCall() for _ in self._stages]
+        count = engine.microbatches
+        self._calls = [RecordedCall(f"stage {stage.number}", count) for stage in self._stages]
+        self._received = [RecordedCall("its receiver", count) for _ in self._stages]
+        self._losses = [RecordedCall("the loss", count, made=1) for _ in self._stages]
         self._loss_functions: list[Any] = [
             None if stage.loss is None else getattr(*stage.loss) for stage in self._stages
         ]
@@ -308,22 +294,24 @@ class Recording:
 
     def _stage(self, index: int) -> RecordedStage:
         stage, call = self._stages[index], self._calls[index]
-        loss, loss_times = None, None
+        loss, calls = None, [call]
         if stage.loss_with_output:
-            loss, loss_times = self._loss_of_steps.scalar(), self._loss_of_steps.times
+            loss = self._loss_of_steps.scalar()
+            calls.append(self._loss_of_steps.call)
         elif stage.loss is not None:
-            loss_call = self._losses[index]
-            loss, loss_times = _bound(self._loss_functions[index], loss_call), loss_call.times
-        inputs = call.arguments(f"stage {stage.number}")
+            loss = _bound(self._loss_functions[index], self._losses[index])
+            calls.append(self._losses[index])
+        inputs = call.arguments()
         if stage.receiver is not None:
-            inputs["received"] = _first(self._received[index])
+            (received,) = self._received[index].arguments()["args"]
+            inputs["received"] = received[0] if isinstance(received, list) else received
         return RecordedStage(
             stage,
             inputs,
             _forward(stage),
             loss,
             call.as_recorded,
-            _trained_s(call.times, loss_times, self._engine.splits_backward),
+            _trained_s(calls, self._engine.splits_backward),
         )
 
 
@@ -336,28 +324,19 @@ def _forward(stage: EngineStage) -> Callable[..., Any]:
     return forward
 
 
-def _first(call: RecordedCall) -> Any:
-    (value,) = call.args or (None,)
-    return value[0] if isinstance(value, list) else value
-
-
 def _bound(function: Callable[..., Any], call: RecordedCall) -> Callable[[Any], Any]:
     """Return `function` as a function of the output alone, with the other arguments as recorded."""
-    arguments = call.arguments("the loss")
-    _, *rest = arguments["args"]
+    arguments = call.arguments()
 
     def loss(output: Any) -> Any:
         with call.as_recorded():
-            return function(output, *rest, **arguments["kwargs"])
+            return function(output, *arguments["args"], **arguments["kwargs"])
 
     return loss
 
 
-def _trained_s(
-    times: ComputationTimes, loss_times: ComputationTimes | None, splits_backward: bool
-) -> dict[str, float]:
-    parts = [times, *([] if loss_times is None else [loss_times])]
-    forward_s = [part.least_forward_s() for part in parts]
-    backward_s = None if splits_backward else parts[-1].least_backward_s()
+def _trained_s(calls: Sequence[RecordedCall], splits_backward: bool) -> dict[str, float]:
+    forward_s = [call.least_forward_s() for call in calls]
+    backward_s = None if splits_backward else calls[-1].least_backward_s()
     trained_s = {} if None in forward_s else {"F": math.fsum(filter(None, forward_s))}
     return trained_s if backward_s is None else {**trained_s, "B": backward_s}

@@ -61,7 +61,6 @@ class TorchPipeline:
     """
 
     name = "torch.distributed.pipelining"
-    problem = None
     tensor_rank = 0  # a schedule does not know about GPUs that share a stage
 
     def __init__(self, schedule: Any) -> None:
@@ -121,6 +120,10 @@ class TorchPipeline:
         """See `Engine.parameters`."""
         for stage in self._stages:
             yield from stage.submod.parameters()
+
+    def microbatches(self) -> int:
+        """See `Engine.microbatches`."""
+        return int(self._schedule._n_microbatches)
 
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`; empty for a schedule that is read from a file or the user's

@@ -22,7 +22,6 @@ class WholeTraining:
     """
 
     name = "training without a pipeline"
-    problem = "there is no pipeline"
     splits_backward = False
     tensor_rank = 0
 
@@ -54,6 +53,10 @@ class WholeTraining:
     def parameters(self) -> Iterator[torch.Tensor]:
         """See `Engine.parameters`."""
         return iter(())
+
+    def microbatches(self) -> int:
+        """See `Engine.microbatches`."""
+        return 1
 
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""

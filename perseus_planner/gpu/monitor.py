@@ -111,9 +111,7 @@ class Monitor(ClosedOnExit):
             ]
             self._meters = _meters(opened)
             is_sampled = sample_s is not None or on_sample is not None
-            self._sampled = [
-                meter for meter in self._meters if is_sampled or isinstance(meter, _SampledMeter)
-            ]
+            self._sampled = [meter for meter in self._meters if is_sampled or not meter.is_counted]
             if self._sampled:
                 self._sample()
                 self._sampling = Loop(
@@ -270,101 +268,69 @@ class _Edge(NamedTuple):
     error_j: float
 
 
-class _CountedMeter:
-    """A GPU with an energy counter."""
-
-    source = "counter"
+class _Meter:
+    """A GPU with its energy counter; or, if it has none, with its sampled power, integrated."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self._interval_s = EnergyCounter(gpu).interval_s + POLL_S
+        try:
+            gpu.energy_j()
+        except GpuNotSupported:
+            self.is_counted, self._power_w = False, gpu.power_w()
+        else:
+            self.is_counted, self._hidden_s = True, EnergyCounter(gpu).interval_s + POLL_S
+        self._last = _Edge(gpu.now_s(), 0.0, 0.0)
 
     def sample(self) -> float:
-        """Return the power, watts."""
-        return self.gpu.power_w()
+        """Return the power, watts; without a counter, integrate it up to now."""
+        now_s, power_w = self.gpu.now_s(), self.gpu.power_w()
+        if not self.is_counted:
+            last, half_s = self._last, (now_s - self._last.time_s) / 2
+            energy_j = last.energy_j + half_s * (power_w + self._power_w)
+            error_j = last.error_j + half_s * abs(power_w - self._power_w)
+            self._last, self._power_w = _Edge(now_s, energy_j, error_j), power_w
+        return power_w
 
     def edge(self) -> _Edge:
-        """Read the counter; what it does not show yet is at most an update at the power of now."""
+        """Read the energy; what a counter does not show yet is at most an update at the power of
+        now.
+        """
+        if not self.is_counted:
+            self.sample()
+            return self._last
         try:
-            hidden_j = self._interval_s * self.gpu.power_w()
+            hidden_j = self._hidden_s * self.gpu.power_w()
         except GpuNotSupported:
             hidden_j = 0.0
         return _Edge(self.gpu.now_s(), self.gpu.energy_j(), hidden_j)
 
     def between(self, first: _Edge, last: _Edge, peak_w: float | None) -> GpuEnergy:
         """Return what was used between two edges."""
-        time_s, energy_j = last.time_s - first.time_s, last.energy_j - first.energy_j
-        if energy_j < 0:
-            raise GpuError(
-                f"{self.gpu.text}: its energy counter went back from {si(first.energy_j, 'J', 9)} "
-                f"to {si(last.energy_j, 'J', 9)}, as after a reload of the driver; turn "
-                "persistence mode on and measure again"
-            )
-        average_j = self._interval_s * energy_j / time_s if time_s > 0 else 0.0
-        # The first edge hides energy from before the window, and the last energy of the window:
-        # only one can prevail.
-        return _used(self, time_s, energy_j, max(average_j, first.error_j, last.error_j), peak_w)
+        gpu = self.gpu
+        time_s, energy_j, error_j = (end - begin for begin, end in zip(first, last, strict=True))
+        if self.is_counted:
+            if energy_j < 0:
+                raise GpuError(
+                    f"{gpu.text}: its energy counter went back from {si(first.energy_j, 'J', 9)} "
+                    f"to {si(last.energy_j, 'J', 9)}, as after a reload of the driver; turn "
+                    "persistence mode on and measure again"
+                )
+            average_j = self._hidden_s * energy_j / time_s if time_s > 0 else 0.0
+            # The first edge hides energy from before the window, and the last energy of the
+            # window: only one can prevail.
+            error_j = max(average_j, first.error_j, last.error_j)
+        source = "counter" if self.is_counted else "samples"
+        return GpuEnergy(gpu.text, gpu.name, gpu.origin, source, time_s, energy_j, error_j, peak_w)
 
 
-class _SampledMeter:
-    """A GPU without an energy counter, whose sampled power is integrated."""
-
-    source = "samples"
-
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
-        self._at_s, self._power_w = gpu.now_s(), gpu.power_w()
-        self._energy_j = self._error_j = 0.0
-
-    def sample(self) -> float:
-        """Return the power, watts, and integrate it up to now."""
-        at_s, power_w = self.gpu.now_s(), self.gpu.power_w()
-        self._energy_j += (at_s - self._at_s) * (power_w + self._power_w) / 2
-        self._error_j += (at_s - self._at_s) * abs(power_w - self._power_w) / 2
-        self._at_s, self._power_w = at_s, power_w
-        return power_w
-
-    def edge(self) -> _Edge:
-        """Sample the power."""
-        self.sample()
-        return _Edge(self._at_s, self._energy_j, self._error_j)
-
-    def between(self, first: _Edge, last: _Edge, peak_w: float | None) -> GpuEnergy:
-        """Return what was used between two edges."""
-        energy_j, error_j = last.energy_j - first.energy_j, last.error_j - first.error_j
-        return _used(self, last.time_s - first.time_s, energy_j, error_j, peak_w)
-
-
-def _used(
-    meter: _CountedMeter | _SampledMeter,
-    time_s: float,
-    energy_j: float,
-    error_j: float,
-    peak_w: float | None,
-) -> GpuEnergy:
-    gpu = meter.gpu
-    return GpuEnergy(
-        gpu.text, gpu.name, gpu.origin, meter.source, time_s, energy_j, error_j, peak_w
-    )
-
-
-def _meters(gpus: Sequence[Gpu]) -> list[_CountedMeter | _SampledMeter]:
+def _meters(gpus: Sequence[Gpu]) -> list[_Meter]:
     """Return a meter for each GPU; real ones are watched all at once, simulated ones may share a
     clock.
     """
     if not all(gpu.keeps_settings for gpu in gpus):
-        return [_meter(gpu) for gpu in gpus]
+        return [_Meter(gpu) for gpu in gpus]
     with ThreadPoolExecutor(len(gpus)) as pool:
-        return list(pool.map(_meter, gpus))
-
-
-def _meter(gpu: Gpu) -> _CountedMeter | _SampledMeter:
-    """Return the way to measure `gpu`: its counter if there is one."""
-    try:
-        gpu.energy_j()
-    except GpuNotSupported:
-        return _SampledMeter(gpu)
-    return _CountedMeter(gpu)
+        return list(pool.map(_Meter, gpus))
 
 
 def _listed(gpus: str | Gpu | Sequence[str | Gpu] | None) -> Sequence[str | Gpu]:

@@ -1,6 +1,4 @@
-"""What a GPU can do: `GpuReader` reads it, `GpuSetter` sets its clock and power limit, and a
-`Gpu` does both.
-"""
+"""What a GPU can do: `GpuReader` reads it, and a `Gpu` also sets its clock and power limit."""
 
 from __future__ import annotations
 
@@ -115,9 +113,9 @@ class GpuReader(Protocol):
         """Stay idle for `duration_s` seconds of that clock."""
 
 
-class GpuSetter(Protocol):
-    """Sets the clock and the power limit of one physical GPU; raises the same errors as
-    `GpuReader`.
+class Gpu(GpuReader, Protocol):
+    """One GPU that `open_gpu` has opened, which sets its clock and power limit too; raises the same
+    errors as `GpuReader`. Use it in a `with` statement, or call `close`.
     """
 
     @property
@@ -137,10 +135,6 @@ class GpuSetter(Protocol):
 
     def reset_power_limit(self) -> None:
         """Set the power limit back to its default; does nothing if it is the default."""
-
-
-class Gpu(GpuReader, GpuSetter, Protocol):
-    """One GPU that `open_gpu` has opened. Use it in a `with` statement, or call `close`."""
 
     def close(self) -> None:
         """Release what opening the GPU took. Settings stay as they are."""

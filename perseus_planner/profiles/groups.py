@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.base.units import COUNT, FACTOR, POWER_BOUND
@@ -54,10 +54,16 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
     return replace(
         first,
         measurements=measurements,
-        blocking_power_w=_one_or_each(powers_w),
+        blocking_power_w=one_or_each(powers_w),
         gpus_per_stage=sum(profile.gpus_per_stage for profile in profiles),
         gpu=_common(profile.gpu for profile in profiles),
         origin=common_origin(profile.origin for profile in profiles),
+        **_shared_errors(
+            [
+                [profile.shared_errors(stage) for profile in profiles]
+                for stage in range(first.stages)
+            ]
+        ),
     )
 
 
@@ -84,7 +90,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
     """
     first = _first(profiles)
     measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
-    powers_w = []
+    powers_w, errors = [], []
     for stage, profile in enumerate(profiles):
         source = 0 if profile.stages == 1 else stage
         if source >= profile.stages:
@@ -99,6 +105,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
                     "same"
                 )
         powers_w.append(profile.blocking_w(source))
+        errors.append([profile.shared_errors(source)])
         measurements |= {
             (stage, kind): rows
             for (profile_stage, kind), rows in profile.measurements.items()
@@ -107,9 +114,10 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
     return replace(
         first,
         measurements=measurements,
-        blocking_power_w=_one_or_each(tuple(powers_w)),
+        blocking_power_w=one_or_each(powers_w),
         gpu=_common(profile.gpu for profile in profiles),
         origin=common_origin(profile.origin for profile in profiles),
+        **_shared_errors(errors),
     )
 
 
@@ -258,8 +266,20 @@ def _merged(points: Sequence[Measurement]) -> Evidence | None:
     )
 
 
-def _one_or_each(powers_w: tuple[float, ...]) -> float | tuple[float, ...]:
-    return powers_w[0] if len(set(powers_w)) == 1 else powers_w
+def one_or_each(values: Iterable[float]) -> float | tuple[float, ...]:
+    """Return the value of all stages, or one for each if they differ."""
+    each = tuple(values)
+    return each[0] if len(set(each)) == 1 else each
+
+
+def _shared_errors(of_stages: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
+    """Return the fields of a profile for stages of which each GPU has such errors: the largest."""
+    largest = [map(max, zip(*of_gpus, strict=True)) for of_gpus in of_stages]
+    times, energies = zip(*largest, strict=True)
+    return {
+        "shared_time_error": one_or_each(times),
+        "shared_energy_error": one_or_each(energies),
+    }
 
 
 def _common(names: Iterable[str | None]) -> str | None:

@@ -26,7 +26,7 @@ from perseus_planner.base.errors import PlannerError, ProfileError, shown
 from perseus_planner.base.fields import Checked, CheckedBy, Choice, dump, rules
 from perseus_planner.base.files import sha256, write_file
 from perseus_planner.base.tables import WHOLE, make_frame
-from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Watts
+from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Share, Watts
 from perseus_planner.profiles.csv_file import (
     CONTROLS,
     WORDS,
@@ -48,6 +48,8 @@ _FORMAT = "perseus-planner/profile"
 _VERSION = 1
 _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the iteration
 _YAML_SUFFIXES = (".yaml", ".yml")
+_OF_STAGES = ("blocking_power_w", "shared_time_error", "shared_energy_error")
+_EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,12 @@ class Profile(Checked, error=ProfileError):
     #: what was set for each measurement: "clock", "power-limit", or "observed" if nothing was set
     #: and the GPU chose the clocks.
     control: Annotated[str, Choice(*CONTROLS)] = "clock"
+    #: the relative standard error that the times of a stage's rows share, as the GPU drifts: how
+    #: far apart those at its highest clock were at the begin, in the middle and at the end of its
+    #: sweep. A number of 0 or more, 0.0 if it was not measured; or one for each stage.
+    shared_time_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
+    #: the same of their energies.
+    shared_energy_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
     #: the schedule in which the stages were measured, in the words of a job file: schedule,
     #: microbatches, virtual_stages and microbatch_group; empty if it is not known. Profiles that
     #: differ only in it are equal.
@@ -106,11 +114,13 @@ class Profile(Checked, error=ProfileError):
             self, "measurements", MappingProxyType({key: table[key] for key in order})
         )
         super().__post_init__()
-        if isinstance(self.blocking_power_w, tuple) and len(self.blocking_power_w) != self.stages:
-            raise ProfileError(
-                f"blocking_power_w: has {len(self.blocking_power_w)} numbers for {self.stages} "
-                "stages; give one for each, or one for all"
-            )
+        for name in _OF_STAGES:
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != self.stages:
+                raise ProfileError(
+                    f"{name}: has {len(value)} numbers for {self.stages} stages; give one for "
+                    "each, or one for all"
+                )
 
     @property
     def stages(self) -> int:
@@ -119,21 +129,21 @@ class Profile(Checked, error=ProfileError):
 
     def blocking_w(self, stage: int) -> float:
         """Return what the GPUs of `stage` draw while they wait, watts."""
-        power_w = self.blocking_power_w
-        return power_w[stage] if isinstance(power_w, tuple) else power_w
+        return _of_stage(self.blocking_power_w, stage)
+
+    def shared_errors(self, stage: int) -> tuple[float, float]:
+        """Return the relative errors that the rows of `stage` share: of times, and of energies."""
+        return (
+            _of_stage(self.shared_time_error, stage),
+            _of_stage(self.shared_energy_error, stage),
+        )
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the content, in hex: equal for equal profiles, whichever file they are
         from.
         """
-        rest = repr(
-            {
-                name: getattr(self, name)
-                for name in rules(Profile)
-                if name not in ("iteration", "conditions")
-            }
-        )
+        rest = repr({name: getattr(self, name) for name in rules(Profile) if name not in _EVIDENCE})
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
 
     def estimated(self, clocks_mhz: Collection[int] | None = None) -> Estimate[Profile]:
@@ -262,6 +272,10 @@ class Profile(Checked, error=ProfileError):
             for point in points
         ]
         return csv_bytes(rows, self.control)
+
+
+def _of_stage(value: float | tuple[float, ...], stage: int) -> float:
+    return value[stage] if isinstance(value, tuple) else value
 
 
 def _checked_change(value: Any, where: str, error: type[PlannerError]) -> ClockChange:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _WARNINGS = (
     "warnings",
     "measured while too hot",
+    "unlike training",
 )  #: conditions of a profile that are always printed
 _LARGE_OVERHEAD = 0.1  #: of the measured iteration time
 _NANO, _MICRO = 10**9, 10**6
@@ -50,6 +51,8 @@ class ProfileSummary:
     context: Context
     conditions: Mapping[str, str]
     computations: tuple[ClockRange, ...]
+    shared_time_error: float  #: the largest of the stages, relative
+    shared_energy_error: float  #: the same for energies
 
 
 def summarize_profile(profile: Profile) -> ProfileSummary:
@@ -57,7 +60,10 @@ def summarize_profile(profile: Profile) -> ProfileSummary:
     clock_ranges = tuple(
         _clock_range(stage, kind, rows) for (stage, kind), rows in profile.measurements.items()
     )
-    return ProfileSummary(context_of_profile(profile), dict(profile.conditions), clock_ranges)
+    errors = map(max, zip(*map(profile.shared_errors, range(profile.stages)), strict=True))
+    return ProfileSummary(
+        context_of_profile(profile), dict(profile.conditions), clock_ranges, *errors
+    )
 
 
 def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRange:
@@ -122,6 +128,11 @@ def profile_text(summary: ProfileSummary) -> str:
     )
     title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({origin}); "
     warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
+    if summary.shared_time_error or summary.shared_energy_error:
+        drift = (
+            f"{summary.shared_time_error:.2%} of time, {summary.shared_energy_error:.2%} of energy"
+        )
+        warnings.append(("drift", f"rows of a stage share an error of up to {drift}"))
     source = "\n".join(f"{name[0].upper()}{name[1:]}: {text}" for name, text in warnings)
     return Sheet(
         f"{title}blocking power {power_text(context.blocking_power_w)}", source, columns

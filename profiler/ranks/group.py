@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT_S = 120.0
-"""A rank without a heartbeat for this long is presumed dead, seconds."""
-
 REPETITION_S = 60.0
 """How long one repetition of a computation may take, seconds."""
 
@@ -159,13 +156,12 @@ class RankGroup:
     same `gather`, and no rank waits for one that has left.
 
     Args:
-        timeout_s: A rank without a heartbeat for this long is presumed dead, seconds.
-        repetition_s: How long one repetition of a computation may take, seconds. After four times
-            as long the process ends, as nothing else ends a collective that another rank never
-            enters.
+        repetition_s: How long one repetition of a computation may take, seconds. A rank without a
+            heartbeat for twice as long is presumed dead. After four times as long the process ends,
+            as nothing else ends a collective that another rank never enters.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S, repetition_s: float = REPETITION_S) -> None:
+    def __init__(self, repetition_s: float = REPETITION_S) -> None:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -174,7 +170,7 @@ class RankGroup:
             f"perseus-planner/{next(_sessions)}", _get_default_store()
         )
         self._board = Board(self.store)
-        self._timeout_s, self._repetition_s = timeout_s, repetition_s
+        self._repetition_s = repetition_s
         self._turns: Counter[str] = Counter()
         self._thread = threading.get_ident()
         self._begun_s: float | None = None  # of the repetition in progress
@@ -327,10 +323,10 @@ class RankGroup:
                 alive = read_key(self.store, f"alive/{other}")
                 if alive != others:
                     others, changed_s = alive, now_s
-                elif now_s > changed_s + self._timeout_s:
+                elif now_s > changed_s + 2 * self._repetition_s:
                     self._report(
-                        f"rank {other} has shown no sign of life for {self._timeout_s:.6g} s; see "
-                        "why it ended, and resume"
+                        f"rank {other} has shown no sign of life for {2 * self._repetition_s:.6g} "
+                        "s; see why it ended, and resume"
                     )
                 is_late = lasts_s > self._repetition_s
                 if begun_s is not None and not is_shown and (is_late or self._end() is not None):

@@ -14,16 +14,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import ProfileError, UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.profiler.ranks.group import TIMEOUT_S, RankGroup, StageGroup
+from perseus_planner.profiler.ranks.group import RankGroup, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.row_file import delete_rows, rows_path
 from perseus_planner.profiler.stage import SingleGpu, assemble_profile, with_one_power
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
-from perseus_planner.profiler.training_check import TOLERANCE, difference_from_training
+from perseus_planner.profiler.training_check import UNLIKE_TRAINING, difference_from_training
 
 if TYPE_CHECKING:
     import torch
@@ -59,11 +59,8 @@ class ProfileRequest:
     resume: bool = False  #: Whether to go on from the rows that were kept
     #: Power of one waiting GPU, watts, instead of what is measured.
     blocking_power_w: float | None = None
-    #: A rank without a heartbeat for this long is presumed dead, seconds.
-    timeout_s: float = TIMEOUT_S
     progress: Progress | None = None  #: Called with this rank's rows
     iteration: Mapping[str, str | int] = field(default_factory=dict)  #: As in `Profile.iteration`
-    force: bool = False  #: Whether to measure computations that take another time than in training
 
 
 def measure_alone(
@@ -205,7 +202,11 @@ def _measure(
     rows = []
     for stage in stages:
         with stage.open(gpu, block, repeating) as opened:
-            difference = _difference_from_training(gpu, opened, stage, request)
+            # The times of a simulated GPU are modelled.
+            trained_s = {} if gpu.origin == "simulated" else stage.trained_s
+            difference = difference_from_training(opened, trained_s)
+            if difference:
+                _logger.warning("stage %d: %s, %s", stage.number, difference, UNLIKE_TRAINING)
             measured = measure_stage(
                 gpu,
                 opened,
@@ -219,7 +220,7 @@ def _measure(
                 progress=request.progress,
                 stages=total,
             )
-        if difference is not None:
+        if difference:
             measured = replace(
                 measured, conditions={**measured.conditions, "unlike training": difference}
             )
@@ -229,29 +230,6 @@ def _measure(
             )
         rows.append(measured)
     return with_one_power(rows)
-
-
-def _difference_from_training(
-    gpu: Gpu, opened: Stage, stage: LocalStage, request: ProfileRequest
-) -> str | None:
-    """Return how the repeated computations differ from those of the iteration; None if they do not.
-
-    Raises:
-        ProfileError: If they do, and this is not forced.
-    """
-    if gpu.origin == "simulated":  # its times are modelled
-        return None
-    difference = difference_from_training(opened, stage.number, stage.trained_s)
-    if difference is not None and not request.force:
-        raise ProfileError(
-            f"{difference}, over {TOLERANCE:.0%} apart, so the profile would not be that of the "
-            "training; profile an iteration after the first ones, of several microbatches, while "
-            "nothing else runs on the GPU; or measure all the same, with profile_pipeline(..., "
-            "force=True)"
-        )
-    if difference is not None:
-        _logger.warning("%s; measured all the same, as force is given", difference)
-    return difference
 
 
 def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profile:

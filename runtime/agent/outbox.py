@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import cache
 from itertools import count
 from statistics import median
@@ -115,18 +115,6 @@ TTL_S = 900.0
 """How long a detection holds at the service, so that it does not outlive a job that was killed."""
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A detection, the number of its report, and when it was observed and sent; None if it was
-    not sent.
-    """
-
-    detection: Detection
-    number: int
-    observed_s: float
-    sent_s: float | None = None
-
-
 class Detections:
     """The last detection of each rank, and which of them have to be sent to the service.
 
@@ -140,42 +128,41 @@ class Detections:
     def __init__(self, now_s: Callable[[], float] | None = None) -> None:
         self._now_s = now_s or SteadyClock()
         self._run, self._numbers = uuid4().hex, count(1)
-        self._kept: dict[int, _Kept] = {}
+        #: Rank -> its report, and when it was sent; None if it was not.
+        self._kept: dict[int, tuple[ReportRequest, float | None]] = {}
 
     def add(self, detection: Detection) -> None:
         """Add a detection, which replaces an earlier one of its rank."""
-        self._kept[detection.rank] = _Kept(detection, next(self._numbers), self._now_s())
+        report = straggling_report(
+            detection.straggling, detection.rank, key="", observed_s=0.0, ttl_s=TTL_S
+        )
+        self._kept[detection.rank] = self._numbered(report), None
 
     def due(self) -> list[ReportRequest]:
         """Return the reports to send now."""
-        now_s = self._now_s()
-        for rank, kept in self._kept.items():
-            if kept.sent_s is not None and now_s - kept.sent_s > TTL_S / 3:
-                self._kept[rank] = _Kept(kept.detection, next(self._numbers), now_s)
-        return [self._request(kept) for kept in self._kept.values() if kept.sent_s is None]
+        for rank, (report, sent_s) in self._kept.items():
+            if sent_s is not None and self._now_s() - sent_s > TTL_S / 3:
+                self._kept[rank] = self._numbered(report), None
+        return [report for report, sent_s in self._kept.values() if sent_s is None]
 
     def sent(self, request: ReportRequest) -> None:
         """Note that the service has answered a report. A recovery does not have to be sent
         again.
         """
-        for rank, kept in list(self._kept.items()):
-            if self._key(kept) == request.key:
-                self._kept[rank] = replace(kept, sent_s=self._now_s())
-                if kept.detection.straggling.slowdown <= 1.0:
+        for rank, (report, _) in list(self._kept.items()):
+            if report.key == request.key:
+                self._kept[rank] = report, self._now_s()
+                if (report.slowdown or 1.0) <= 1.0:
                     del self._kept[rank]
 
     def send_again(self) -> None:
         """Send all detections again, to a service that has forgotten them."""
-        self._kept = {rank: replace(kept, sent_s=None) for rank, kept in self._kept.items()}
+        self._kept = {rank: (report, None) for rank, (report, _) in self._kept.items()}
 
-    def _key(self, kept: _Kept) -> str:
-        return f"{self._run}-{kept.number}"
-
-    def _request(self, kept: _Kept) -> ReportRequest:
-        straggling, rank = kept.detection.straggling, kept.detection.rank
-        return straggling_report(
-            straggling, rank, key=self._key(kept), observed_s=kept.observed_s, ttl_s=TTL_S
-        )
+    def _numbered(self, report: ReportRequest) -> ReportRequest:
+        """Return the report as one of its own, observed now."""
+        key = f"{self._run}-{next(self._numbers)}"
+        return replace(report, key=key, observed_s=self._now_s())
 
 
 class JobCounts:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -21,10 +21,12 @@ from inference_cases import PROFILE as INFERENCE
 from inference_cases import RATES, steady, write_trace
 from made_runs import write_run
 from service_answers import api
+from strategies import smooth_profile
 
 import perseus_planner
 from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.cli import console, main
+from perseus_planner.profiler import simulated_pipeline
 from perseus_planner.solver import kernels
 from perseus_planner.views.frontier import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
@@ -408,6 +410,17 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytes
             tell()
     assert ("Solving" in stderr.getvalue()) is terminal
     assert ("compiling once" in stderr.getvalue()) is terminal
+
+
+def test_a_profile_unlike_the_training_is_written_and_exits_with_2(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    unlike = replace(smooth_profile(2), conditions={"unlike training": "stage 0: F took longer"})
+    monkeypatch.setattr(simulated_pipeline, "profile_simulated", lambda *_, **__: unlike)
+    result = run("profile --gpu simulated:a100-sxm --stages 2 -o profile.yaml")
+    assert (result.exit_code, "Unlike training: stage 0: F took" in result.stdout) == (2, True)
+    assert result.stderr.startswith("Error: profile.yaml: stage 0: F took longer, over 10% apart")
+    assert Profile.load("profile.yaml").conditions == unlike.conditions
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ trained by its plan.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ def check(results: Results, names: list[str], folder: Path) -> None:
     for name in names:
         path = folder / f"{name.replace(' ', '-')}.yaml"
         profile = Profile.load(path)
+        kinds = "FBIW" if name.partition("+")[0] in SPLIT else "FB"
+        assert set(profile.measurements) == set(product(range(profile.stages), kinds))
         assert (
             len({profile.blocking_w(stage) for stage in range(0, profile.stages, 2)}) == 1
             or "v" in name

@@ -13,16 +13,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from fake_nvml import StandIn
 from gpu_owners import await_end, files, guardians, kill
+from kept_rows import kept
 
 from perseus_planner import Profile
 from perseus_planner.gpu.lease.lease import recover, stale_records
-from perseus_planner.profiles.csv_file import Row, read_table
+from perseus_planner.profiles.csv_file import read_table
 
+Rows = dict[tuple[str, int], list[Any]]
+"""(kind, clock) -> what was measured there."""
 CLOCKS_MHZ = (1980, 1800, 1605, 1395, 1200, 1005, 810)
 # What `planner profile` does on each rank. Clocks are set through NVML. Time is virtual, so that
 # equal sweeps find equal rows, but each run also takes a millisecond of real time, so that a kill
@@ -80,9 +84,11 @@ def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "state"
 
 
-def rows_of(path: Path) -> dict[tuple[str, int], Row]:
+def rows_of(path: Path) -> Rows:
     """Return the rows of a table, which must be complete; none if there is no file."""
-    return {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
+    return (
+        {(row.kind, row.clock_mhz): [row] for row in read_table(path)[0]} if path.exists() else {}
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ def sweep_and_kill(
     assert len(whole) == 2 * len(CLOCKS_MHZ)
     shutil.rmtree(folder)
     folder.mkdir()
-    before: dict[tuple[str, int], Row] = {}
+    before: Rows = {}
     amid = 0
     for number in range(times + 1):
         swept(folder, next_kill(len(whole) - len(before), whole_s) if number < times else None)
@@ -158,20 +164,20 @@ def sweep_and_kill(
         recover()  # a record may be left of a GPU that was not set yet
         assert (stale_records(), files(state)) == ((), [])
         # There may also be a half-written file with a temporary name; the next sweep removes it.
-        assert {path.name for path in folder.glob("[!.]*")} <= {"p.yaml", "p.csv", "p.rows-0.csv"}
-        rows = rows_of(folder / "p.csv") or rows_of(folder / "p.rows-0.csv")
-        assert {key: rows[key] for key in before} == before  # finished rows do not change
+        assert {path.name for path in folder.glob("[!.]*")} <= {"p.yaml", "p.csv", "p.rows-0.json"}
+        rows = kept(folder / "p.rows-0.json")
+        assert all(rows[key][: len(before[key])] == before[key] for key in before if rows)
+        rows = rows_of(folder / "p.csv") or rows
         amid += len(before) < len(rows) < len(whole)
         before = rows
-        if (folder / "p.yaml").exists() and not (folder / "p.rows-0.csv").exists():
+        if (folder / "p.yaml").exists() and not (folder / "p.rows-0.json").exists():
             assert Profile.load(folder / "p.yaml").measurements.keys() == {(0, "F"), (0, "B")}
             assert list(rows) == list(whole)
-            for (
-                key,
-                row,
-            ) in rows.items():  # the counter is updated at other times after an interruption
+            for key, (row,) in rows.items():
+                # The counter is updated at other times after an interruption.
+                (expected,) = whole[key]
                 assert (row.time_s, row.energy_j) == pytest.approx(
-                    (whole[key].time_s, whole[key].energy_j), rel=1e-3
+                    (expected.time_s, expected.energy_j), rel=1e-3
                 )
             assert [*folder.glob(".*rows*")] == []
             shutil.rmtree(folder)

@@ -58,7 +58,7 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message_and_keep_their_ro
     messages = [line for each in (first, last) for line in each.stderr.splitlines()]
     assert len(messages) == 1, messages
     assert "rank 1" in messages[0]
-    assert (tmp_path / "profile.rows-0.csv").exists()
+    assert (tmp_path / "profile.rows-0.json").exists()
     assert not (tmp_path / "profile.yaml").exists()
 
 

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from kept_rows import kept
 from replay_gpu import ReplayGpu
 
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiler.row_file import RowFile, delete_rows, rows_path
 from perseus_planner.profiler.stage import StageRows
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
-from perseus_planner.profiles.csv_file import read_table
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
@@ -56,44 +56,29 @@ def assert_same(one: StageRows, other: StageRows) -> None:
             assert row.energy_j == pytest.approx(same.energy_j, rel=1e-4)
 
 
-def test_rows_are_read_back_as_they_were_added(tmp_path: Path):
-    rows = RowFile(tmp_path / "r.csv", 3, "clock", SUBJECT, resume=False)
-    other = Measurement(1395, 1 / 3, 29.9)
-    for kind, row in (("F", ROW), ("B.sync", ROW), ("F", other)):
-        rows.add(kind, row)
-    again = RowFile(tmp_path / "r.csv", 3, "clock", SUBJECT, resume=True).finished
-    assert again == {"F": {1410: ROW, 1395: other}, "B.sync": {1410: ROW}}
-    assert again["F"][1410].evidence == ROW.evidence
-
-
-def test_the_file_is_a_table_of_a_profile_below_its_subject(tmp_path: Path):
-    path = tmp_path / "r.csv"
-    RowFile(path, 3, "power-limit", SUBJECT, resume=False).add("F", ROW)
-    assert path.read_text().startswith(
-        "# gpu: GPU-8f6b\n# window: 5.0 s\nstage,instruction,power_limit,time,energy,"
-    )
-    (row,), control = read_table(path)
-    assert (row.stage, row.kind, row.clock_mhz, row.time_s, control) == (
-        3,
-        "F",
-        1410,
-        0.1,
-        "power-limit",
-    )
+def test_rows_are_read_back_as_they_were_written(tmp_path: Path):
+    rows = {
+        "F": {1410: [ROW, ROW], 1395: [Measurement(1395, 1 / 3, 29.9)]},
+        "B.sync": {1410: [ROW]},
+    }
+    RowFile(tmp_path / "r.json", SUBJECT, resume=False).write(rows)
+    again = RowFile(tmp_path / "r.json", SUBJECT, resume=True).finished
+    assert again == rows
+    assert again["F"][1410][1].evidence == ROW.evidence
 
 
 def test_rows_of_another_subject_are_refused_with_the_first_difference(folder: Path):
-    RowFile(Path("r.csv"), 0, "clock", SUBJECT, resume=False).add("F", ROW)
+    RowFile(Path("r.json"), SUBJECT, resume=False).write({"F": {1410: [ROW]}})
     with pytest.raises(ProfileError) as refusal:
-        RowFile(Path("r.csv"), 0, "clock", {**SUBJECT, "gpu": "GPU-77"}, resume=True)
+        RowFile(Path("r.json"), {**SUBJECT, "gpu": "GPU-77"}, resume=True)
     assert str(refusal.value) == (
-        "r.csv: its rows were measured with gpu: GPU-8f6b, and now it is GPU-77; "
+        "r.json: its rows were measured with gpu: GPU-8f6b, and now it is GPU-77; "
         "resume with gpu as before, or measure from the start without --resume"
     )
     with pytest.raises(ProfileError, match="with seed: nothing, and now it is 1;"):
-        RowFile(Path("r.csv"), 0, "clock", {**SUBJECT, "seed": "1"}, resume=True)
+        RowFile(Path("r.json"), {**SUBJECT, "seed": "1"}, resume=True)
     with pytest.raises(ProfileError, match=r"with window: 5\.0 s, and now it is nothing;"):
-        RowFile(Path("r.csv"), 0, "clock", {"gpu": "GPU-8f6b"}, resume=True)
+        RowFile(Path("r.json"), {"gpu": "GPU-8f6b"}, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -108,25 +93,26 @@ def test_rows_of_another_subject_are_refused_with_the_first_difference(folder: P
 def test_a_sweep_with_other_settings_cannot_resume(
     tmp_path: Path, change: dict[str, object], difference: str
 ):
-    swept(tmp_path / "r.csv", resume=False)
+    swept(tmp_path / "r.json", resume=False)
     with pytest.raises(ProfileError, match=difference):
-        swept(tmp_path / "r.csv", **change)
+        swept(tmp_path / "r.json", **change)
 
 
-def test_a_damaged_file_is_refused_with_its_line(folder: Path):
-    RowFile(Path("r.csv"), 0, "clock", SUBJECT, resume=False).add("F", ROW)
-    text = Path("r.csv").read_text()
-    Path("r.csv").write_text(text.replace("30.0", "much"))
+def test_a_damaged_file_is_refused_with_the_reason(folder: Path):
+    RowFile(Path("r.json"), SUBJECT, resume=False).write({"F": {1410: [ROW]}})
+    text = Path("r.json").read_text()
+    Path("r.json").write_text(text.replace("30.0", '"much"'))
     with pytest.raises(
-        ProfileError, match=r"r.csv, line 4, column 'energy': 'much' is not an energy"
+        ProfileError,
+        match=r"r.json: cannot be read .*Expected `float`, got `str`.*; measure from the start",
     ):
-        RowFile(Path("r.csv"), 0, "clock", SUBJECT, resume=True)
+        RowFile(Path("r.json"), SUBJECT, resume=True)
 
 
 def test_without_resume_old_rows_are_deleted(tmp_path: Path):
-    RowFile(tmp_path / "r.csv", 0, "clock", SUBJECT, resume=False).add("F", ROW)
-    assert not RowFile(tmp_path / "r.csv", 0, "clock", {}, resume=False).finished
-    assert not (tmp_path / "r.csv").exists()
+    RowFile(tmp_path / "r.json", SUBJECT, resume=False).write({"F": {1410: [ROW]}})
+    assert not RowFile(tmp_path / "r.json", {}, resume=False).finished
+    assert not (tmp_path / "r.json").exists()
 
 
 def test_rows_are_deleted_with_what_a_killed_write_left(tmp_path: Path):
@@ -135,9 +121,9 @@ def test_rows_are_deleted_with_what_a_killed_write_left(tmp_path: Path):
         path = rows_path(output, stage)
         path.write_text("x")
         (tmp_path / f".{path.name}.abc.part").write_text("half")
-    (tmp_path / "other.csv").write_text("")
+    (tmp_path / "other.json").write_text("")
     delete_rows(output, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["other.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
 
 
 def test_every_row_is_on_disk_before_the_next_begins(tmp_path: Path):
@@ -145,15 +131,15 @@ def test_every_row_is_on_disk_before_the_next_begins(tmp_path: Path):
     found: list[int] = []
 
     def look(done: int, total: int) -> None:
-        found.append(len(read_table(tmp_path / "r.csv")[0]))
+        found.append(sum(map(len, kept(tmp_path / "r.json").values())))
 
-    measure_stage(gpu, gpu.stage(), 0, rows_file=tmp_path / "r.csv", progress=look)
+    measure_stage(gpu, gpu.stage(), 0, rows_file=tmp_path / "r.json", progress=look)
     assert found[:-1] == list(range(1, len(found)))
 
 
 @pytest.mark.parametrize("after", [1, 2, 9, 23])
 def test_finished_rows_are_not_measured_again(tmp_path: Path, after: int):
-    path, gpu = tmp_path / "r.csv", gpu_of_a_stage()
+    path, gpu = tmp_path / "r.json", gpu_of_a_stage()
 
     def stop(done: int, total: int) -> None:
         if done == after:
@@ -162,21 +148,16 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, after: int):
     with pytest.raises(KeyboardInterrupt):
         measure_stage(gpu, gpu.stage(), 0, rows_file=path, progress=stop)
     assert gpu.locked_mhz is None
-    before = {(row.kind, row.clock_mhz): row.energy_j for row in read_table(path)[0]}
-    assert len(before) == after
+    before = kept(path)
     done: list[int] = []
     gpu = gpu_of_a_stage()
     rows = measure_stage(
         gpu, gpu.stage(), 0, rows_file=path, resume=True, progress=lambda now, _: done.append(now)
     )
-    assert done[0] == after + 1
+    assert done[0] in (after, after + 1)  # a clock may be measured again
     assert_same(rows, swept(None))
-    kept = {
-        (kind, row.clock_mhz): row.energy_j
-        for kind, table in rows.measurements.items()
-        for row in table
-    }
-    assert kept.items() >= before.items()
+    again = kept(path)
+    assert all(again[key][: len(visits)] == visits for key, visits in before.items())
 
 
 def killed(path: Path, kills: int) -> None:
@@ -190,23 +171,19 @@ def killed(path: Path, kills: int) -> None:
     forks = multiprocessing.get_context("fork")
     done = found = 0
     while done < kills:
-        goes_on = found < sum(map(len, whole.measurements.values())) and draw.random() < 0.8
+        goes_on = found < sum(map(len, whole.measurements.values())) + 4 and draw.random() < 0.8
         process = forks.Process(target=partial(swept, path, resume=goes_on))
         process.start()
         process.join(draw.uniform(0.0, lasts_s))
         process.kill()
         process.join()
         done += process.exitcode == -signal.SIGKILL
-        rows = (
-            {(row.kind, row.clock_mhz): row for row in read_table(path)[0]} if path.exists() else {}
-        )
-        found = len(rows)
+        rows = kept(path)
+        found = sum(map(len, rows.values()))
         for kind, table in whole.measurements.items():
             for row in table:
-                if (kind, row.clock_mhz) in rows:
-                    assert rows.pop((kind, row.clock_mhz)).energy_j == pytest.approx(
-                        row.energy_j, rel=1e-4
-                    )
+                energies_j = [visit.energy_j for visit in rows.pop((kind, row.clock_mhz), ())]
+                assert energies_j == pytest.approx([row.energy_j] * len(energies_j), rel=1e-4)
         assert not rows
     assert_same(swept(path), whole)
     delete_rows(path.with_name("r.yaml"), 1)
@@ -217,7 +194,7 @@ def killed(path: Path, kills: int) -> None:
     "ignore::DeprecationWarning"
 )  # of fork beside threads: the child runs this file's code only
 def test_twenty_sweeps_killed_at_random_moments_leave_complete_files_and_resume(tmp_path: Path):
-    killed(tmp_path / "r.rows-0.csv", 20)
+    killed(tmp_path / "r.rows-0.json", 20)
 
 
 @pytest.mark.soak
@@ -225,4 +202,4 @@ def test_twenty_sweeps_killed_at_random_moments_leave_complete_files_and_resume(
 def test_two_hundred_sweeps_killed_at_random_moments_leave_complete_files_and_resume(
     tmp_path: Path,
 ):
-    killed(tmp_path / "r.rows-0.csv", 200)
+    killed(tmp_path / "r.rows-0.json", 200)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import fixed
+from made_runs import write_run
+from strategies import fixed, smooth_profile
 
+from perseus_planner import Run, schedules, solve
 from perseus_planner.base.wires import decode, encode
 from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.account import SUMS, Entry, fold
 from perseus_planner.runs.tables import TOTALS, add_rows
-from perseus_planner.runtime.agent.outbox import told
-from perseus_planner.runtime.telemetry.counters import Checkpoint
+from perseus_planner.runtime.agent.outbox import added_up, told
+from perseus_planner.runtime.telemetry.counters import Checkpoint, common_checkpoint
+from perseus_planner.service.telemetry import add_counters
+from perseus_planner.views.run import summarize_run
+from perseus_planner.views.run_text import run_text
+from perseus_planner.views.savings import EnergyRates, IterationSize, savings_of
+from perseus_planner.views.sources import Sources
 
 SOME_S, SOME_J = st.floats(0.001, 10.0), st.none() | st.floats(0.0, 1e4)
 
@@ -113,3 +121,24 @@ def test_an_account_is_kept_and_travels_as_it_is(
     checkpoint = Checkpoint(account=sum(kept, Account()), set_p50_s=0.01)
     sent = encode([told(checkpoint)])
     assert decode(sent, tuple[Checkpoint, ...]) == (checkpoint,)
+
+
+def test_the_service_and_what_is_shown_and_reported_of_a_run_are_one_account(tmp_path: Path):
+    frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 4))
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    ranks = write_run(tmp_path, plan, 6, pipelines=2, deviations={3: "another order"})
+    kept = common_checkpoint([rank.checkpoints for rank in ranks])
+    assert kept is not None
+    tally = add_counters(None, added_up("run", kept, [Account()] * 4), 0.0)
+    assert tally is not None
+    run = Run.load(tmp_path)
+    same(run.total, tally)
+    shown = summarize_run(run)
+    assert shown.total == run.total
+    sources = Sources(frontier=frontier, runs={"run": run})
+    (saving,) = savings_of(sources, EnergyRates(), IterationSize())
+    assert saving.saved_share == pytest.approx(tally.saved_share)
+    assert saving.energy_j * tally.iterations == pytest.approx(tally.energy_j)
+    assert saving.time_s * tally.iterations == pytest.approx(tally.time_s)
+    assert f" {100 * tally.saved_share:.2f}\n" in run_text(shown)
+    assert (tally.iterations, tally.windows, tally.as_planned) == (6, 24, 16)

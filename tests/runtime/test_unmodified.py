@@ -220,7 +220,7 @@ sys.exit(3)
 def test_a_script_without_a_pipeline_ends_with_its_own_code_and_no_traceback(folder: Path):
     (folder / "train.py").write_text(WITHOUT_A_PIPELINE)
     command = [*PLANNER, "--gpu", GPU, "--", sys.executable, "train.py"]
-    process = ended(started(command, folder, RANK="0", LOCAL_RANK="0"))
+    process = ended(started(command, folder))
     assert (process.code, "Traceback" in process.stderr) == (3, False), process.stderr
     assert locked_mhz(0) is None
 

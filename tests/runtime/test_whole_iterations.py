@@ -12,14 +12,16 @@ import pytest
 from commands import done
 from launching import results_of
 from serving import Serving
-from waiting import LONG_S
+from strategies import smooth_profile
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
 pytest.importorskip("sqlalchemy")
 
-from perseus_planner import Profile, Run
+from perseus_planner import Profile, Run, solve
+from perseus_planner.base.errors import PlanError
 from perseus_planner.gpu import open_gpu
+from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.attachment import control_of, power_limits
 from perseus_planner.service.client import Client
@@ -59,8 +61,7 @@ def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tm
     shown = done(f"show {run}")
     assert "Run of 2 ranks, 2 pipelines, without a plan." in shown
     assert json.loads(done(f"show {run} --json"))["autopilot"]["reference_s"] > 0.0
-    done(f"report {run} -o {tmp_path / 'report.html'}")
-    assert "autopilot" in (tmp_path / "report.html").read_text()
+    done(f"report {run / 'autopilot.yaml'} -o {tmp_path / 'report.html'}")
 
 
 def test_a_gpu_whose_clocks_cannot_be_locked_gets_power_limits():
@@ -72,25 +73,28 @@ def test_a_gpu_whose_clocks_cannot_be_locked_gets_power_limits():
     assert [control_of(each) for each in (text, "simulated:a100-sxm")] == ["power-limit", "clock"]
 
 
-def test_a_gpu_that_is_lost_does_not_stop_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_iterations_that_the_caller_shows_run_by_a_plan_and_are_recorded_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path))
-    gpu = "emulated:a100-sxm/0?call=0&fault=lost@1s"
-    with planner_runtime(gpu=gpu, state=None, dry_run=False) as runtime:
-        deadline_s = time.monotonic() + LONG_S
-        while runtime.problem is None and time.monotonic() < deadline_s:
-            with runtime.iteration():
-                time.sleep(0.001)  # an iteration
-    assert "it fell off the bus" in str(runtime.problem)
-    assert "training goes on at the GPU's default clocks" in caplog.text
-
-
-def test_iterations_that_the_caller_shows_are_those_that_are_recorded(tmp_path: Path):
-    with planner_runtime(gpu="simulated:a100-sxm", record=tmp_path, state=None) as runtime:
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    rows = (Measurement(1410, 0.01, 3.0), Measurement(1200, 0.011, 2.5))
+    iteration = {"schedule": "whole", "microbatches": 1}
+    profile = Profile({(0, "F"): rows}, 0.0, origin="simulated", iteration=iteration)
+    plan, run = solve(profile, "whole", microbatches=1).plan_for(0.011), tmp_path / "run"
+    with planner_runtime(gpu="simulated:a100-sxm", plan=plan, record=run) as runtime:
         with pytest.raises(ArithmeticError), runtime.iteration():
             raise ArithmeticError
-        for _ in range(3):
+        for _ in range(6):
             runtime.end_iteration()
-    (rank,) = Run.load(tmp_path).ranks
-    assert [row.iteration for row in rank.iterations] == [0, 1, 2]
+            time.sleep(0.01)  # an iteration
+    (rank,) = Run.load(run).ranks
+    assert [row.is_as_planned for row in rank.iterations] == [False, *[True] * 5]
+    done(f"report {run} -o {tmp_path / 'report.html'}")
+    assert "0F0" in (tmp_path / "report.html").read_text()
+    other = solve(smooth_profile(1), "1f1b", microbatches=2).plan_for_least_energy()
+    said = r"training without a pipeline runs on rank 0 of the pipeline: computation 2 is missing"
+    with (
+        pytest.raises(PlanError, match=said),
+        planner_runtime(gpu="simulated:a100-sxm", plan=other),
+    ):
+        pass

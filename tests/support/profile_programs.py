@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_training import FAST, GPU, WarningLog, equal, job, trained
-from tiny_training import DeepSpeed, Torch
+from tiny_training import WIDTH, DeepSpeed, Layer, Torch
 from torch import nn
 
 from perseus_planner.cli import main
@@ -50,6 +50,17 @@ class Normalized(nn.Module):
         return self.layer(MeanOfReplicas.apply(x, self.group))
 
 
+class Noisy(Layer):
+    """A module that uses random numbers and keeps a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(self.norm(x))
+
+
 def _mean(x: Any, group: Any) -> Any:
     mean = x.detach().mean(dim=0)
     dist.all_reduce(mean, group=group)
@@ -82,7 +93,9 @@ def torch_schedules(state: str, *names: str) -> None:
     with job(state) as result:
         for text in names:
             name, _, wrap = text.partition("+")
-            options = {"wrap": WRAPS[wrap], "sides": 2} if wrap else {}
+            options: dict[str, Any] = {"layer": Noisy, "has_shapes": True}
+            if wrap:
+                options = {"wrap": WRAPS[wrap], "sides": 2}
             result[text] = _planned(partial(Torch, name, MICROBATCHES, **options), text)
 
 
@@ -110,6 +123,14 @@ class _Megatron:
 
     def step(self) -> list[Any]:
         return self._training.step(MICROBATCHES)
+
+    def compute(self) -> list[Any]:
+        self._training.finishes = False
+        return self.step()
+
+    def finish(self) -> None:
+        self._training.finishes = True
+        self._training.finish()
 
     def state(self) -> list[Any]:
         return [*self._training.weights(), torch.get_rng_state()]
@@ -169,7 +190,9 @@ def _planned(make: Callable[[], Any], name: str) -> dict[str, Any]:
             import tiny_gpt
 
             patch.setattr(tiny_gpt, "_forward_step", profiling.watched(tiny_gpt._forward_step))
-        values += training.step()
+        values += getattr(training, "compute", training.step)()
+    if hasattr(training, "finish"):
+        training.finish()
     timed.undo()
     assert profiling.problem is None, profiling.problem
     if dist.get_rank() == 0:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,9 +23,13 @@ import torch.distributed as dist
 from tiny_training import Torch
 from torch import nn
 from torch.distributed import pipelining
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from perseus_planner.base.errors import EndedElsewhere, PlannerError, UsageError
 from perseus_planner.cli import main
+from perseus_planner.engines import engine_of
+from perseus_planner.engines.recording import LossOfSteps, Recording
+from perseus_planner.engines.torch_state import tensors
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler import rehearsal
@@ -120,7 +124,7 @@ def killed(output: str) -> None:
 
     def progress(done: int, _: int) -> None:
         if done and os.environ["RANK"] == "1":
-            while not Path("profile.rows-0.csv").exists():
+            while not Path("profile.rows-0.json").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -130,23 +134,11 @@ def killed(output: str) -> None:
             GPU,
             3,
             output=Path(output),
-            timeout_s=2.0,
+            settings=SweepSettings(repetition_s=2.0),
             progress=progress,
         )
 
     _report(body)
-
-
-def schedules() -> None:
-    """Compare trainings of torch schedules with and without profiling, and write the profiles."""
-    dist.init_process_group("gloo")
-    for name in ("1f1b", "interleaved-1f1b", "interleaved-zb"):
-        plain = _trained(name, None)
-        profiled = _trained(name, Path(f"{name}.yaml"))
-        equal = [torch.equal(*pair) for pair in zip(plain, profiled, strict=True)]
-        assert all(equal), (name, equal)
-    print("equal")
-    dist.destroy_process_group()
 
 
 def sharded() -> None:
@@ -177,7 +169,7 @@ class Stuck(tiny_training.Layer):
     def forward(self, x: Any) -> Any:
         if self.repeats == "long" and dist.get_rank():
             self.repeats = None
-            Event().wait(2.0)
+            Event().wait(3.5)
         elif self.repeats == "for ever" and dist.get_rank():
             dist.all_reduce(torch.ones(1))
         return super().forward(x)
@@ -186,7 +178,7 @@ class Stuck(tiny_training.Layer):
 def stuck(repeats: str) -> None:
     """Profile a training in which a repetition of the last stage does not come back in time."""
     dist.init_process_group("gloo")
-    settings = SweepSettings(control="observed", repetition_s=1.0)
+    settings = SweepSettings(control="observed", repetition_s=2.0)
 
     def body() -> None:
         plain = tiny_training.Torch("1f1b", 2, layer=Stuck)
@@ -262,6 +254,52 @@ def autocast(cache: str) -> None:
     dist.destroy_process_group()
 
 
+class Held(TorchDispatchMode):
+    """Counts the bytes of storages at once, and those that were cloned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[int, Any]] = {}
+        self.most = self.cloned = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors(result):
+            storage, key = tensor.untyped_storage(), id(tensor.untyped_storage())
+            if key not in self._storages:
+                forget = weakref.ref(storage, lambda _, key=key: self._storages.pop(key))
+                self._storages[key] = storage.nbytes(), forget
+            self.cloned += tensor.nbytes * (func is torch.ops.aten.clone.default)
+        self.most = max(self.most, sum(size for size, _ in self._storages.values()))
+        return result
+
+
+def memory() -> None:
+    """Print what recording adds to the bytes that a step holds at most (less one message), and to
+    those that it clones, and the bytes of the inputs of one of its microbatches.
+    """
+    dist.init_process_group("gloo")
+    rank, vocabulary = dist.get_rank(), 4096
+    stage = pipelining.PipelineStage(
+        nn.Linear(WIDTH, vocabulary if rank else WIDTH), rank, 2, torch.device("cpu")
+    )
+    schedule = pipelining.Schedule1F1B(stage, 8, loss_fn=nn.functional.cross_entropy)
+    data, labels = torch.randn(32, WIDTH), torch.zeros(32, dtype=torch.long)
+    steps = []
+    for is_recorded in (False, False, True):
+        recording = Recording(engine_of(schedule, ""), LossOfSteps())
+        with recording.running() if is_recorded else nullcontext(), Held() as held:
+            schedule.step(*([] if rank else [data]), **({"target": labels} if rank else {}))
+        steps.append(held)
+    inputs = (data.nbytes + rank * labels.nbytes) // 8
+    _, plain, recorded = steps
+    message = data.nbytes // 8  # gloo may hold one that was sent a little longer
+    print(
+        json.dumps([recorded.most - plain.most - message, recorded.cloned - plain.cloned, inputs])
+    )
+    dist.destroy_process_group()
+
+
 def idle() -> None:
     """Run no iteration inside the block."""
     dist.init_process_group("gloo")
@@ -272,38 +310,6 @@ def idle() -> None:
             pass
 
     _report(body)
-
-
-class Noisy(tiny_training.Layer):
-    """A module that uses random numbers and keeps a running mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(tiny_training.WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(self.norm(x))
-
-
-def _trained(name: str, output: Path | None) -> list[Any]:
-    """Return losses, gradients, weights, buffers and the random state after four steps, the second
-    of which may be profiled.
-    """
-    pipeline = Torch(name, 4, layer=Noisy, has_shapes=True)
-    results: list[Any] = []
-    for step in range(4):
-        profiled = step == 1 and output is not None
-        with (
-            profile_pipeline(pipeline.engine, gpu=GPU, settings=OBSERVED, output=output)
-            if profiled
-            else nullcontext()
-        ):
-            results += pipeline.run(pipeline.engine.step)
-        results += [copy.deepcopy(weight.grad) for weight in pipeline.layers.parameters()]
-        pipeline.optimizer.step()
-        if step != 1:  # so that profiling also meets existing gradients
-            pipeline.optimizer.zero_grad()
-    return [*results, *pipeline.state()]
 
 
 def _step(schedule: Any, first: bool, last: bool) -> list[Any]:

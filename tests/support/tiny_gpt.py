@@ -91,6 +91,8 @@ class Training:
     results.
     """
 
+    finishes = True  #: Whether iterations end with a step of the optimizer
+
     def __init__(
         self,
         virtual: int | None = None,
@@ -181,10 +183,13 @@ class Training:
             micro_batch_size=ROWS,
             forward_only=forward_only,
         )
-        if not forward_only:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        if not forward_only and self.finishes:
+            self.finish()
         return losses
+
+    def finish(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def weights(self) -> list[Any]:
         return [each.detach().clone() for chunk in self.chunks for each in chunk.parameters()]

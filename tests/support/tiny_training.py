@@ -122,10 +122,18 @@ class Torch:
 
     def step(self) -> list[Any]:
         """Run one iteration; return its losses on the last rank."""
-        losses = self.run(self.engine.step)
+        losses = self.compute()
+        self.finish()
+        return losses
+
+    def compute(self) -> list[Any]:
+        """Run the forwards and backwards of an iteration; return its losses on the last rank."""
+        return self.run(self.engine.step)
+
+    def finish(self) -> None:
+        """Train by the gradients of an iteration."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return losses
 
     def evaluate(self) -> list[Any]:
         """Evaluate; return the losses on the last rank."""

@@ -6,7 +6,6 @@ without autocast.
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from perseus_planner.base.errors import EndedElsewhere, ProfileError
 from perseus_planner.engines import recording
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG
@@ -96,7 +94,7 @@ class MeasuredGpu:
         return 100 * (CLOCK.now_s // 0.02) * 0.02
 
 
-def compared(autocast: str, force: str) -> None:
+def compared(autocast: str) -> None:
     """Profile a training under autocast, which the repetitions run under only if `autocast` is
     "kept".
     """
@@ -121,19 +119,12 @@ def compared(autocast: str, force: str) -> None:
     options = {
         "settings": settings,
         "blocking_power_w": 80.0,
-        "force": force == "force",
         "gpu": "simulated:a100-sxm",
     }
-    try:
-        with profile_pipeline(schedule, output="profile.yaml", **options):
-            data = torch.randn(16, WIDTH)
-            with torch.autocast("cpu", torch.bfloat16):
-                schedule.step(*([data] if dist.get_rank() == 0 else []), target=data)
-    except EndedElsewhere:
-        sys.exit(2)
-    except ProfileError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    with profile_pipeline(schedule, output="profile.yaml", **options):
+        data = torch.randn(16, WIDTH)
+        with torch.autocast("cpu", torch.bfloat16):
+            schedule.step(*([data] if dist.get_rank() == 0 else []), target=data)
     if dist.get_rank() == 0:
         profile = Profile.load("profile.yaml")
         times_ms = {

@@ -31,6 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import UsageError
+from perseus_planner.runs import account
 from perseus_planner.service import answers, curves, model, schemas
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Guard, Limits, Token
 from perseus_planner.service.http.longpoll import AsyncService
@@ -389,11 +390,15 @@ def create_app(
 def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
     """Describe the fields in an OpenAPI document by the comments that stand beside them."""
     described = document["components"]["schemas"]
-    for module in (answers, curves, model, schemas):
+    of_kinds: dict[str, dict[str, str]] = {}
+    for module in (account, answers, curves, model, schemas):
         source = inspect.getsource(module)
         for kind in ast.parse(source).body:
             if isinstance(kind, ast.ClassDef):
-                texts = dict(_texts(kind, source.splitlines()))
+                texts = of_kinds.setdefault(kind.name, {})
+                for base in kind.bases:
+                    texts |= of_kinds.get(ast.unparse(base), {})
+                texts |= _texts(kind, source.splitlines())
                 for end in ("", "-Input", "-Output"):
                     properties = described.get(kind.name + end, {}).get("properties", {})
                     for name in properties.keys() & texts:
