@@ -79,7 +79,7 @@ def measure(size: Size) -> Section:
             f"The autopilot adds {more_us:.2f} us per computation to the hook with a plan; to "
             "reach: 2 us.",
             "A computation of a real model takes 10 to 1,000 ms. On CUDA the hook also enqueues "
-            "two events and one write, which `benchmarks/on_gpu.py` measures on a GPU.",
+            "two events and one write; `planner doctor --acceptance` compares throughput on a GPU.",
         ],
     )
 

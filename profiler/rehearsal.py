@@ -18,6 +18,7 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.checks import PASSED, Check, run_check
 from perseus_planner.base.errors import (
     GpuError,
     GpuNotPermitted,
@@ -123,7 +124,7 @@ def rehearse(
     with process_group() as position:
         device = torch_device(gpu)
         if position is None:
-            yield _rehearsal([_rehearse_gpu(0, gpu, device, locks)])
+            yield _rehearsal([rehearse_gpu(0, gpu, device, locks)])
             return
         with RankGroup() as group:
             result = _rehearse_together(group, gpu, device, locks, stages or group.size)
@@ -139,7 +140,7 @@ def _rehearse_together(
             "that"
         )
     group.gather(None)
-    own = _rehearse_gpu(group.rank, gpu, device, locks)
+    own = rehearse_gpu(group.rank, gpu, device, locks)
     group.gather(None)
     messages = exchange(group, stages, device, MESSAGE_LIMIT_S)
     own = replace(own, received=messages.received, problems=(*own.problems, *messages.problems))
@@ -151,30 +152,46 @@ def _rehearsal(ranks: Sequence[RankRehearsal], is_stuck: bool = False) -> Rehear
     return Rehearsal(compared, not any(rank.problems for rank in compared), is_stuck)
 
 
-def _rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> RankRehearsal:
-    """Rehearse on this rank's GPU alone; an error becomes one of its problems."""
-    rehearsal = RankRehearsal(rank, socket.gethostname(), remarks=tuple(_surroundings()))
+def rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> RankRehearsal:
+    """Rehearse on this rank's GPU alone; an error becomes one of its problems.
+
+    Args:
+        rank: This rank.
+        text: The GPU, as in `gpu_text`.
+        device: The device of that GPU.
+        locks: Whether to lock clocks; they are reset.
+    """
+    rehearsal = RankRehearsal(rank, socket.gethostname(), remarks=tuple(surroundings()))
     try:
         with open_gpu(gpu_text(text, device)) as gpu:
-            rehearsal = replace(
-                rehearsal,
-                gpu=gpu.text,
-                name=gpu.name,
-                remarks=(*rehearsal.remarks, *gpu.warnings()),
-            )
-            rehearsal = _check_memory(rehearsal, device)
-            return _load(gpu, device, locks, rehearsal)
+            remarks = (*rehearsal.remarks, *gpu.warnings())
+            rehearsal = replace(rehearsal, gpu=gpu.text, name=gpu.name, remarks=remarks)
+            trial = _Trial(gpu, device, locks, rehearsal)
+            for check in CHECKS:
+                result = run_check(check, trial)
+                if result.result != PASSED:
+                    return replace(trial.found, problems=(result.text,))
+            return trial.found
     except PlannerError as error:
         return replace(rehearsal, problems=(str(error),))
-    except RuntimeError as error:  # of torch or CUDA
-        problem = (
-            f"torch could not run a matrix product: {describe_error(error)}; see whether a "
-            "script of torch alone can"
-        )
-        return replace(rehearsal, problems=(problem,))
 
 
-def _surroundings() -> Iterator[str]:
+@dataclass
+class _Trial:
+    """The rehearsal of a rank that is under way."""
+
+    gpu: Gpu
+    device: torch.device
+    locks: bool  #: Whether to lock clocks
+    found: RankRehearsal  #: What it has found
+
+    def note(self, remark: str = "", **fields: Any) -> None:
+        """Add to what it has found."""
+        remarks = (*self.found.remarks, remark) if remark else self.found.remarks
+        self.found = replace(self.found, remarks=remarks, **fields)
+
+
+def surroundings() -> Iterator[str]:
     """Yield what else on this node may set clocks."""
     if frequency := os.environ.get("SLURM_GPU_FREQ"):
         yield (
@@ -194,47 +211,72 @@ def _surroundings() -> Iterator[str]:
             return
 
 
-def _check_memory(rank: RankRehearsal, device: torch.device) -> RankRehearsal:
-    size = _SIZES[device.type]
-    rank = replace(rank, size=size)
-    if device.type != "cuda":
-        return rank
+def _check_memory(trial: _Trial) -> str:
+    size = _SIZES[trial.device.type]
+    trial.note(size=size)
+    if trial.device.type != "cuda":
+        return ""
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(trial.device)
     needed = _NEEDED * 4 * size * size
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the GPU's memory are free"
-    rank = replace(rank, free_bytes=free, total_bytes=total)
+    trial.note(free_bytes=free, total_bytes=total)
     if free < needed:
         raise UsageError(
             f"{text}, and the rehearsal needs {needed / 2**30:.1f} GiB; end what else runs on this "
             "GPU"
         )
     if free < (1 - _USED) * total:
-        remark = f"{text}: other processes use the rest; end them, as they would be measured too"
-        return replace(rank, remarks=(*rank.remarks, remark))
-    return rank
+        trial.note(f"{text}: other processes use the rest; end them, as they would be measured too")
+    return text
 
 
-def _load(gpu: Gpu, device: torch.device, locks: bool, rank: RankRehearsal) -> RankRehearsal:
+def _check_load(trial: _Trial) -> str:
     """Measure the load at the highest clock, and at a low one; or at the clock that the GPU runs
     at.
     """
-    meter = RowMeter(gpu, synchronizer(device), SingleGpu(), _WINDOW_S, 0.0)
-    rank = replace(rank, counter_step_s=meter.counter.interval_s)
-    if locks and not gpu.text.startswith("dry-run:"):
-        try:
-            with lease_gpus([gpu], power_limit=False):
-                runs = _runs_at_clocks(gpu, device, meter)
-            return replace(rank, runs=runs, **_checked_locks(gpu, runs))
-        except (GpuNotPermitted, GpuNotSupported) as error:
-            rank = replace(
-                rank, locks=False, remarks=(*rank.remarks, f"clocks were only observed: {error}")
-            )
-    return replace(
-        rank,
-        runs=tuple(_run(gpu, device, meter, precision, None) for precision in ("fp32", "bf16")),
-    )
+    gpu, device = trial.gpu, trial.device
+    meter = _meter(gpu, device)
+    trial.note(counter_step_s=meter.counter.interval_s)
+    try:
+        if trial.locks and not gpu.text.startswith("dry-run:"):
+            try:
+                with lease_gpus([gpu], power_limit=False):
+                    trial.note(runs=_runs_at_clocks(gpu, device, meter), locks=True)
+            except (GpuNotPermitted, GpuNotSupported) as error:
+                trial.note(f"clocks were only observed: {error}", locks=False)
+        if not trial.found.runs:
+            observed = [_run(gpu, device, meter, precision, None) for precision in ("fp32", "bf16")]
+            trial.note(runs=tuple(observed))
+    except RuntimeError as error:  # of torch or CUDA
+        raise UsageError(
+            f"torch could not run a matrix product: {describe_error(error)}; see whether a "
+            "script of torch alone can"
+        ) from error
+    return ""
+
+
+def _check_locks(trial: _Trial) -> str:
+    """Check that the clocks that were locked had an effect."""
+    check = LockCheck(trial.gpu.text)
+    try:
+        for run in trial.found.runs:
+            if run.precision == "bf16" and run.locked_mhz is not None:
+                check.add(run.locked_mhz, run.achieved_mhz, run.throttle)
+        check.finish()
+    except GpuError:
+        trial.note(locks=False)
+        raise
+    return ""
+
+
+CHECKS: tuple[Check[_Trial], ...] = (
+    Check("memory", _check_memory),
+    Check("load", _check_load),
+    Check("locks", _check_locks),
+)
+"""What is tried on each rank, in order; the first that fails is the last."""
 
 
 def _runs_at_clocks(gpu: Gpu, device: torch.device, meter: RowMeter) -> tuple[LoadRun, ...]:
@@ -270,19 +312,22 @@ def _run(
     )
 
 
-def _checked_locks(gpu: Gpu, runs: Sequence[LoadRun]) -> dict[str, Any]:
-    """Return the fields of `RankRehearsal` that say whether the clocks that were locked had an
-    effect.
+def unlocked_mhz(text: str, device: torch.device) -> float:
+    """Return the SM clock that a GPU achieves under load when nothing is set, MHz.
+
+    Args:
+        text: The GPU, as in `gpu_text`.
+        device: The device of that GPU.
+
+    Raises:
+        GpuError: If the GPU cannot be read.
     """
-    check = LockCheck(gpu.text)
-    try:
-        for run in runs:
-            if run.precision == "bf16" and run.locked_mhz is not None:
-                check.add(run.locked_mhz, run.achieved_mhz, run.throttle)
-        check.finish()
-    except GpuError as error:
-        return {"locks": False, "problems": (str(error),)}
-    return {"locks": True}
+    with open_gpu(gpu_text(text, device)) as gpu:
+        return _run(gpu, device, _meter(gpu, device), "bf16", None).achieved_mhz
+
+
+def _meter(gpu: Gpu, device: torch.device) -> RowMeter:
+    return RowMeter(gpu, synchronizer(device), SingleGpu(), _WINDOW_S, 0.0)
 
 
 def _compared(ranks: Sequence[RankRehearsal]) -> tuple[RankRehearsal, ...]:

@@ -19,6 +19,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name -> the command of `planner`."""
+ACCEPT = "perseus_planner.acceptance.command:accept"
+"""What `planner doctor --acceptance` runs."""
 MEASURE_KERNELS = "perseus_planner.estimate.command:measure_kernels_of"
 """What `planner calibrate --kernels` runs."""
 SHOWN: Mapping[str, str] = MappingProxyType(

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+from perseus_planner.base import registry
+from perseus_planner.base.checks import PASSED, CheckResult, failure, run_check
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.cli import console
@@ -61,11 +64,30 @@ class RehearsalOptions:
     ]
 
 
+@dataclass(frozen=True)
+class AcceptanceOptions:
+    """How to accept a node."""
+
+    acceptance: Annotated[
+        bool,
+        "Try all of the planner on this node, under torchrun on one rank for each GPU: locks, "
+        "latency, neighbours, and a small GPT that is profiled and trained by a plan. Writes "
+        "acceptance.json and acceptance.html.",
+    ]
+    read_only: Annotated[bool, "Accept without setting anything."]
+    into: Annotated[
+        Path | None,
+        "Folder for what the acceptance writes.  [default: acceptance]",
+        Option(metavar="FOLDER"),
+    ] = None
+
+
 @command(
     "planner doctor",
     "planner doctor nvml:0",
     "planner doctor --measure-latency",
     "torchrun --nproc-per-node 8 -m perseus_planner doctor --rehearse",
+    "torchrun --nproc-per-node 8 -m perseus_planner doctor --acceptance",
 )
 def doctor(
     gpus: Annotated[tuple[str, ...], Option(metavar="[GPU]..."), complete(gpu_names)],
@@ -76,19 +98,32 @@ def doctor(
         "then reset them.",
     ],
     rehearsal: RehearsalOptions,
+    acceptance: AcceptanceOptions,
     as_json: AsJson,
 ) -> None:
     """Show what can be read and set on all GPUs that NVML shows, or on the GPUs that you name.
 
     `cuda` names all GPUs that CUDA shows to this process.
 
-    Changes nothing without --measure-latency or --rehearse, which reset what they set. Ends with
-    what works here; the exit status is 1 if GPUs can neither be measured nor set, or if a rehearsal
-    fails.
+    Changes nothing without --measure-latency, --rehearse or --acceptance, which reset what they
+    set. Ends with what works here; the exit status is 1 if GPUs can neither be measured nor set, or
+    if a rehearsal or an acceptance fails.
     """
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.records import read_records
 
+    if acceptance.acceptance:
+        if measure_latency or rehearsal.rehearse or rehearsal.no_locks or len(gpus) > 1:
+            raise UsageError(
+                "--acceptance takes one GPU, and no other option than --read-only, --into and "
+                "--json; it tries all of them"
+            )
+        accept = registry.load(registry.ACCEPT)
+        folder = acceptance.into or Path("acceptance")
+        accept(*gpus, read_only=acceptance.read_only, folder=folder, as_json=as_json)
+        return
+    if acceptance.read_only or acceptance.into is not None:
+        raise UsageError("--read-only and --into are about an acceptance; add --acceptance")
     if rehearsal.rehearse:
         if measure_latency or len(gpus) > 1:
             raise UsageError(
@@ -191,25 +226,18 @@ def _inspect_all(gpus: Sequence[Gpu]) -> list[Inspection | GpuError]:
 
 def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
     """Add to the inspection of a GPU what setting it shows."""
-    from perseus_planner.gpu.inspection import (
-        NOT_TRIED,
-        SettingCheck,
-        check_power_limit_setting,
-        failed_check,
-        measure_latency,
-    )
+    from perseus_planner.gpu.inspection import CLOCK, NOT_TRIED, POWER_LIMIT
     from perseus_planner.gpu.lease.lease import lease_gpus
 
-    latency = None
-    limit = SettingCheck("power limit", NOT_TRIED, "the GPU could not be leased")
+    limit = CheckResult(POWER_LIMIT.name, NOT_TRIED, "the GPU could not be leased")
     try:
         with lease_gpus([gpu]):
-            limit = check_power_limit_setting(gpu)
-            latency = measure_latency(gpu)
-            clock = SettingCheck("clock", "permitted", "")
+            limit, clock = run_check(POWER_LIMIT, gpu), run_check(CLOCK, gpu)
     except GpuError as error:
-        clock = failed_check("clock", error)
-    return GpuDiagnosis(replace(inspection, settings=(clock, limit)), latency)
+        clock = failure(CLOCK, error)
+    latency = clock.values.get("latency")
+    settings = (replace(clock, values={}), limit)
+    return GpuDiagnosis(replace(inspection, settings=settings), latency)
 
 
 def _verdict(inspections: Sequence[Inspection], gpus: int) -> Verdict:
@@ -281,14 +309,17 @@ def _gpu_text(diagnosis: GpuDiagnosis) -> str:
     origin = "" if seen.origin == "measured" else f", {seen.origin}"
     rows = [
         *(
-            (reading.name, reading.value or f"cannot be read: {reading.problem}")
+            (
+                reading.name,
+                f"{'' if reading.result == PASSED else 'cannot be read: '}{reading.text}",
+            )
             for reading in seen.readings
         ),
         *_energy_rows(seen.energy),
         *(
             (
                 f"setting the {setting.name}",
-                ": ".join(filter(None, (setting.result, setting.remark))),
+                ": ".join(filter(None, (setting.result, setting.text))),
             )
             for setting in seen.settings
         ),

@@ -5,22 +5,19 @@ anything, and measures on leased GPUs how long changing a clock takes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from threading import Barrier
-from typing import TYPE_CHECKING
 
-from perseus_planner.base.errors import GpuError, GpuNotPermitted, GpuNotSupported
+from perseus_planner.base.checks import PASSED, Check, CheckResult, Finding, run_check
+from perseus_planner.base.errors import GpuError
 from perseus_planner.base.prefixes import si
 from perseus_planner.gpu.lease.lease import in_use_text
 from perseus_planner.gpu.lease.records import LeaseRecord, read_records
-from perseus_planner.gpu.protocol import LOCK_WITHOUT_EFFECT
-
-if TYPE_CHECKING:
-    from perseus_planner.gpu.protocol import Gpu, GpuReader
+from perseus_planner.gpu.protocol import LOCK_WITHOUT_EFFECT, Gpu, GpuReader
 
 _WATCH_S = 3.0  #: at most; all known counters move at least once a second
 _ENOUGH_S = 1.0  #: after which a power sensor that averages covers the same time as the counter
@@ -33,24 +30,6 @@ _CAP_SYS_ADMIN = 21  #: number of that capability, capabilities(7)
 
 NOT_TRIED = "not tried"
 """Result of a setting that was not made: only making it shows whether it is permitted."""
-
-
-@dataclass(frozen=True)
-class ReadingCheck:
-    """Something that can be read on a GPU, or not."""
-
-    name: str  #: What it is
-    value: str | None  #: The value with its unit; None if it cannot be read
-    problem: str | None  #: Why not, and what to do; None if there is a value
-
-
-@dataclass(frozen=True)
-class SettingCheck:
-    """Something that can be set on a GPU, or not."""
-
-    name: str  #: What it is
-    result: str  #: "permitted", "not permitted", "not supported", "failed" or `NOT_TRIED`
-    remark: str  #: What else is known, or what to do
 
 
 @dataclass(frozen=True)
@@ -78,8 +57,8 @@ class Inspection:
     name: str
     driver: str
     origin: str
-    readings: tuple[ReadingCheck, ...]  #: What can be read
-    settings: tuple[SettingCheck, ...]  #: What can be set
+    readings: tuple[CheckResult, ...]  #: What can be read
+    settings: tuple[CheckResult, ...]  #: What can be set
     energy: EnergyWatch  #: How its energy counter behaves
     leased_by: str | None  #: The lease of a living process; None if the GPU is free
     stale_leases: tuple[str, ...]  #: Leases of dead processes
@@ -93,7 +72,7 @@ class Inspection:
     @property
     def can_set_clocks(self) -> bool | None:
         """Whether its clocks can be listed and set; None if that was not tried."""
-        lists = any(check.name == CLOCKS and check.value is not None for check in self.readings)
+        lists = any(check.name == CLOCKS and check.result == PASSED for check in self.readings)
         clock = next(check.result for check in self.settings if check.name == "clock")
         return None if lists and clock == NOT_TRIED else lists and clock == "permitted"
 
@@ -112,24 +91,14 @@ def inspect(gpu: Gpu) -> Inspection:
         name=gpu.name,
         driver=gpu.driver,
         origin=gpu.origin,
-        readings=_check_readings(gpu),
+        readings=tuple(run_check(check, gpu) for check in READINGS),
         settings=tuple(
-            SettingCheck(name, NOT_TRIED, _hint(gpu.text)) for name in ("clock", "power limit")
+            CheckResult(check.name, NOT_TRIED, _hint(gpu.text)) for check in (CLOCK, POWER_LIMIT)
         ),
         energy=watch_energy(gpu),
         leased_by=in_use_text(living[0]) if living else None,
         stale_leases=tuple(_stale_text(record) for record in records if record not in living),
         warnings=gpu.warnings(),
-    )
-
-
-def failed_check(name: str, error: GpuError) -> SettingCheck:
-    """Return the result of a setting that raised `error`."""
-    results = ((GpuNotPermitted, "not permitted"), (GpuNotSupported, "not supported"))
-    return SettingCheck(
-        name,
-        next((text for kind, text in results if isinstance(error, kind)), "failed"),
-        str(error),
     )
 
 
@@ -192,31 +161,6 @@ def _power_w(gpu: GpuReader) -> float | None:
         return None
 
 
-def _check_readings(gpu: GpuReader) -> tuple[ReadingCheck, ...]:
-    readings: tuple[tuple[str, Callable[[], str]], ...] = (
-        (CLOCKS, lambda: _clocks(gpu.supported_clocks_mhz)),
-        ("clock", lambda: f"{gpu.clock_mhz()} MHz"),
-        ("power limits", lambda: "{:g} to {:g} W".format(*gpu.power_limits_w)),
-        (
-            "power limit",
-            lambda: f"{gpu.power_limit_w():g} W, by default {gpu.default_power_limit_w():g} W",
-        ),
-        ("power", lambda: si(gpu.power_w(), "W")),
-        ("energy counter", lambda: si(gpu.energy_j(), "J", 6)),
-        ("temperature", lambda: f"{gpu.temperature_c():g} degrees Celsius"),
-        ("throttled now by", lambda: ", ".join(sorted(gpu.throttle_reasons())) or "nothing"),
-        ("throttled so far", lambda: _throttled(gpu)),
-    )
-    return tuple(_check_reading(name, read) for name, read in readings)
-
-
-def _check_reading(name: str, read: Callable[[], str]) -> ReadingCheck:
-    try:
-        return ReadingCheck(name, read(), None)
-    except GpuError as error:
-        return ReadingCheck(name, None, str(error))
-
-
 def _clocks(clocks_mhz: Sequence[int]) -> str:
     return f"{len(clocks_mhz)} from {clocks_mhz[0]} to {clocks_mhz[-1]} MHz"
 
@@ -230,10 +174,10 @@ def _throttled(gpu: GpuReader) -> str:
 
 
 def _hint(text: str) -> str:
-    return f"{_privilege(text)}; `planner doctor --measure-latency` tries it"
+    return f"{privilege(text)}; `planner doctor --measure-latency` tries it"
 
 
-def _privilege(text: str) -> str:
+def privilege(text: str) -> str:
     """Return what is known about permission before anything is set."""
     back_end = text.partition(":")[0]
     if back_end in ("zeusd", "command"):
@@ -357,13 +301,10 @@ def measure_parallel_latency(gpus: Sequence[Gpu], alone_s: float) -> ParallelLat
     )
 
 
-def check_power_limit_setting(gpu: Gpu) -> SettingCheck:
-    """Check whether the power limit of a leased GPU can be set, by setting the one in force."""
-    try:
-        gpu.set_power_limit_w(gpu.power_limit_w())
-    except GpuError as error:
-        return failed_check("power limit", error)
-    return SettingCheck("power limit", "permitted", "")
+def _set_power_limit(gpu: Gpu) -> str:
+    """Set the power limit in force."""
+    gpu.set_power_limit_w(gpu.power_limit_w())
+    return ""
 
 
 def _clocks_to_set(clocks_mhz: Sequence[int]) -> list[int]:
@@ -404,3 +345,28 @@ def _check_not_above(gpu: Gpu, clock_mhz: int) -> None:
             f"{gpu.text}: its SM clock was locked at {clock_mhz} MHz, and runs at {runs_mhz} MHz "
             f"{_SETTLE_S:g} s later, {LOCK_WITHOUT_EFFECT}"
         )
+
+
+READINGS: tuple[Check[GpuReader], ...] = (
+    Check(CLOCKS, lambda gpu: _clocks(gpu.supported_clocks_mhz)),
+    Check("clock", lambda gpu: f"{gpu.clock_mhz()} MHz"),
+    Check("power limits", lambda gpu: "{:g} to {:g} W".format(*gpu.power_limits_w)),
+    Check(
+        "power limit",
+        lambda gpu: f"{gpu.power_limit_w():g} W, by default {gpu.default_power_limit_w():g} W",
+    ),
+    Check("power", lambda gpu: si(gpu.power_w(), "W")),
+    Check("energy counter", lambda gpu: si(gpu.energy_j(), "J", 6)),
+    Check("temperature", lambda gpu: f"{gpu.temperature_c():g} degrees Celsius"),
+    Check("throttled now by", lambda gpu: ", ".join(sorted(gpu.throttle_reasons())) or "nothing"),
+    Check("throttled so far", _throttled),
+)
+"""What is read of a GPU."""
+
+POWER_LIMIT: Check[Gpu] = Check("power limit", _set_power_limit, passed="permitted")
+"""Whether the power limit of a leased GPU can be set: the one in force is."""
+
+CLOCK: Check[Gpu] = Check(
+    "clock", lambda gpu: Finding("", {"latency": measure_latency(gpu)}), passed="permitted"
+)
+"""Whether the clock of a leased GPU can be set, and how long that takes."""

@@ -295,31 +295,25 @@ def pools_text(report: PoolsReport) -> str:
 
 def pools_page(report: PoolsReport) -> str:
     """Return the page of a report. Names are escaped, whatever they contain."""
-    from xml.etree.ElementTree import tostring
-
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
-    from perseus_planner.views.report import content_policy
-    from perseus_planner.views.web import page_file
+    from perseus_planner.views.sheets import page_of_sheets
 
     rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
-    styles = [page_file("theme.css"), page_file("report.css"), _STYLE]
-    sheets = plan_sheets(report.plan)[::-1]
-    tables = [tostring(sheet.html(), encoding="unicode", method="html") for sheet in sheets]
-    template = (files("perseus_planner.inference") / "pools.html.j2").read_text(encoding="utf-8")
+    template = (files("perseus_planner.inference") / "pools.svg.j2").read_text(encoding="utf-8")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.from_string(template).render(
-        report=report,
-        headline=_headline(report),
-        assumed=_assumed(report),
-        rows=rows,
-        most_j=max(row["energy_j"] for row in rows),
-        sheets=[(sheet.title, Markup(text)) for sheet, text in zip(sheets, tables, strict=True)],
-        styles=[Markup(style) for style in styles],
-        policy=Markup(content_policy([], styles)),
+    figure = environment.from_string(template).render(
+        rows=rows, most_j=max(row["energy_j"] for row in rows)
+    )
+    return page_of_sheets(
+        f"Pools for inference: {report.file}",
+        "Energy of pools for inference",
+        ("Where the energy goes", _headline(report), _assumed(report)),
+        plan_sheets(report.plan)[::-1],
+        figure=figure,
+        style=_STYLE,
     )
 
 

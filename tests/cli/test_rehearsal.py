@@ -217,7 +217,7 @@ def test_dcgm_on_the_node_is_named(tmp_path: Path):
         try:
             while Path(f"/proc/{process.pid}/comm").read_text() != "nv-hostengine\n":
                 pass  # it is named a little after `Popen` has returned
-            (remark,) = [text for text in rehearsal._surroundings() if text.startswith("DCGM")]
+            (remark,) = [text for text in rehearsal.surroundings() if text.startswith("DCGM")]
         finally:
             process.kill()
     assert remark == (

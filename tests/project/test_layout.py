@@ -84,7 +84,7 @@ def test_nothing_but_itself_imports_a_room_at_the_edge():
 def test_the_registry_names_what_stands_at_the_edge():
     places = [
         *(*registry.COMMANDS.values(), *registry.SHOWN.values(), *registry.REPORTED.values()),
-        *(registry.MEASURE_KERNELS, registry.OTHER_PLANNERS),
+        *(registry.ACCEPT, registry.MEASURE_KERNELS, registry.OTHER_PLANNERS),
     ]
     assert {room_of(place.partition(":")[0]) for place in places} == set(EDGE)
     assert all(registry.load(place) for place in places)

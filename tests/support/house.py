@@ -37,7 +37,7 @@ ROOMS = (
 """The folders of the package, in the order of the data."""
 LEAVES = ("profiler", "runtime", "cli")
 """Folders that no other folder imports, but that the last may import the others."""
-EDGE = ("estimate", "inference", "cluster")
+EDGE = ("estimate", "inference", "cluster", "acceptance")
 """Folders that nothing imports: `base.registry` has the names of what stands in them."""
 FACE = "face"
 """The package itself, of public names."""

@@ -1,0 +1,154 @@
+"""What `planner doctor --acceptance` runs, prints and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from perseus_planner.base import __version__
+from perseus_planner.base.checks import FAILED, NOT_CHECKED, CheckResult, run_check
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import write_file
+from perseus_planner.base.tables import Column, Sheet, lay_out
+from perseus_planner.cli import console
+
+if TYPE_CHECKING:
+    from perseus_planner.acceptance.steps import Acceptance
+
+_MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class AcceptanceReport:
+    """The result of an acceptance."""
+
+    planner: str  #: Version of the planner
+    gpu: str  #: The GPUs, in words
+    ranks: int  #: One for each GPU
+    layout: str  #: How the training shares them
+    origin: str  #: "measured" or "simulated"
+    read_only: bool  #: Whether nothing was set
+    has_passed: bool  #: Whether no check has failed
+    checks: tuple[CheckResult, ...]  #: In order
+
+
+def accept(gpu: str = "cuda", *, read_only: bool, folder: Path, as_json: bool) -> None:
+    """Accept this node, on all ranks together; rank 0 prints and writes the result, and all exit
+    with 1 if a check fails.
+
+    Args:
+        gpu: Each rank's GPU, as in `gpu_text`.
+        read_only: Whether to set nothing.
+        folder: Where to write.
+        as_json: Whether to print JSON.
+
+    Raises:
+        UsageError: If the GPU cannot train, or the folder cannot be written.
+        RankError: If another rank has ended.
+    """
+    from perseus_planner.acceptance.ranks import Rank
+    from perseus_planner.acceptance.steps import CHECKS, Acceptance
+    from perseus_planner.profiler.build import require_torch
+
+    require_torch()
+    if gpu.removeprefix("dry-run:").startswith("simulated:"):
+        emulated = gpu.replace("simulated:", "emulated:")
+        raise UsageError(f"GPU {gpu!r} has a time of its own; train on {emulated}")
+    read_only = read_only or gpu.startswith("dry-run:")
+    if read_only:
+        gpu = f"dry-run:{gpu.removeprefix('dry-run:')}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}; give another folder with --into") from error
+    rank = Rank(gpu, read_only, folder.resolve())
+    if rank.size > _MOST_RANKS:
+        raise UsageError(f"--acceptance takes 1 to {_MOST_RANKS} ranks, not {rank.size}")
+    acceptance, results = Acceptance(rank), list[CheckResult]()
+    for number, check in enumerate(CHECKS, 1):
+        results.append(run_check(check, acceptance))
+        if rank.rank == 0 and not as_json:
+            click.echo(_line(number, results[-1]))
+    report = _report(acceptance, results)
+    if rank.rank == 0:
+        files = {
+            folder / "acceptance.json": json.dumps(asdict(report), indent=2, default=str),
+            folder / "acceptance.html": page(report),
+        }
+        for path, text in files.items():
+            write_file(path, text.encode(), UsageError)
+        console.report(report, _verdict(report), [*files], as_json=as_json)
+    rank.gather(None)  # torchrun ends all others as soon as one ends with an error
+    if not report.has_passed:
+        click.get_current_context().exit(1)
+
+
+def _report(acceptance: Acceptance, results: Sequence[CheckResult]) -> AcceptanceReport:
+    nodes = acceptance.nodes
+    return AcceptanceReport(
+        __version__,
+        ", ".join(dict.fromkeys(node.name for node in nodes)) or "unknown GPU",
+        acceptance.rank.size,
+        str(acceptance.layout),
+        nodes[0].origin if nodes else "unknown",
+        acceptance.rank.read_only,
+        not any(_has_failed(result) for result in results),
+        tuple(results),
+    )
+
+
+def _has_failed(result: CheckResult) -> bool:
+    return result.result in (FAILED, "not permitted", "not supported")
+
+
+def _line(number: int, result: CheckResult) -> str:
+    return f"{number}. {result.name}: {result.result}: {result.text}"
+
+
+def _verdict(report: AcceptanceReport) -> str:
+    gpus = f"{report.ranks} x {report.gpu} ({report.origin})"
+    failed = [result.name for result in report.checks if _has_failed(result)]
+    if failed:
+        return (
+            f"\nThe planner does not work on {gpus} yet: {', '.join(failed)} failed. Do what the "
+            "lines above say, or send us the folder that this has written."
+        )
+    left = [result.name for result in report.checks if result.result == NOT_CHECKED]
+    not_checked = f"; not checked: {', '.join(left)}" if left else ""
+    return f"\nThe planner works on {gpus}, as far as it was checked{not_checked}."
+
+
+def page(report: AcceptanceReport) -> str:
+    """Return the result as one HTML page."""
+    from perseus_planner.views.sheets import page_of_sheets
+
+    checks = lay_out(
+        report.checks,
+        Column("check", "name", "<"),
+        Column("result", "result", "<"),
+        Column("what was found", "text", "<"),
+    )
+    sheets = [Sheet("Checks", f"{report.layout}; {report.origin}", checks)]
+    values = {result.name: result.values for result in report.checks}
+    if rows := values.get("plan", {}).get("rows"):
+        columns: tuple[Column, ...] = (
+            Column("", "name", "<"),
+            *(Column("predicted {}", "planned_s", "s"), Column("measured {}", "time_s", "s")),
+            *(Column("predicted {}", "planned_j", "J"), Column("measured {}", "energy_j", "J")),
+        )
+        sheets.append(Sheet("An iteration", "All GPUs.", lay_out(rows, *columns)))
+    if beside := values.get("profile", {}).get("beside"):
+        columns = (
+            Column("stage and kind", lambda item: item[0], "<"),
+            Column("profile {}", lambda item: item[1][0], "s4"),
+            Column("iteration {}", lambda item: item[1][1], "s4"),
+        )
+        source = "At the highest clock: by the profiler, and by the marks of an iteration."
+        sheets.append(Sheet("Computations", source, lay_out(beside.items(), *columns)))
+    first = ("Does the planner work here?", _verdict(report).strip(), f"Planner {report.planner}.")
+    return page_of_sheets("Acceptance of a node", "Acceptance of a node", first, sheets)
