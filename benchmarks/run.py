@@ -20,6 +20,7 @@ import frontier_times
 import hook_cost
 import inference_caps
 import iteration_times
+import large_jobs
 import large_pipeline
 import learning_training
 import lowtime_ratio
@@ -69,6 +70,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     26: explorations.measure,
     27: serving_pools.measure,
     inference_caps.NUMBER: inference_caps.measure,
+    large_jobs.NUMBER: large_jobs.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import ControllerLost, GpuError, GpuInUse, GpuNotSupported
 from perseus_planner.base.loops import Backoff, in_background
-from perseus_planner.base.wires import Board
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime.controller.client import Connection, attach_reply, start_controller
 from perseus_planner.runtime.controller.protocol import AttachRequest
@@ -24,11 +23,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from contextlib import ExitStack
 
-    from torch.distributed import Store
-
     from perseus_planner.gpu.protocol import Gpu
     from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
-    from perseus_planner.runtime.job import TrainingJob
+    from perseus_planner.runtime.node import Node
 
 ATTACH_S = 60.0
 """How long a controller may take to start, lease its GPUs and answer."""
@@ -38,38 +35,27 @@ _LIMIT_STEP = 0.95  #: between two power limits
 _LOOK_S = 1.0  #: between two looks for a new controller, which another rank starts
 
 
-@dataclass(frozen=True)
-class _ControllerStart:
-    """What the node's first rank tells the others of its controller."""
-
-    address: str | None = None
-    problem: str | None = None  #: why it was not started
-
-
 class NodeController:
-    """The clock controller of this node. The node's first rank starts it and tells the others its
-    address.
+    """The clock controller of this node, which the rank that leads the node starts.
 
     Attributes:
         rank: This rank.
 
     Args:
-        job: All ranks.
-        neighbours: The ranks of this node, in order.
+        rank: This rank.
+        node: Its node.
+        ranks: Number of ranks of the node.
         max_changes_per_s: Rate of the clock changes of all their GPUs together.
     """
 
-    def __init__(
-        self, job: TrainingJob, neighbours: Sequence[int], max_changes_per_s: float
-    ) -> None:
-        self._job, self._neighbours, self._max_changes_per_s = job, neighbours, max_changes_per_s
-        self.rank = job.rank
-        self._key = f"controller/{neighbours[0]}"
+    def __init__(self, rank: int, node: Node, ranks: int, max_changes_per_s: float) -> None:
+        self.rank = rank
+        self._node, self._ranks, self._max_changes_per_s = node, ranks, max_changes_per_s
 
     @property
     def is_started_here(self) -> bool:
         """Whether this rank starts the controller."""
-        return self._job.rank == self._neighbours[0]
+        return self._node.leads
 
     def start(self) -> str:
         """Start the controller, and return its address.
@@ -78,11 +64,11 @@ class NodeController:
             GpuError: If it does not start.
         """
         try:
-            address = start_controller(len(self._neighbours), self._max_changes_per_s, ATTACH_S)
+            address = start_controller(self._ranks, self._max_changes_per_s, ATTACH_S)
         except GpuError as error:
-            Board(self._job.own_store).put(self._key, _ControllerStart(problem=str(error)))
+            self._node.pass_on(problem=str(error))
             raise
-        Board(self._job.own_store).put(self._key, _ControllerStart(address))
+        self._node.pass_on(controller=address, problem=None)
         return address
 
     def address(self) -> str | None:
@@ -92,13 +78,10 @@ class NodeController:
         Raises:
             GpuError: If it did not start.
         """
-        return self._address(self._job.own_store)
-
-    def _address(self, store: Store) -> str | None:
-        start = Board(store).get(self._key, _ControllerStart)
-        if start is not None and start.problem is not None:
-            raise GpuError(start.problem)
-        return None if start is None else start.address
+        state = self._node.look()
+        if state.problem is not None:
+            raise GpuError(state.problem)
+        return state.controller
 
     def first_address(self) -> str:
         """Start the controller or wait until it is started, and return its address.
@@ -109,8 +92,8 @@ class NodeController:
         if self.is_started_here:
             return self.start()
         deadline_s = time.monotonic() + ATTACH_S
-        while (address := self._address(self._job.store)) is None:
-            if time.monotonic() > deadline_s:
+        while (address := self.address()) is None:
+            if time.monotonic() > deadline_s or self._node.state.refusal is not None:
                 raise GpuError(
                     f"the clock controller of this node was not started within {ATTACH_S:g} s"
                 )
@@ -186,9 +169,9 @@ class Reattachment:
     """Attaches a rank to a new controller after its controller was lost, less and less often while
     that fails.
 
-    No method waits: the node's first rank starts the controller on a thread of its own, and the
-    others look for its address in the job's store. After the end of the launcher nothing is tried,
-    because the job is to end then.
+    No method waits: the rank that leads the node starts the controller on a thread of its own, and
+    the others look for its address. After the end of the launcher nothing is tried, because the job
+    is to end then.
 
     Args:
         controller: The controller of this node.
@@ -241,15 +224,13 @@ class Reattachment:
             if not self._starting.done():
                 return None
             error = self._starting.exception()
-            if error is not None:  # the store may be gone
+            if error is not None:
                 raise GpuError(str(error))
             return self._starting.result()
         if self._now_s() - self._looked_s < _LOOK_S:
             return None
         self._looked_s = self._now_s()
-        with suppress(
-            GpuError, RuntimeError
-        ):  # the first rank will try again; the store may be gone
+        with suppress(GpuError):  # the rank that leads will try again
             return self._controller.address()
         return None
 

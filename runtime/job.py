@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.base.errors import RankError
-from perseus_planner.base.processes import boot_id
 from perseus_planner.base.wires import STORE_GONE
 
 if TYPE_CHECKING:
@@ -70,12 +69,6 @@ def this_job() -> TrainingJob:
 
 def _restarts() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def node() -> str:
-    """Return a text that is equal for exactly those processes that can share a clock controller."""
-    namespaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
-    return "/".join((boot_id(), *namespaces, str(os.geteuid())))
 
 
 def launcher() -> int | None:

@@ -1,5 +1,5 @@
-"""How the ranks of a job begin together: they exchange who they are, check rank 0's plan, and
-attach to a controller.
+"""How the ranks of a job begin together: rank 0 learns who they are and tells each node its part,
+they check rank 0's plan, and attach to a controller.
 
 This happens before training, so it may wait. What a user can correct is refused, on all ranks at
 once: a plan that does not fit the engine, or a GPU that another job holds. What training can go on
@@ -9,22 +9,33 @@ without becomes a warning and no clocks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from msgspec.structs import replace
 
 from perseus_planner.base.errors import PlanError, RankError
-from perseus_planner.base.wires import Board, Message
+from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_key
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.whole import WholeTraining
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
 from perseus_planner.runtime.hook import Program
-from perseus_planner.runtime.job import TrainingJob, node, wait_for_others
-from perseus_planner.runtime.switching.agreement import NodePlans, NodeShare
+from perseus_planner.runtime.job import TrainingJob, wait_for_others
+from perseus_planner.runtime.node import Node, NodePart, NodeState, RankPart, Refusal, node_name
+from perseus_planner.runtime.switching.agreement import (
+    AgreedState,
+    NodeShare,
+    packed_plan,
+    read_plan,
+    write_plan,
+)
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
@@ -44,7 +55,13 @@ planning.
 """
 REFUSAL_S = 10.0
 """How long rank 0 waits, at most, until all others have read why the job does not begin."""
+COLLECT_S = 60.0
+"""How long rank 0 may take to tell each node its part."""
 
+_PAUSE_S = 0.05  #: between two looks at the store, at most, in jobs with few ranks
+_LOCAL_PAUSE_S = 0.05  #: the same at memory
+_LOOKS_PER_S = 40_000.0  #: at the store, at most, if each rank has a node of its own
+_NAMED = 16  #: absent ranks
 
 STATE_FILE = "autopilot.yaml"
 """Of the autopilot, in the run folder or else in the folder in which rank 0 was started."""
@@ -87,50 +104,307 @@ class RankContext:
     """What a rank knows when it begins to train."""
 
     engine: Engine  #: The adapter of its engine
-    pipeline: int  #: Number of its data-parallel pipeline, from 0
-    pipelines: int  #: Number of pipelines
+    own: RankPart  #: What rank 0 has told it
+    part: NodePart  #: What rank 0 has told its node
     program: Program | None  #: What it runs by; None if there is no plan
     control: Control  #: What is set on its GPU, whichever plan comes later
     attachment: attachment.Attachment  #: Its part in the clock controller of its node
-    #: The attempt of the job, for the run folder; None if rank 0 is missing.
-    attempt: Attempt | None
     share: NodeShare  #: Its part in the looks of its node for new plans
-    #: For each rank of the job, its pipeline and its rank there; None for absent ranks.
-    places: Sequence[tuple[int, int] | None]
-    has_autopilot: bool  #: Whether the autopilot makes the programs
-    neighbours: int  #: Number of ranks on its node, itself included
+    #: On rank 0, for each rank of the job its pipeline and its rank there; None for absent ranks.
+    positions: Sequence[tuple[int, int] | None]
+
+    @property
+    def has_autopilot(self) -> bool:
+        """Whether the autopilot makes the programs."""
+        return self.part.attempt is not None and not self.part.has_plan
 
 
-class _RankInfo(Message, frozen=True):
-    """What a rank tells the others first."""
+class RankInfo(Record, frozen=True, array_like=True):
+    """What a rank tells rank 0."""
 
-    node: str
-    pipeline: int | None
-    peers: tuple[int, ...]
-    plans: str | None  #: of rank 0; None if the autopilot makes the programs
-    attempt: Attempt | None  #: of rank 0
-
-
-class _Refusal(Message, frozen=True):
-    """The rank does not begin."""
-
-    text: str
+    node: str  #: Name of its node
+    pipeline: int | None  #: Number of its pipeline; None if its engine does not know
+    first: int  #: The first rank of its pipeline, in the whole job
+    rank: int  #: Its rank there
 
 
-_Response: TypeAlias = _RankInfo | _Refusal | str
+class Rendezvous:
+    """This rank's part in the beginning of a job.
 
+    Every rank writes who it is, and is counted. Rank 0 reads that once all are there, or one waits
+    no longer; it works out the pipelines, and writes for each node what its ranks have to know. The
+    rank that leads the node passes that on, and later whether all are behind a barrier. So a rank
+    takes a handful of operations, and only rank 0 reads more than a node's part.
 
-class _Step:
-    """A step that a rank takes by itself before all ranks exchange how they fared.
+    The methods that wait are generators of the seconds until they go on; `finish` runs them.
+
+    Keys of the store:
+
+    - `join/infos/R`: a `RankInfo`.
+    - `join/ranks`, `join/B`: how many ranks have come, also to barrier B; more than the job has
+      once one of them refuses, or waits no longer. `join/refused/B`: why it refuses.
+    - `join/nodes/N`: how many ranks of node N have come. `join/memory/N`: where its leader, which
+      came first, passes on what there is.
+    - `join/states/N`: what the leader passes on, for ranks that cannot share its memory.
+    - `join/collector`: the rank that collects the infos: rank 0, unless that is missing.
+    - `join/parts/N`: a `NodePart`. `join/late`: the one for ranks that come too late.
+
+    Args:
+        job: The job.
+        warnings: Gives warnings.
+        stack: Closes what is opened here.
+        now_s: A clock, in seconds.
 
     Attributes:
-        value: What this rank sends to the others.
-        responses: What each rank has sent; None for a rank that was too late.
+        node: The node of this rank, after `meet`.
+        own: What this rank was told of itself, after `meet`.
+        plan: The plan that all ranks begin with, as it was sent; None if there is none, or a newer
+            one has replaced it.
+        positions: On the rank that collects, for each rank of the job its pipeline and its rank
+            there; None for absent ranks. Elsewhere empty.
     """
 
-    def __init__(self) -> None:
-        self.value: _RankInfo | str = ""
-        self.responses: Sequence[Any] = ()
+    def __init__(
+        self,
+        job: TrainingJob,
+        warnings: JobWarnings,
+        stack: ExitStack,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._job, self._warnings, self._stack, self._now_s = job, warnings, stack, now_s
+        self._board, self._own_board = Board(job.store), Board(job.own_store)
+        self._longest_pause_s = max(_PAUSE_S, job.ranks / _LOOKS_PER_S)
+        self.node = Node(self._own_board, "", False, stack)
+        self._attempt: Attempt | None = None
+        self.own = RankPart(0, False)
+        self.plan: bytes | None = None
+        self.positions: Sequence[tuple[int, int] | None] = ()
+
+    @property
+    def part(self) -> NodePart:
+        """What rank 0 has told this node, after `meet`."""
+        assert self.node.state.part is not None
+        return self.node.state.part
+
+    @contextmanager
+    def refusing(self, barrier: str) -> Iterator[None]:
+        """End all ranks if the block raises, which stands before a barrier."""
+        try:
+            yield
+        except Exception as error:
+            refusal = Refusal(self._job.rank, str(error) or repr(error))
+            with suppress(RuntimeError):  # if the store is gone, the others cannot be told
+                self._job.store.compare_set(f"join/refused/{barrier}", "", encode(refusal).decode())
+                self._close(barrier)
+            self.node.pass_on(refusal=refusal)
+            self._leave(barrier)
+            raise
+
+    def finish(self, barrier: str, steps: Generator[float]) -> None:
+        """Wait for the others at a barrier.
+
+        Raises:
+            RankError: If one of them refuses, which is named, or the store is gone.
+        """
+        try:
+            for pause_s in steps:
+                time.sleep(pause_s)
+        except RuntimeError as error:
+            raise RankError(STORE_GONE) from error
+        except ValueError as error:
+            raise RankError(
+                f"what the ranks tell each other cannot be read: {error}; use the same version of "
+                "the planner on all ranks"
+            ) from error
+        refusal = self.node.state.refusal
+        if refusal is not None:
+            self._leave(barrier)
+            raise RankError(f"rank {refusal.rank} does not begin: {refusal.text}")
+
+    def meet(
+        self, info: RankInfo, attempt: Attempt | None = None, plan: bytes | None = None
+    ) -> Generator[float]:
+        """Meet the other ranks at the barrier `ranks`, and learn this rank's part.
+
+        Args:
+            info: Who this rank is.
+            attempt: On rank 0, that of the job.
+            plan: On rank 0, what `packed_plan` returns; None if the autopilot makes the programs.
+        """
+        self._attempt, self.plan = attempt, plan
+        deadline_s = self._now_s() + RENDEZVOUS_S
+        store, memory_key = self._job.store, f"join/memory/{info.node}"
+        leads = store.add(f"join/nodes/{info.node}", 1) == 1
+        if leads:
+            self.node = Node(self._own_board, info.node, True, self._stack)
+            store.set(memory_key, self.node.addresses)
+        if plan is not None:
+            store.set("plans/1", plan)
+        self._board.put(f"join/infos/{self._job.rank}", info)
+        collects = attempt is not None and self._claim()
+        store.add("join/ranks", 1)
+        if not leads:
+            pauses = _pauses(_PAUSE_S)
+            while (addresses := read_key(store, memory_key)) is None and self._now_s() < deadline_s:
+                yield next(pauses)
+            there = (addresses or b"").decode()
+            self.node = Node(self._own_board, info.node, False, self._stack, there)
+        if not collects:
+            yield from self._led(lambda state: state.part is not None, deadline_s)
+        if self.node.state == NodeState():
+            yield from self._read_part(info.node, collects, deadline_s)
+        if self.node.state.part is None:  # a rank refuses
+            return
+        self.own = self.part.ranks.get(self._job.rank) or self._late(info)
+        if self.part.has_plan and plan is None:
+            newest = None if self.node.plans is None else read_plan(self.node.plans, 0)
+            if newest is None:
+                self.plan = read_key(store, "plans/1")
+            elif newest[0].version == 1:
+                self.plan = newest[1]
+
+    def wait_at(self, barrier: str, timeout_s: float) -> Generator[float]:
+        """Wait until all ranks that came in time are at a barrier, or one refuses; after
+        `timeout_s` seconds, go on.
+        """
+        if self._job.rank not in self.part.ranks:
+            return
+        deadline_s = self._now_s() + timeout_s
+        self._job.store.add(f"join/{barrier}", 1)
+        yield from self._led(lambda state: barrier in state.passed, deadline_s)
+        state = self.node.state
+        if barrier not in state.passed and state.refusal is None:
+            refusal = yield from self._count(barrier, self.part.present, deadline_s)
+            self.node.pass_on(passed=(*state.passed, barrier), refusal=refusal)
+
+    def _late(self, info: RankInfo) -> RankPart:
+        """Return the part of this rank, which is too late for the others and still goes on."""
+        if info.pipeline is not None:
+            return RankPart(info.pipeline, False)
+        late = self._board.get("join/late", NodePart)
+        return RankPart((*(late or self.part).firsts, info.first).index(info.first), False)
+
+    def _leave(self, barrier: str) -> None:
+        part = self.node.state.part
+        ranks = self._job.ranks if part is None else part.present
+        wait_for_others(self._job, barrier, ranks, REFUSAL_S)
+
+    def _led(self, is_known: Callable[[NodeState], bool], deadline_s: float) -> Generator[float]:
+        """Wait until the leader of the node has passed something on."""
+        pauses = _pauses(_LOCAL_PAUSE_S)
+        while not self.node.leads and self._now_s() <= deadline_s:
+            state = self.node.look()
+            if state.refusal is not None or is_known(state):
+                return
+            yield next(pauses)
+
+    def _count(
+        self, barrier: str, ranks: int, deadline_s: float
+    ) -> Generator[float, None, Refusal | None]:
+        """Wait until so many ranks are at a barrier; return why one of them refuses."""
+        pauses = _pauses(self._longest_pause_s)
+        while (count := self._board.get(f"join/{barrier}", int) or 0) < ranks:
+            if self._now_s() > deadline_s:
+                self._close(barrier)
+            else:
+                yield next(pauses)
+        return None if count == ranks else self._board.get(f"join/refused/{barrier}", Refusal)
+
+    def _close(self, barrier: str) -> None:
+        self._job.store.add(f"join/{barrier}", self._job.ranks + 1)
+
+    def _claim(self) -> bool:
+        """Return whether this rank is the one that collects the infos."""
+        rank = str(self._job.rank)
+        return bool(self._job.store.compare_set("join/collector", "", rank).decode() == rank)
+
+    def _read_part(self, node: str, collects: bool, deadline_s: float) -> Generator[float]:
+        refusal = yield from self._count("ranks", self._job.ranks, deadline_s)
+        if refusal is not None:
+            self.node.pass_on(refusal=refusal)
+            return
+        if collects or (self._now_s() > deadline_s and self._claim()):
+            self._collect()
+        pauses, until_s = _pauses(self._longest_pause_s), max(self._now_s(), deadline_s) + COLLECT_S
+        while True:
+            late = self._board.get("join/late", NodePart)  # which is written last
+            part = self._board.get(f"join/parts/{node}", NodePart) or late
+            if part is not None:
+                break
+            if self._now_s() > until_s:
+                raise RankError(
+                    f"rank 0 did not say within {COLLECT_S:g} s how the job begins; see whether it "
+                    "has ended"
+                )
+            yield next(pauses)
+        plans = self.node.plans
+        if part.has_plan and plans is not None and self.node.leads:
+            packed = read_key(self._job.store, "plans/1")
+            if packed is not None:
+                write_plan(plans, AgreedState(), packed)
+        self.node.pass_on(part=part)
+
+    def _collect(self) -> None:
+        """Work out the part of each node, and write them."""
+        keys = [f"join/infos/{rank}" for rank in range(self._job.ranks)]
+        infos = self._board.get_all(keys, RankInfo)
+        has_plan = self.plan is not None
+        self.positions, parts = node_parts(infos, self._attempt, has_plan=has_plan)
+        for node, part in parts.items():
+            self._board.put(f"join/parts/{node}" if node else "join/late", part)
+        absent = [str(rank) for rank, info in enumerate(infos) if info is None]
+        if absent:
+            named = f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:_NAMED])}"
+            if len(absent) > _NAMED:
+                named += f" and {len(absent) - _NAMED} others"
+            self._warnings.warn(
+                "late",
+                f"{named} had not joined within {RENDEZVOUS_S:g} s; training begins without "
+                "waiting longer",
+            )
+        if self._attempt is None:
+            text = "there is no plan: rank 0 is missing; training goes on without setting clocks"
+            self._warnings.warn("no plan", text)
+
+
+def _pauses(longest_s: float) -> Iterator[float]:
+    pause_s = 1e-3
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, longest_s)
+
+
+def node_parts(
+    infos: Sequence[RankInfo | None], attempt: Attempt | None, *, has_plan: bool
+) -> tuple[list[tuple[int, int] | None], dict[str, NodePart]]:
+    """Return, for each rank, its pipeline, as its engine numbers it or else by its first rank, and
+    its rank there, None for absent ranks; and the part of each node, the last, if ranks are absent,
+    under an empty name for those who come late.
+    """
+    there = {rank: info for rank, info in enumerate(infos) if info is not None}
+    firsts = sorted({info.first for info in there.values() if info.pipeline is None})
+    number = {first: number for number, first in enumerate(firsts)}
+    positions: list[tuple[int, int] | None] = [None] * len(infos)
+    nodes: dict[str, dict[int, RankPart]] = {}
+    seen = set[tuple[int, int]]()
+    for rank, info in there.items():
+        pipeline = number[info.first] if info.pipeline is None else info.pipeline
+        positions[rank] = position = (pipeline, info.rank)
+        nodes.setdefault(info.node, {})[rank] = RankPart(pipeline, position not in seen)
+        seen.add(position)
+    late = NodePart(
+        ranks={},
+        pipelines=len({pipeline for pipeline, _ in seen}),
+        positions=len(seen),
+        nodes=len(nodes),
+        present=len(there),
+        has_plan=has_plan,
+        attempt=attempt,
+    )
+    parts = {node: replace(late, ranks=ranks) for node, ranks in nodes.items()}
+    if len(there) < len(infos):
+        parts[""] = replace(late, firsts=tuple(firsts))
+    return positions, parts
 
 
 def join_job(
@@ -141,7 +415,7 @@ def join_job(
     warnings: JobWarnings,
     stack: ExitStack,
 ) -> RankContext:
-    """Begin together with all other ranks: three steps that all take in this order, and so in one
+    """Begin together with all other ranks: steps that all take in this order, and so in one
     function.
 
     Args:
@@ -159,30 +433,30 @@ def join_job(
         FrontierError: If the frontier for the service cannot be read.
         RankError: If another rank has refused.
     """
-    everyone = range(job.ranks)
-    with _step(job, "infos", everyone, RENDEZVOUS_S) as step:
+    meeting = Rendezvous(job, warnings, stack)
+    attempt = packed = program = None
+    with meeting.refusing("ranks"):
         adapter = WholeTraining() if engine is None else engine_of(engine)
         adapter.check()
-        gpu = options.gpu_of(adapter.device)
-        info = step.value = _rank_info(adapter, job, options, served)
-    infos: list[_RankInfo | None] = list(step.responses)
-    present = [rank for rank in everyone if infos[rank] is not None]
-    infos[job.rank] = info  # a rank that is too late for the others still goes on
-    _warn_of_absent(job, present, warnings)
-    first, program = infos[0], None
-    with _step(job, "plans", present, RENDEZVOUS_S):
-        pipeline, pipelines = _pipelines(info, infos)
-        if first is not None and first.plans is not None:
-            program = program_of(adapter, Plans.loads(first.plans.encode()), 1, pipeline)
-        places = _places(infos)
-    if first is None:
-        text = "there is no plan: rank 0 is missing; training goes on without setting clocks"
-        warnings.warn("no plan", text)
-    neighbours = [
-        rank for rank, other in enumerate(infos) if other is not None and other.node == info.node
-    ]
-    with _step(job, "gpus", present, 2 * attachment.ATTACH_S) as step:
-        controller = attachment.NodeController(job, neighbours, options.max_changes_per_s)
+        gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank
+        info = RankInfo(node_name(), position.pipeline, position.peers[0], position.rank)
+        if job.rank == 0:
+            if served is not None:
+                served.check()
+            if options.plan is not None:
+                packed = packed_plan(Plans.load(options.plan).dumps())
+            attempt = Attempt.next_in(options.record)
+    meeting.finish("ranks", meeting.meet(info, attempt, packed))
+    part, own, node = meeting.part, meeting.own, meeting.node
+    with meeting.refusing("plans"):
+        if meeting.plan is not None:
+            plans = Plans.loads(zlib.decompress(meeting.plan))
+            program = program_of(adapter, plans, 1, own.pipeline)
+    if part.has_plan:
+        meeting.finish("plans", meeting.wait_at("plans", RENDEZVOUS_S))
+    with meeting.refusing("gpus"):
+        ranks = len(part.ranks) or job.ranks
+        controller = attachment.NodeController(job.rank, node, ranks, options.max_changes_per_s)
         plan = None if program is None else program.plan
         control: Control = "clock"
         if plan is not None:
@@ -192,46 +466,19 @@ def join_job(
         attached = attachment.attach(controller, gpu, control, stack)
         if plan is not None and attached.gpu is not None:
             check_gpu(plan, attached.gpu, control)
-        written = NodePlans.create() if job.rank == neighbours[0] else None
-        if written is not None:
-            stack.callback(written.close)
-            step.value = written.address
-    # A rank that was too late for the others has no responses, and looks for itself.
-    addresses = dict(zip(present, step.responses, strict=False))
-    share = _node_share(infos, written, addresses.get(neighbours[0]), stack)
+    meeting.finish("gpus", meeting.wait_at("gpus", 2 * attachment.ATTACH_S))
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
     return RankContext(
         engine=adapter,
-        pipeline=pipeline,
-        pipelines=pipelines,
+        own=own,
+        part=part,
         program=program,
         control=control,
         attachment=attached,
-        attempt=None if first is None else first.attempt,
-        share=share,
-        places=places,
-        has_autopilot=first is not None and first.plans is None,
-        neighbours=len(neighbours),
+        share=NodeShare(part.nodes, looks=node.leads or node.plans is None, plans=node.plans),
+        positions=meeting.positions,
     )
-
-
-def _node_share(
-    infos: Sequence[_RankInfo | None],
-    written: NodePlans | None,
-    address: str | None,
-    stack: ExitStack,
-) -> NodeShare:
-    """Return this rank's part in the looks of its node, given what it writes or the address of
-    what it reads.
-    """
-    nodes = len({info.node for info in infos if info is not None})
-    if written is None and address:
-        with suppress(OSError):  # the first rank of the node has ended
-            plans = NodePlans.open(address)
-            stack.callback(plans.close)
-            return NodeShare(nodes, looks=False, plans=plans)
-    return NodeShare(nodes, looks=True, plans=written)
 
 
 def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Program:
@@ -271,81 +518,3 @@ def check_gpu(plan: Plan, gpu: AttachReply, control: Control) -> None:
             f"the plan is for the GPU {planned!r}, and this rank has {gpu.name!r} ({gpu.gpu}); "
             "profile that kind of GPU and plan on it"
         )
-
-
-@contextmanager
-def _step(job: TrainingJob, name: str, ranks: Sequence[int], timeout_s: float) -> Iterator[_Step]:
-    """Take one step on each of `ranks`; if it fails on one of them, it ends on all.
-
-    Raises:
-        RankError: If it has failed on another rank; names the rank.
-    """
-    step = _Step()
-    try:
-        yield step
-    except Exception as error:
-        with suppress(RankError):  # if the store is gone, the others cannot be told
-            _gather(job, name, ranks, _Refusal(str(error) or repr(error)), 0.0)
-        wait_for_others(job, name, len(ranks), REFUSAL_S)
-        raise
-    step.responses = _gather(job, name, ranks, step.value, timeout_s)
-    for rank, response in zip(ranks, step.responses, strict=False):
-        if isinstance(response, _Refusal):
-            wait_for_others(job, name, len(ranks), REFUSAL_S)
-            raise RankError(f"rank {rank} does not begin: {response.text}")
-
-
-def _gather(
-    job: TrainingJob, name: str, ranks: Sequence[int], value: _Response, timeout_s: float
-) -> Sequence[Any]:
-    import torch.distributed as dist
-
-    if job.rank not in ranks:
-        return ()
-    board = Board(dist.PrefixStore(name, job.store))
-    return board.gather(ranks.index(job.rank), len(ranks), value, _Response, timeout_s)
-
-
-def _rank_info(
-    engine: Engine, job: TrainingJob, options: RuntimeOptions, served: ServiceSettings | None
-) -> _RankInfo:
-    position = engine.pipeline_rank
-    plans = attempt = None
-    if job.rank == 0:
-        if served is not None:
-            served.check()
-        plans = None if options.plan is None else Plans.load(options.plan).dumps().decode()
-        attempt = Attempt.next_in(options.record)
-    return _RankInfo(node(), position.pipeline, position.peers, plans, attempt)
-
-
-def _warn_of_absent(job: TrainingJob, present: Sequence[int], warnings: JobWarnings) -> None:
-    absent = [str(rank) for rank in range(job.ranks) if rank not in present]
-    if absent:
-        named = f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
-        warnings.warn(
-            "late",
-            f"{named} had not joined within {RENDEZVOUS_S:g} s; training begins without waiting "
-            "longer",
-        )
-
-
-def _pipelines(info: _RankInfo, infos: Sequence[_RankInfo | None]) -> tuple[int, int]:
-    """Return this rank's pipeline, as its engine numbers it or else by its first rank, and the
-    number of pipelines.
-    """
-    numbers = {
-        other.peers if other.pipeline is None else (other.pipeline,)
-        for other in infos
-        if other is not None
-    }
-    number = sorted(numbers).index(info.peers) if info.pipeline is None else info.pipeline
-    return number, len(numbers)
-
-
-def _places(infos: Sequence[_RankInfo | None]) -> list[tuple[int, int] | None]:
-    """Return the pipeline of each rank, and its rank there; None for absent ranks."""
-    return [
-        None if info is None else (_pipelines(info, infos)[0], info.peers.index(rank))
-        for rank, info in enumerate(infos)
-    ]

@@ -59,7 +59,7 @@ class Runtime:
     @property
     def pipeline(self) -> int:
         """Number of this rank's data-parallel pipeline, from 0."""
-        return self._context.pipeline
+        return self._context.own.pipeline
 
     @property
     def problem(self) -> str | None:

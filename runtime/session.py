@@ -189,9 +189,9 @@ class _Session:
         self._connection, self._gpu = attachment.connection, attachment.gpu
         self._telemetry = Telemetry(
             job.rank,
-            replace(context.engine.pipeline_rank, pipeline=context.pipeline),
+            replace(context.engine.pipeline_rank, pipeline=context.own.pipeline),
             self._files(options.record),
-            own_plans=context.pipelines > 1,
+            own_plans=context.part.pipelines > 1,
             warn=lambda text: warnings.warn("record", text),
         )
         self._telemetry.update([], [] if self._gpu is None else [self._gpu])
@@ -291,10 +291,10 @@ class _Session:
         if self._follower.ledger is None:
             return self._plan_program(version, Plans.loads(data))
         rank, orders = self._context.engine.pipeline_rank.rank, self._follower.orders
-        return Programs.program_of(data, version, self._context.pipeline, rank, orders)
+        return Programs.program_of(data, version, self._context.own.pipeline, rank, orders)
 
     def _plan_program(self, version: int, plans: Plans) -> Program:
-        program = program_of(self._context.engine, plans, version, self._context.pipeline)
+        program = program_of(self._context.engine, plans, version, self._context.own.pipeline)
         if self._gpu is not None and program.plan is not None:
             check_gpu(program.plan, self._gpu, self._context.control)
         return program
@@ -302,17 +302,18 @@ class _Session:
     def _check(self, plans: Plans) -> None:
         """Refuse plans that do not fit this rank, or not all pipelines."""
         self._plan_program(0, plans)
-        for pipeline in range(self._context.pipelines):
+        for pipeline in range(self._context.part.pipelines):
             program_of(self._context.engine, plans, 0, pipeline)
 
     def _files(self, folder: Path | None) -> RankFiles | None:
         if folder is None:
             return None
-        if self._context.attempt is None:
+        attempt = self._context.part.attempt
+        if attempt is None:
             text = f"{folder}: rank 0 is missing; training goes on without recording"
             self._warnings.warn("record", text)
             return None
-        return RankFiles(folder, self._job.rank, self._job.ranks, self._context.attempt)
+        return RankFiles(folder, self._job.rank, self._job.ranks, attempt)
 
 
 def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:

@@ -10,8 +10,9 @@ A message is a frozen msgspec struct, written as one object of JSON that names i
 `decode` takes nothing else than the type that it is given: exactly its fields, each of its declared
 type, and finite. Where a reader expects one type only, dataclasses travel as well.
 
-A `PacketChannel` or a `StreamChannel` connects two processes of a node; a `Board` is the store of a
-training job, in which its ranks write for each other.
+A `PacketChannel` or a `StreamChannel` connects two processes of a node; `NodeMemory` is what one of
+them writes for all others; a `Board` is the store of a training job, in which its ranks write for
+each other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from perseus_planner.base.errors import PlannerError, RankError
+from perseus_planner.base.errors import PlannerError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STORE_GONE = "the rank or launcher that holds the job's store has ended; see why"
+ABSENT = "?"
+"""A value that no key of a store ever has, as it is not JSON."""
 MAX_PACKET_BYTES = 65536
 MAX_STREAM_BYTES = 64 << 20
 """Longest message of a stream, and most that is kept for a process that does not read."""
@@ -44,9 +46,9 @@ MAX_STREAM_BYTES = 64 << 20
 _PLAIN = methodcaller("item")  #: of a number of numpy
 _MAX_REASON = 200  #: characters of what msgspec says
 _LENGTH = struct.Struct("<I")  #: before each message of a stream
-_ABSENT = "?"  #: a value that no key of a store ever has, as it is not JSON
-_LONGEST_PAUSE_S = 0.05  #: between two looks at the store, in jobs of up to
-_RANKS_LOOKING = 500  #: ranks; longer in larger ones
+_KEYS = 1000  #: that are read in one operation
+_VERSION = struct.Struct("<qQ")  #: of the content of memory, and how many bytes it has
+_CHECKSUM = struct.Struct("<I")  #: of both, so that half a content is not taken for one
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -254,14 +256,15 @@ def read_key(store: Store, key: str) -> bytes | None:
     `compare_set` returns the value of the key or, if it is absent, the value that was expected. So
     "?" must not be a value.
     """
-    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
-    return None if value == _ABSENT.encode() else value
+    value: bytes = store.compare_set(key, ABSENT, ABSENT)
+    return None if value == ABSENT.encode() else value
 
 
 class Board:
     """The store of a training job, or a part of it, with a message under each key.
 
-    All methods but `gather` raise the store's RuntimeError when it is gone, and take one operation.
+    All methods raise the store's RuntimeError when it is gone, and take one operation unless they
+    say otherwise.
 
     Attributes:
         store: The store.
@@ -283,51 +286,74 @@ class Board:
         """Remove a message."""
         self.store.delete_key(key)
 
-    def gather(
-        self, rank: int, ranks: int, message: Any, kinds: Any, timeout_s: float
-    ) -> Sequence[Any]:
-        """Gather a message from every rank; every rank returns the same, with None for ranks that
-        were too late.
+    def get_all(self, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+        """Return the messages under keys, with None where there is none: an operation for each
+        1,000 of them or, among 1,000 of which one is missing, for each.
+        """
+        values: list[bytes | None] = []
+        for begin in range(0, len(keys), _KEYS):
+            part = list(keys[begin : begin + _KEYS])
+            is_whole = self.store.check(part)  # `multi_get` would wait for the others
+            values += (
+                self.store.multi_get(part)
+                if is_whole
+                else [read_key(self.store, key) for key in part]
+            )
+        return [None if value is None else decode(value, kind) for value in values]
 
-        The first rank writes all of them once they are there; any rank writes those that are
-        there after waiting for `timeout_s`. What was written first counts, so a rank that comes
-        later finds None for itself. This waits in short pauses and can be interrupted. The board
-        must be used for nothing else.
 
-        Args:
-            rank: This rank, from 0.
-            ranks: Number of ranks.
-            message: The message of this rank.
-            kinds: The type of the messages, or the union of their types.
-            timeout_s: How long to wait for the others, in seconds.
+class NodeMemory:
+    """Memory in which one process of a node writes for others: a version and its content, over an
+    earlier one. It has no name in a file system, so that no death leaves it behind.
+
+    Args:
+        descriptor: Descriptor of the memory, which belongs to this object from now on.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls) -> NodeMemory:
+        """Return new memory, without content."""
+        return cls(os.memfd_create("perseus-planner", os.MFD_CLOEXEC))
+
+    @classmethod
+    def open(cls, address: str) -> NodeMemory:
+        """Return the memory at the address that its creator gave.
 
         Raises:
-            RankError: If the store is gone, or a rank has written something else.
+            OSError: If it cannot be opened, for example because its creator has ended.
         """
-        try:
-            packed = self._gathered(rank, ranks, message, time.monotonic() + timeout_s)
-            gathered: Sequence[Any] = decode(zlib.decompress(packed), list[kinds | None])
-        except RuntimeError as error:
-            raise RankError(STORE_GONE) from error
-        except ValueError as error:
-            raise RankError(
-                f"what the ranks tell each other cannot be read: {error}; use the same version of "
-                "the planner on all ranks"
-            ) from error
-        return gathered
+        return cls(os.open(f"/proc/{address}", os.O_RDONLY | os.O_CLOEXEC))
 
-    def _gathered(self, rank: int, ranks: int, message: Any, deadline_s: float) -> bytes:
-        keys = [f"values/{number}" for number in range(ranks)]
-        # A store drops a rank that sends 8 MiB at once, and what ranks send is mostly alike.
-        self.store.set(keys[rank], zlib.compress(encode(message)))
-        pause_s, longest_s = 1e-3, _LONGEST_PAUSE_S * max(1.0, ranks / _RANKS_LOOKING)
-        while (packed := read_key(self.store, "all")) is None:
-            if time.monotonic() > deadline_s or (rank == 0 and self.store.check(keys)):
-                written = [read_key(self.store, key) for key in keys]
-                messages = [data and msgspec.Raw(zlib.decompress(data)) for data in written]
-                self.store.compare_set("all", "", zlib.compress(encode(messages)))
-            else:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_s)
-        self.remove(keys[rank])
-        return packed
+    @property
+    def address(self) -> str:
+        """Where other processes of this user on this node find the memory while this process
+        lives.
+        """
+        return f"{os.getpid()}/fd/{self._descriptor}"
+
+    def write(self, version: int, content: bytes) -> None:
+        """Replace the content."""
+        data = _VERSION.pack(version, len(content)) + content
+        os.pwrite(self._descriptor, _CHECKSUM.pack(zlib.crc32(data)) + data, 0)
+
+    def read(self, after: int) -> tuple[int, bytes] | None:
+        """Return a version newer than `after`, and its content; None if there is none, or it is
+        being written.
+        """
+        start = _CHECKSUM.size + _VERSION.size
+        head = os.pread(self._descriptor, start, 0)
+        if len(head) < start:
+            return None
+        version, size = _VERSION.unpack_from(head, _CHECKSUM.size)
+        if version <= after:
+            return None
+        content = os.pread(self._descriptor, size, start)
+        is_whole = _CHECKSUM.unpack_from(head) == (zlib.crc32(head[_CHECKSUM.size :] + content),)
+        return (version, content) if is_whole else None
+
+    def close(self) -> None:
+        """Close the memory; other processes may still read it."""
+        os.close(self._descriptor)

@@ -46,6 +46,7 @@ LONGEST_PAUSE_S = 4.0
 _FIRST_PAUSE_S = 0.5
 _ROUND_S = 0.25  #: between two looks for detections, and for the outcome of a proposal
 _LOCATIONS_S = 30.0  #: how long rank 0 waits for the locations of all ranks
+_LOCATIONS_PAUSE_S = 0.02  #: the first between two looks for them; each is twice as long
 _AGAIN_S = 60.0  #: after which plans that were not taken are proposed again
 _COUNTS_S = 5.0  #: between two telemetry messages
 _END_S = 2.0  #: for telling the service that the job has ended
@@ -182,18 +183,14 @@ class Agent:
 
     def _locations(self) -> list[RankLocation]:
         """Return the locations of all ranks once they have passed them on, or time is up."""
-        until_s = time.monotonic() + _LOCATIONS_S
-        locations: dict[int, RankLocation] = {}
+        locations, pause_s = self._messages.locations(self._job.ranks), _LOCATIONS_PAUSE_S
         while (
             len(locations) < self._job.ranks
-            and time.monotonic() < until_s
-            and not self._stopped.wait(0.01)
+            and pause_s < _LOCATIONS_S
+            and not self._stopped.wait(pause_s)
         ):
-            for rank in set(range(self._job.ranks)) - set(locations):
-                location = self._messages.location(rank)
-                if location is not None:
-                    locations[rank] = location
-        return [locations[rank] for rank in sorted(locations)]
+            locations, pause_s = self._messages.locations(self._job.ranks), 2 * pause_s
+        return locations
 
     def _register(self, service: Client, registration: Registration) -> bool:
         """Register the job, and return whether the service did not know it."""

@@ -58,7 +58,7 @@ class ServiceLink:
         gpu = "" if context.attachment.gpu is None else context.attachment.gpu.uuid
         location = RankLocation(
             self._job.rank,
-            context.pipeline,
+            context.own.pipeline,
             context.engine.pipeline_rank.rank,
             socket.gethostname(),
             gpu,
@@ -68,11 +68,16 @@ class ServiceLink:
         if self._job.rank == 0:
             if exchange is None:
                 self._agent = Agent(
-                    self.settings, self._job, context.pipelines, plan, switch_to, self._warnings
+                    self.settings,
+                    self._job,
+                    context.part.pipelines,
+                    plan,
+                    switch_to,
+                    self._warnings,
                 )
             else:
                 self._agent = LearningAgent(
-                    self.settings, self._job, context.pipelines, exchange, self._warnings
+                    self.settings, self._job, context.part.pipelines, exchange, self._warnings
                 )
             self._agent.start()
 

@@ -63,9 +63,10 @@ class StoreMessages:
         """Write the location of this rank, once."""
         self._board.put(f"place/{location.rank}", location)
 
-    def location(self, rank: int) -> RankLocation | None:
-        """Return the location of a rank; None if it has not written it."""
-        return self._board.get(f"place/{rank}", RankLocation)
+    def locations(self, ranks: int) -> list[RankLocation]:
+        """Return the locations of those of so many ranks that have written them."""
+        keys = [f"place/{rank}" for rank in range(ranks)]
+        return [each for each in self._board.get_all(keys, RankLocation) if each is not None]
 
     def write_detection(self, detection: Detection) -> None:
         """Write a detection: one store operation to number it, one to write it."""

@@ -4,11 +4,12 @@ torch.distributed store.
 Keys of the store:
 
 - `state`: two numbers (`AgreedState`), changed by compare_set alone, and only to a higher version.
-- `versions`: a counter. `plans/V`: a plan, until a newer one replaces it.
+- `versions`: a counter. `plans/V`: a plan, until a newer one replaces it; `plans/1` is the one that
+  all ranks begin with.
 
 The way of a plan: its proposer numbers it, writes it down, and makes it the newest from an
 iteration on that is far enough ahead for every node to look before. On each node one rank looks at
-`state`, about once in an iteration, and passes a newer plan on to the others (`NodePlans`). Hence:
+`state`, about once in an iteration, and passes a newer plan on to the others (`NodeMemory`). Hence:
 
 - There is one order of versions: `state` only goes to a higher one, and so does every rank.
 - All ranks that hear of a plan in time take it at the same iteration. A rank that hears of it late
@@ -25,8 +26,6 @@ A look takes one operation. A new plan takes one more on each node, and four of 
 from __future__ import annotations
 
 import math
-import os
-import struct
 import threading
 import time
 import zlib
@@ -35,14 +34,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.base.wires import read_key
+from perseus_planner.base.errors import PlanError
+from perseus_planner.base.wires import ABSENT, NodeMemory, read_key
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-
-_HEADER = struct.Struct("<QqQ")  #: version, since, and how many bytes the plan has
-_CHECKSUM = struct.Struct("<I")  #: of header and plan, so that half a plan is not taken for one
 
 
 class AgreedState(NamedTuple):
@@ -51,102 +47,34 @@ class AgreedState(NamedTuple):
     version: int = 1  #: The newest version; it only grows
     since: int = 0  #: The first iteration that runs by it
 
-    def text(self) -> str:
-        """Return the state as the store holds it."""
-        return " ".join(map(str, self))
+
+def write_plan(memory: NodeMemory, state: AgreedState, packed: bytes) -> None:
+    """Replace the newest plan of a node."""
+    memory.write(state.version, b"%d %b" % (state.since, packed))
 
 
-class SharedState:
-    """The state in the store as this rank saw it last.
+def read_plan(memory: NodeMemory, after: int) -> tuple[AgreedState, bytes] | None:
+    """Return the plan of a node if it is newer than version `after`."""
+    newer = memory.read(after)
+    if newer is None:
+        return None
+    since, _, packed = newer[1].partition(b" ")
+    return AgreedState(newer[0], int(since)), packed
 
-    Both methods take one operation. They raise what the store raises, or a RuntimeError if it has
-    lost the state.
 
-    Attributes:
-        seen: The state seen last.
+def packed_plan(blob: bytes) -> bytes:
+    """Return a plan as it is sent.
+
+    Raises:
+        PlanError: If it is too long.
     """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._text = ""  #: of the state in the store; empty while the key is absent
-        self.seen = AgreedState()
-
-    def look(self) -> None:
-        """Read the state."""
-        value = read_key(self._store, "state")
-        self._take(value or b"", is_absent=value is None)
-
-    def change(self, state: AgreedState) -> None:
-        """Replace the state seen last by `state`, if it is still in the store; read what is
-        there then.
-        """
-        text = state.text()
-        value: bytes = self._store.compare_set("state", self._text, text)
-        # If the key is absent, the expected value comes back although it was not replaced.
-        self._take(value, is_absent=value.decode() == self._text != text)
-
-    def _take(self, value: bytes, *, is_absent: bool) -> None:
-        if is_absent and self._text:
-            raise RuntimeError("the store has lost what the ranks had agreed on")
-        self._text = value.decode()
-        self.seen = AgreedState(*map(int, self._text.split()))
-
-
-class NodePlans:
-    """Memory with the newest plan of a node. It has no name in a file system, so that no death
-    leaves it behind.
-
-    Args:
-        descriptor: Descriptor of the memory, which belongs to this object from now on.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    @classmethod
-    def create(cls) -> NodePlans:
-        """Return new memory, without a plan."""
-        return cls(os.memfd_create("perseus-planner-plans", os.MFD_CLOEXEC))
-
-    @classmethod
-    def open(cls, address: str) -> NodePlans:
-        """Return the memory at the address that its creator gave.
-
-        Raises:
-            OSError: If it cannot be opened, for example because its creator has ended.
-        """
-        return cls(os.open(f"/proc/{address}", os.O_RDONLY | os.O_CLOEXEC))
-
-    @property
-    def address(self) -> str:
-        """Where other processes of this user on this node find the memory while this process
-        lives.
-        """
-        return f"{os.getpid()}/fd/{self._descriptor}"
-
-    def write(self, state: AgreedState, plan: bytes) -> None:
-        """Replace the plan."""
-        content = _HEADER.pack(state.version, state.since, len(plan)) + plan
-        os.pwrite(self._descriptor, _CHECKSUM.pack(zlib.crc32(content)) + content, 0)
-
-    def read(self, after: int) -> tuple[AgreedState, bytes] | None:
-        """Return a plan that is newer than version `after`; None if there is none, or it is
-        being written.
-        """
-        start = _CHECKSUM.size + _HEADER.size
-        head = os.pread(self._descriptor, start, 0)
-        if len(head) < start:
-            return None
-        version, since, size = _HEADER.unpack_from(head, _CHECKSUM.size)
-        if version <= after:
-            return None
-        plan = os.pread(self._descriptor, size, start)
-        is_whole = _CHECKSUM.unpack_from(head) == (zlib.crc32(head[_CHECKSUM.size :] + plan),)
-        return (AgreedState(version, since), plan) if is_whole else None
-
-    def close(self) -> None:
-        """Close the memory; the other ranks may still read it."""
-        os.close(self._descriptor)
+    packed = zlib.compress(blob, 1)
+    if len(packed) > LONGEST_PLAN_BYTES:
+        raise PlanError(
+            f"the plan has {len(packed)} bytes, compressed, and the job's store takes "
+            f"{LONGEST_PLAN_BYTES}; plan for fewer microbatches"
+        )
+    return packed
 
 
 @dataclass(frozen=True)
@@ -157,7 +85,7 @@ class NodeShare:
     #: Whether this rank looks at the job's store; otherwise another one of its node does.
     looks: bool = True
     #: What it shares with the other ranks of its node; None if it shares nothing.
-    plans: NodePlans | None = None
+    plans: NodeMemory | None = None
 
 
 LONGEST_PLAN_BYTES = 4 << 20
@@ -197,20 +125,19 @@ class Rejection:
 
 
 class Proposal:
-    """A plan that this rank has proposed."""
+    """A plan that this rank has proposed.
+
+    Attributes:
+        outcome: What became of the plan; None while it is open.
+    """
 
     def __init__(self) -> None:
-        self._outcome: Acceptance | Rejection | None = None
+        self.outcome: Acceptance | Rejection | None = None
         self._settled = threading.Event()
-
-    @property
-    def outcome(self) -> Acceptance | Rejection | None:
-        """What became of the plan; None while it is open."""
-        return self._outcome
 
     def settle(self, outcome: Acceptance | Rejection) -> None:
         """Set what became of the plan."""
-        self._outcome = outcome
+        self.outcome = outcome
         self._settled.set()
 
     def wait(self, timeout_s: float) -> Acceptance | Rejection | None:
@@ -218,7 +145,7 @@ class Proposal:
         seconds.
         """
         self._settled.wait(timeout_s)
-        return self._outcome
+        return self.outcome
 
 
 class Agreement:
@@ -254,7 +181,8 @@ class Agreement:
         self.version = 1
         self._store, self._prepare, self._now_s = store, prepare, now_s
         self._share, self._is_prompt = share or NodeShare(), is_prompt
-        self._state = SharedState(store)
+        self._text = ""  #: of the state in the store; empty while the key is absent
+        self._seen = AgreedState()  #: the state
         self._queued: deque[tuple[Proposal, bytes]] = deque()
         # Written by the training thread alone:
         self._begun = -1
@@ -286,17 +214,13 @@ class Agreement:
 
     def propose(self, blob: bytes) -> Proposal:
         """Propose a plan to all ranks in the next look."""
-        proposal, packed = Proposal(), zlib.compress(blob, 1)
-        if len(packed) > LONGEST_PLAN_BYTES:
-            text = (
-                f"the plan has {len(packed)} bytes, compressed, and the job's store takes "
-                f"{LONGEST_PLAN_BYTES}; plan for fewer microbatches"
-            )
-            proposal.settle(Rejection(text))
-        elif self.lost is not None:
-            proposal.settle(Rejection(self.lost))
-        else:
-            self._queued.append((proposal, packed))
+        proposal = Proposal()
+        try:
+            self._queued.append((proposal, packed_plan(blob)))
+        except PlanError as error:
+            proposal.settle(Rejection(str(error)))
+        if self.lost is not None:
+            self._reject_queued(self.lost)
         return proposal
 
     def look(self) -> None:
@@ -330,27 +254,40 @@ class Agreement:
         if self._queued:
             self._announce()
         elif not self._share.looks:
-            return (
-                None
-                if self._share.plans is None
-                else self._share.plans.read(self._known[-1].version)
-            )
+            plans = self._share.plans
+            return None if plans is None else read_plan(plans, self._known[-1].version)
         elif self._now_s() < self._looked_s + self._period_s or (
             self._begun <= self._looked and not self._is_prompt
         ):
             return None
         else:
             self._looked, self._looked_s = self._begun, self._now_s()
-            self._state.look()
-        state = self._state.seen
+            self._read_state()
+        state = self._seen
         if state.version <= self._known[-1].version:
             return None
         packed = read_key(self._store, f"plans/{state.version}")
         if packed is None:  # a newer one has replaced it meanwhile
             return None
         if self._share.looks and self._share.plans is not None:
-            self._share.plans.write(state, packed)
+            write_plan(self._share.plans, state, packed)
         return state, packed
+
+    def _read_state(self, new: AgreedState | None = None) -> None:
+        """Read the state, after replacing it by `new` if it is still the one that was seen last;
+        one operation.
+
+        Raises:
+            RuntimeError: If the store has lost the state, or is lost itself.
+        """
+        expected, text = (ABSENT, ABSENT) if new is None else (self._text, " ".join(map(str, new)))
+        value: str = self._store.compare_set("state", expected, text).decode()
+        # If the key is absent, the expected value comes back although it was not replaced.
+        if value == ABSENT or value == expected != text:
+            if self._text:
+                raise RuntimeError("the store has lost what the ranks had agreed on")
+        else:
+            self._text, self._seen = value, AgreedState(*map(int, value.split()))
 
     def _learn(self, state: AgreedState, packed: bytes) -> None:
         needed = tuple(
@@ -372,14 +309,14 @@ class Agreement:
         version = 1 + self._store.add("versions", 1)
         self._store.set(f"plans/{version}", packed)
         replaced = version
-        while self._state.seen.version < version:
-            replaced = self._state.seen.version
-            self._state.change(AgreedState(version, self.since_if_proposed()))
-        is_newest = self._state.seen.version == version
+        while self._seen.version < version:
+            replaced = self._seen.version
+            self._read_state(AgreedState(version, self.since_if_proposed()))
+        is_newest = self._seen.version == version
         self._store.delete_key(f"plans/{replaced if is_newest else version}")
         self._queued.popleft()
         proposal.settle(
-            Acceptance(version, self._state.seen.since) if is_newest else Rejection(_SUPERSEDED)
+            Acceptance(version, self._seen.since) if is_newest else Rejection(_SUPERSEDED)
         )
 
     def since_if_proposed(self) -> int:

@@ -21,6 +21,7 @@ from launching import ranks
 from stepped_ranks import Counted
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from perseus_planner.base.wires import NodeMemory
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.switching.agreement import (
     LONGEST_PLAN_BYTES,
@@ -28,10 +29,11 @@ from perseus_planner.runtime.switching.agreement import (
     Acceptance,
     AgreedState,
     Agreement,
-    NodePlans,
     NodeShare,
     Proposal,
     Rejection,
+    read_plan,
+    write_plan,
 )
 
 NEWER = Rejection("a newer plan was proposed before this one")
@@ -47,7 +49,7 @@ class Job:
         self.stores = [Counted(self.store) for _ in range(size)]
         self.now_s = 0.0
         self.given: list[tuple[int, int, bytes]] = []
-        self.memory = NodePlans.create() if readers else None
+        self.memory = NodeMemory.create() if readers else None
         self.agreements = [
             Agreement(
                 store,
@@ -166,13 +168,16 @@ def test_the_ranks_of_a_node_hear_of_a_plan_from_the_one_that_looks():
 
 
 def test_half_a_plan_in_the_memory_of_a_node_is_not_read():
-    memory = NodePlans.create()
-    memory.write(AgreedState(2, 8), b"a plan")
-    reader = NodePlans.open(memory.address)
-    os.pwrite(memory._descriptor, b"another", 28)
-    assert reader.read(1) is None
-    memory.write(AgreedState(3, 9), b"a third")
-    assert (reader.read(1), reader.read(3)) == ((AgreedState(3, 9), b"a third"), None)
+    memory = NodeMemory.create()
+    write_plan(memory, AgreedState(2, 8), b"a plan")
+    reader = NodeMemory.open(memory.address)
+    os.pwrite(memory._descriptor, b"another", 22)
+    assert read_plan(reader, 1) is None
+    write_plan(memory, AgreedState(3, 9), b"a third")
+    assert (read_plan(reader, 1), read_plan(reader, 3)) == (
+        (AgreedState(3, 9), b"a third"),
+        None,
+    )
     reader.close()
     memory.close()
 

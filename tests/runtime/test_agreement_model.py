@@ -108,29 +108,20 @@ def test_ranks_agree_in_thousands_of_orders():
 class ReadsThenSets(Agreement):
     """Changes the state by a read and a write instead of one compare_set."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._state.change = self._change  # type: ignore[method-assign]
-
-    def _change(self, state: AgreedState) -> None:
-        self._state.look()
-        self._store.set("state", state.text())
-        self._state.look()
+    def _read_state(self, new: AgreedState | None = None) -> None:
+        super()._read_state()
+        if new is not None:
+            self._store.set("state", " ".join(map(str, new)))
+            super()._read_state()
 
 
 class Overwrites(Agreement):
     """Puts an older version in the place of a newer one."""
 
-    def _announce(self) -> None:
-        change = self._state.change
-
-        def overwrite(state: AgreedState) -> None:
-            change(state)
-            while self._state.seen.version > state.version:
-                change(state)
-
-        self._state.change = overwrite  # type: ignore[method-assign]
-        super()._announce()
+    def _read_state(self, new: AgreedState | None = None) -> None:
+        super()._read_state(new)
+        while new is not None and self._seen.version > new.version:
+            super()._read_state(new)
 
 
 class Hurries(Agreement):

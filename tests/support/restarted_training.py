@@ -36,7 +36,7 @@ def train(folder: str, dies_at: str) -> None:
         dies_at: The iteration in which the first attempt ends, from 0; -1 if it does not.
     """
     # Each launcher is a node, with a state folder of its own.
-    rendezvous.node = lambda: os.environ["PLANNER_STATE_DIR"]
+    rendezvous.node_name = lambda: os.environ["PLANNER_STATE_DIR"]
     rendezvous.RENDEZVOUS_S, counters.WRITTEN_AFTER_S = 20.0, 0.1
     dist.init_process_group("gloo")
     rank, amid = dist.get_rank(), Path(folder, "amid")

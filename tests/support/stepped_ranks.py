@@ -12,16 +12,17 @@ from typing import Any
 
 from torch.distributed import HashStore
 
+from perseus_planner.base.wires import NodeMemory
 from perseus_planner.runtime.switching.agreement import (
     LOOK_S,
     Acceptance,
     Agreement,
-    NodePlans,
     NodeShare,
     Proposal,
 )
 
-_ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # these never wait
+_ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # these never wait, and
+_OF_KEYS = "multi_get"  # does not after `check`
 
 
 class Disagreement(Exception):
@@ -43,7 +44,9 @@ class Counted:
         self.is_gone = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        assert name in _ALLOWED, name
+        if name == "clone":  # not every store has it
+            raise AttributeError(name)
+        assert name in _ALLOWED or name == _OF_KEYS, name
 
         def operation(*arguments: Any) -> Any:
             self._before()
@@ -139,7 +142,7 @@ class World:
 
     def __init__(self, nodes: Sequence[int], kind: type[Agreement] = Agreement):
         self.kind, self.store, self.now_s = kind, HashStore(), 0.0
-        self.memories = [NodePlans.create() for _ in nodes]
+        self.memories = [NodeMemory.create() for _ in nodes]
         shares = [
             NodeShare(len(nodes), number == 0, memory)
             for memory, size in zip(self.memories, nodes, strict=True)

@@ -203,7 +203,7 @@ class Coordinator:
         self._process: AutopilotProcess | None = None
         self._backoff = Backoff()
         self._looked_s = -1.0
-        self._are_there = False  #: all keys that are read
+        self._are_there = [False] * job.places.every  #: all keys that are read in a turn
         self._orders: dict[int, int] = {}  #: rank -> number of its order, which the process knows
         self._seen: dict[int, int] = {}  #: rank -> iteration that was read last
         self._pending: dict[int, dict[int, bytes]] = {}  #: iteration -> rank -> frame
@@ -260,14 +260,14 @@ class Coordinator:
     def _read(self, process: AutopilotProcess) -> None:
         """Read what the ranks have observed, and pass on the iterations of which all is known."""
         last = self._agreement.begun - 1
+        turn = last % self._places.every
         ranks = [rank for rank in self._places.observed_in(last) if self._seen.get(rank, -1) < last]
         if last < 0 or not ranks:
             return
         keys = list(map(observed_key, ranks))
-        self._are_there = self._are_there or self._board.store.check(
-            list(map(observed_key, self._places.of))
-        )
-        if not self._are_there:
+        if not self._are_there[turn]:
+            self._are_there[turn] = self._board.store.check(keys)
+        if not self._are_there[turn]:
             return
         for rank, frame in zip(ranks, self._board.store.multi_get(keys), strict=True):
             iteration = decode(frame, FrameHead).iteration if frame else -1

@@ -134,14 +134,21 @@ class Places:
         present = sum(place is not None for place in everyone)
         place_of = {rank: place for place, rank in first.items()}
         pipelines = len({pipeline for pipeline, _ in first})
-        per_pipeline = max(1, len(first) // max(1, pipelines))
-        groups = -(-pipelines // max(1, READERS // per_pipeline))
-        return cls(place_of, pipelines, max(1, present // max(1, len(first))), max(1, groups))
+        gpus_per_stage = max(1, present // max(1, len(first)))
+        return cls(place_of, pipelines, gpus_per_stage, turns(pipelines, len(first)))
 
     def observed_in(self, iteration: int) -> list[int]:
         """Return the ranks that observe an iteration."""
         turn = iteration % self.every
         return [rank for rank, (pipeline, _) in self.of.items() if pipeline % self.every == turn]
+
+
+def turns(pipelines: int, positions: int) -> int:
+    """Return how many iterations pass until all pipelines were observed, which have so many ranks
+    together.
+    """
+    per_pipeline = max(1, positions // max(1, pipelines))
+    return max(1, -(-pipelines // max(1, READERS // per_pipeline)))
 
 
 class JobDescription(Message, frozen=True):

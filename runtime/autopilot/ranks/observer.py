@@ -26,6 +26,7 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     ObservedGpu,
     Places,
     RankTraining,
+    turns,
 )
 from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
 from perseus_planner.runtime.telemetry.telemetry import GpuSamples
@@ -220,16 +221,15 @@ class AutopilotRank:
         exchange: ServiceExchange | None,
     ) -> AutopilotRank:
         """Begin the part of this rank, before training."""
-        places = Places.among(context.places)
-        place = places.of.get(job.rank)
+        every = turns(context.part.pipelines, context.part.positions)
         observer = Observer(
             job.own_store,
             job.rank,
             source,
             _observed(context.attachment.gpu, context.control, warnings),
-            every=places.every,
-            turn=0 if place is None else place[0] % places.every,
-            is_written=place is not None,
+            every=every,
+            turn=context.own.pipeline % every,
+            is_written=context.own.is_first,
         )
         if job.rank != 0:
             return cls(observer, None)
@@ -237,10 +237,10 @@ class AutopilotRank:
             job.own_store,
             JobDescription(
                 settings=options.autopilot,
-                places=places,
+                places=Places.among(context.positions),
                 sets_clocks=not options.dry_run,
                 state=None if options.state_file is None else str(options.state_file),
-                gpus_per_node=context.neighbours,
+                gpus_per_node=len(context.part.ranks),
                 is_shared=exchange is not None,
             ),
             source.agreement,
