@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_job_file_flags_and_calls_give_the_same_file(work: Path):
     done("solve job.yaml -o of-job.npz")
     done(f"solve four.yaml {FLAGS} -o of-flags.npz")
     profile = smooth_profile(4, step_mhz=150)
-    profile = type(profile)(profile.measurements, 50.0, profile.gpu, overhead_s=-0.25)
+    profile = replace(profile, blocking_power_w=50.0, overhead_s=-0.25)
     profile = slowed(on_each_gpu(profile, 2), {1: 1.15, 3: 1.05})
     schedule = schedules.interleaved_1f1b(2, 2, 4)
     solve(profile, schedule, transfer=Transfer(0.0015, 0.0015)).save("of-calls.npz")

@@ -170,14 +170,15 @@ def _planned(make: Callable[[], Any], name: str) -> dict[str, Any]:
     training = make()
     warning_log, timed = WarningLog(), pytest.MonkeyPatch()
     kinds: set[str] = set()
-    compare = measure._difference_from_training
+    measure_stages = measure._measure
 
-    def watch(gpu: Any, opened: Any, stage: Any, request: Any) -> str | None:
-        assert all(time_s > 0 for time_s in stage.trained_s.values())
-        kinds.add("".join(stage.trained_s))
-        return compare(gpu, opened, stage, request)
+    def watch(gpu: Any, stages: Any, *arguments: Any) -> Any:
+        for stage in stages:
+            assert all(time_s > 0 for time_s in stage.trained_s.values())
+            kinds.add("".join(stage.trained_s))
+        return measure_stages(gpu, stages, *arguments)
 
-    timed.setattr(measure, "_difference_from_training", watch)
+    timed.setattr(measure, "_measure", watch)
     simulated = f"simulated:{GPU.removeprefix('emulated:').partition('?')[0]}"
     values = training.step()
     with (
