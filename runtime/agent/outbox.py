@@ -179,7 +179,9 @@ class JobCounts:
         self._messages, self._ranks = messages, ranks
         self._run = uuid4().hex
         self._looked_s = time.monotonic()
-        self._before: Sequence[Account] = [Account()] * ranks
+        #: The accounts when they last changed, and before that: the verdict is of what is between.
+        self._latest: Sequence[Account] = [Account()] * ranks
+        self._before: Sequence[Account] = self._latest
         self._new: Counters | None = None
 
     def update_if_due(self, every_s: float) -> None:
@@ -191,10 +193,11 @@ class JobCounts:
         """Read how far all ranks have come; one store operation for each."""
         self._looked_s = time.monotonic()
         kept = common_checkpoint([self._messages.checkpoints(rank) for rank in range(self._ranks)])
-        if kept is None or kept[0].account.windows == self._before[0].windows:
+        if kept is None:
             return
+        if kept[0].account.windows != self._latest[0].windows:
+            self._before, self._latest = self._latest, [rank.account for rank in kept]
         self._new = added_up(self._run, kept, self._before)
-        self._before = [each.account for each in kept]
 
     def take(self) -> Counters | None:
         """Return the new counts once; None if there are none since the last call."""
