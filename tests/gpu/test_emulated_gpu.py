@@ -387,6 +387,16 @@ def test_a_file_of_another_boot_or_planner_is_begun_anew(gpu: EmulatedGpu):
         assert again.locked_mhz is None
 
 
+def test_files_of_another_version_are_begun_anew(gpu: EmulatedGpu, state: Path):
+    gpu.set_clock_mhz(600)
+    gpu.close()
+    for file in ("node", gpu.uuid):
+        (state / f"emulated.{os.geteuid()}" / file).write_bytes(b"a\x84Q0{\x0f\xd5@")
+    with closing(open_emulated(WHICH)) as again:
+        again.set_clock_mhz(795)
+        assert again.locked_mhz == 795
+
+
 def spoiled(state: Path, how: str) -> None:
     """Put something else in the place of the files of emulated GPUs."""
     own = state / f"emulated.{os.geteuid()}"

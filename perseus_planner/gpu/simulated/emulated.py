@@ -209,9 +209,7 @@ class EmulatedGpu(SimulatedGpu):
 
     def _first_state(self, state: bytes) -> bytes:
         """Return the state of a GPU that no process had open; `state` is its last one."""
-        chip = self._restored(state or b"{}")
-        if chip.made_by != self._made_by:
-            chip = self._restored(b"{}")
+        chip = self._restored(state if self._is_own(state) else b"{}")
         chip.work = None  # the process that launched it has died
         with suppress(GpuLost):  # the GPU is there again
             chip.advance(time.monotonic())
@@ -219,6 +217,13 @@ class EmulatedGpu(SimulatedGpu):
         chip.before = (chip.before[0] - chip.now_s, chip.before[1])
         chip.origin_s, chip.now_s, chip.ended_s = time.monotonic(), 0.0, 0.0
         return _state(chip)
+
+    def _is_own(self, state: bytes) -> bool:
+        """Whether this version of the planner has written a state since the node was booted."""
+        try:
+            return bool(json.loads(state)["made_by"] == self._made_by)
+        except (ValueError, LookupError, TypeError):  # another version may have written anything
+            return False
 
     def _restored(self, state: bytes) -> _RunningChip:
         return _RunningChip(*self._chip_arguments, json.loads(state))

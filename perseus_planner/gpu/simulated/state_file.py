@@ -77,7 +77,7 @@ class StateFile:
             When the call ends, seconds of the monotonic clock, as `now_s` is.
         """
         with self._locked() as lock:
-            until_s = float(os.pread(lock, _TIME_BYTES, 0) or 0)
+            until_s = _time_s(os.pread(lock, _TIME_BYTES, 0))
             start_s = until_s if now_s < until_s < now_s + _MAX_QUEUE_S else now_s
             os.pwrite(lock, repr(start_s + duration_s).ljust(_TIME_BYTES).encode(), 0)
         return start_s + duration_s
@@ -126,6 +126,14 @@ class StateFile:
         with os.fdopen(self._open("next", _CREATE | os.O_TRUNC), "wb") as opened:
             opened.write(content)
         os.replace("next", file, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+
+
+def _time_s(content: bytes) -> float:
+    """Return the time in a lock file; 0 if another version of the planner has written there."""
+    try:
+        return float(content or 0)
+    except ValueError:
+        return 0.0
 
 
 def _open_user_folder() -> int:
