@@ -80,7 +80,7 @@ def _rows(case: Case, microbatches: int, size: Size) -> Iterable[dict[str, Any]]
     blocked_w = case.blocking_power_w * STAGES
     for slowdown in size.slowdowns:
         deadline_s = min(slowdown * frontier.baseline_time_s, frontier.max_time_s)
-        plan, bound_j = frontier.plan_until(deadline_s), frontier.bound_j(deadline_s)
+        plan, bound_j = frontier.plan_until(deadline_s, on_time=None), frontier.bound_j(deadline_s)
         rounded, filled = _rounded_up(frontier, deadline_s)
 
         def above(

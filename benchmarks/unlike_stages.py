@@ -33,7 +33,9 @@ _ROUNDING = 1e-10  #: percent
 
 def measure(size: Size) -> Section:
     """Plan for every deadline, on each profile as it is and on data sets of unlike stages."""
-    frontier_of(size.cases[0], size.microbatches[0]).plan_until(1e9)  # loads the compiled code
+    frontier_of(size.cases[0], size.microbatches[0]).plan_until(
+        1e9, on_time=None
+    )  # loads the compiled code
     rows = [row for case in size.cases for m in _sizes(size) for row in _rows(case, m, size)]
     least = min(min(row["least_points"], row["relaxed"] - row["points"]) for row in rows)
     return Section(
@@ -92,7 +94,7 @@ def _above(frontier: Frontier, slowdown: float) -> tuple[float, float, float]:
     """
     deadline_s = min(slowdown * frontier.baseline_time_s, frontier.max_time_s)
     begin_s = time.process_time()
-    plan = frontier.plan_until(deadline_s)
+    plan = frontier.plan_until(deadline_s, on_time=None)
     plan_s = time.process_time() - begin_s
     energy_j = plan.energy_j + frontier.dag.waiting_w * (deadline_s - plan.time_s)
     bounds_j = frontier.bound_j(deadline_s), frontier.point_bound_j(deadline_s)
