@@ -49,7 +49,7 @@ _VERSION = 1
 _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the iteration
 _YAML_SUFFIXES = (".yaml", ".yml")
 _OF_STAGES = ("blocking_power_w", "shared_time_error", "shared_energy_error")
-_EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error")
+_EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error", "jitter")
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,9 @@ class Profile(Checked, error=ProfileError):
     shared_time_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
     #: the same of their energies.
     shared_energy_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
+    #: calibration: the relative standard deviation of a computation's time from one time it runs
+    #: to the next, each for itself; 0.0 if it was not measured.
+    jitter: Share = field(default=0.0, compare=False)
     #: the schedule in which the stages were measured, in the words of a job file: schedule,
     #: microbatches, virtual_stages and microbatch_group; empty if it is not known. Profiles that
     #: differ only in it are equal.
@@ -170,6 +173,7 @@ class Profile(Checked, error=ProfileError):
             self.measurements,
             self.control,
             clocks_mhz,
+            self.shared_errors,
             profile_of=lambda rows: replace(self, measurements=rows),
         )
 
