@@ -250,6 +250,7 @@ class OnTimePlanner:
             points=len(in_use),
             interpolated=sum(clock in self._estimate.interpolated[key] for key, clock in in_use),
             has_errors=self._estimate.has_errors,
+            jitter=self.curve.profile.jitter,
         )
 
 
