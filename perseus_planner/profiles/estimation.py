@@ -39,6 +39,7 @@ _ENERGY = Scales(bend=1.0, kink=0.05, step=0.005, level=0.03, slope=0.02, shape=
 # others.
 _DOUBT = Scales(bend=1.0, kink=1.0, step=1.0, level=1.0, slope=1.0, shape=0.4, noise=0.2)
 _NO_ERRORS = 1.5  #: that of the noise if rows have no standard errors
+_LEAST_J = 1e-300  #: of a logarithm
 _LEAST_NOISE = 1e-5  #: relative
 _LEAST_SPACING = 5  #: MHz or watts; settings that are evenly spaced are no closer
 _MOST_CLOCKS = 256  #: that are taken between the measured ones
@@ -127,6 +128,23 @@ class _Kind(NamedTuple):
         )
 
 
+def exact_draws(rows: Rows) -> Draws:
+    """Return the one draw of rows that are exact, without number at a clock that a key lacks."""
+    clocks = tuple(sorted({row.clock_mhz for row in chain(*rows.values())}, reverse=True))
+
+    def tables(quantity: str) -> dict[Key, Floats]:
+        values = {
+            key: {row.clock_mhz: getattr(row, quantity) for row in of_key}
+            for key, of_key in rows.items()
+        }
+        return {
+            key: np.array([[of_key.get(clock, math.nan)] for clock in clocks])
+            for key, of_key in values.items()
+        }
+
+    return Draws(clocks, tables("time_s"), tables("energy_j"))
+
+
 def estimate_rows(
     rows: Rows,
     control: str,
@@ -172,6 +190,31 @@ def estimate_rows(
         kinds,
         shared_errors,
     )
+
+
+def scatter(rows: Rows) -> float:
+    """Return how far rows typically are from a smooth curve over the clock, relative: the larger
+    one of time's and energy's.
+
+    Each row is compared with the cubic through its two neighbours on either side, over the
+    logarithms, and the median of the deviations is taken, which a few kinks and steps do not
+    change. It is 0 if no computation has five rows.
+    """
+    medians = [0.0]
+    for quantity in ("time_s", "energy_j"):
+        deviations = list[float]()
+        for of_key in rows.values():
+            x = np.log([row.clock_mhz for row in of_key])
+            y = np.log([max(getattr(row, quantity), _LEAST_J) for row in of_key])
+            for i in range(2, len(of_key) - 2):
+                near = [i - 2, i - 1, i + 1, i + 2]
+                weights = np.array(
+                    [math.prod((x[i] - x[k]) / (x[j] - x[k]) for k in near if k != j) for j in near]
+                )
+                deviations.append(abs(y[i] - weights @ y[near]) / math.hypot(1.0, *weights))
+        if deviations:
+            medians.append(median(deviations))
+    return max(medians)
 
 
 def _clocks(rows: Rows, control: str, clocks_mhz: Collection[int] | None) -> tuple[int, ...]:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
 _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the iteration
+_ROUNDED = 1e-4  #: relative; rows of four digits and more scatter less around a curve
 _YAML_SUFFIXES = (".yaml", ".yml")
 _OF_STAGES = ("blocking_power_w", "shared_time_error", "shared_energy_error")
 _EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error", "jitter")
@@ -148,6 +149,18 @@ class Profile(Checked, error=ProfileError):
         """
         rest = repr({name: getattr(self, name) for name in rules(Profile) if name not in _EVIDENCE})
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether the rows may be taken for the truth: they carry no standard errors, and differ
+        from a smooth curve by no more than what is rounded when they are written.
+        """
+        from perseus_planner.profiles.estimation import scatter
+
+        rows = self.measurements
+        if any(row.evidence is not None for of_key in rows.values() for row in of_key):
+            return False
+        return scatter(rows) <= _ROUNDED
 
     def estimated(self, clocks_mhz: Collection[int] | None = None) -> Estimate[Profile]:
         """Return the expected time and energy at every clock that the GPU supports, with their
