@@ -128,6 +128,23 @@ class _Kind(NamedTuple):
         )
 
 
+def exact_draws(rows: Rows) -> Draws:
+    """Return the one draw of rows that are exact, without number at a clock that a key lacks."""
+    clocks = tuple(sorted({row.clock_mhz for row in chain(*rows.values())}, reverse=True))
+
+    def tables(quantity: str) -> dict[Key, Floats]:
+        values = {
+            key: {row.clock_mhz: getattr(row, quantity) for row in of_key}
+            for key, of_key in rows.items()
+        }
+        return {
+            key: np.array([[of_key.get(clock, math.nan)] for clock in clocks])
+            for key, of_key in values.items()
+        }
+
+    return Draws(clocks, tables("time_s"), tables("energy_j"))
+
+
 def estimate_rows(
     rows: Rows,
     control: str,

@@ -91,7 +91,7 @@ class Profile(Checked, error=ProfileError):
     shared_energy_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
     #: calibration: the relative standard deviation of a computation's time from one time it runs
     #: to the next, each for itself; 0.0 if it was not measured.
-    jitter: Share = field(default=0.0, compare=False)
+    jitter: Share = 0.0
     #: the schedule in which the stages were measured, in the words of a job file: schedule,
     #: microbatches, virtual_stages and microbatch_group; empty if it is not known. Profiles that
     #: differ only in it are equal.

@@ -25,6 +25,7 @@ import numpy as np
 from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
+from perseus_planner.profiles.estimation import exact_draws
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
 from perseus_planner.solver.planner import Planner
@@ -155,11 +156,14 @@ class OnTimePlanner:
         return replace(drawn.plan, deadline_s=plan.deadline_s, on_time=certainty)
 
     @cached_property
-    def _estimate(self) -> Estimate[Profile]:
-        return self.curve.profile.estimated()
+    def _estimate(self) -> Estimate[Profile] | None:
+        """What is known of the rows; None if they are exact."""
+        return None if self.curve.profile.is_exact else self.curve.profile.estimated()
 
     @cached_property
     def _draws(self) -> Draws:
+        if self._estimate is None:
+            return exact_draws(self.curve.profile.measurements)
         return self._estimate.draws(_DRAWS)
 
     @cached_property
@@ -178,6 +182,8 @@ class OnTimePlanner:
     @cached_property
     def _mean(self) -> TimeEnergyCurve:
         """The curve of the expected times."""
+        if self._estimate is None:
+            return self.curve
         return TimeEnergyCurve.of(PipelineDag(self._estimate.mean, self.curve.dag.iteration))
 
     def _planner(self, margin: float, *, free: bool = False) -> Planner:
@@ -201,15 +207,16 @@ class OnTimePlanner:
         against the top clock, and jitter.
         """
         measurements, jitter = {}, self.curve.profile.jitter
-        for key, rows in self._estimate.mean.measurements.items():
-            logs = np.log(self._draws.time_s[key])
+        index = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}
+        for key, rows in self._mean.profile.measurements.items():
+            logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
             doubt = np.hypot(np.std(logs - logs[:1], axis=1), jitter)
             longer = [1.0, *np.exp(margin * doubt[1:]).tolist()]
             measurements[key] = tuple(
                 replace(row, time_s=row.time_s * factor)
                 for row, factor in zip(rows, longer, strict=True)
             )
-        return replace(self._estimate.mean, measurements=measurements)
+        return replace(self._mean.profile, measurements=measurements)
 
     def _replayed(self, plan: Plan, margin: float | None, *, free: bool = False) -> _Drawn:
         """Return a plan of these clocks with their expected times, and its replays under the draws.
@@ -238,6 +245,7 @@ class OnTimePlanner:
         """Return how sure the plan is; a plan without a margin saves `safety_j` more."""
         base, keys = self._baseline, self.curve.dag.iteration.keys
         in_use = set(zip(keys, drawn.plan.clocks.values(), strict=True))
+        interpolated = {} if self._estimate is None else self._estimate.interpolated
         return OnTime(
             probability=probability,
             limit_ratio=None,
@@ -248,8 +256,9 @@ class OnTimePlanner:
             power_w=_interval(drawn.energy_j / drawn.time_s, WIDER_SAVING, drawn.plan.power_w),
             safety_share=max(0.0, safety_j / float(np.mean(base.energy_j))),
             points=len(in_use),
-            interpolated=sum(clock in self._estimate.interpolated[key] for key, clock in in_use),
-            has_errors=self._estimate.has_errors,
+            interpolated=sum(clock in interpolated.get(key, ()) for key, clock in in_use),
+            has_errors=self._estimate is not None and self._estimate.has_errors,
+            jitter=self.curve.profile.jitter,
         )
 
 
