@@ -249,7 +249,7 @@ class Frontier(TimeEnergyCurve):
         """Return whether a plan for this probability needs a margin."""
         if on_time is not None:
             PROBABILITY.check(on_time, "on_time")
-        return on_time is not None and not self.profile.is_exact
+        return on_time is not None and not (self.profile.is_exact and self.profile.jitter == 0.0)
 
     @cached_property
     def _planner(self) -> Planner:
