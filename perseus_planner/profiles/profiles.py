@@ -50,7 +50,7 @@ _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the itera
 _ROUNDED = 1e-4  #: relative; rows of four digits and more scatter less around a curve
 _YAML_SUFFIXES = (".yaml", ".yml")
 _OF_STAGES = ("blocking_power_w", "shared_time_error", "shared_energy_error")
-_EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error")
+_EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error", "jitter")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,9 @@ class Profile(Checked, error=ProfileError):
     shared_time_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
     #: the same of their energies.
     shared_energy_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
+    #: calibration: the relative standard deviation of a computation's time from one time it runs
+    #: to the next, each for itself; 0.0 if it was not measured.
+    jitter: Share = 0.0
     #: the schedule in which the stages were measured, in the words of a job file: schedule,
     #: microbatches, virtual_stages and microbatch_group; empty if it is not known. Profiles that
     #: differ only in it are equal.
@@ -183,6 +186,7 @@ class Profile(Checked, error=ProfileError):
             self.measurements,
             self.control,
             clocks_mhz,
+            self.shared_errors,
             profile_of=lambda rows: replace(self, measurements=rows),
         )
 

@@ -26,6 +26,7 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
+from perseus_planner.profiles.estimation import exact_draws
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
@@ -81,6 +82,53 @@ def test_plans_are_on_time_where_those_from_the_rows_are_late(clocks: int | None
             )
     assert max(raw) > 0.003
     assert max(sure) < 0.001
+
+
+def test_a_highest_clock_that_was_hot_one_of_three_times_makes_no_plan_late():
+    hot = np.array([1.01, 1.0, 1.0])
+    late_by: dict[float, list[float]] = {0.0: [], float(hot.std(ddof=1)): []}
+    for seed in range(3):
+        rows = measured(seed, 0.001, 12).profile
+        measurements = {
+            key: (replace(top, time_s=hot.mean() * top.time_s), *others)
+            for key, (top, *others) in rows.measurements.items()
+        }
+        for error, found in late_by.items():
+            profile = replace(rows, measurements=measurements, shared_time_error=error)
+            frontier = solve(profile, SCHEDULE)
+            plans = (
+                frontier.plan_until(x * frontier.baseline_time_s, on_time=0.95) for x in SLOWDOWNS
+            )
+            found += [
+                late(seed, plan, max(x, 1.001)) for x, plan in zip(SLOWDOWNS, plans, strict=True)
+            ]
+    unknown, known = map(max, late_by.values())
+    assert known < 0.001 < unknown
+
+
+@pytest.mark.parametrize("jitter", [0.013, 0.03])
+def test_plans_are_on_time_in_the_mean_with_the_jitter_of_a_run(jitter: float):
+    draws = exact_draws(truth(0).profile.measurements)
+    shape = len(truth(0).dag.computations), 1000
+    longer = np.exp(jitter * np.random.default_rng(3).standard_normal(shape))
+
+    def late_by(of: Frontier, known: float, slowdown: float) -> float:
+        frontier = solve(replace(of.profile, jitter=known), SCHEDULE)
+        plan = frontier.plan_until(slowdown * frontier.baseline_time_s, on_time=0.95)
+        assert plan.on_time is not None
+        assert plan.on_time.jitter == known
+        times_s = [
+            replay_draws(truth(0).dag, clocks, draws, longer)[0]
+            for clocks in (
+                [*plan.clocks.values()],
+                [row.clock_mhz for row in truth(0).dag.baseline_measurements()],
+            )
+        ]
+        return float(times_s[0][0] / times_s[1][0]) - max(slowdown, 1.001)
+
+    assert max(late_by(measured(0), jitter, slowdown) for slowdown in SLOWDOWNS) < 0.001
+    assert 0.0 < late_by(truth(0), jitter, 1.0) + 0.001 < 0.002
+    assert late_by(measured(0), 0.0, 1.0) > 0.002
 
 
 @pytest.mark.parametrize("seed", range(3))
