@@ -85,8 +85,9 @@ class Frontier(TimeEnergyCurve):
             on_time: the probability, up to 0.99, of meeting the deadline in spite of what is
                 uncertain about the profile, unless `Profile.is_exact` and it has no jitter. The
                 deadline is then taken relative to `baseline_time_s`, and may be met by clocks that
-                were not measured: the plan is made of `Profile.estimated()`, and `Plan.on_time` says
-                how sure it is. None for a plan that takes the measured times for the true ones.
+                were not measured: the plan is made of `Profile.estimated()`, and `Plan.on_time`
+                says how sure it is. None for a plan that takes the measured times for the true
+                ones.
             tolerance: a plan that is slower than all clocks at maximum by at most this share is on
                 time as well if the deadline is `baseline_time_s` or more; only with `on_time`.
 
