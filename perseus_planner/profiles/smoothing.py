@@ -169,14 +169,16 @@ class Curves:
 
     def _fit(self, alike: Sequence[_Alike], guess: Scales, doubt: Scales) -> Scales:
         """Return the most probable scales, found by the method of Broyden, Fletcher, Goldfarb
-        and Shanno.
+        and Shanno. Only the places that have points matter.
         """
+        places = np.unique(np.concatenate([group.place for group in alike]))
+        parts = self._parts.at(places)
+        alike = [group._replace(place=np.searchsorted(places, group.place)) for group in alike]
 
         def cost(log_scales: Floats) -> float:
             try:
-                misfit = _Model(self._parts, Scales(*np.exp(log_scales).tolist()), alike).misfit(
-                    self._values
-                )
+                model = _Model(parts, Scales(*np.exp(log_scales).tolist()), alike)
+                misfit = model.misfit(self._values)
             except np.linalg.LinAlgError:
                 return np.inf
             return misfit + 0.5 * float(np.sum(((log_scales - np.log(guess)) / doubt) ** 2))
@@ -214,6 +216,10 @@ class _Parts(NamedTuple):
     kink: Floats
     line: Floats
     one: Floats
+
+    def at(self, places: Integers) -> _Parts:
+        """Return the covariances of some places of the grid."""
+        return _Parts(*(each[np.ix_(places, places)] for each in self))
 
     def shared(self, scales: Scales) -> Floats:
         """Return the covariance of the shared curve."""

@@ -83,10 +83,11 @@ class Frontier(TimeEnergyCurve):
             max_changes: how often each GPU may change its clock in an iteration, including the
                 change back for the next one; 0 for one clock per GPU, None for any number.
             on_time: the probability, up to 0.99, of meeting the deadline in spite of what is
-                uncertain about the profile, unless `Profile.is_exact`. The deadline is then taken
-                relative to `baseline_time_s`, and may be met by clocks that were not measured: the
-                plan is made of `Profile.estimated()`, and `Plan.on_time` says how sure it is. None
-                for a plan that takes the measured times for the true ones.
+                uncertain about the profile, unless `Profile.is_exact` and it has no jitter. The
+                deadline is then taken relative to `baseline_time_s`, and may be met by clocks that
+                were not measured: the plan is made of `Profile.estimated()`, and `Plan.on_time`
+                says how sure it is. None for a plan that takes the measured times for the true
+                ones.
             tolerance: a plan that is slower than all clocks at maximum by at most this share is on
                 time as well if the deadline is `baseline_time_s` or more; only with `on_time`.
 
