@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, combinations
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -201,7 +202,7 @@ class _PlanOfJob:
 
     def replayed_s(self, correction: Correction) -> float:
         """Return the iteration time without overhead, seconds."""
-        plan, rows = self.measured.plan, self.job.profiles[self.kind].measurements
+        plan, rows = self.measured.plan, self._profile.measurements
         later = replace(self.job, transfer=self.job.transfer.later(correction.hop_latency_s))
         points = {}
         for key, clocks in plan.measurements.items():
@@ -215,6 +216,12 @@ class _PlanOfJob:
         return replay(
             replace(plan, iteration=iteration, measurements=points, overhead_s=0.0)
         ).time_s
+
+    @cached_property
+    def _profile(self) -> Profile:
+        """The rows that the plan was made from."""
+        profile = self.job.profiles[self.kind]
+        return profile if self.measured.plan.on_time is None else profile.estimated().mean
 
 
 def _replayable(

@@ -76,7 +76,7 @@ def test_plans_are_on_time_where_those_from_the_rows_are_late(clocks: int | None
     raw, sure = [], []
     for seed in range(3):
         for slowdown in SLOWDOWNS:
-            raw.append(late(seed, plan_at(seed, slowdown, clocks), slowdown))
+            raw.append(late(seed, plan_at(seed, slowdown, clocks, on_time=None), slowdown))
             sure.append(
                 late(seed, plan_at(seed, slowdown, clocks, on_time=0.95), max(slowdown, 1.001))
             )
@@ -135,7 +135,7 @@ def test_plans_are_on_time_in_the_mean_with_the_jitter_of_a_run(jitter: float):
 def test_savings_are_as_promised_and_mostly_kept(seed: int):
     for slowdown in SLOWDOWNS:
         plan = plan_at(seed, slowdown, on_time=0.95)
-        best = truth(seed).plan_until(slowdown * truth(seed).baseline_time_s)
+        best = truth(seed).plan_until(slowdown * truth(seed).baseline_time_s, on_time=None)
         assert plan.on_time is not None
         promised, real = plan.on_time.saved_share, saved(seed, plan)
         assert promised.low <= real <= promised.high
@@ -184,12 +184,9 @@ def test_less_noise_saves_more_on_average(slowdown: float, quiet: float, loud: f
 
 def test_rows_without_noise_give_the_plans_of_the_rows():
     exact = truth(2)
-    for slowdown in SLOWDOWNS[1:]:
-        plain = exact.plan_until(slowdown * exact.baseline_time_s)
-        sure = exact.plan_until(slowdown * exact.baseline_time_s, on_time=0.95)
-        assert sure.energy_j <= 1.001 * plain.energy_j
-        assert sure.on_time is not None
-        assert (sure.on_time.has_errors, sure.on_time.interpolated) == (False, 0)
+    for slowdown in SLOWDOWNS:
+        plain = exact.plan_until(slowdown * exact.baseline_time_s, on_time=None)
+        assert exact.plan_until(slowdown * exact.baseline_time_s) == plain
 
 
 def test_clocks_that_were_not_measured_are_used_and_counted():
@@ -253,7 +250,7 @@ def test_the_cost_of_clock_changes_is_included():
 
 def test_power_stays_within_the_budget():
     frontier = measured(0)
-    budget_w = 0.8 * frontier.plan_until(frontier.baseline_time_s).power_w
+    budget_w = 0.8 * frontier.plan_until(frontier.baseline_time_s, on_time=None).power_w
     plan = frontier.plan_within_power(budget_w, on_time=0.95)
     real = truth(0).plan_of(plan.clocks)
     assert 0.97 * budget_w < real.power_w < 1.001 * budget_w
@@ -278,11 +275,11 @@ def test_plans_beside_stragglers_and_of_least_energy_are_as_sure():
 
 
 @settings(fixed, max_examples=8)
-@given(problem=pipelines(3, 3), share=shares())
+@given(problem=pipelines(3, 3), share=shares(), jitter=st.sampled_from((0.0, 0.02)))
 def test_any_profile_has_plans_that_are_on_time_in_expectation(
-    problem: tuple[Profile, Schedule], share: float
+    problem: tuple[Profile, Schedule], share: float, jitter: float
 ):
-    frontier = solve(*problem)
+    frontier = solve(replace(problem[0], jitter=jitter), problem[1])
     if any(row.energy_j == 0.0 for rows in frontier.profile.measurements.values() for row in rows):
         return
     at_s = deadline_s(frontier, share)
@@ -291,7 +288,10 @@ def test_any_profile_has_plans_that_are_on_time_in_expectation(
     except InfeasibleError as error:
         assert at_s < frontier.baseline_time_s, error  # noqa: PT017  # which ones are refused
         return
-    assert plan.on_time is not None
+    if plan.on_time is None:
+        assert frontier.profile.is_exact
+        assert not jitter
+        return
     assert plan.on_time.limit_ratio is not None
     assert plan.time_s <= plan.on_time.limit_ratio * plan.baseline_time_s * (1 + 1e-9)
     assert plan.energy_j >= plan.bound_j - 1e-9 * (plan.baseline_energy_j + abs(plan.energy_j))
