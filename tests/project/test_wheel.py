@@ -177,5 +177,5 @@ def test_the_demo_runs_with_the_installed_package(environment: Path, tmp_path: P
         Frontier.load(tmp_path / "demo/frontier.npz"),
     )
     assert Profile.load(tmp_path / "demo/profile.yaml").stages == 4
-    assert plan.time_s <= frontier.baseline_time_s
+    assert plan.time_s <= 1.001 * plan.baseline_time_s
     assert plan.energy_j < plan.baseline_energy_j
