@@ -221,7 +221,8 @@ class _PlanOfJob:
     def _profile(self) -> Profile:
         """The rows that the plan was made from."""
         profile = self.job.profiles[self.kind]
-        return profile if self.measured.plan.on_time is None else profile.estimated().mean
+        believed = self.measured.plan.on_time is None or profile.is_exact
+        return profile if believed else profile.estimated().mean
 
 
 def _replayable(
