@@ -327,9 +327,9 @@ def test_a_saved_frontier_has_what_it_takes(tmp_path: Path):
     )
     assert before == after
     assert None not in before
-    assert again.plan_until(again.baseline_time_s, on_time=0.95) == plan_at(
-        0, 1.0, 12, on_time=0.95
-    )
+    plan = again.plan_until(again.baseline_time_s, on_time=0.95)
+    assert plan == plan_at(0, 1.0, 12, on_time=0.95)
+    assert again.plan_until(again.baseline_time_s, on_time=0.95) is plan
 
 
 def test_a_frontier_of_rows_without_errors_has_none(tmp_path: Path):
