@@ -134,8 +134,7 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredP
     left_s = iter(times_s)
     for path in paths:
         if path.is_dir():
-            of_run = calibration_of(Run.load(path))
-            yield MeasuredPlan(of_run.plan, of_run.time_s, str(path), of_run.jitter)
+            yield calibration_of(Run.load(path))
         else:
             name = "--measured" if len(paths) == 1 else str(path)
             yield MeasuredPlan(Plan.load(path), next(left_s), name)

@@ -60,7 +60,9 @@ class MeasuredPlan(NamedTuple):
     plan: Plan
     time_s: float  #: mean, seconds
     source: str  #: the name of the measured time in error messages
-    jitter: float | None = None  #: of its computations, a relative standard deviation, if known
+    #: relative standard deviation of the time of a computation from iteration to iteration, each
+    #: for itself; None if it is not known.
+    jitter: float | None = None
 
 
 @dataclass(frozen=True)

@@ -131,18 +131,14 @@ class _Kind(NamedTuple):
 def exact_draws(rows: Rows) -> Draws:
     """Return the one draw of rows that are exact, without number at a clock that a key lacks."""
     clocks = tuple(sorted({row.clock_mhz for row in chain(*rows.values())}, reverse=True))
-
-    def tables(quantity: str) -> dict[Key, Floats]:
-        values = {
-            key: {row.clock_mhz: getattr(row, quantity) for row in of_key}
-            for key, of_key in rows.items()
-        }
-        return {
-            key: np.array([[of_key.get(clock, math.nan)] for clock in clocks])
-            for key, of_key in values.items()
-        }
-
-    return Draws(clocks, tables("time_s"), tables("energy_j"))
+    time_s, energy_j = (
+        {key: np.full((len(clocks), 1), math.nan) for key in rows} for _ in range(2)
+    )
+    for key, of_key in rows.items():
+        for row in of_key:
+            place = clocks.index(row.clock_mhz)
+            time_s[key][place], energy_j[key][place] = row.time_s, row.energy_j
+    return Draws(clocks, time_s, energy_j)
 
 
 def estimate_rows(

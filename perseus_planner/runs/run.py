@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import reading
 from perseus_planner.base.tables import WHOLE, make_frame
+from perseus_planner.plans.calibration import MeasuredPlan
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.account import Account, Entry, fold
@@ -237,18 +238,8 @@ class Run:
         return any(rank.pipeline == pipeline and rank.iterations_by(version) for rank in self.ranks)
 
 
-class MeasuredIteration(NamedTuple):
-    """How long an iteration took, to calibrate the profile that its plan was made from."""
-
-    plan: Plan  #: of the slowest pipeline, which the others wait for
-    time_s: float  #: mean of the counted iterations, seconds
-    #: relative standard deviation of the time of a computation from iteration to iteration, for
-    #: itself; None if too few computations were recorded.
-    jitter: float | None
-
-
-def calibration_of(run: Run) -> MeasuredIteration:
-    """Return the time of an iteration by the newest plan.
+def calibration_of(run: Run) -> MeasuredPlan:
+    """Return the time of an iteration by the newest plan, and the jitter of its computations.
 
     Only iterations that ran as planned count, without the first one by that plan. If there are
     several pipelines, which end every iteration together, the plan is that of the slowest.
@@ -266,7 +257,7 @@ def calibration_of(run: Run) -> MeasuredIteration:
     pipelines = sorted({rank.pipeline for rank in run.ranks if rank.iterations_by(version)})
     plans = [run.plan(version, pipeline) for pipeline in pipelines]
     plan = max(plans, key=lambda plan: plan.time_s)
-    return MeasuredIteration(plan, time_s, _jitter(run.ranks, version))
+    return MeasuredPlan(plan, time_s, str(run.folder), _jitter(run.ranks, version))
 
 
 def _jitter(ranks: Sequence[RankRecord], version: int) -> float | None:

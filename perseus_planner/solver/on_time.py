@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.iteration import Iteration
 
 _DRAWS = 500
-_ITERATIONS = 200  #: with jitter, of which the mean is taken
+_ITERATIONS = 100  #: with jitter, of which the mean is taken
 _SEARCHES = 8  #: quick plans at most, to find the least margin that is enough
 _CLOSE = 0.12  #: part of a margin: closer to the least one is close enough
 _FIRST = 1.4  #: margin that is tried after 0, standard errors
@@ -341,10 +341,8 @@ def replay_draws(
     time_s = _replayed_s(iteration, duration_s + fixed_s)
     if jitter is not None:
         some = slice(jitter.shape[1])
-        jittered_s = [
-            each_s[some] * longer for each_s, longer in zip(duration_s, jitter, strict=True)
-        ]
-        time_s *= np.mean(_replayed_s(iteration, jittered_s + fixed_s)) / np.mean(time_s[some])
+        jittered_s = np.stack([each_s[some] for each_s in duration_s]) * jitter
+        time_s *= np.mean(_replayed_s(iteration, [*jittered_s, *fixed_s])) / np.mean(time_s[some])
     time_s += dag.profile.overhead_s
     return time_s, effective_j + dag.waiting_w * time_s
 

@@ -26,7 +26,7 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
-from perseus_planner.profiles.estimation import exact_draws
+from perseus_planner.profiles.estimation import Draws, exact_draws
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
@@ -64,6 +64,16 @@ def late(seed: int, plan: Plan, slowdown: float) -> float:
 def saved(seed: int, plan: Plan) -> float:
     real = truth(seed).plan_of(plan.clocks)
     return real.saving_j / real.baseline_energy_j
+
+
+def time_ratio(plan: Plan, draws: Draws, longer: np.ndarray | None = None) -> np.ndarray:
+    """Return the plan's time under each draw, over that with all clocks at maximum."""
+    dag = truth(0).dag
+    top = [row.clock_mhz for row in dag.baseline_measurements()]
+    plan_s, top_s = (
+        replay_draws(dag, clocks, draws, longer)[0] for clocks in ([*plan.clocks.values()], top)
+    )
+    return plan_s / top_s
 
 
 def plan_at(seed: int, slowdown: float, clocks: int | None = None, **limits: object) -> Plan:
@@ -117,14 +127,7 @@ def test_plans_are_on_time_in_the_mean_with_the_jitter_of_a_run(jitter: float):
         plan = frontier.plan_until(slowdown * frontier.baseline_time_s, on_time=0.95)
         assert plan.on_time is not None
         assert plan.on_time.jitter == known
-        times_s = [
-            replay_draws(truth(0).dag, clocks, draws, longer)[0]
-            for clocks in (
-                [*plan.clocks.values()],
-                [row.clock_mhz for row in truth(0).dag.baseline_measurements()],
-            )
-        ]
-        return float(times_s[0][0] / times_s[1][0]) - max(slowdown, 1.001)
+        return float(time_ratio(plan, draws, longer)[0]) - max(slowdown, 1.001)
 
     assert max(late_by(measured(0), jitter, slowdown) for slowdown in SLOWDOWNS) < 0.001
     assert 0.0 < late_by(truth(0), jitter, 1.0) + 0.001 < 0.002
@@ -146,11 +149,7 @@ def test_savings_are_as_promised_and_mostly_kept(seed: int):
 @pytest.mark.parametrize("probability", [0.6, 0.95])
 def test_as_many_new_draws_are_on_time_as_the_probability_says(probability: float):
     plan = plan_at(0, 1.02, on_time=probability)
-    dag, draws = truth(0).dag, measured(0).profile.estimated().draws(2000, seed=9)
-    top = [row.clock_mhz for row in dag.baseline_measurements()]
-    ratio = (
-        replay_draws(dag, list(plan.clocks.values()), draws)[0] / replay_draws(dag, top, draws)[0]
-    )
+    ratio = time_ratio(plan, measured(0).profile.estimated().draws(2000, seed=9))
     assert np.mean(ratio <= 1.02) > probability - 0.03
     assert plan.on_time is not None
     assert plan.on_time.time_ratio.expected == pytest.approx(ratio.mean(), abs=2e-4)
@@ -354,12 +353,8 @@ def lateness(seed: int, plan: Plan, slowdown: float) -> np.ndarray:
     """Return how much longer than allowed the plan takes under each draw, over the time with all
     clocks at maximum.
     """
-    dag, draws = measured(seed).dag, measured(seed).profile.estimated().draws(500)
-    top = [row.clock_mhz for row in truth(seed).dag.baseline_measurements()]
-    ratio = (
-        replay_draws(dag, list(plan.clocks.values()), draws)[0] / replay_draws(dag, top, draws)[0]
-    )
-    return np.maximum(0.0, ratio - slowdown)  # type: ignore[no-any-return]
+    draws = measured(seed).profile.estimated().draws(500)
+    return np.maximum(0.0, time_ratio(plan, draws) - slowdown)
 
 
 @settings(fixed, max_examples=3)
