@@ -280,6 +280,9 @@ def plan(
     replicas: Annotated[
         Counts, "The number of pipelines of each FRONTIER, e.g. 3,1.  [default: 1 each]"
     ] = (),
+    bound: Annotated[
+        bool, "Also tell how far the plan is above a closer bound, which takes a second or two."
+    ],
     output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
     as_json: AsJson,
 ) -> None:
@@ -311,6 +314,9 @@ def plan(
     pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)
     with console.progress("Planning"):
         plans = _make_plans(pipelines, target, limits)
+        if bound:
+            pairs = zip(pipelines.frontiers, plans, strict=True)
+            plans = tuple(of.with_point_bound(each) for of, each in pairs)
     for pipeline_plan, file in zip(plans, files, strict=True):
         pipeline_plan.save(file)
     summary: Any

@@ -146,7 +146,7 @@ class Plan(Checked, error=PlanError):
     #: "observed": nothing was set and nothing will be.
     control: str = "clock"
     #: a closer bound, for plans of measured clocks alone, joules; no plan of `time_s` is below it.
-    #: None if the clocks were given, not chosen.
+    #: None unless `Frontier.with_point_bound` found it.
     point_bound_j: float | None = None
     #: how sure it is of its time and its saving, if it was made for a probability. Its numbers are
     #: expected ones then, and operating points in `measurements` may be estimates.

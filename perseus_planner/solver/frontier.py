@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +185,20 @@ class Frontier(TimeEnergyCurve):
             UsageError: If `deadline_s` is not a time.
         """
         return self._planner.point_bound_j(self.check_deadline(deadline_s))
+
+    def with_point_bound(self, plan: Plan) -> Plan:
+        """Return the plan with `Plan.point_bound_j`, the bound of `point_bound_j` at its time.
+
+        That of a plan that was made for a probability is, as its energy, one of expected rows.
+
+        Raises:
+            UsageError: If the plan is not of this frontier.
+        """
+        if (plan.profile_digest, plan.iteration) != (self.profile.digest, self.dag.iteration):
+            raise UsageError("plan: is not of this frontier; give the one that it was made from")
+        planner = self._planner if plan.on_time is None else self._on_time_planner.mean_planner
+        at_s = max(plan.time_s, planner.curve.min_time_s)
+        return replace(plan, point_bound_j=planner.point_bound_j(at_s))
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas frame with a row for each of `times_s`, fastest first.

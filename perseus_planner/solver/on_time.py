@@ -108,7 +108,7 @@ class OnTimePlanner:
                 plan = (
                     planner.quick_plan(within_s, polished=False)
                     if quick
-                    else planner.make(within_s, max_changes)
+                    else planner.plan(within_s, max_changes)
                 )
             except InfeasibleDeadline:
                 return None
@@ -187,6 +187,11 @@ class OnTimePlanner:
         mean = self._planner(0.0)
         clocks = [row.clock_mhz for row in mean.dag.baseline_measurements()]
         return self._replayed(mean.plan_of(clocks, None), None)
+
+    @property
+    def mean_planner(self) -> Planner:
+        """That of the expected rows."""
+        return self._planner(0.0)
 
     @cached_property
     def _mean(self) -> TimeEnergyCurve:

@@ -63,8 +63,8 @@ class Planner:
     Args:
         curve: the curve.
         slower: the same iteration with other times, for which plans are made instead, guided by the
-            relaxed solutions of `curve`, which fit closely while the times are nearly alike. A
-            bound of such a plan is that of `curve`.
+            relaxed solutions of `curve`, which fit closely while the times are nearly alike.
+            Bounds are those of `curve`.
     """
 
     def __init__(self, curve: TimeEnergyCurve, slower: PipelineDag | None = None) -> None:
@@ -88,17 +88,11 @@ class Planner:
         """
         key = deadline_s, max_changes
         if key not in self._plans:
-            plan = self.make(*key)
-            bound_j = self.point_bound_j(max(plan.time_s, self.curve.min_time_s))
-            self._plans[key] = replace(plan, point_bound_j=bound_j)
+            if deadline_s < self._min_time_s:
+                raise InfeasibleDeadline(deadline_s, self._min_time_s)
+            make = self._plan if self.profile.clock_change is None else self._plan_with_costs
+            self._plans[key] = make(*key)
         return self._plans[key]
-
-    def make(self, deadline_s: float, max_changes: int | None) -> Plan:
-        """Return the plan without the bound for operating points; see `plan`."""
-        if deadline_s < self._min_time_s:
-            raise InfeasibleDeadline(deadline_s, self._min_time_s)
-        make = self._plan if self.profile.clock_change is None else self._plan_with_costs
-        return make(deadline_s, max_changes)
 
     def _plan(self, deadline_s: float, max_changes: int | None) -> Plan:
         """Return the plan if clock changes cost nothing."""
@@ -243,7 +237,7 @@ class Planner:
         return plan.energy_j - self.dag.waiting_w * plan.time_s
 
     def quick_plan(self, deadline_s: float, *, polished: bool) -> Plan:
-        """Return a plan without a switch budget or a bound, at a fraction of the effort of `plan`.
+        """Return a plan without a switch budget, at a fraction of the effort of `plan`.
 
         Clock changes cost nothing. Unpolished, it takes a tenth of the effort.
         """

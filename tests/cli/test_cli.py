@@ -329,8 +329,9 @@ def test_the_text_of_a_file_is_printed_when_it_is_written_and_shown(work: Path):
     text = done(SOLVE)
     solved = frontier_text(summarize_frontier(Frontier.load("frontier.npz")))
     assert text == f"{solved}\nWrote frontier.npz\n"
-    text = done("plan frontier.npz --slowdown 1.05 -o plan.yaml")
+    text = done("plan frontier.npz --slowdown 1.05 --bound -o plan.yaml")
     plan = Plan.load("plan.yaml")
+    assert plan.point_bound_j is not None
     assert text == f"{plan_text(summarize_plan(plan))}\nWrote plan.yaml\n"
     assert done("show plan.yaml") == f"{timeline_text(summarize_timeline(plan))}\n"
 
