@@ -17,7 +17,7 @@ import pytest
 from command_options import ROOT
 from packaging.metadata import Metadata
 
-from perseus_planner import Frontier, Plan, Profile, __version__
+from perseus_planner import Plan, Profile, __version__
 
 FOLDERS = ("perseus_planner", "profiler", "runtime")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -172,10 +172,7 @@ def test_the_demo_runs_with_the_installed_package(environment: Path, tmp_path: P
         "make", "-f", ROOT / "Makefile", installed, "demo", f"BIN={environment}/bin", cwd=tmp_path
     )
     assert {file.name for file in (tmp_path / "demo").iterdir()} == DEMO
-    plan, frontier = (
-        Plan.load(tmp_path / "demo/plan-1.00x.yaml"),
-        Frontier.load(tmp_path / "demo/frontier.npz"),
-    )
+    plan = Plan.load(tmp_path / "demo/plan-1.00x.yaml")
     assert Profile.load(tmp_path / "demo/profile.yaml").stages == 4
     assert plan.time_s <= 1.001 * plan.baseline_time_s
     assert plan.energy_j < plan.baseline_energy_j
