@@ -237,13 +237,15 @@ def best_saving(truth: Profile, iteration: Iteration) -> float:
     """
     frontier = solve(truth, iteration.schedule)
     deadline_s = _DEADLINE * frontier.baseline_time_s
-    unlimited = list(frontier.plan_until(deadline_s).clocks.values())
+    unlimited = list(frontier.plan_until(deadline_s, on_time=None).clocks.values())
     plans = []
     for levels in ([4, 8], [3, 8], [2, 8]):
         found = clocks_by_budget(frontier.dag, deadline_s, unlimited, levels)
         plans += [found[_CHANGES]] if _CHANGES in found else []
     costly = solve(replace(truth, clock_change=_CHANGE), iteration.schedule)
-    plans.append(list(costly.plan_until(deadline_s, max_changes=_CHANGES).clocks.values()))
+    plans.append(
+        list(costly.plan_until(deadline_s, max_changes=_CHANGES, on_time=None).clocks.values())
+    )
     clocks = _clocks(truth)
     search = Searcher(AutopilotJob(iteration, clocks, 1, _CHANGE), _CHANGES)
     rows = [truth.measurements[key] for key in search.keys]

@@ -61,12 +61,12 @@ class Size:
         lowtime_unit_s: its step in time, seconds.
         reference_microbatches: those for which the reference frontiers are compared.
         reference_points: how many plans of each reference frontier are replayed.
+        planned: stages and microbatches of the plans that are timed.
         large: stages and microbatches of the large pipelines.
         measured_runs: how many of the training jobs that were run are replayed.
         budget_microbatches: of the plans with a switch budget.
+        budget_cases: how many small pipelines have a proved optimum.
         budget_slowdowns: their deadlines.
-        cell_microbatches: of the plans with few changes beside trivial ones.
-        cell_slowdowns: their deadlines.
         costly_slowdowns: deadlines of the plans in which clock changes cost time.
         interleaved: ranks, virtual stages and microbatches.
         slowed_microbatches: of the pipeline in which a stage becomes slower.
@@ -78,7 +78,7 @@ class Size:
         hook_iterations: how often its calls are.
         engine_iterations: how often an engine with it is.
         hook_engines: how many of the engines are.
-        row_noises: relative standard errors of noisy rows.
+        row_errors: kinds of errors of rows and their relative standard errors.
         noise_seeds: how many data sets have each of them.
         compiles: whether compilation is timed, which takes all of it.
     load_jobs: how many jobs the service has under load.
@@ -98,12 +98,12 @@ class Size:
     lowtime_unit_s: float = 1e-3
     reference_microbatches: tuple[int, ...] = (12, 24, 48, 96)
     reference_points: int = 101
+    planned: tuple[tuple[int, int], ...] = ((8, 24), (8, 96), (16, 128))
     large: tuple[tuple[int, int], ...] = ((16, 256), (32, 256), (64, 256), (32, 1024))
     measured_runs: int = 2
     budget_microbatches: int = 96
+    budget_cases: int = 20
     budget_slowdowns: tuple[float, ...] = (1.00, 1.02, 1.05, 1.10)
-    cell_microbatches: tuple[int, ...] = (24, 96)
-    cell_slowdowns: tuple[float, ...] = (1.00, 1.0005, 1.01, 1.02, 1.05, 1.10)
     costly_slowdowns: tuple[float, ...] = (1.00, 1.05)
     interleaved: tuple[int, int, int] = (8, 4, 64)
     slowed_microbatches: int = 96
@@ -118,7 +118,10 @@ class Size:
     compiles: bool = True
     load_jobs: int = 200
     load_pipelines: int = 64
-    row_noises: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01)
+    row_errors: tuple[tuple[str, float], ...] = (
+        *(("", noise) for noise in (0.0, 0.001, 0.005, 0.01, 0.02)),
+        *((kind, 0.005) for kind in ("tails", "outlier", "missing", "hot")),
+    )
     noise_seeds: int = 8
     load_microbatches: tuple[int, ...] = (12, 24, 48, 96)
     load_leaders: int = 400
@@ -137,12 +140,12 @@ SMOKE = Size(
     lowtime_unit_s=4e-3,
     reference_microbatches=(12,),
     reference_points=11,
+    planned=((8, 12),),
     large=((16, 24),),
     measured_runs=1,
     budget_microbatches=12,
+    budget_cases=1,
     budget_slowdowns=(1.05,),
-    cell_microbatches=(12,),
-    cell_slowdowns=(1.00,),
     costly_slowdowns=(1.05,),
     interleaved=(8, 2, 8),
     slowed_microbatches=12,
@@ -154,7 +157,7 @@ SMOKE = Size(
     hook_iterations=5,
     engine_iterations=5,
     hook_engines=1,
-    row_noises=(0.005,),
+    row_errors=(("", 0.01),),
     noise_seeds=1,
     compiles=False,
     load_jobs=6,

@@ -85,7 +85,7 @@ def _interleaved(case: Case, size: Size) -> dict[str, Any]:
         frontier = solve(profile, schedule)
         times_s.append(time.perf_counter() - begin_s)
     begin_s = time.perf_counter()
-    plan = frontier.plan_until(1.05 * frontier.baseline_time_s)
+    plan = frontier.plan_until(1.05 * frontier.baseline_time_s, on_time=None)
     return {
         "profile": case.name,
         "ranks": ranks,
@@ -127,11 +127,11 @@ def _split(profile: Profile, ranks: int, virtual: int) -> Profile:
 
 def _slowed(case: Case, size: Size, stage: int) -> dict[str, Any]:
     sound = frontier_of(case, size.slowed_microbatches)
-    sound.plan_until(sound.baseline_time_s)
+    sound.plan_until(sound.baseline_time_s, on_time=None)
     begin_s = time.perf_counter()
     frontier = solve(slowed(sound.profile, {stage: _SLOWDOWN}), sound.schedule)
     solved_s = time.perf_counter()
-    plan = frontier.plan_until(frontier.baseline_time_s)
+    plan = frontier.plan_until(frontier.baseline_time_s, on_time=None)
     return {
         "profile": case.name,
         "microbatches": size.slowed_microbatches,

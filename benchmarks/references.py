@@ -142,7 +142,7 @@ def _envpipe_rows(case: Case, size: Size) -> list[dict[str, Any]]:
             if written_s >= frontier.min_time_s * (1 - _WRITTEN)
             else written_s
         )
-        bound_j, plan = frontier.bound_j(time_s), frontier.plan_until(time_s)
+        bound_j, plan = frontier.bound_j(time_s), frontier.plan_until(time_s, on_time=None)
         row = {
             "profile": case.name,
             "microbatches": microbatches,

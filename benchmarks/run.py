@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import autopilot
-import budget_cells
+import budget_optima
 import cluster_replay
 import controller_latency
 import emulated_training
@@ -62,7 +62,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     18: service_load.measure,
     19: noisy_plans.measure,
     20: unlike_stages.measure,
-    budget_cells.NUMBER: budget_cells.measure,
+    21: budget_optima.measure,
     autopilot.NUMBER: autopilot.measure,
     learning_training.NUMBER: learning_training.measure,
     24: iteration_times.measure,

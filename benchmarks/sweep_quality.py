@@ -227,11 +227,12 @@ def _plans(whole: Frontier, found: Profile) -> dict[float, _Judged]:
     frontier = solve(found, schedules.one_f_one_b(STAGES, _MICROBATCHES))
     judged = {}
     for slowdown in _SLOWDOWNS:
-        plan = frontier.plan_until(min(slowdown * frontier.baseline_time_s, frontier.max_time_s))
+        until_s = min(slowdown * frontier.baseline_time_s, frontier.max_time_s)
+        plan = frontier.plan_until(until_s, on_time=None)
         real = whole.plan_of(plan.clocks)
         # Beyond the slowest point the best plan is that one, and its GPUs wait.
         until_s = min(max(real.time_s, whole.min_time_s), whole.max_time_s)
-        best = whole.plan_until(until_s)
+        best = whole.plan_until(until_s, on_time=None)
         best_j = best.energy_j + whole.dag.waiting_w * (real.time_s - best.time_s)
         deadline_s = min(slowdown * whole.baseline_time_s, whole.max_time_s)
         judged[slowdown] = _Judged(

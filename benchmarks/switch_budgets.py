@@ -100,12 +100,12 @@ def measure(size: Size) -> Section:
 def _rows(case: Case, slowdown: float, size: Size) -> Iterator[dict[str, Any]]:
     frontier = frontier_of(case, size.budget_microbatches)
     deadline_s = slowdown * frontier.baseline_time_s
-    unlimited = frontier.plan_until(deadline_s)
-    frontier.plan_until(1.001 * deadline_s, max_changes=2)
+    unlimited = frontier.plan_until(deadline_s, on_time=None)
+    frontier.plan_until(1.001 * deadline_s, max_changes=2, on_time=None)
     most_j, most_own_j = _saved_j(frontier, unlimited, deadline_s), unlimited.saving_j
     for budget in _BUDGETS:
         begin_s = time.perf_counter()
-        plan = frontier.plan_until(deadline_s, max_changes=budget)
+        plan = frontier.plan_until(deadline_s, max_changes=budget, on_time=None)
         seconds = time.perf_counter() - begin_s
         saved_j = _saved_j(frontier, plan, deadline_s)
         yield {
@@ -129,11 +129,11 @@ def _costly(case: Case, slowdown: float, gpus: int, size: Size) -> dict[str, Any
     profile = on_each_gpu(replace(profile_of(case), clock_change=_CHANGE), gpus)
     frontier = solve(profile, schedules.one_f_one_b(STAGES, size.budget_microbatches))
     free_plan = frontier_of(case, size.budget_microbatches).plan_until(
-        slowdown * frontier.baseline_time_s
+        slowdown * frontier.baseline_time_s, on_time=None
     )
     deadline_s = slowdown * frontier.baseline_time_s
     begin_s = time.perf_counter()
-    plan = frontier.plan_until(deadline_s)
+    plan = frontier.plan_until(deadline_s, on_time=None)
     seconds = time.perf_counter() - begin_s
     as_free = frontier.plan_of(free_plan.clocks)
     return {

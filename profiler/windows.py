@@ -25,7 +25,6 @@ MIN_WINDOWS = 3
 
 _MAX_ERROR = 0.003  # more windows are measured while a relative standard error is above
 _LEAST_ERROR = 2e-4  # relative: clocks and counters are not better
-_CHANCE = 1.1  # simulated: see the test of the standard errors
 _TWO_SIDED_95 = (
     *(0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31),
     *(2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11),
@@ -150,25 +149,14 @@ def mean_of(windows: Sequence[Window], setting: int | None) -> Measurement:
     achieved_mhz = fmean(window.achieved_mhz for window in windows)
     evidence = Evidence(
         achieved_mhz,
-        _reported_error(times),
-        _reported_error(energies),
+        max(_standard_error(times), _LEAST_ERROR * fmean(times)),
+        max(_standard_error(energies), _LEAST_ERROR * fmean(energies)),
         len(windows),
         fmean(window.temperature_c for window in windows),
         _ordered(frozenset[str]().union(*(window.throttle for window in windows))),
     )
     clock_mhz = round(achieved_mhz) if setting is None else setting
     return Measurement(clock_mhz, fmean(times), fmean(energies), evidence)
-
-
-def _reported_error(values: Sequence[float]) -> float:
-    """Return the standard error to report: the truth is within two of them for 95 % of rows.
-
-    The standard error of few windows is uncertain itself, so it is widened as Student's t
-    distribution says; and a little more, as measuring ends when the windows agree, which they also
-    do by chance.
-    """
-    widened = _CHANCE * _TWO_SIDED_95[len(values)] / 2 * _standard_error(values)
-    return max(widened, _LEAST_ERROR * fmean(values))
 
 
 def combine(windows: Sequence[Window], replicas: int = 1) -> Window:
@@ -191,8 +179,9 @@ def slow_replicas(windows: Sequence[Sequence[Window]]) -> dict[int, float]:
     the other one.
 
     A replica counts as slow beyond three errors and one percent. Its error is the standard error of
-    its time, or how far the replicas are apart if that is more (by the median deviation), as
-    sound GPUs differ too. A replica that waits for others in a collective is never slower.
+    its time, widened for few windows as Student's t distribution says, or how far the replicas are
+    apart if that is more (by the median deviation), as sound GPUs differ too. A replica that waits
+    for others in a collective is never slower.
 
     Args:
         windows: The windows of all replicas, at one time after another.
@@ -200,6 +189,10 @@ def slow_replicas(windows: Sequence[Sequence[Window]]) -> dict[int, float]:
     times = [[window.time_s for window in own] for own in zip(*windows, strict=True)]
     if len(windows) < MIN_WINDOWS or len(times) < 2:
         return {}
+
+    def widened(own: Sequence[float]) -> float:
+        return _TWO_SIDED_95[len(own)] / 2 * _standard_error(own)
+
     means = [fmean(own) for own in times]
     if len(times) == 2:
         middle, spread = min(means), 0.0
@@ -209,8 +202,7 @@ def slow_replicas(windows: Sequence[Sequence[Window]]) -> dict[int, float]:
     return {
         replica: mean / middle - 1
         for replica, mean in enumerate(means)
-        if mean - middle
-        > max(3 * _reported_error(times[replica]), 3 * spread, _MIN_OUTLIER * middle)
+        if mean - middle > max(3 * widened(times[replica]), 3 * spread, _MIN_OUTLIER * middle)
     }
 
 

@@ -99,6 +99,8 @@ OFFSET = Rule(float, True, "an overhead: write finite seconds, such as 0.12", ne
 PROBABILITY = Rule(
     float, False, "a probability: give a number above 0 and up to 0.99, such as 0.95", most=0.99
 )
+ON_TIME = 0.95
+"""The probability of being on time that plans are made for unless another one is given."""
 SHARE = Rule(float, True, "a share: give a number of 0 or more, such as 0.001")
 FACTOR = Rule(
     float, False, "a slowdown: give how many times as long it takes, above 0, such as 1.15"

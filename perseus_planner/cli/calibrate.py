@@ -74,7 +74,8 @@ def calibrate(
     you make from FILE later include this.
 
     PLAN_OR_RUN is a plan, or the folder that a training run wrote. For a run, the measured time is
-    the mean over the iterations that ran as its newest plan says, except the first of them.
+    the mean over the iterations that ran as its newest plan says, except the first of them. A run
+    also shows the jitter of its computations, which FILE gets, and for which plans leave a margin.
 
     With --kernels, on one GPU or, started by torchrun, on the GPUs of one node: measure a layer of
     MODEL forward and backward, its head, all-reduces and memory, and write a system file for
@@ -134,7 +135,7 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredP
     for path in paths:
         if path.is_dir():
             of_run = calibration_of(Run.load(path))
-            yield MeasuredPlan(of_run.plan, of_run.time_s, str(path))
+            yield MeasuredPlan(of_run.plan, of_run.time_s, str(path), of_run.jitter)
         else:
             name = "--measured" if len(paths) == 1 else str(path)
             yield MeasuredPlan(Plan.load(path), next(left_s), name)

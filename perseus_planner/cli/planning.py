@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.units import FACTOR, STAGE
+from perseus_planner.base.units import FACTOR, ON_TIME, STAGE
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
     AsJson,
@@ -248,18 +248,27 @@ class PlanLimits:
     on_time: Annotated[
         Certainty | None,
         "The probability of being on time, or within --power-budget, though the profile is "
-        "uncertain, e.g. 95%.  [default: measured times are taken for the true ones]",
+        f"uncertain, e.g. 99%.  [default: {ON_TIME:.0%}]",
+    ]
+    as_measured: Annotated[
+        bool, "Take each measured row for the truth, without a margin for what is uncertain."
     ]
     tolerance: Annotated[
         Tolerance | None,
-        "With --on-time: how much slower than all clocks at maximum still counts as no slower.  "
-        "[default: 0.1%]",
+        "How much slower than all clocks at maximum still counts as no slower.  [default: 0.1%]",
     ]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return them as `Frontier.plan_until` takes them."""
+        arguments = _given(self)
+        if arguments.pop("as_measured", False):
+            arguments["on_time"] = None
+        return arguments
 
 
 @command(
     "planner plan frontier.npz --slowdown 1.00 -o plan.yaml",
-    "planner plan frontier.npz --slowdown 1.00 --on-time 95% -o plan.yaml",
+    "planner plan frontier.npz --slowdown 1.00 --as-measured -o plan.yaml",
     "planner plan frontier.npz --straggler-time 3.2s -o plan.yaml",
     "planner plan frontier.npz slow.npz --replicas 3,1 --slowdown 1.00 -o replicas.yaml",
 )
@@ -284,11 +293,11 @@ def plan(
     then meet one common deadline, and a --slowdown refers to the slowest pipeline. FILE gets -0, -1
     and so on before its ending.
     """
-    if limits.tolerance is not None and (limits.on_time is None or target.power_budget_w):
-        raise UsageError(
-            "--tolerance: is of the time of a plan with --on-time; leave it out, or give --on-time "
-            "as well"
-        )
+    if limits.as_measured and (limits.on_time or limits.tolerance) is not None:
+        given = "--tolerance" if limits.on_time is None else "--on-time"
+        raise UsageError(f"{given}: is of plans with a margin; leave it or --as-measured out")
+    if limits.tolerance is not None and target.power_budget_w is not None:
+        raise UsageError("--tolerance: is of a time; leave it out, or give --slowdown instead")
     if target.power_budget_w is not None and len(frontier) > 1:
         raise UsageError(
             "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
@@ -317,12 +326,11 @@ def plan(
 def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:
     if target.power_budget_w is not None:
         (frontier,) = pipelines.frontiers
-        return (frontier.plan_within_power(target.power_budget_w, **_given(limits)),)
+        return (frontier.plan_within_power(target.power_budget_w, **limits.arguments()),)
     source = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else pipelines
     # More, as rounding may refuse exactly that time.
     least_s = max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
-    # No plan is surely faster than the baseline.
-    fastest_s = source.min_time_s if limits.on_time is None else source.baseline_time_s
+    fastest_s = source.least_deadline_s(limits.arguments().get("on_time", ON_TIME))
     wanted_s = target.deadline_s
     if target.slowdown is not None:
         wanted_s = target.slowdown * source.baseline_time_s
@@ -340,7 +348,7 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
             err=True,
         )
         wanted_s = max(least_s, fastest_s)
-    return pipelines.plans_for(wanted_s, **_given(limits))
+    return pipelines.plans_for(wanted_s, **limits.arguments())
 
 
 def _given(options: DataclassInstance) -> dict[str, Any]:

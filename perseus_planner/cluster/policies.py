@@ -254,9 +254,10 @@ class _BaselineClocks:
 
 def _planned(frontier: Frontier, deadline_s: float) -> Clocks:
     """Return the clocks of the plan for a deadline; all deadlines beyond `max_time_s` share one
-    plan.
+    plan. The rows are what the simulated cluster runs by, so plans take them for the truth.
     """
-    return tuple(frontier.plan_until(min(deadline_s, frontier.max_time_s)).clocks.values())
+    plan = frontier.plan_until(min(deadline_s, frontier.max_time_s), on_time=None)
+    return tuple(plan.clocks.values())
 
 
 def _checked_clocks(frontier: Frontier, clocks: Mapping[str, int]) -> Clocks:

@@ -239,7 +239,8 @@ class CurveMaker:
         The plan is that of the microbatches that were solved, at most.
         """
         frontier = self._frontiers[candidate.job]
-        plan = frontier.plan_until(frontier.min_time_s * max(1.0, slowdown))
+        deadline_s = frontier.min_time_s * max(1.0, slowdown)
+        plan = frontier.plan_until(deadline_s, on_time=None)  # its rows are a model's
         return min(plan.clocks.values()), max(plan.clocks.values())
 
     def saved_share(self, candidate: Candidate, slowdown: float) -> float:

@@ -9,8 +9,10 @@ path is critical. Terms are chosen by leave-one-out cross-validation (Stone 1974
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, combinations
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 _KEY = "overhead_s"
+_DIGITS_OF_JITTER = 4
 _DIGITS = 9  #: of seconds and factors, so that 0.1234 is not written as 0.12340000000000018
 _LATENCY, _FACTOR = (
     "hop",
@@ -57,6 +60,7 @@ class MeasuredPlan(NamedTuple):
     plan: Plan
     time_s: float  #: mean, seconds
     source: str  #: the name of the measured time in error messages
+    jitter: float | None = None  #: of its computations, a relative standard deviation, if known
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Calibration:
     #: there is only one plan.
     left_out_error: float | None = None
     plans: tuple[CalibratedPlan, ...] = ()  #: the plans, each once
+    #: jitter of computations, a relative standard deviation; None if no run shows it.
+    jitter: float | None = None
 
     @property
     def overhead_share(self) -> float:
@@ -162,8 +168,11 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         time_factors=dict(now.time_factors),
         left_out_error=fit.left_out_error,
         plans=calibrated,
+        jitter=_jitter(measured),
     )
     changes: dict[str, object] = {_KEY: overhead_s}
+    if result.jitter is not None:
+        changes["jitter"] = result.jitter or None
     if now != correction:
         entries = {"hop_latency_s": now.hop_latency_s, "time_factors": dict(now.time_factors)}
         changes["correction"] = {name: value for name, value in entries.items() if value} or None
@@ -193,7 +202,7 @@ class _PlanOfJob:
 
     def replayed_s(self, correction: Correction) -> float:
         """Return the iteration time without overhead, seconds."""
-        plan, rows = self.measured.plan, self.job.profiles[self.kind].measurements
+        plan, rows = self.measured.plan, self._profile.measurements
         later = replace(self.job, transfer=self.job.transfer.later(correction.hop_latency_s))
         points = {}
         for key, clocks in plan.measurements.items():
@@ -207,6 +216,13 @@ class _PlanOfJob:
         return replay(
             replace(plan, iteration=iteration, measurements=points, overhead_s=0.0)
         ).time_s
+
+    @cached_property
+    def _profile(self) -> Profile:
+        """The rows that the plan was made from."""
+        profile = self.job.profiles[self.kind]
+        believed = self.measured.plan.on_time is None or profile.is_exact
+        return profile if believed else profile.estimated().mean
 
 
 def _replayable(
@@ -251,6 +267,12 @@ def _means(measured: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
     return [
         group[0]._replace(time_s=fmean(run.time_s for run in group)) for group in groups.values()
     ]
+
+
+def _jitter(measured: Sequence[MeasuredPlan]) -> float | None:
+    """Return the jitter of all runs together, rounded."""
+    squares = [run.jitter**2 for run in measured if run.jitter is not None]
+    return round(math.sqrt(fmean(squares)), _DIGITS_OF_JITTER) if squares else None
 
 
 def _check_time(measured: MeasuredPlan, replayed_s: float) -> None:

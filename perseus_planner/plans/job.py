@@ -160,7 +160,7 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
 
 def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:
     """Return the profile at `path`, with the fields that the job replaces."""
-    instead = {name: getattr(settings, name) for name in ("overhead_s", "clock_change")}
+    instead = {name: getattr(settings, name) for name in ("overhead_s", "jitter", "clock_change")}
     given = {name: value for name, value in instead.items() if value is not None}
     return replace(Profile.load(path, blocking_power_w=power_w), **given)
 

@@ -82,6 +82,8 @@ class OnTime:
     interpolated: int  #: how many of them were not measured, but estimated from others
     #: whether the profile has standard errors, or its noise is taken from how its rows scatter.
     has_errors: bool
+    #: the jitter of computations that it is on time with, a relative standard deviation.
+    jitter: float = 0.0
 
 
 _FORMAT = "perseus-planner/plan"

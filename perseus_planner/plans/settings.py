@@ -20,6 +20,7 @@ from perseus_planner.base.units import (
     Count,
     Offset,
     PowerBound,
+    Share,
     Wait,
     Watts,
 )
@@ -105,6 +106,8 @@ class Settings(Checked, error=JobError):
     overhead_s: Offset | None = None
     #: what the calibration found beside the overhead.
     correction: Correction = field(default_factory=Correction)
+    #: calibrated jitter of computations, a relative standard deviation; replaces the profile's.
+    jitter: Share | None = None
     clock_change: ClockChange | None = None  #: the cost of a clock change; replaces the profile's
     #: the pipelines; empty for one.
     replicas: Annotated[tuple[ReplicaSettings, ...], Reader(_replicas)] = ()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from statistics import fmean, median
+from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -39,6 +39,7 @@ _ENERGY = Scales(bend=1.0, kink=0.05, step=0.005, level=0.03, slope=0.02, shape=
 # others.
 _DOUBT = Scales(bend=1.0, kink=1.0, step=1.0, level=1.0, slope=1.0, shape=0.4, noise=0.2)
 _NO_ERRORS = 1.5  #: that of the noise if rows have no standard errors
+_LEAST_J = 1e-300  #: of a logarithm
 _LEAST_NOISE = 1e-5  #: relative
 _LEAST_SPACING = 5  #: MHz or watts; settings that are evenly spaced are no closer
 _MOST_CLOCKS = 256  #: that are taken between the measured ones
@@ -74,9 +75,12 @@ class Estimate(Generic[P]):
     #: found.
     noise: Mapping[str, tuple[float, float]]
     _kinds: tuple[_Kind, ...] = field(repr=False)
+    _shared_errors: Callable[[int], tuple[float, float]] = field(repr=False)
 
     def draws(self, count: int, seed: int = 0) -> Draws:
         """Return `count` joint draws; equal seeds give equal draws.
+
+        The error that the rows of a stage share is that of its top clock against all others.
 
         Raises:
             UsageError: If `count` is not a whole number of at least 1, or `seed` not one of at
@@ -90,6 +94,11 @@ class Estimate(Generic[P]):
         for kind in self._kinds:
             time_s |= kind.table(kind.reachable(kind.time.draws(count, random)))
             energy_j |= kind.table(kind.energy.draws(count, random))
+        drift = {stage: random.standard_normal((2, count)) for stage, _ in time_s}
+        for stage, name in time_s:
+            errors = self._shared_errors(stage)
+            for table, error, drawn in zip((time_s, energy_j), errors, drift[stage], strict=True):
+                table[stage, name][1:] *= np.exp(error * drawn)
         return Draws(self._kinds[0].clocks, MappingProxyType(time_s), MappingProxyType(energy_j))
 
 
@@ -119,10 +128,28 @@ class _Kind(NamedTuple):
         )
 
 
+def exact_draws(rows: Rows) -> Draws:
+    """Return the one draw of rows that are exact, without number at a clock that a key lacks."""
+    clocks = tuple(sorted({row.clock_mhz for row in chain(*rows.values())}, reverse=True))
+
+    def tables(quantity: str) -> dict[Key, Floats]:
+        values = {
+            key: {row.clock_mhz: getattr(row, quantity) for row in of_key}
+            for key, of_key in rows.items()
+        }
+        return {
+            key: np.array([[of_key.get(clock, math.nan)] for clock in clocks])
+            for key, of_key in values.items()
+        }
+
+    return Draws(clocks, tables("time_s"), tables("energy_j"))
+
+
 def estimate_rows(
     rows: Rows,
     control: str,
     clocks_mhz: Collection[int] | None,
+    shared_errors: Callable[[int], tuple[float, float]],
     profile_of: Callable[[Rows], P],
 ) -> Estimate[P]:
     """Return what the rows of a profile tell about every clock, as `Profile.estimated` describes
@@ -161,7 +188,33 @@ def estimate_rows(
             }
         ),
         kinds,
+        shared_errors,
     )
+
+
+def scatter(rows: Rows) -> float:
+    """Return how far rows typically are from a smooth curve over the clock, relative: the larger
+    one of time's and energy's.
+
+    Each row is compared with the cubic through its two neighbours on either side, over the
+    logarithms, and the median of the deviations is taken, which a few kinks and steps do not
+    change. It is 0 if no computation has five rows.
+    """
+    medians = [0.0]
+    for quantity in ("time_s", "energy_j"):
+        deviations = list[float]()
+        for of_key in rows.values():
+            x = np.log([row.clock_mhz for row in of_key])
+            y = np.log([max(getattr(row, quantity), _LEAST_J) for row in of_key])
+            for i in range(2, len(of_key) - 2):
+                near = [i - 2, i - 1, i + 1, i + 2]
+                weights = np.array(
+                    [math.prod((x[i] - x[k]) / (x[j] - x[k]) for k in near if k != j) for j in near]
+                )
+                deviations.append(abs(y[i] - weights @ y[near]) / math.hypot(1.0, *weights))
+        if deviations:
+            medians.append(median(deviations))
+    return max(medians)
 
 
 def _clocks(rows: Rows, control: str, clocks_mhz: Collection[int] | None) -> tuple[int, ...]:
@@ -198,7 +251,7 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
     curves = []
     for quantity, guess in (("time_s", _TIME), ("energy_j", _ENERGY)):
         values = [np.log([getattr(row, quantity) for row in key_rows]) for key_rows in rows]
-        noise, variances = _noise(rows, quantity)
+        noise, variances = pooled_errors(rows, quantity)
         points = list(map(Points, places, values, variances))
         if noise is None:
             curves.append(Curves(x, points, guess, _DOUBT._replace(noise=_NO_ERRORS)))
@@ -208,15 +261,16 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
     return _Kind(keys, clocks, lowest, *curves)
 
 
-def _noise(
+def pooled_errors(
     rows: Sequence[Sequence[Measurement]], quantity: str
 ) -> tuple[float | None, list[Floats]]:
     """Return the relative standard error of a typical row, and the variance of each row relative to
     it.
 
     The standard error of a row from a few windows is uncertain itself, so those of all rows are
-    pooled: each window is taken to be as noisy as the others. Without standard errors there is no
-    typical one, and all rows are alike.
+    pooled: each window is taken to be as noisy as the others. Each row counts by its degrees of
+    freedom, so that it does not matter that measuring ended when windows agreed, as they also do by
+    chance. Without standard errors there is no typical one, and all rows are alike.
     """
     error = "time_stderr_s" if quantity == "time_s" else "energy_stderr_j"
     with_evidence = [
@@ -224,9 +278,12 @@ def _noise(
     ]
     if not with_evidence:
         return None, [np.ones(len(key_rows)) for key_rows in rows]
-    of_window = fmean(
-        (getattr(evidence, error) / getattr(row, quantity)) ** 2 * evidence.windows
-        for row, evidence in with_evidence
+    of_window = np.average(
+        [
+            (getattr(evidence, error) / getattr(row, quantity)) ** 2 * evidence.windows
+            for row, evidence in with_evidence
+        ],
+        weights=[max(evidence.windows - 1, 1) for _, evidence in with_evidence],
     )
     typical = median(evidence.windows for _, evidence in with_evidence)
     windows = [

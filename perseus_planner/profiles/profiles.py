@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 _FORMAT = "perseus-planner/profile"
 _VERSION = 1
 _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the iteration
+_ROUNDED = 1e-4  #: relative; rows of four digits and more scatter less around a curve
 _YAML_SUFFIXES = (".yaml", ".yml")
 _OF_STAGES = ("blocking_power_w", "shared_time_error", "shared_energy_error")
-_EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error")
+_EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error", "jitter")
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Profile(Checked, error=ProfileError):
     shared_time_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
     #: the same of their energies.
     shared_energy_error: Share | tuple[Share, ...] = field(default=0.0, compare=False, repr=False)
+    #: calibration: the relative standard deviation of a computation's time from one time it runs
+    #: to the next, each for itself; 0.0 if it was not measured.
+    jitter: Share = 0.0
     #: the schedule in which the stages were measured, in the words of a job file: schedule,
     #: microbatches, virtual_stages and microbatch_group; empty if it is not known. Profiles that
     #: differ only in it are equal.
@@ -146,6 +150,18 @@ class Profile(Checked, error=ProfileError):
         rest = repr({name: getattr(self, name) for name in rules(Profile) if name not in _EVIDENCE})
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
 
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether the rows may be taken for the truth: they carry no standard errors, and differ
+        from a smooth curve by no more than what is rounded when they are written.
+        """
+        from perseus_planner.profiles.estimation import scatter
+
+        rows = self.measurements
+        if any(row.evidence is not None for of_key in rows.values() for row in of_key):
+            return False
+        return scatter(rows) <= _ROUNDED
+
     def estimated(self, clocks_mhz: Collection[int] | None = None) -> Estimate[Profile]:
         """Return the expected time and energy at every clock that the GPU supports, with their
         joint uncertainty.
@@ -170,6 +186,7 @@ class Profile(Checked, error=ProfileError):
             self.measurements,
             self.control,
             clocks_mhz,
+            self.shared_errors,
             profile_of=lambda rows: replace(self, measurements=rows),
         )
 

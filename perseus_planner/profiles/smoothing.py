@@ -36,6 +36,8 @@ _UNLIKE = {
     4.0: 1.0,
     16.0: 2.0,
 }  #: how much more its own a curve's shape may be -> minus its log probability
+_FAR = 4.0  #: standard errors from what all other points tell; a point so far off may be wrong
+_WRONG = 3.0  #: minus the log probability that it is
 _FEW = 3  #: of fewer curves none stands out
 _REPEATS = 3  #: how often scales are found again after curves that stand out
 _ROUNDS = 30
@@ -65,6 +67,7 @@ class Points(NamedTuple):
     place: Integers  #: (k,) index on the grid
     value: Floats  #: (k,) logarithms
     variance: Floats  #: (k,) of their noise, relative to the other points
+    unlike: float = 1.0  #: how much more its own the curve's shape is than that of most
 
 
 class Curves:
@@ -81,22 +84,23 @@ class Curves:
     """
 
     def __init__(self, x: Floats, points: Sequence[Points], guess: Scales, doubt: Scales) -> None:
-        self._points, self._parts = points, _parts(x)
+        self._points, self._parts = list(points), _parts(x)
         self._middle = float(
             np.mean(np.concatenate([curve_points.value for curve_points in points]))
         )
         self._values = [curve_points.value - self._middle for curve_points in points]
         some = sorted({round(i) for i in np.linspace(0, len(points) - 1, _MOST_FITTED)})
-        unlike = [1.0] * len(points)
         self.scales = guess
-        for _ in range(_REPEATS):
-            self.scales = self._fit(_alike(points, unlike, some), guess, doubt)
-            self._model = _Model(
-                self._parts, self.scales, _alike(points, unlike, range(len(points)))
-            )
-            before, unlike = unlike, self._find_unlike()
-            if unlike == before:
-                break
+        for repeat in range(_REPEATS):
+            if repeat:
+                before, self._points = self._points, self._judged()
+                if all(
+                    old.unlike == new.unlike and old.variance is new.variance
+                    for old, new in zip(before, self._points, strict=True)
+                ):
+                    break
+            self.scales = self._fit(_alike(self._points, some), guess, doubt)
+            self._model = _Model(self._parts, self.scales, _alike(self._points, range(len(points))))
 
     def mean(self) -> Floats:
         """Return the (curves, n) expected logarithms on the grid."""
@@ -131,38 +135,50 @@ class Curves:
         drawn: Floats = self._middle + (shared + shared_more) + (own + own_more)
         return drawn
 
-    def _find_unlike(self) -> list[float]:
-        """Return how much more its own the shape of each curve is than that of most, judged by
-        the shared curve.
+    def _judged(self) -> list[Points]:
+        """Return the points with how much more its own the shape of each curve is than that of
+        most, judged by the shared curve. A point that is far from what the others tell, and by
+        which alone its curve would be unlike, gets the variance of its deviation.
         """
         if len(self._points) < _FEW:
-            return [1.0] * len(self._points)
+            return list(self._points)
         shared, uncertain = self._model.shared(self._values)
-        factors = []
-        for (place, _, variance), value in zip(self._points, self._values, strict=True):
-            cost = {}
+        judged = []
+        for given, value in zip(self._points, self._values, strict=True):
+            missed, noise = value - shared[given.place], self.scales.noise**2
+            options = dict[float, Points]()  # by minus the log probability
             for unlike, improbable in _UNLIKE.items():
                 own = self._parts.own(self.scales, unlike) + uncertain
-                root = np.linalg.cholesky(
-                    own[np.ix_(place, place)] + np.diag(self.scales.noise**2 * variance)
-                )
-                missed = np.linalg.solve(root, value - shared[place])
-                cost[unlike] = improbable + float(
-                    np.log(np.diag(root)).sum() + 0.5 * missed @ missed
-                )
-            factors.append(min(cost, key=cost.__getitem__))
-        return factors
+                own = own[np.ix_(given.place, given.place)]
+                inverse = np.linalg.inv(own + np.diag(noise * given.variance))
+                left_out = inverse @ missed / np.diag(inverse)
+                far = np.abs(left_out) * np.sqrt(np.diag(inverse))
+                wrong = int(np.argmax(far))
+                tried = [(improbable, given.variance)]
+                if far[wrong] > _FAR:
+                    doubted = given.variance.copy()
+                    doubted[wrong] += left_out[wrong] ** 2 / noise
+                    tried.append((improbable + _WRONG, doubted))
+                for cost, variance in tried:
+                    root = np.linalg.cholesky(own + np.diag(noise * variance))
+                    pulled = np.linalg.solve(root, missed)
+                    cost += float(np.log(np.diag(root)).sum() + 0.5 * pulled @ pulled)
+                    options[cost] = given._replace(variance=variance, unlike=unlike)
+            judged.append(options[min(options)])
+        return judged
 
     def _fit(self, alike: Sequence[_Alike], guess: Scales, doubt: Scales) -> Scales:
         """Return the most probable scales, found by the method of Broyden, Fletcher, Goldfarb
-        and Shanno.
+        and Shanno. Only the places that have points matter.
         """
+        places = np.unique(np.concatenate([group.place for group in alike]))
+        parts = self._parts.at(places)
+        alike = [group._replace(place=np.searchsorted(places, group.place)) for group in alike]
 
         def cost(log_scales: Floats) -> float:
             try:
-                misfit = _Model(self._parts, Scales(*np.exp(log_scales).tolist()), alike).misfit(
-                    self._values
-                )
+                model = _Model(parts, Scales(*np.exp(log_scales).tolist()), alike)
+                misfit = model.misfit(self._values)
             except np.linalg.LinAlgError:
                 return np.inf
             return misfit + 0.5 * float(np.sum(((log_scales - np.log(guess)) / doubt) ** 2))
@@ -201,6 +217,10 @@ class _Parts(NamedTuple):
     line: Floats
     one: Floats
 
+    def at(self, places: Integers) -> _Parts:
+        """Return the covariances of some places of the grid."""
+        return _Parts(*(each[np.ix_(places, places)] for each in self))
+
     def shared(self, scales: Scales) -> Floats:
         """Return the covariance of the shared curve."""
         return _VAGUE * (1 + self.line) + self._wave(scales)
@@ -233,14 +253,12 @@ class _Alike(NamedTuple):
     curves: list[int]
 
 
-def _alike(
-    points: Sequence[Points], unlike: Sequence[float], curves: Sequence[int]
-) -> list[_Alike]:
+def _alike(points: Sequence[Points], curves: Sequence[int]) -> list[_Alike]:
     groups: dict[tuple[bytes, bytes, float], _Alike] = {}
     for i in curves:
-        place, variance = points[i].place, points[i].variance
-        group = _Alike(place, variance, unlike[i], [])
-        groups.setdefault((place.tobytes(), variance.tobytes(), unlike[i]), group).curves.append(i)
+        place, _, variance, unlike = points[i]
+        group = _Alike(place, variance, unlike, [])
+        groups.setdefault((place.tobytes(), variance.tobytes(), unlike), group).curves.append(i)
     return list(groups.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import RunError
@@ -39,6 +40,7 @@ _REMEDY = (
     "copy the files of all nodes into one folder, or try again when each rank has ended an "
     "iteration"
 )
+_OUTLIER = 0.3  #: of a logarithm; no margin is worth while for longer computations
 _NOT_YET = "no iteration has ended yet; try again when one has"
 
 
@@ -240,6 +242,9 @@ class MeasuredIteration(NamedTuple):
 
     plan: Plan  #: of the slowest pipeline, which the others wait for
     time_s: float  #: mean of the counted iterations, seconds
+    #: relative standard deviation of the time of a computation from iteration to iteration, for
+    #: itself; None if too few computations were recorded.
+    jitter: float | None
 
 
 def calibration_of(run: Run) -> MeasuredIteration:
@@ -260,7 +265,32 @@ def calibration_of(run: Run) -> MeasuredIteration:
         )
     pipelines = sorted({rank.pipeline for rank in run.ranks if rank.iterations_by(version)})
     plans = [run.plan(version, pipeline) for pipeline in pipelines]
-    return MeasuredIteration(max(plans, key=lambda plan: plan.time_s), time_s)
+    plan = max(plans, key=lambda plan: plan.time_s)
+    return MeasuredIteration(plan, time_s, _jitter(run.ranks, version))
+
+
+def _jitter(ranks: Sequence[RankRecord], version: int) -> float | None:
+    """Return how much computations vary, each about its own median, and about that of its
+    iteration on its rank; changes that came late do not count, and outliers count as `_OUTLIER`.
+    """
+    squares, freedom = 0.0, 0
+    for rank in ranks:
+        of_iterations: dict[int, list[float]] = {}
+        durations_s: dict[str, dict[int, float]] = {}
+        for number in [row.iteration for row in rank.counted(version)]:
+            for each in rank.computations.get(number, ()):
+                if each.duration_s > 0.0 and not (each.is_late or each.is_overtaken):
+                    durations_s.setdefault(str(each.computation), {})[number] = each.duration_s
+        for of_computation in durations_s.values():
+            middle_s = median(of_computation.values())
+            for iteration, duration_s in of_computation.items():
+                of_iterations.setdefault(iteration, []).append(math.log(duration_s / middle_s))
+        for logs in of_iterations.values():
+            middle = median(logs)
+            squares += sum(min(abs(log - middle), _OUTLIER) ** 2 for log in logs)
+            freedom += len(logs) - 1
+        freedom -= len(durations_s)
+    return math.sqrt(squares / freedom) if freedom > 0 else None
 
 
 def _check_names(folder: Path) -> None:

@@ -111,7 +111,7 @@ class Client:
         # to connect, read, write, for a connection
         waiting = (short_s, max(short_s, _REGISTERING_S), short_s, short_s)
         response = self._send(
-            "POST", "/v1/jobs", body=to_json(job, without_nulls=True), timeout=waiting
+            "POST", "/v1/jobs", body=to_json(job, without_defaults=True), timeout=waiting
         )
         registered = self._read(Registered, response)
         return replace(registered, is_new=response.status_code == HTTPStatus.CREATED)
@@ -143,7 +143,7 @@ class Client:
         If slow stages have to be solved and planned first, the answer waits up to `wait_s` seconds
         for that.
         """
-        body = to_json(request, without_nulls=True)
+        body = to_json(request, without_defaults=True)
         options = {"params": {"wait_s": wait_s}, "timeout": wait_s + self._timeout_s}
         return self._ask(Answer, "POST", _path(job, "reports"), body, **(options if wait_s else {}))
 

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema
 
 from perseus_planner.base.errors import PlannerError, UsageError, shown
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.units import Changes, Count, Probability, Rule
+from perseus_planner.base.units import ON_TIME, Changes, Count, Probability, Rule
 from perseus_planner.plans.plan import Plan
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
@@ -155,7 +155,7 @@ class RegisteredJob(Checked):
     since_s: float = 0.0  #: When the job was registered
     #: The probability of the plans being on time, and within the power, as for
     #: `Frontier.plan_until`.
-    on_time: Probability | None = None
+    on_time: Probability | None = ON_TIME
     #: The least power limit, watts, that something else than the planner has set on one of its
     #: GPUs, as the job reports it; None if none is below its default.
     gpu_power_limit_w: float | None = None

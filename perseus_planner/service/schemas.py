@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, PlainSerializer, Strict, TypeAdapter, WithJsonSchema
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import ON_TIME
 from perseus_planner.runs.account import SUMS, Account
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.service.model import (
@@ -102,8 +103,8 @@ class Registration:
     max_changes: Number | None = None
     #: Upper bound on the average power of all GPUs of the job; null for none.
     power_w: Watts | None = None
-    #: Probability of being on time that plans are made for; null for none.
-    on_time: Annotated[float | None, Field(gt=0, le=0.99)] = None
+    #: Probability of being on time that plans are made for; null takes each row for the truth.
+    on_time: Annotated[float | None, Field(gt=0, le=0.99)] = ON_TIME
     profile_csv: str | None = None  #: Instead of `frontier`: the text of profile.csv.
     profile_yaml: str | None = None  #: The text of the profile.yaml that names it.
     schedule: str | None = None  #: The name of a schedule, or a text grid.
@@ -293,10 +294,11 @@ class PowerRequest:
                 )
 
 
-def to_json(value: Any, *, without_nulls: bool = False, indent: int | None = None) -> bytes:
+def to_json(value: Any, *, without_defaults: bool = False, indent: int | None = None) -> bytes:
     """Write a value of `model` or of this module as JSON; infinite moments become null."""
     kind: Any = type(value)
-    return _adapter(kind).dump_json(value, by_alias=True, exclude_none=without_nulls, indent=indent)
+    adapter = _adapter(kind)
+    return adapter.dump_json(value, by_alias=True, exclude_defaults=without_defaults, indent=indent)
 
 
 def from_json(kind: type[Value], text: str | bytes) -> Value:

@@ -28,6 +28,7 @@ from perseus_planner.base.errors import (
     ProfileError,
     UsageError,
 )
+from perseus_planner.base.units import ON_TIME
 from perseus_planner.plans.job import Job
 from perseus_planner.plans.settings import Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
@@ -69,7 +70,7 @@ class PlanRequest(NamedTuple):
     #: no bound.
     power_w: float | None
     max_changes: int | None  #: Switch budget, as for `Frontier.plan_for`
-    on_time: float | None = None  #: The probability of keeping the deadline or the power, likewise
+    on_time: float | None = ON_TIME  #: The probability of keeping deadline or power, likewise
     #: Power limit of each GPU, watts; None for that under which it was profiled.
     gpu_power_limit_w: float | None = None
 
@@ -134,15 +135,14 @@ def plan_text(request: PlanRequest, content: bytes) -> str:
     frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
     limits: dict[str, Any] = {name: getattr(request, name) for name in ("max_changes", "on_time")}
     plan = frontier.plan_until(request.time_s, **limits)
-    power_w = plan.power_w if plan.on_time is None else plan.on_time.power_w.high
+    sure = plan.on_time
+    power_w = plan.power_w if sure is None else sure.power_w.high
     if request.power_w is not None and power_w > request.power_w:
         try:
             within = frontier.plan_within_power(request.power_w, **limits)
         except InfeasiblePower as error:
             within = frontier.plan_within_power(error.least_power_w, **limits)
-        plan = (
-            within if request.on_time is None else max(plan, within, key=lambda each: each.time_s)
-        )
+        plan = within if sure is None else max(plan, within, key=lambda each: each.time_s)
     return plan.dumps()
 
 
@@ -151,10 +151,8 @@ def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
     try:
         return plan_text(request, content)
     except InfeasibleDeadline as error:
-        least_s = error.least_time_s
-        if request.on_time is not None:  # all clocks at maximum are surely as fast as that
-            frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
-            least_s = max(least_s, frontier.baseline_time_s)
+        frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
+        least_s = max(error.least_time_s, frontier.least_deadline_s(request.on_time))
         return plan_text(request._replace(time_s=least_s), content)
 
 

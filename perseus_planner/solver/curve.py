@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
 
 _PARTS = 64  #: parts of the curve; there is a guide at each end of one
+_NEAR, _NEAR_PARTS = 1.3, 52  #: times the fastest one, where most plans are asked for; parts of it
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,11 +80,12 @@ class TimeEnergyCurve:
             )
         state = slowest_state(scaled.network)
         slowest = int(state.event[scaled.network.sink])
-        targets = (
-            np.linspace(slowest, int(fastest_s / scaled.tick_s), _PARTS + 1)[:-1]
-            .astype(np.int64)
-            .tolist()
-        )
+        fastest = int(fastest_s / scaled.tick_s)
+        near, far_parts = min(_NEAR * fastest, slowest), _PARTS - _NEAR_PARTS
+        if near == slowest:
+            far_parts = 0
+        ends = np.interp(range(_PARTS), [0, far_parts, _PARTS], [slowest, near, fastest])
+        targets = ends.astype(np.int64).tolist()
         count, times, powers = len(dag.keys), [slowest], [0]
         guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
         for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], state)):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import make_frame
-from perseus_planner.base.units import CHANGES, POWER, PROBABILITY, SHARE, TIME
+from perseus_planner.base.units import CHANGES, ON_TIME, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
@@ -62,16 +62,15 @@ class Frontier(TimeEnergyCurve):
                 time found.
             UsageError: If an argument is out of range.
         """
-        return self.plan_until(
-            min(self.check_deadline(deadline_s), self._least_energy_deadline_s(limits)), **limits
-        )
+        least_energy_s = self.least_energy_deadline_s(limits.get("on_time", ON_TIME))
+        return self.plan_until(min(self.check_deadline(deadline_s), least_energy_s), **limits)
 
     def plan_until(
         self,
         deadline_s: float,
         *,
         max_changes: int | None = None,
-        on_time: float | None = None,
+        on_time: float | None = ON_TIME,
         tolerance: float = 0.001,
     ) -> Plan:
         """Return the plan for an iteration that others end at `deadline_s` seconds; never slower
@@ -84,10 +83,11 @@ class Frontier(TimeEnergyCurve):
             max_changes: how often each GPU may change its clock in an iteration, including the
                 change back for the next one; 0 for one clock per GPU, None for any number.
             on_time: the probability, up to 0.99, of meeting the deadline in spite of what is
-                uncertain about the profile. The deadline is then taken relative to
-                `baseline_time_s`, and may be met by clocks that were not measured: the plan is made
-                of `Profile.estimated()`, and `Plan.on_time` says how sure it is. None for a plan
-                that takes the measured times for the true ones.
+                uncertain about the profile, unless `Profile.is_exact` and it has no jitter. The
+                deadline is then taken relative to `baseline_time_s`, and may be met by clocks that
+                were not measured: the plan is made of `Profile.estimated()`, and `Plan.on_time`
+                says how sure it is. None for a plan that takes the measured times for the true
+                ones.
             tolerance: a plan that is slower than all clocks at maximum by at most this share is on
                 time as well if the deadline is `baseline_time_s` or more; only with `on_time`.
 
@@ -99,12 +99,10 @@ class Frontier(TimeEnergyCurve):
         """
         most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
         deadline_s = self.check_deadline(deadline_s)
-        if on_time is None:
+        if not self._is_uncertain(on_time):
             return self._planner.plan(deadline_s, most)
-        probability, tolerance = (
-            PROBABILITY.check(on_time, "on_time"),
-            SHARE.check(tolerance, "tolerance"),
-        )
+        probability = PROBABILITY.check(on_time, "on_time")
+        tolerance = SHARE.check(tolerance, "tolerance")
         return self._on_time_planner.plan(deadline_s, probability, tolerance, most)
 
     def plan_for_least_energy(self, **limits: Any) -> Plan:
@@ -113,38 +111,29 @@ class Frontier(TimeEnergyCurve):
 
         `limits` are those of `plan_until`.
         """
-        return self.plan_until(self._least_energy_deadline_s(limits), **limits)
-
-    def _least_energy_deadline_s(self, limits: Mapping[str, Any]) -> float:
-        """Return the deadline of the plan with the least energy within `limits`, seconds.
-
-        It is a hair above `least_energy_time_s`, so that a plan of exactly that time is not refused
-        because of a rounding error; with `on_time`, it is at least `baseline_time_s`.
-        """
-        return max(self.least_energy_time_s * (1 + 1e-9), self._least_time_s(limits))
+        deadline_s = self.least_energy_deadline_s(limits.get("on_time", ON_TIME))
+        return self.plan_until(deadline_s, **limits)
 
     def plan_beside_straggler(self, straggler_time_s: float, **limits: Any) -> Plan:
         """Return the plan beside a straggler whose iteration takes `straggler_time_s` seconds.
 
         The plan is as slow as the straggler, but never slower than `max_time_s` (Perseus, SOSP'24).
-        If the straggler is faster than this pipeline can be, the plan is as fast as possible; with
-        `on_time`, if it is faster than this pipeline with all clocks at maximum, the plan is as
-        fast as that. `limits` are those of `plan_until`.
+        If the straggler is faster, the plan is as fast as `least_deadline_s`. `limits` are those of
+        `plan_until`.
 
         Raises:
             UsageError: If an argument is out of range.
         """
-        deadline_s = max(
-            TIME.check(straggler_time_s, "straggler_time_s"), self._least_time_s(limits)
-        )
-        return self.plan_until(deadline_s, **limits)
+        least_s = self.least_deadline_s(limits.get("on_time", ON_TIME))
+        straggler_time_s = TIME.check(straggler_time_s, "straggler_time_s")
+        return self.plan_until(max(straggler_time_s, least_s), **limits)
 
     def plan_within_power(
         self,
         power_w: float,
         *,
         max_changes: int | None = None,
-        on_time: float | None = None,
+        on_time: float | None = ON_TIME,
     ) -> Plan:
         """Return the fastest plan found whose average power over all GPUs of the pipeline is at
         most `power_w` watts.
@@ -153,15 +142,15 @@ class Frontier(TimeEnergyCurve):
             power_w: watts.
             max_changes: as in `plan_until`.
             on_time: the probability, up to 0.99, of drawing no more in spite of what is uncertain
-                about the profile.
+                about the profile, unless it is exact; None to take its rows for the truth.
 
         Raises:
             InfeasiblePower: If no plan found draws that little; names the least power found.
             UsageError: If an argument is out of range.
         """
         power_w = POWER.check(power_w, "power_w")
-        if on_time is None:
-            plan_until = partial(self.plan_until, max_changes=max_changes)
+        if not self._is_uncertain(on_time):
+            plan_until = partial(self.plan_until, max_changes=max_changes, on_time=None)
             return fastest_within_power(self, power_w, plan_until, lambda plan: plan.power_w)
         probability = PROBABILITY.check(on_time, "on_time")
         most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
@@ -242,11 +231,26 @@ class Frontier(TimeEnergyCurve):
             check_frontier(dag, times, powers, guides)
         return cls(dag, times, powers, guides)
 
-    def _least_time_s(self, limits: Mapping[str, Any]) -> float:
-        """Return the least deadline for which there is a plan: nothing is surely faster than all
-        clocks at maximum.
+    def least_deadline_s(self, on_time: float | None = ON_TIME) -> float:
+        """Return the least deadline for which there is a plan of this probability, seconds:
+        `min_time_s`, or `baseline_time_s` if rows are uncertain, as nothing is surely faster than
+        all clocks at maximum.
         """
-        return self.min_time_s if limits.get("on_time") is None else self.baseline_time_s
+        return self.baseline_time_s if self._is_uncertain(on_time) else self.min_time_s
+
+    def least_energy_deadline_s(self, on_time: float | None = ON_TIME) -> float:
+        """Return the deadline of the plan of this probability with the least energy, seconds.
+
+        It is a hair above `least_energy_time_s`, so that a plan of exactly that time is not refused
+        because of a rounding error.
+        """
+        return max(self.least_energy_time_s * (1 + 1e-9), self.least_deadline_s(on_time))
+
+    def _is_uncertain(self, on_time: float | None) -> bool:
+        """Return whether a plan for this probability needs a margin."""
+        if on_time is not None:
+            PROBABILITY.check(on_time, "on_time")
+        return on_time is not None and not (self.profile.is_exact and self.profile.jitter == 0.0)
 
     @cached_property
     def _planner(self) -> Planner:

@@ -77,7 +77,7 @@ class Guides(NamedTuple):
     """
 
     time_s: Floats  #: (guides,) replayed iteration time, falling
-    end_s: NDArray[np.float32]  #: (guides, n) when each node of `dag.order` ends
+    end_s: NDArray[np.floating]  #: (guides, n) when each node of `dag.order` ends
     price_w: NDArray[np.float32]  #: (guides, n) price of each node's time
 
 

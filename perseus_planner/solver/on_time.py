@@ -14,9 +14,10 @@ found has both.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy as np
 from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
+from perseus_planner.profiles.estimation import exact_draws
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
 from perseus_planner.solver.planner import Planner
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.estimation import Draws, Estimate
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
+    from perseus_planner.schedules.iteration import Iteration
 
 _DRAWS = 500
+_ITERATIONS = 200  #: with jitter, of which the mean is taken
 _SEARCHES = 8  #: quick plans at most, to find the least margin that is enough
 _CLOSE = 0.12  #: part of a margin: closer to the least one is close enough
 _FIRST = 1.4  #: margin that is tried after 0, standard errors
@@ -152,12 +156,21 @@ class OnTimePlanner:
         return replace(drawn.plan, deadline_s=plan.deadline_s, on_time=certainty)
 
     @cached_property
-    def _estimate(self) -> Estimate[Profile]:
-        return self.curve.profile.estimated()
+    def _estimate(self) -> Estimate[Profile] | None:
+        """What is known of the rows; None if they are exact."""
+        return None if self.curve.profile.is_exact else self.curve.profile.estimated()
 
     @cached_property
     def _draws(self) -> Draws:
+        if self._estimate is None:
+            return exact_draws(self.curve.profile.measurements)
         return self._estimate.draws(_DRAWS)
+
+    @cached_property
+    def _jitter(self) -> Floats | None:
+        """How many times as long each computation takes, in each of some iterations."""
+        jitter, shape = self.curve.profile.jitter, (len(self.curve.dag.computations), _ITERATIONS)
+        return np.exp(jitter * np.random.default_rng(0).standard_normal(shape)) if jitter else None
 
     @cached_property
     def _baseline(self) -> _Drawn:
@@ -169,6 +182,8 @@ class OnTimePlanner:
     @cached_property
     def _mean(self) -> TimeEnergyCurve:
         """The curve of the expected times."""
+        if self._estimate is None:
+            return self.curve
         return TimeEnergyCurve.of(PipelineDag(self._estimate.mean, self.curve.dag.iteration))
 
     def _planner(self, margin: float, *, free: bool = False) -> Planner:
@@ -189,17 +204,19 @@ class OnTimePlanner:
 
     def _slower(self, margin: float) -> Profile:
         """Return the expected profile with times that are longer by `margin` standard errors
-        against the top clock.
+        against the top clock, and jitter.
         """
-        measurements = {}
-        for key, rows in self._estimate.mean.measurements.items():
-            logs = np.log(self._draws.time_s[key])
-            longer = np.exp(margin * np.std(logs - logs[:1], axis=1)).tolist()
+        measurements, jitter = {}, self.curve.profile.jitter
+        index = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}
+        for key, rows in self._mean.profile.measurements.items():
+            logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
+            doubt = np.hypot(np.std(logs - logs[:1], axis=1), jitter)
+            longer = [1.0, *np.exp(margin * doubt[1:]).tolist()]
             measurements[key] = tuple(
                 replace(row, time_s=row.time_s * factor)
                 for row, factor in zip(rows, longer, strict=True)
             )
-        return replace(self._estimate.mean, measurements=measurements)
+        return replace(self._mean.profile, measurements=measurements)
 
     def _replayed(self, plan: Plan, margin: float | None, *, free: bool = False) -> _Drawn:
         """Return a plan of these clocks with their expected times, and its replays under the draws.
@@ -208,7 +225,7 @@ class OnTimePlanner:
         """
         mean, clocks = self._planner(0.0, free=free), list(plan.clocks.values())
         plan = replace(mean.plan_of(clocks, None), profile_digest=self.curve.profile.digest)
-        time_s, energy_j = replay_draws(mean.dag, clocks, self._draws)
+        time_s, energy_j = replay_draws(mean.dag, clocks, self._draws, self._jitter)
         if plan.clock_change is not None:
             points = [plan.measurement(computation) for computation in mean.dag.computations]
             free_s, free_j = time_and_energy(mean.dag, points)
@@ -228,6 +245,7 @@ class OnTimePlanner:
         """Return how sure the plan is; a plan without a margin saves `safety_j` more."""
         base, keys = self._baseline, self.curve.dag.iteration.keys
         in_use = set(zip(keys, drawn.plan.clocks.values(), strict=True))
+        interpolated = {} if self._estimate is None else self._estimate.interpolated
         return OnTime(
             probability=probability,
             limit_ratio=None,
@@ -238,8 +256,9 @@ class OnTimePlanner:
             power_w=_interval(drawn.energy_j / drawn.time_s, WIDER_SAVING, drawn.plan.power_w),
             safety_share=max(0.0, safety_j / float(np.mean(base.energy_j))),
             points=len(in_use),
-            interpolated=sum(clock in self._estimate.interpolated[key] for key, clock in in_use),
-            has_errors=self._estimate.has_errors,
+            interpolated=sum(clock in interpolated.get(key, ()) for key, clock in in_use),
+            has_errors=self._estimate is not None and self._estimate.has_errors,
+            jitter=self.curve.profile.jitter,
         )
 
 
@@ -284,7 +303,7 @@ def _interval(values: Floats, wider: float, unit: float = 1.0) -> Interval:
 
 
 def replay_draws(
-    dag: PipelineDag, clocks_mhz: Sequence[int], draws: Draws
+    dag: PipelineDag, clocks_mhz: Sequence[int], draws: Draws, jitter: Floats | None = None
 ) -> tuple[Floats, Floats]:
     """Return the (draws,) seconds of an iteration, and its joules over all GPUs, waiting included.
 
@@ -294,34 +313,38 @@ def replay_draws(
         dag: the iteration.
         clocks_mhz: the clock of each computation, by its place in `dag.computations`.
         draws: of the profile's computations.
+        jitter: (computations, m) how many times as long they take in m iterations of a run. The
+            seconds are the mean of such iterations then.
     """
     iteration, index = dag.iteration, {clock: i for i, clock in enumerate(draws.clocks_mhz)}
     points = [(key, index[clock]) for key, clock in zip(iteration.keys, clocks_mhz, strict=True)]
-    counts: dict[tuple[tuple[int, str], int], int] = {}
-    for point in points:
-        counts[point] = counts.get(point, 0) + 1
-    effective_j = np.zeros(next(iter(draws.time_s.values())).shape[1])
-    for (key, i), count in counts.items():
-        effective_j += count * (
-            draws.energy_j[key][i] - dag.profile.blocking_w(key[0]) * draws.time_s[key][i]
-        )
+    effective_j: Floats = np.zeros(1)
+    for (key, i), count in Counter(points).items():
+        waiting_j = dag.profile.blocking_w(key[0]) * draws.time_s[key][i]
+        effective_j = effective_j + count * (draws.energy_j[key][i] - waiting_j)
     for operation in iteration.operations:
         if operation.energy_j is not None:
             effective_j += (
                 operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
             )
-    duration_s = [
-        *(draws.time_s[key][i] for key, i in points),
-        *(operation.time_s for operation in iteration.operations),
-    ]
-    end_s: list[Floats] = [np.zeros(0)] * len(duration_s)
-    time_s = np.zeros_like(effective_j)
-    for place in iteration.order:
-        start_s = np.zeros_like(effective_j)
-        for other, lag_s in iteration.waits[place]:
-            np.maximum(start_s, end_s[other] + lag_s if lag_s else end_s[other], out=start_s)
-        start_s += duration_s[place]
-        end_s[place] = start_s
-        np.maximum(time_s, start_s, out=time_s)
+    fixed_s = [np.full(1, operation.time_s) for operation in iteration.operations]
+    duration_s = [draws.time_s[key][i] for key, i in points]
+    time_s = _replayed_s(iteration, duration_s + fixed_s)
+    if jitter is not None:
+        some = slice(jitter.shape[1])
+        jittered_s = [
+            each_s[some] * longer for each_s, longer in zip(duration_s, jitter, strict=True)
+        ]
+        time_s *= np.mean(_replayed_s(iteration, jittered_s + fixed_s)) / np.mean(time_s[some])
     time_s += dag.profile.overhead_s
     return time_s, effective_j + dag.waiting_w * time_s
+
+
+def _replayed_s(iteration: Iteration, duration_s: Sequence[Floats]) -> Floats:
+    """Return the (draws,) seconds until all of an iteration has run, given those of each place."""
+    end_s: list[Floats] = [np.zeros(0)] * len(duration_s)
+    for place in iteration.order:
+        starts_s = [end_s[i] + lag_s if lag_s else end_s[i] for i, lag_s in iteration.waits[place]]
+        end_s[place] = (reduce(np.maximum, starts_s) if starts_s else 0.0) + duration_s[place]
+    last = set(iteration.order).difference(*iteration.predecessors)
+    return reduce(np.maximum, [end_s[place] for place in last])

@@ -338,7 +338,7 @@ class Planner:
             return guides
         per_s = (self._ends_s[1] - self._ends_s[0]) / (last_s - first_s)
         time_s = self._ends_s[0] + (guides.time_s - first_s) * per_s
-        longer = (time_s / guides.time_s).astype(np.float32)
+        longer = time_s / guides.time_s
         return Guides(time_s, guides.end_s * longer[:, None], guides.price_w)
 
     @cached_property

@@ -2,10 +2,11 @@
 with local moves.
 
 A start time for each computation gives each a window, which ends when the first of its successors
-starts; the cheapest operating point that fits its window follows. A move gives one computation, or
-a chain of them, another start, such that some window becomes exactly as long as one of its
-operating points takes. It changes the points of those computations and of their predecessors alone,
-so a move costs no more in a long iteration than in a short one.
+starts; the cheapest operating point that fits its window follows. A move gives one computation
+another start, such that some window becomes exactly as long as one of its operating points takes.
+Others move along: a chain of them, and those that wait for the same computation, as where ranks
+meet. It changes the points of those computations and of their predecessors alone, so a move costs
+no more in a long iteration than in a short one.
 
 All times are whole numbers of ticks.
 """
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _MOVES = (3000, 3_000_000)  #: moves of each computation, and of all of them at most
 _HEAT = (
-    0.25,
+    0.1,
     0.025,
 )  #: first and last temperature, as a part of the median step of energy between operating points
 _STEADY = 256  #: moves at one temperature
@@ -34,6 +35,8 @@ _TICKS = 2**45  #: ticks in a deadline
 _ROUNDING = 1e-10  #: part of a deadline, more than the rounding errors of 1e4 ticks
 _CHAINS = 0.2  #: part of the moves that take a chain along
 _LONGEST = 4  #: most computations of a chain beside the first one
+_MEETINGS = 0.5  #: part of the moves that take along what waits for the same computation
+_IDLE = 4  #: the search ends after this part of the moves has found nothing: one in so many
 _NEAR = 0.7  #: part of the moves to a neighbouring operating point; the others are to any
 
 
@@ -70,7 +73,7 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
             break
         hot_j = _HEAT[0] * np.median(steps_j)
         best = chosen.copy()
-        scratch = np.zeros((5, max(len(chosen), _LONGEST + 1)), np.int64)
+        scratch = np.zeros((6, len(chosen)), np.int64)
         _anneal(problem, ticks, best, np.array(start), scratch, moves, hot_j, _HEAT[1] / _HEAT[0])
         if compute_ends(problem, best, np.empty(len(best))) <= deadline_s:
             return best
@@ -117,19 +120,43 @@ def _window(
 
 
 @inner_kernel
-def _take_chain(starts: Integers, others: Integers, moved: Integers) -> int:
-    """Add nodes to `moved` that follow, or precede, its first one; return how many they are in
-    all.
+def _take_along(
+    starts: tuple[Integers, Integers],
+    others: tuple[Integers, Integers],
+    chain: int,
+    moved: Integers,
+    taken: Integers,
+    move: int,
+) -> int:
+    """Add nodes to `moved` that move along with its first one; return how many they are in all.
+
+    `starts` and `others` are those of the predecessors and of the successors; `chain` tells along
+    which of them a chain goes.
     """
-    last = np.random.random() < 0.5  # along the other neighbour of each, or along the rank
-    count = 1
-    for _ in range(np.random.randint(0, _LONGEST) + 1):
-        k = moved[count - 1]
-        if starts[k + 1] == starts[k]:
-            break
-        moved[count] = others[starts[k + 1] - 1 if last else starts[k]]
+    meets, last = np.random.random() < _MEETINGS, np.random.random() < 0.5
+    links = np.random.randint(0, _LONGEST) + 1 if np.random.random() < _CHAINS else 0
+    count, k = 1, moved[0]
+    taken[k] = move
+    while True:
+        first, stop = starts[0][k], starts[0][k + 1]
+        if meets and first < stop:
+            before = others[0][np.random.randint(first, stop)]
+            for i in range(starts[1][before], starts[1][before + 1]):
+                other = others[1][i]
+                if taken[other] != move:
+                    taken[other] = move
+                    moved[count] = other
+                    count += 1
+        first, stop = starts[chain][k], starts[chain][k + 1]
+        if links == 0 or first == stop:
+            return count
+        k = others[chain][stop - 1 if last else first]
+        if taken[k] == move:
+            return count
+        taken[k] = move
+        moved[count] = k
         count += 1
-    return count
+        links -= 1
 
 
 @kernel
@@ -164,11 +191,14 @@ def _anneal(
     )
     now, cost, least, heat_j = scratch[0], 0.0, 0.0, hot_j
     seen = scratch[1]  # 1 + the move in which each node was last looked at
-    moved, nodes, points = scratch[2], scratch[3], scratch[4]
+    moved, nodes, points, taken = scratch[2], scratch[3], scratch[4], scratch[5]
+    found = 0
     for node in range(len(best)):
         now[node] = best[node]
     for move in range(moves):
         if move % _STEADY == 0:
+            if move - found > moves // _IDLE:
+                break
             heat_j = hot_j * cooling ** (move / moves)
         k = np.random.randint(0, len(start))
         befores = before_start[k + 1] - before_start[k]
@@ -189,13 +219,10 @@ def _anneal(
             shift = start[node] + time[point] + before_lag[which] - start[k]
         if shift == 0:
             continue
-        moved[0], count = k, 1
-        if np.random.random() < _CHAINS:
-            count = (
-                _take_chain(before_start, before, moved)
-                if own
-                else _take_chain(after_start, after, moved)
-            )
+        moved[0] = k
+        count = _take_along(
+            (before_start, after_start), (before, after), 0 if own else 1, moved, taken, move + 1
+        )
         for k in moved[:count]:
             start[k] += shift
         changed, added, fits = 0, 0.0, True
@@ -226,7 +253,7 @@ def _anneal(
                 now[nodes[i]] = points[i]
             cost += added
             if cost < least - 1e-9 * hot_j:
-                least = cost
+                least, found = cost, move
                 for node in range(len(best)):
                     best[node] = now[node]
         else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
-from perseus_planner.base.units import COUNT
+from perseus_planner.base.units import COUNT, ON_TIME
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -75,6 +75,12 @@ class Replicas:
         times_s = np.unique(np.concatenate([frontier.times_s for frontier in self.frontiers]))
         feasible = times_s[times_s >= self.min_time_s].tolist()
         return float(min(feasible, key=self.bound_j))
+
+    def least_deadline_s(self, on_time: float | None = ON_TIME) -> float:
+        """Return the least common deadline for which there are plans of this probability,
+        seconds.
+        """
+        return max(frontier.least_deadline_s(on_time) for frontier in self.frontiers)
 
     def bound_j(self, deadline_s: float) -> float:
         """Return the least relaxed energy of an iteration of that time over all pipelines, joules,

@@ -15,11 +15,11 @@ in watts, which is the flow of the minimum cut.
    none of them has. So plans are made for deadlines around the requested one, and two of them, a
    slower and a faster one, run one after the other within one iteration. That costs what the
    straight line between both says, and the frontier is nearly straight there.
-3. *Improvement.* The best of these plans becomes the guide: ends and prices of random groups of
-   computations are changed, and plans that cost no more are kept. The number of tries and the seed
-   are fixed: equal input, equal plan.
+3. *Improvement.* The best of the mixed plans becomes a guide, beside that of the relaxed solution:
+   ends and prices of random groups of computations are changed, and plans that cost no more are
+   kept. The number of tries and the seed are fixed: equal input, equal plan.
 
-Plans that are kept are then polished (`polish.py`).
+The cheaper of both plans is then polished (`polish.py`).
 """
 
 from __future__ import annotations
@@ -104,24 +104,22 @@ def round_plan(
             best, best_guide, target = plans[0], guide, anchor
     order = np.argsort(target.end_s)
     as_known = _RoundedPlan(deadline_s, np.inf, known)
+    mixed = best._replace(cost_j=np.inf)
     for first, second in [(as_known, as_known), *_mixtures(plans, best)]:
         chosen, end_s = np.empty_like(best.chosen), np.empty(len(best.chosen))
         cost_j = mix(problem, deadline_s, first.chosen, second.chosen, order, chosen, end_s)
-        if cost_j < best.cost_j:
-            best = best._replace(cost_j=cost_j, chosen=chosen)
-            compute_ends(problem, chosen, end_s)
-            best_guide = _guide(end_s, target.price_w, _STIFF)
-    improve(
-        problem,
-        deadline_s,
-        best_guide,
-        best.chosen,
-        best.cost_j,
-        round(effort * _tries(_EFFORT, problem)),
-        step_s,
-        True,
-    )
-    return best.chosen
+        if cost_j < mixed.cost_j:
+            mixed = best._replace(cost_j=cost_j, chosen=chosen)
+    starts = [(best, best_guide)]
+    if mixed.cost_j < np.inf:
+        compute_ends(problem, mixed.chosen, end_s)
+        starts.append((mixed, _guide(end_s, target.price_w, _STIFF)))
+    tries = round(effort * _tries(_EFFORT, problem))
+    costs_j = [
+        improve(problem, deadline_s, guide, plan.chosen, plan.cost_j, tries, step_s, True)
+        for plan, guide in starts
+    ]
+    return starts[int(np.argmin(costs_j))][0].chosen
 
 
 def _guide(

@@ -256,6 +256,10 @@ def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
         notes.append(
             "The profile has no standard errors: its noise is taken from how its rows scatter."
         )
+    if not sure.jitter:
+        notes.append(
+            "It is so without jitter of computations, which `planner calibrate` takes from a run."
+        )
     return notes
 
 

@@ -151,6 +151,8 @@ def calibration_text(result: Calibration) -> str:
         f"{si(result.measured_s, 's', 6)} measured, {si(result.replayed_s, 's', 6)} replayed.",
         f"Overhead: {overheads[0]} before, {overheads[1]} now.",
     ]
+    if result.jitter is not None:
+        lines.append(f"Jitter of computations: {100 * result.jitter:.2f} %.")
     if result.hop_latency_s:
         lines.append(
             f"Latency of each transfer between stages: {si(result.hop_latency_s, 's', 6)}."

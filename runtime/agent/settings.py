@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.units import ON_TIME
 from perseus_planner.schedules.grid import parse_grid
 from perseus_planner.service.client import Client
 from perseus_planner.service.model import Place
@@ -90,7 +91,7 @@ class ServiceSettings:
             places=_places(locations, frontier.dag.schedule),
             deadline_s=deadline_s,
             max_changes=self.max_changes,
-            on_time=None if sure is None else sure.probability,
+            on_time=ON_TIME if plan is None else None if sure is None else sure.probability,
         )
 
     def learnt_registration(

@@ -63,7 +63,7 @@ def test_a_saved_frontier_loads_as_it_was_and_plans_alike(
     assert same(loaded, frontier)
     at_s = deadline_s(frontier, share)
     assert loaded.bound_j(at_s) == frontier.bound_j(at_s)
-    assert loaded.plan_for(at_s) == frontier.plan_for(at_s)
+    assert loaded.plan_for(at_s, on_time=None) == frontier.plan_for(at_s, on_time=None)
     loaded.save(again)
     assert again.read_bytes() == path.read_bytes()
 
@@ -73,7 +73,7 @@ def test_a_saved_frontier_loads_as_it_was_and_plans_alike(
 def test_a_saved_plan_loads_as_it_was(dag: PipelineDag, share: float, tmp_path_factory):
     path, again = (tmp_path_factory.mktemp("plan") / name for name in ("p.yaml", "again.yaml"))
     frontier = solve_dag(dag)
-    plan = frontier.plan_for(deadline_s(frontier, share))
+    plan = frontier.plan_for(deadline_s(frontier, share), on_time=None)
     plan.save(path)
     loaded = Plan.load(path)
     assert loaded == plan

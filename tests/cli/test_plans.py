@@ -5,6 +5,7 @@ budget.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from noisy_rows import noisy_rows, unlike_stages
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, schedules, solve
+from perseus_planner.base.units import ON_TIME
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.solver.replicas import Replicas
 from perseus_planner.views.plan import plans_text, summarize_plans
@@ -156,14 +158,13 @@ REFUSED = {
         "above 0% and up to 99%, such as 95%"
         for text in ("100%", "0%", "0.95", "sure")
     },
-    **dict.fromkeys(
-        (
-            f"{ALONE} --tolerance 0.1%",
-            "plan fast.npz --power-budget 1kW --on-time 95% --tolerance 0.1% -o plan.yaml",
-        ),
-        "--tolerance: is of the time of a plan with --on-time; leave it out, or give --on-time as "
-        "well",
-    ),
+    "plan fast.npz --power-budget 1kW --tolerance 0.1% -o plan.yaml": "--tolerance: is of a time; "
+    "leave it out, or give --slowdown instead",
+    **{
+        f"{ALONE} --as-measured {option} {text}": f"{option}: is of plans with a margin; leave it "
+        "or --as-measured out"
+        for option, text in (("--tolerance", "0.1%"), ("--on-time", "95%"))
+    },
     f"{ALONE} --on-time 95% --tolerance 0.001": "--tolerance: '0.001' is not a tolerance: write a "
     "percentage of 0% or more, such as 0.1%",
 }  # fmt: skip
@@ -226,12 +227,39 @@ def test_a_plan_can_be_made_for_a_probability(folder: Path):
     assert "It draws at most 420.5 W with a probability of 90 % or more.\n" in text
 
 
-def test_what_counts_as_no_slower_can_be_chosen(frontiers: tuple[Frontier, Frontier]):
-    done("plan fast.npz --slowdown 1 --on-time 95% --tolerance 0.5% -o plan.yaml")
-    assert Plan.load("plan.yaml") == frontiers[0].plan_until(
-        frontiers[0].baseline_time_s, on_time=0.95, tolerance=0.005
-    )
-    assert Plan.load("plan.yaml").on_time.limit_ratio == 1.005  # type: ignore[union-attr]
+def noisy_frontier() -> Frontier:
+    profile = noisy_rows(smooth_profile(2), 0.005, 12, 1)
+    return solve(profile, schedules.one_f_one_b(2, 4))
+
+
+def test_what_counts_as_no_slower_can_be_chosen(folder: Path):
+    frontier = noisy_frontier()
+    frontier.save("frontier.npz")
+    done("plan frontier.npz --slowdown 1 --tolerance 0.5% -o plan.yaml")
+    plan = frontier.plan_until(frontier.baseline_time_s, tolerance=0.005)
+    assert Plan.load("plan.yaml") == plan
+    assert plan.on_time is not None
+    assert (plan.on_time.probability, plan.on_time.limit_ratio) == (ON_TIME, 1.005)
+
+
+def test_only_rows_that_scatter_or_have_errors_take_a_margin(folder: Path):
+    noisy = noisy_frontier()
+    bare = {
+        key: tuple(replace(row, evidence=None) for row in rows)
+        for key, rows in noisy.profile.measurements.items()
+    }
+    scattered = solve(replace(noisy.profile, measurements=bare), noisy.schedule)
+    exact = solve(smooth_profile(2), noisy.schedule)
+    for frontier, is_exact in ((noisy, False), (scattered, False), (exact, True)):
+        frontier.save("frontier.npz")
+        believed = frontier.plan_for(frontier.baseline_time_s, on_time=None)
+        done("plan frontier.npz --slowdown 1 -o plan.yaml")
+        assert (Plan.load("plan.yaml") == believed) is is_exact
+        assert frontier.least_deadline_s() == (
+            frontier.min_time_s if is_exact else frontier.baseline_time_s
+        )
+        done("plan frontier.npz --slowdown 1 --as-measured -o plan.yaml")
+        assert Plan.load("plan.yaml") == believed
 
 
 @pytest.mark.parametrize("kind", ["straggler", "budget"])

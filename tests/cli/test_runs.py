@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import made_runs
 import pytest
 from commands import done, loaded, refused
-from made_runs import attempt_in, write_run
+from made_runs import attempt_in, timed, write_run
 from msgspec import structs
 from strategies import smooth_profile
 
@@ -21,6 +23,7 @@ from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange
+from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.views.figures import draw_gantt
 from perseus_planner.views.gantt import chart_run_beside_plan
 from perseus_planner.views.run import predict_records, summarize_run
@@ -149,6 +152,40 @@ def test_calibrate_takes_the_time_from_a_run(plan: Plan):
         == pytest.approx(slow.time_s, abs=1e-6)
     )
     assert Profile.load("profile.yaml").overhead_s == pytest.approx(0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize("tails", [0.0, 0.1])
+def test_calibrate_takes_the_jitter_of_computations_from_a_run(
+    plan: Plan, tails: float, monkeypatch: pytest.MonkeyPatch
+):
+    rng = Random(1)
+
+    def longer() -> float:
+        if tails:
+            return 1 + 0.1 * rng.expovariate(1.0) * (rng.random() < tails)
+        return 50.0 if rng.random() < 1e-3 else rng.lognormvariate(0.0, 0.03)
+
+    def jittered(*args: Any) -> IterationTimes:
+        times = timed(*args)
+        spans_ns = tuple(
+            (begin, begin + round((end - begin) * longer())) for begin, end in times.spans_ns
+        )
+        return replace(times, spans_ns=spans_ns)
+
+    monkeypatch.setattr(made_runs, "timed", jittered)
+    write_run(Path("run"), plan, 9)
+    assert "without jitter of computations, which `planner calibrate` takes from a run." in done(
+        "plan frontier.npz --slowdown 1.00 --on-time 95% -o plan.yaml"
+    )
+    assert "\nJitter of computations: " in done("calibrate profile.yaml run -o profile.yaml")
+    jitter = Profile.load("profile.yaml").jitter
+    assert jitter == pytest.approx(0.04 if tails else 0.03, rel=0.3 if tails else 0.15)
+    done("solve profile.yaml --schedule 1f1b --microbatches 4 -o frontier.npz")
+    text = done("plan frontier.npz --slowdown 1.00 --on-time 95% -o plan.yaml")
+    assert "jitter" not in text
+    sure = Plan.load("plan.yaml").on_time
+    assert sure is not None
+    assert sure.jitter == jitter
 
 
 def test_what_a_run_cannot_calibrate_is_refused(plan: Plan):

@@ -110,6 +110,7 @@ KEYS: dict[str, tuple[dict[str, Any], Callable[[], PipelineDag]]] = {
         {"slow_stages": {1: 1.15, 3: 2}},
         lambda: plain(slowed(FOUR, {1: 1.15, 3: 2.0})),
     ),
+    "jitter": ({"jitter": 0.03}, lambda: plain(replace(FOUR, jitter=0.03))),
     "overhead": ({"overhead_s": -0.05}, lambda: plain(replace(FOUR, overhead_s=-0.05))),
     "clock change": (
         {"clock_change": {"call_s": 0.006, "gpus_per_node": 2}},

@@ -42,7 +42,7 @@ def effective_j(frontier: Frontier, time_s: float, energy_j: float) -> float:
 @given(dag=problems(30, 8), share=shares())
 def test_a_plan_holds_in_every_number_and_replays_to_it(dag: PipelineDag, share: float):
     frontier = solve_dag(dag)
-    plan = frontier.plan_until(deadline_s(frontier, share))
+    plan = frontier.plan_until(deadline_s(frontier, share), on_time=None)
     check_plan(plan, frontier)
     check_replay(plan)
 
@@ -52,7 +52,7 @@ def test_a_plan_holds_in_every_number_and_replays_to_it(dag: PipelineDag, share:
 @example(dag=PipelineDag.from_schedule(*pipeline(3679774297, 1, 2, 4)))  # once cost 29 % more
 def test_a_plan_in_the_time_of_maximum_clocks_costs_no_more_than_they_do(dag: PipelineDag):
     frontier = solve_dag(dag)
-    plan = frontier.plan_until(frontier.baseline_time_s)
+    plan = frontier.plan_until(frontier.baseline_time_s, on_time=None)
     at_maximum_j = effective_j(frontier, frontier.baseline_time_s, frontier.baseline_energy_j)
     assert plan.time_s <= frontier.baseline_time_s
     assert effective_j(frontier, plan.time_s, plan.energy_j) <= at_maximum_j + 1e-12 * abs(
@@ -70,7 +70,9 @@ def test_an_overhead_lengthens_every_iteration_and_all_gpus_wait_meanwhile(
     waiting_j = waiting_w(dag) * overhead_s
     for name in ("min_time_s", "max_time_s", "baseline_time_s"):
         assert getattr(frontier, name) == getattr(without, name) + overhead_s
-    plan, quicker = (each.plan_until(deadline_s(each, share)) for each in (frontier, without))
+    plan, quicker = (
+        each.plan_until(deadline_s(each, share), on_time=None) for each in (frontier, without)
+    )
     again = frontier.plan_of(quicker.clocks)
     assert again.time_s == quicker.time_s + overhead_s
     scale_j = without.baseline_energy_j + waiting_w(dag) * (
@@ -129,11 +131,11 @@ def test_more_time_than_saves_energy_gives_the_plan_of_least_energy(
     dag: PipelineDag, slowdown: float
 ):
     frontier = solve_dag(dag)
-    least = frontier.plan_for_least_energy()
+    least = frontier.plan_for_least_energy(on_time=None)
     assert least.time_s <= frontier.least_energy_time_s * (1 + 1e-8)
-    assert frontier.plan_for(slowdown * least.deadline_s) == least
+    assert frontier.plan_for(slowdown * least.deadline_s, on_time=None) == least
     before_s = max(frontier.min_time_s, frontier.least_energy_time_s / slowdown)
-    assert frontier.plan_for(before_s) == frontier.plan_until(before_s)
+    assert frontier.plan_for(before_s, on_time=None) == frontier.plan_until(before_s, on_time=None)
 
 
 @settings(fixed, max_examples=30)
@@ -143,9 +145,9 @@ def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(
 ):
     frontier = solve_dag(dag)
     straggler_s = slowdown * frontier.max_time_s
-    plan = frontier.plan_beside_straggler(straggler_s)
+    plan = frontier.plan_beside_straggler(straggler_s, on_time=None)
     check_plan(plan, frontier)
-    assert plan == frontier.plan_until(max(straggler_s, frontier.min_time_s))
+    assert plan == frontier.plan_until(max(straggler_s, frontier.min_time_s), on_time=None)
     assert plan.time_s <= frontier.max_time_s
     beside = summarize_plan(plan, straggler_s).beside_straggler
     waited_s = max(straggler_s, plan.time_s) - plan.time_s
@@ -161,10 +163,10 @@ def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(
     average_w = frontier.energies_j / frontier.times_s
     budget_w = max(0.0, float(average_w.min() + share * (average_w.max() - average_w.min())))
     try:
-        plan = frontier.plan_within_power(budget_w)
+        plan = frontier.plan_within_power(budget_w, on_time=None)
     except InfeasiblePower as error:
         budget_w = error.least_power_w
-        plan = frontier.plan_within_power(budget_w)
+        plan = frontier.plan_within_power(budget_w, on_time=None)
     check_plan(plan, frontier)
     assert plan.power_w <= budget_w
 
@@ -275,7 +277,7 @@ def test_an_invalid_power_is_refused(frontier: Frontier, bad: object):
 @given(dag=jobs(), share=st.floats(0, 1))
 def test_a_plan_is_the_same_in_another_process(dag: PipelineDag, share: float):
     frontier = solve_dag(dag)
-    plan = frontier.plan_until(deadline_s(frontier, share))
+    plan = frontier.plan_until(deadline_s(frontier, share), on_time=None)
     assert Plan.loads(plan.dumps()) == plan
 
 
@@ -336,7 +338,7 @@ def test_plans_of_measured_profiles_are_near_the_bound(
     )
     frontier = solve(profile, one_f_one_b(8, microbatches))
     for ratio in ratios:
-        plan = frontier.plan_until(ratio * frontier.baseline_time_s)
+        plan = frontier.plan_until(ratio * frontier.baseline_time_s, on_time=None)
         check_plan(plan, frontier)
         check_replay(plan)
         assert plan.bound_j * (1 - 1e-12) <= plan.energy_j <= plan.bound_j * (1 + most)

@@ -8,6 +8,7 @@ from random import Random
 from statistics import fmean
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from gpu_groups import Member, measured_together
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import SingleGpu
 from perseus_planner.profiler.windows import Window, subtract, without_outliers
+from perseus_planner.profiles.estimation import pooled_errors
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
@@ -242,17 +244,15 @@ def test_windows_begin_at_other_phases_of_the_counter_and_again_at_the_same_for_
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.003, 0.005, 0.01, 0.02])
-def test_the_truth_is_within_two_standard_errors_in_95_percent_of_rows(noise: float):
-    deviations = []
-    for seed in range(400):
-        row = row_of(playing(noise=noise, seed=seed))
-        evidence = evidence_of(row)
-        assert 3 <= evidence.windows <= 12
-        deviations += [
-            (row.time_s - 0.05) / evidence.time_stderr_s,
-            (row.energy_j - 15.0) / evidence.energy_stderr_j,
-        ]
-    assert 0.93 <= fmean(abs(each) <= 2 for each in deviations) <= 0.97
+def test_the_truth_is_within_two_standard_errors_that_rows_share_in_95_percent(noise: float):
+    rows = [row_of(playing(noise=noise, seed=seed)) for seed in range(400)]
+    assert all(3 <= evidence_of(row).windows <= 12 for row in rows)
+    for quantity, truth in (("time_s", 0.05), ("energy_j", 15.0)):
+        error, (variances,) = pooled_errors([rows], quantity)
+        assert error is not None
+        deviations = [getattr(row, quantity) / truth - 1 for row in rows] / np.sqrt(variances)
+        assert 0.93 <= np.mean(np.abs(deviations) <= 2 * error) <= 0.97
+        assert error == pytest.approx(np.sqrt(np.mean(deviations**2)), rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))

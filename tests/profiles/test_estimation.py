@@ -65,6 +65,15 @@ def test_rows_without_noise_stay_as_they_are(has_errors: bool):
     assert np.abs(errors(rows.estimated().mean)).max() < 1e-4
 
 
+@pytest.mark.parametrize("clocks", [12, None])
+@pytest.mark.parametrize("states_errors", [True, False])
+def test_a_row_that_is_far_off_is_not_believed(clocks: int | None, states_errors: bool):
+    for seed in range(3):
+        rows = noisy_rows(TRUTH, 0.005, clocks, seed, "outlier", states_errors=states_errors)
+        assert errors(rows)[0].min() < -0.035
+        assert errors(rows.estimated().mean)[0].min() > -0.015
+
+
 def test_noise_is_found_if_rows_have_no_standard_errors():
     rows = noisy_rows(TRUTH, 0.01, None, seed=2)
     without = replace(

@@ -285,7 +285,7 @@ def sent(service: StandIn, command: str) -> Any:
         (
             "--pipeline 3 --slowdown 1.2 --in 10s --ttl 30m",
             {"kind": "pipeline", "value": "3"},
-            {"slowdown": 1.2, "in_s": 10.0, "ttl_s": 1800.0, "cause": "unknown"},
+            {"slowdown": 1.2, "in_s": 10.0, "ttl_s": 1800.0},
         ),
         (
             "--stage 2 --pipeline 3 --slowdown 1.5 --cause data",
@@ -295,17 +295,17 @@ def sent(service: StandIn, command: str) -> Any:
         (
             "--rank 17 --score 0.8 --key k",
             {"kind": "rank", "value": "17"},
-            {"score": 0.8, "key": "k", "cause": "unknown"},
+            {"score": 0.8, "key": "k"},
         ),
         (
             "--node node07 --slowdown 1",
             {"kind": "node", "value": "node07"},
-            {"slowdown": 1.0, "cause": "unknown"},
+            {"slowdown": 1.0},
         ),
         (
             "--gpu GPU-8f6b --slowdown 2x",
             {"kind": "gpu", "value": "GPU-8f6b"},
-            {"slowdown": 2.0, "cause": "unknown"},
+            {"slowdown": 2.0},
         ),
     ],
 )

@@ -101,12 +101,12 @@ class Tried:
         in_time = fits & (self.times_s <= deadline)
         if not in_time.any():
             with pytest.raises(InfeasibleBudget) as caught:
-                self.frontier.plan_until(deadline, max_changes=most)
+                self.frontier.plan_until(deadline, max_changes=most, on_time=None)
             assert caught.value.least_time_s >= (
                 self.times_s[fits].min() if fits.any() else math.inf
             )
             return 0.0
-        plan = self.frontier.plan_until(deadline, max_changes=most)
+        plan = self.frontier.plan_until(deadline, max_changes=most, on_time=None)
         check(plan, self.problem, deadline, most)
         missed_j = spent_j(plan, self.problem) - self.costs_j[in_time].min()
         assert missed_j >= -1e-12 * scale_j(self.problem)
@@ -178,7 +178,7 @@ def test_two_changes_are_never_below_fast_ends_with_one_clock_between(seed: int)
     frontier = solve(unlike_stages(smooth_profile(3, step_mhz=60), seed), "1f1b", microbatches=10)
     for slowdown in (1.0, 1.02, 1.1):
         deadline = slowdown * frontier.baseline_time_s
-        plan = frontier.plan_until(deadline, max_changes=2)
+        plan = frontier.plan_until(deadline, max_changes=2, on_time=None)
         for ends in (0, 1, 2, 4):
             known = fast_ends(frontier, deadline, ends)
             if known is not None:
@@ -196,7 +196,7 @@ def rising(frontier: Frontier, deadline: float) -> list[float]:
     spent = []
     for most in BUDGETS:
         try:
-            plan = frontier.plan_until(deadline, max_changes=most)
+            plan = frontier.plan_until(deadline, max_changes=most, on_time=None)
         except InfeasibleBudget:
             spent.append(math.inf)
             continue
@@ -267,10 +267,10 @@ def test_no_change_is_one_clock_per_rank_and_so_is_one_change():
     frontier = solve(smooth_profile(4), one_f_one_b(4, 12))
     for share in (0.02, 0.3, 0.8):
         deadline = deadline_s(frontier, share)
-        plan = frontier.plan_until(deadline, max_changes=0)
+        plan = frontier.plan_until(deadline, max_changes=0, on_time=None)
         for rank in plan.schedule.ranks:
             assert len({plan.clocks[str(computation)] for computation in rank}) == 1
-        assert frontier.plan_until(deadline, max_changes=1).clocks == plan.clocks
+        assert frontier.plan_until(deadline, max_changes=1, on_time=None).clocks == plan.clocks
 
 
 def test_a_clock_that_is_worthless_alone_is_used_where_it_is_the_best_one_shared():
@@ -288,15 +288,17 @@ def test_a_clock_that_is_worthless_alone_is_used_where_it_is_the_best_one_shared
     }
     frontier = solve(Profile(points, 1.0), one_f_one_b(1, 2))
     assert 900 not in {option.clock_mhz for option in frontier.dag.points[0, "F"]}
-    assert set(frontier.plan_until(4.5, max_changes=0).clocks.values()) == {900}
+    assert set(frontier.plan_until(4.5, max_changes=0, on_time=None).clocks.values()) == {900}
 
 
 def test_equal_input_gives_equal_plans():
     one, other = (solve(smooth_profile(3), one_f_one_b(3, 8)) for _ in range(2))
     deadline = 1.04 * one.baseline_time_s
-    other.plan_until(deadline, max_changes=2)  # what was asked before makes no difference
+    other.plan_until(
+        deadline, max_changes=2, on_time=None
+    )  # what was asked before makes no difference
     for most in (0, 4, 6):
-        plans = [each.plan_until(deadline, max_changes=most) for each in (one, other)]
+        plans = [each.plan_until(deadline, max_changes=most, on_time=None) for each in (one, other)]
         assert plans[0] == plans[1]
 
 
@@ -307,8 +309,8 @@ def test_operations_without_a_clock_are_no_changes():
     problem = PipelineDag(smooth_profile(1), Iteration(schedule, before, operations=operations))
     frontier = solve_dag(problem)
     deadline = 1.1 * frontier.baseline_time_s
-    assert frontier.plan_until(deadline, max_changes=0).changes == (0,)
-    assert frontier.plan_until(deadline, max_changes=2).changes <= (2,)
+    assert frontier.plan_until(deadline, max_changes=0, on_time=None).changes == (0,)
+    assert frontier.plan_until(deadline, max_changes=2, on_time=None).changes <= (2,)
 
 
 def test_a_rank_without_a_clock_that_all_it_runs_was_measured_at_needs_changes():
@@ -321,7 +323,7 @@ def test_a_rank_without_a_clock_that_all_it_runs_was_measured_at_needs_changes()
         "no plan found finishes an iteration within 4 s with at most 0 clock changes per GPU: "
         "some GPU has no clock at which all that it runs was measured; allow more changes"
     )
-    assert frontier.plan_until(4.0, max_changes=2).changes == (2,)
+    assert frontier.plan_until(4.0, max_changes=2, on_time=None).changes == (2,)
 
 
 def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(
@@ -338,8 +340,8 @@ def test_a_deadline_that_takes_more_changes_is_refused_with_the_least_time(
             "no plan found finishes an iteration within 6.1 s with at most 1 clock change per "
             "GPU: the fastest found takes 6.4 s; ask for that, or allow more changes"
         )
-        assert frontier.plan_until(6.4, max_changes=1).time_s == 6.4
-        assert frontier.plan_until(6.1, max_changes=4).time_s == 6.0
+        assert frontier.plan_until(6.4, max_changes=1, on_time=None).time_s == 6.4
+        assert frontier.plan_until(6.1, max_changes=4, on_time=None).time_s == 6.0
 
 
 @pytest.mark.parametrize(
@@ -364,6 +366,6 @@ def test_eight_changes_keep_most_of_what_a_measured_pipeline_saves(measured_data
     file = measured_data / "perseus_sosp24" / "stage_profile" / "gpt3-175b+a100_sxm_bf16.csv"
     frontier = solve(Profile.load(file, 83.64), one_f_one_b(8, 96))
     deadline = 1.05 * frontier.baseline_time_s
-    plan = frontier.plan_until(deadline, max_changes=8)
+    plan = frontier.plan_until(deadline, max_changes=8, on_time=None)
     check(plan, frontier.dag, deadline, 8)
-    assert plan.saving_j >= 0.94 * frontier.plan_until(deadline).saving_j
+    assert plan.saving_j >= 0.94 * frontier.plan_until(deadline, on_time=None).saving_j

@@ -48,10 +48,10 @@ def test_plans_include_the_cost_of_changes_and_meet_the_deadline(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_EFFORT", EFFORT)
         try:
-            plan = frontier.plan_until(at_s)
+            plan = frontier.plan_until(at_s, on_time=None)
         except InfeasibleDeadline as error:
             at_s = error.least_time_s
-            plan = frontier.plan_until(at_s)
+            plan = frontier.plan_until(at_s, on_time=None)
     timeline = replay(plan)
     assert (plan.time_s, plan.energy_j) == (timeline.time_s, timeline.energy_j)
     assert plan.time_s <= at_s
@@ -62,7 +62,10 @@ def test_plans_include_the_cost_of_changes_and_meet_the_deadline(
 def test_changes_at_no_cost_change_nothing():
     free, costing = costly(3, 12, None), costly(3, 12, ClockChange(0.0))
     for slowdown in (1.0, 1.05):
-        plans = [each.plan_until(slowdown * each.baseline_time_s) for each in (free, costing)]
+        plans = [
+            each.plan_until(slowdown * each.baseline_time_s, on_time=None)
+            for each in (free, costing)
+        ]
         assert plans[1].energy_j <= plans[0].energy_j + 1e-9 * plans[0].energy_j
         assert plans[1].time_s <= slowdown * free.baseline_time_s
 
@@ -71,9 +74,10 @@ def test_the_dearer_a_change_the_fewer_pay():
     most, spent = [], []
     for call_s in (0.0, 0.005, 0.05, 10.0):
         frontier = costly(3, 12, ClockChange(call_s))
-        plan = frontier.plan_until(1.05 * frontier.baseline_time_s)
+        plan = frontier.plan_until(1.05 * frontier.baseline_time_s, on_time=None)
         assert effective_j(plan, frontier) <= effective_j(
-            frontier.plan_until(1.05 * frontier.baseline_time_s, max_changes=0), frontier
+            frontier.plan_until(1.05 * frontier.baseline_time_s, max_changes=0, on_time=None),
+            frontier,
         )
         most.append(max(plan.changes))
         spent.append(effective_j(plan, frontier))
@@ -84,8 +88,8 @@ def test_the_dearer_a_change_the_fewer_pay():
 def test_a_group_of_gpus_changes_its_clock_one_gpu_after_the_other():
     alone, group = (costly(3, 12, ClockChange(0.01), gpus) for gpus in (1, 8))
     deadline = 1.05 * alone.baseline_time_s
-    assert effective_j(alone.plan_until(deadline), alone) < effective_j(
-        group.plan_until(deadline), group
+    assert effective_j(alone.plan_until(deadline, on_time=None), alone) < effective_j(
+        group.plan_until(deadline, on_time=None), group
     )
 
 
@@ -101,23 +105,26 @@ def test_a_deadline_that_only_free_changes_meet_is_refused_with_the_least_time()
     frontier = solve(profile, schedules.one_f_one_b(1, 2))
     assert frontier.min_time_s == 4.0
     with pytest.raises(InfeasibleDeadline) as caught:
-        frontier.plan_until(4.0)
+        frontier.plan_until(4.0, on_time=None)
     # Each computation runs half of its time at the clock of the one before, at two thirds of its
     # speed.
     assert math.isclose(caught.value.least_time_s, 4 * (0.5 + (1 - 0.5 / 1.5)))
-    assert frontier.plan_until(caught.value.least_time_s).time_s == caught.value.least_time_s
+    assert (
+        frontier.plan_until(caught.value.least_time_s, on_time=None).time_s
+        == caught.value.least_time_s
+    )
 
 
 def test_a_plan_with_the_cost_of_changes_loads_as_it_was(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget, "_EFFORT", EFFORT)
     frontier = costly(2, 6, ClockChange(0.004, 0.001, 2), gpus_per_stage=2)
-    plan = frontier.plan_until(1.03 * frontier.baseline_time_s)
+    plan = frontier.plan_until(1.03 * frontier.baseline_time_s, on_time=None)
     plan.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == plan
     assert max(plan.changes) > 0
     frontier.save(tmp_path / "frontier.npz")
     again = Frontier.load(tmp_path / "frontier.npz")
-    assert again.plan_until(1.03 * frontier.baseline_time_s) == plan
+    assert again.plan_until(1.03 * frontier.baseline_time_s, on_time=None) == plan
 
 
 @settings(fixed, max_examples=25)
@@ -129,11 +136,11 @@ def test_a_switch_budget_holds_where_changes_cost_time(
     frontier = solve(replace(profile, clock_change=change), schedule)
     at_s = deadline_s(frontier, share)
     try:
-        plan = frontier.plan_until(at_s, max_changes=most)
+        plan = frontier.plan_until(at_s, max_changes=most, on_time=None)
     except InfeasibleBudget as error:
         at_s = error.least_time_s
         if at_s == math.inf:
             return
-        plan = frontier.plan_until(at_s, max_changes=most)
+        plan = frontier.plan_until(at_s, max_changes=most, on_time=None)
     assert max(plan.changes) <= most
     assert plan.time_s <= at_s

@@ -97,7 +97,7 @@ def test_of_any_graph_it_is_below_the_best_choice():
 def test_it_is_between_the_relaxed_bound_and_a_plan(dag: PipelineDag, share: float):
     frontier = solve_dag(dag)
     deadline_s = frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s)
-    plan = frontier.plan_until(max(deadline_s, frontier.min_time_s))
+    plan = frontier.plan_until(max(deadline_s, frontier.min_time_s), on_time=None)
     at_s = max(plan.time_s, frontier.min_time_s)
     assert frontier.bound_j(at_s) <= frontier.point_bound_j(at_s)
     scale_j = math.fsum(max(map(abs, node.effective_j)) for node in nodes(dag))
@@ -128,7 +128,7 @@ def test_what_no_pair_of_points_can_use_counts_in_every_microbatch():
     # The first rank could save 50 J in the half second that it waits, if a clock between both were
     # measured.
     assert gain_j == pytest.approx(49 * 50.0, abs=100.0)
-    plan = frontier.plan_until(deadline_s)
+    plan = frontier.plan_until(deadline_s, on_time=None)
     assert plan.energy_j == pytest.approx(frontier.point_bound_j(deadline_s), abs=200.0)
 
 

@@ -39,12 +39,12 @@ def test_all_are_planned_to_one_deadline(problems: list[Problem], share: float, 
     deadline_s = max(
         replicas.min_time_s, replicas.min_time_s * (1 - share) + replicas.max_time_s * share
     )
-    plans = replicas.plans_for(deadline_s)
+    plans = replicas.plans_for(deadline_s, on_time=None)
     time_s, energy_j = replicas.time_and_energy(plans)
     assert time_s == max(plan.time_s for plan in plans) <= deadline_s
     by_hand_j = 0.0
     for frontier, plan, count in zip(frontiers, plans, replicas.counts, strict=True):
-        assert plan == frontier.plan_until(deadline_s)
+        assert plan == frontier.plan_until(deadline_s, on_time=None)
         ranks = len(frontier.schedule.ranks)
         waiting_j = frontier.profile.blocking_power_w * ranks * (time_s - plan.time_s)
         by_hand_j += count * (plan.energy_j + waiting_j)
@@ -57,8 +57,8 @@ def test_the_slowest_pipeline_sets_the_time_and_the_others_save(mixed: Replicas)
     sound, throttled = mixed.frontiers
     assert mixed.min_time_s == throttled.min_time_s > sound.min_time_s
     assert mixed.baseline_time_s == throttled.baseline_time_s
-    plans = mixed.plans_for(mixed.baseline_time_s)
-    assert plans[0].energy_j < sound.plan_until(sound.baseline_time_s).energy_j
+    plans = mixed.plans_for(mixed.baseline_time_s, on_time=None)
+    assert plans[0].energy_j < sound.plan_until(sound.baseline_time_s, on_time=None).energy_j
     time_s, energy_j = mixed.time_and_energy(plans)
     assert time_s <= mixed.baseline_time_s
     assert energy_j < mixed.baseline_energy_j
@@ -73,7 +73,7 @@ def test_the_least_energy_of_all_is_at_no_other_time(mixed: Replicas):
 
 def test_a_deadline_that_one_pipeline_cannot_meet_names_the_time_of_all(mixed: Replicas):
     with pytest.raises(InfeasibleDeadline) as caught:
-        mixed.plans_for(mixed.frontiers[0].min_time_s)
+        mixed.plans_for(mixed.frontiers[0].min_time_s, on_time=None)
     assert caught.value.least_time_s == mixed.min_time_s
 
 

@@ -72,7 +72,7 @@ class Tried:
 
         0 where it is as good. Fails where it is better, which cannot be.
         """
-        plan = self.frontier.plan_until(deadline_s)
+        plan = self.frontier.plan_until(deadline_s, on_time=None)
         missed_j = (
             plan.energy_j
             - waiting_w(self.frontier.dag) * plan.time_s
@@ -97,7 +97,7 @@ class Tried:
         waiting = waiting_w(self.frontier.dag)
         energies_j = self._costs_j + waiting * self._times_s
         least_j, most_j = float(energies_j.min()), float(energies_j.max())
-        missed_j = self.frontier.plan_for_least_energy().energy_j - least_j
+        missed_j = self.frontier.plan_for_least_energy(on_time=None).energy_j - least_j
         scale_j = self._scale_j + waiting * self._times_s.max()
         assert missed_j >= -1e-12 * scale_j
         return missed_j / (most_j - least_j) if missed_j > 1e-12 * scale_j else 0.0

@@ -72,7 +72,7 @@ def test_a_name_without_its_sizes_is_refused(arguments, error: type[PlannerError
 
 def test_a_frontier_and_a_plan_show_themselves_in_one_line():
     frontier = solve(smooth_profile(2), "1f1b", microbatches=3)
-    plan = frontier.plan_until(frontier.baseline_time_s)
+    plan = frontier.plan_until(frontier.baseline_time_s, on_time=None)
     assert repr(frontier) == (
         f"<Frontier: 1f1b, 2 stages x 3 microbatches, {frontier.min_time_s:.6g} s to "
         f"{frontier.max_time_s:.6g} s, least energy {min(frontier.energies_j):.6g} J at "

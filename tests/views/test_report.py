@@ -64,7 +64,7 @@ def data_of(text: str) -> dict:
 @given(jobs().map(solve_dag), st.floats(0, 1))
 def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, share: float):
     plan = frontier.plan_for(
-        frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s)
+        frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s), on_time=None
     )
     timeline, spans = chart_plan("plan", plan, ""), replay(plan).spans
     shown = {}
@@ -83,7 +83,7 @@ def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, shar
 @settings(max_examples=12)
 @given(jobs().map(solve_dag), st.randoms(use_true_random=False))
 def test_a_computation_may_end_later_by_its_spare_time_and_no_more(frontier: Frontier, rng):
-    plan = frontier.plan_for(frontier.baseline_time_s)
+    plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
     iteration, spans = plan.iteration, list(replay(plan).spans.values())
     spare = spare_s(iteration, spans)
     assert min(spare) == 0
@@ -111,7 +111,7 @@ def test_a_computation_may_end_later_by_its_spare_time_and_no_more(frontier: Fro
 @settings(max_examples=12)
 @given(jobs().map(solve_dag))
 def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier):
-    plan = frontier.plan_for(frontier.baseline_time_s)
+    plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
     found = chart_sources(Sources(frontier=frontier, plans={"plan": plan}))
     assert list(found.times_s) == sorted(found.times_s)
     assert (found.times_s[0], found.times_s[-1]) == (frontier.min_time_s, frontier.max_time_s)

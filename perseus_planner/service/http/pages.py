@@ -206,7 +206,7 @@ def _answer(
 ) -> Response:
     content = Error(ErrorContent(code or _CODES.get(status, "fault"), message, **(least or {})))
     return Response(
-        to_json(content, without_nulls=True), status, headers, media_type="application/json"
+        to_json(content, without_defaults=True), status, headers, media_type="application/json"
     )
 
 
