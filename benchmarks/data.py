@@ -121,8 +121,9 @@ class Size:
     row_errors: tuple[tuple[str, float], ...] = (
         *(("", noise) for noise in (0.0, 0.001, 0.005, 0.01, 0.02)),
         *((kind, 0.005) for kind in ("tails", "outlier", "missing", "hot")),
+        *(("jitter", jitter) for jitter in (0.013, 0.03)),
     )
-    noise_seeds: int = 8
+    noise_seeds: int = 4
     load_microbatches: tuple[int, ...] = (12, 24, 48, 96)
     load_leaders: int = 400
     load_per_s: float = 50.0

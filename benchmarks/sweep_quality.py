@@ -56,8 +56,9 @@ def measure(size: Size) -> Section:
         f"Replayed from the measured profiles: {STAGES} stages, 1F1B, {_MICROBATCHES} "
         "microbatches. The sweep measures a GPU in virtual time that replays them as they were "
         "published. The plan for each deadline is made from the expected values at every clock "
-        "(`Profile.estimated().mean`), and evaluated on the smoothed profile: running medians of "
-        "5 clocks, and means of 3 of these, of the logarithms of time and energy; for "
+        "(`Profile.estimated().mean`, `on_time=None`), and evaluated on the smoothed "
+        "profile: running medians of 5 clocks, and means of 3 of these, of the logarithms of "
+        "time and energy; for "
         "neighbouring rows of the A40, which the power limit slows alike, were published up to 4 "
         f"% apart. Goal: at most {_MOST_CLOCKS} clocks; at most {_GOAL} % more energy for "
         f"{_WITHIN_GOAL:.0%} of the plans.",

@@ -72,7 +72,8 @@ def measure(size: Size) -> Section:
         NUMBER,
         "Switch budgets",
         f"Replayed from the measured profiles; {STAGES} stages, 1F1B, clock changes free in the "
-        "first table. Changes are per GPU and iteration, with the change back to the first clock. "
+        "first table; plans are as measured (`on_time=None`). Changes are per GPU and "
+        "iteration, with the change back to the first clock. "
         "To reach with 8 changes at 1.02 / 1.05 / 1.10x and 96 microbatches: 86 / 90 / 92 % of "
         "the unlimited saving (GPT-3 A100), 50 / 55 / 70 % (Bloom A40).",
         [Table(_COLUMNS, rows), Table(_COST_COLUMNS, costly)],

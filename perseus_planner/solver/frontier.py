@@ -83,7 +83,7 @@ class Frontier(TimeEnergyCurve):
             max_changes: how often each GPU may change its clock in an iteration, including the
                 change back for the next one; 0 for one clock per GPU, None for any number.
             on_time: the probability, up to 0.99, of meeting the deadline in spite of what is
-                uncertain about the profile, unless `Profile.is_exact` and it has no jitter. The
+                uncertain about the profile, unless `Profile.is_exact` and without jitter. The
                 deadline is then taken relative to `baseline_time_s`, and may be met by clocks that
                 were not measured: the plan is made of `Profile.estimated()`, and `Plan.on_time`
                 says how sure it is. None for a plan that takes the measured times for the true
@@ -248,9 +248,10 @@ class Frontier(TimeEnergyCurve):
 
     def _is_uncertain(self, on_time: float | None) -> bool:
         """Return whether a plan for this probability needs a margin."""
-        if on_time is not None:
-            PROBABILITY.check(on_time, "on_time")
-        return on_time is not None and not (self.profile.is_exact and self.profile.jitter == 0.0)
+        if on_time is None:
+            return False
+        PROBABILITY.check(on_time, "on_time")
+        return self.profile.jitter > 0.0 or not self.profile.is_exact
 
     @cached_property
     def _planner(self) -> Planner:

@@ -66,13 +66,14 @@ class _Drawn(NamedTuple):
 
 
 class OnTimePlanner:
-    """Makes plans for a probability from the rows of one frontier, and remembers what it solves
-    for them.
+    """Makes plans for a probability from the rows of one frontier, and remembers them and what it
+    solves for them.
     """
 
     def __init__(self, curve: TimeEnergyCurve) -> None:
         self.curve = curve
         self._planners: dict[tuple[float, bool], Planner] = {}
+        self._plans: dict[tuple[float, float, float, int | None], Plan] = {}
 
     def plan(
         self, deadline_s: float, probability: float, tolerance: float, max_changes: int | None
@@ -83,6 +84,14 @@ class OnTimePlanner:
         Raises:
             InfeasibleDeadline: If no plan that was found is on time with this probability.
         """
+        key = deadline_s, probability, tolerance, max_changes
+        if key not in self._plans:
+            self._plans[key] = self._plan(*key)
+        return self._plans[key]
+
+    def _plan(
+        self, deadline_s: float, probability: float, tolerance: float, max_changes: int | None
+    ) -> Plan:
         ratio = deadline_s / self.curve.baseline_time_s
         limit = ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
         within_s = limit * self._mean.baseline_time_s
