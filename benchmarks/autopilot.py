@@ -26,7 +26,6 @@ from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import pipeline_iteration
 from perseus_planner.solver.budget import clocks_by_budget
-from perseus_planner.solver.point_problem import point_problem
 
 NUMBER = 22  #: of this section
 _CHANGE = ClockChange(call_s=0.0045, settle_s=0.0009)
@@ -241,9 +240,7 @@ def best_saving(truth: Profile, iteration: Iteration) -> float:
     unlimited = list(frontier.plan_until(deadline_s, on_time=None).clocks.values())
     plans = []
     for levels in ([4, 8], [3, 8], [2, 8]):
-        found = clocks_by_budget(
-            frontier.dag, point_problem(frontier.dag), deadline_s, unlimited, levels
-        )
+        found = clocks_by_budget(frontier.dag, deadline_s, unlimited, levels)
         plans += [found[_CHANGES]] if _CHANGES in found else []
     costly = solve(replace(truth, clock_change=_CHANGE), iteration.schedule)
     plans.append(
@@ -262,7 +259,7 @@ def best_saving(truth: Profile, iteration: Iteration) -> float:
     _, full_j = _full(truth, iteration)
     savings = []
     for plan in plans:
-        program = search.of_clocks({i: number[clock] for i, clock in enumerate(plan)})
+        program = np.array([number[clock] for clock in plan])
         for seed in range(3):
             program, _, _ = search.polish(program, costs, deadline_s, seed)
         time_s, energy_j = steady(truth, iteration, Physics(), search.clocks_mhz(program))

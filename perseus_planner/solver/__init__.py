@@ -2,5 +2,5 @@
 
 Others use `frontier.solve`, `solve_dag` and `Frontier`, and `replicas.Replicas`. `curve` holds the
 result; `network` and `mincut` walk along it. `planner` makes a plan by `rounding` (`point_problem`,
-`dispatch`) and, under a switch budget, by `budget` (`segments`, `segment_search`).
+`dispatch`) and, under a switch budget, by `budget` (`clock_problem`, `clock_search`).
 """

@@ -53,11 +53,6 @@ def inner_kernel(function: F) -> F:
     return _compiled(function, _nrt=False, no_cpython_wrapper=True, cache=False)
 
 
-def allocating_kernel(function: F) -> F:
-    """Do as `kernel` does for a function that makes arrays."""
-    return _compiled(function)
-
-
 def _compiled(function: F, **options: Any) -> F:
     from numba import njit
     from numba.core import config

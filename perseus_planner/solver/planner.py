@@ -100,7 +100,7 @@ class Planner:
         if max_changes is not None:
             within_s = self._replayed_s(deadline_s)
             try:
-                clocks = clocks_within_budget(self.dag, self._points, within_s, clocks, max_changes)
+                clocks = clocks_within_budget(self.dag, within_s, clocks, max_changes)
             except InfeasibleBudget as error:
                 least_s = error.least_time_s + self.profile.overhead_s
                 raise _infeasible(deadline_s, max_changes, least_s) from None
@@ -178,7 +178,7 @@ class Planner:
             clocks_by_level[None] = unlimited
             counts.pop()
         if counts:
-            budgets = clocks_by_budget(self.dag, self._points, within_s, unlimited, counts)
+            budgets = clocks_by_budget(self.dag, within_s, unlimited, counts)
             clocks_by_level |= {
                 level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets
             }

@@ -23,7 +23,7 @@ from perseus_planner.runtime.autopilot.job import (
     Phase,
 )
 from perseus_planner.runtime.autopilot.learning import Learner
-from perseus_planner.runtime.autopilot.planning import Costs, Searcher
+from perseus_planner.runtime.autopilot.planning import LATE, Costs, Searcher
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -177,15 +177,12 @@ class Autopilot:
         """
         if not self._learner.is_ready:
             return ()
-        member, rank, ranks = self._search.layout.member, self._search.layout.rank, self.job.ranks
-        computed = np.flatnonzero(member >= 0)
+        problem, ranks = self._search.problem, self.job.ranks
         factors = self._learner.times.factor.reshape(self.job.pipelines, ranks)
         return tuple(
             tuple(
                 (
-                    np.bincount(
-                        rank[computed], costs.time_s[member[computed], program[computed]], ranks
-                    )
+                    np.bincount(problem.rank, costs.time_s[problem.member, program], ranks)
                     / rank_factors
                 ).tolist()
             )
@@ -394,7 +391,8 @@ class Autopilot:
         seed = int(self._random.integers(2**31))
         polished = [self._search.polish(start, costs, deadline_s, seed) for start in starts]
         worths_j = [
-            joules * (1 + 200 * max(0.0, time_s / deadline_s - 1)) for _, time_s, joules in polished
+            joules * (1 + LATE * max(0.0, time_s / deadline_s - 1))
+            for _, time_s, joules in polished
         ]
         best = worths_j.index(min(worths_j))
         return polished[best][0], worths_j[best]
@@ -429,7 +427,7 @@ class Autopilot:
         sweep = _bit_reversed(clocks)
         wanted, is_open = [], np.zeros((self.job.ranks, clocks), dtype=bool)
         for rank, classes in enumerate(search.classes):
-            first, stop = search.layout.rank_start[rank : rank + 2]
+            first, stop = search.problem.rank_start[rank : rank + 2]
             for clock in range(clocks):
                 recent = iteration - self._tried.get((rank, clock), -_REPEAT) < _REPEAT
                 is_open[rank, clock] = not recent and not known[classes, clock].all()
@@ -458,19 +456,13 @@ class Autopilot:
 
     def _saving(self, program: Integers, costs: Costs) -> tuple[float, float]:
         """Return the share of energy that a program saves, and its standard error."""
-        member, rank = self._search.layout.member, self._search.layout.rank
+        member, rank = self._search.problem.member, self._search.problem.rank
         energies = []
         for candidate in (program, self._search.full()):
             seconds, waiting_s = np.zeros_like(costs.time_s), np.zeros(self.job.ranks)
-            computed = member >= 0
-            np.add.at(
-                seconds,
-                (member[computed], candidate[computed]),
-                costs.time_s[member[computed], candidate[computed]],
-            )
-            np.add.at(
-                waiting_s, rank[computed], -costs.time_s[member[computed], candidate[computed]]
-            )
+            computed_s = costs.time_s[member, candidate]
+            np.add.at(seconds, (member, candidate), computed_s)
+            np.add.at(waiting_s, rank, -computed_s)
             waiting_s += self._search.replay(candidate, costs)[0]
             energies.append(self._learner.powers.energy(seconds, waiting_s))
         (plan_j, plan_slope), (full_j, full_slope) = energies

@@ -14,12 +14,21 @@ import numpy as np
 from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.profiles.measurement import Measurement, with_fewer_changes
 from perseus_planner.profiles.profiles import Profile
-from perseus_planner.runtime.autopilot.search import anneal, changes_of, layout, replay
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import clocks_by_budget
+from perseus_planner.solver.clock_problem import (
+    ClockProblem,
+    ClockState,
+    change_cost,
+    clock_problem,
+    load_state,
+    replay_changes,
+    with_usable,
+    with_waves,
+)
+from perseus_planner.solver.clock_search import Goal, Heat, anneal, max_changes
 from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.solver.planner import Planner
-from perseus_planner.solver.point_problem import point_problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,7 +41,10 @@ if TYPE_CHECKING:
 
 _WORK = 1_200_000  #: nodes that the polishing of one plan replays
 _TRIES = (600, 4000)  #: least and most programs that it tries
-_HEAT = 3e-5
+#: first and last temperature, and how much too dear a plan may seem, as parts of its energy
+_HEAT = (3e-5, 6e-7)
+_SLACK = 1e-3
+LATE = 200.0  #: an iteration that is later by a part costs so many times that part of its energy
 #: most computations of a trial that is not a whole phase, and at most a twelfth of the rank's
 _BLOCK = 4
 _MOST_TRIALS = 4  #: clocks that are tried on one rank in an iteration
@@ -47,50 +59,48 @@ class Costs(NamedTuple):
 
 
 class Searcher:
-    """Searches programs of one pipeline: (n,) clocks by number, highest first, of the nodes of a
-    `Layout`.
-    """
+    """Searches programs of one pipeline: the clock of each computation by number, highest first."""
 
     def __init__(self, job: AutopilotJob, max_changes: int | None) -> None:
-        self.job, self._max_changes = job, max_changes
-        ranks = job.ranks
-        self.layout, self._places = layout(
-            job.iteration, job.clock_change, job.gpus_per_stage, np.zeros(ranks)
-        )
+        self._max_changes = max_changes
         self.keys = list(dict.fromkeys(sorted(job.iteration.keys)))
-        count = len(self._places)
-        self._budget = np.full(ranks, count if max_changes is None else max_changes)
-        starts = self.layout.rank_start
+        tables = np.ones((2, len(self.keys), len(job.clocks_mhz)))
+        self.problem = clock_problem(job.iteration, self.keys, *tables)
+        self._budget = len(self.problem.node) if max_changes is None else max_changes
         self.class_rank = np.zeros(len(self.keys), dtype=np.int64)
-        for member, rank in zip(self.layout.member, self.layout.rank, strict=True):
-            if member >= 0:
-                self.class_rank[member] = rank
-        self.classes = [
-            sorted({int(c) for c in self.layout.member[first:stop] if c >= 0})
-            for first, stop in pairwise(starts)
-        ]
-        self._tail_s = np.zeros(ranks)
+        self.class_rank[self.problem.member] = self.problem.rank
+        self.classes = [np.flatnonzero(self.class_rank == rank) for rank in range(job.ranks)]
+        self.job = job
+        self.set_clock_change(job.clock_change)
 
     def set_clock_change(self, change: ClockChange) -> None:
         """Replay and plan with other costs of clock changes from now on."""
         self.job = replace(self.job, clock_change=change)
-        self.layout, _ = layout(
-            self.job.iteration, change, self.job.gpus_per_stage, np.zeros(self.job.ranks)
-        )
+        self._change = change_cost(self.job.iteration, change, self.job.gpus_per_stage)
 
     def full(self) -> Integers:
         """Return the program of full clocks."""
-        return np.zeros(len(self._places), dtype=np.int64)
+        return np.zeros(len(self.problem.node), dtype=np.int64)
 
     def replay(self, clock: Integers, costs: Costs) -> tuple[float, float]:
-        """Return the seconds and joules of an iteration of this program."""
-        seconds, joules, _ = self._replayed(clock, costs)
+        """Return the seconds of an iteration of this program, and its joules but for those of
+        fixed operations beyond waiting.
+        """
+        seconds, joules, _ = self._replayed(clock, costs, self._with(costs))
         return seconds, joules
 
-    def _replayed(self, clock: Integers, costs: Costs) -> tuple[float, float, Floats]:
-        end_s = np.zeros(len(clock))
-        seconds, joules = replay(self.layout, *costs, clock, self._tail_s, end_s)
-        return seconds, joules, end_s
+    def _with(self, costs: Costs) -> ClockProblem:
+        """Return the problem with these costs."""
+        cost_j = costs.time_s * (costs.power_w - costs.waiting_w[self.class_rank, None])
+        cost_j[~np.isfinite(costs.time_s)] = np.inf
+        return self.problem._replace(time_s=costs.time_s, cost_j=cost_j)
+
+    def _replayed(
+        self, clock: Integers, costs: Costs, problem: ClockProblem
+    ) -> tuple[float, float, ClockState]:
+        state, _ = load_state(problem, clock)
+        seconds, spent_j = replay_changes(problem, state, self._change)
+        return seconds, spent_j + float(costs.waiting_w.sum()) * seconds, state
 
     def polish(
         self, clock: Integers, costs: Costs, deadline_s: float, seed: int
@@ -98,51 +108,34 @@ class Searcher:
         """Return a program that is better than `clock`, if one is found, its seconds and its
         joules.
         """
-        seconds, _, end_s = self._replayed(clock, costs)
-        self._tail_s = np.maximum(0.0, seconds - end_s[self.layout.rank_start[1:] - 1])
-        usable, counts = self._usable(costs)
-        tries = int(np.clip(_WORK // len(clock), *_TRIES))
-        polished = anneal(
-            self.layout,
-            *costs,
-            usable,
-            counts,
-            clock,
-            self._tail_s,
+        problem = with_usable(with_waves(self._with(costs), clock), self._usable(costs))
+        seconds, joules, state = self._replayed(clock, costs, problem)
+        last = self._change.queue[self._change.queue_start[1:] - 1]
+        self._change = self._change._replace(tail_s=np.maximum(0.0, seconds - state.end_s[last]))
+        goal = Goal(
             deadline_s,
             self._budget,
-            tries,
-            _HEAT,
-            seed,
+            LATE * joules / deadline_s,
+            waiting_w=float(costs.waiting_w.sum()),
         )
+        tries = int(np.clip(_WORK // len(clock), *_TRIES))
+        first_j, last_j, slack_j = (part * joules for part in (*_HEAT, _SLACK))
+        heat = Heat(tries, first_j, last_j, slack_j, seed)
+        polished = anneal(problem, clock, goal, heat, clock[None], self._change)
         return polished, *self.replay(polished, costs)
 
-    def _usable(self, costs: Costs) -> tuple[Integers, Integers]:
-        clocks = len(self.job.clocks_mhz)
-        usable, counts = (
-            np.zeros((self.job.ranks, clocks), np.int64),
-            np.zeros(self.job.ranks, np.int64),
-        )
-        for rank, classes in enumerate(self.classes):
-            good = (
-                np.flatnonzero(np.isfinite(costs.time_s[classes]).all(axis=0))
-                if classes
-                else np.array([0])
-            )
-            usable[rank, : len(good)], counts[rank] = good, len(good)
-        return usable, counts
+    def _usable(self, costs: Costs) -> NDArray[np.bool_]:
+        """Return whether each rank may be planned on at each clock: (ranks, clocks)."""
+        finite = np.isfinite(costs.time_s)
+        return np.array([finite[classes].all(axis=0) for classes in self.classes])
 
     def repaired(self, program: Integers, costs: Costs) -> Integers:
         """Return the program with the next higher clock of the rank wherever one may not be
         planned on.
         """
-        usable, counts = self._usable(costs)
-        repaired = program.copy()
-        for k, (rank, clock) in enumerate(
-            zip(self.layout.rank.tolist(), program.tolist(), strict=True)
-        ):
-            good = usable[rank, : counts[rank]]
-            repaired[k] = good[good <= clock].max(initial=0)
+        usable, repaired = self._usable(costs), program.copy()
+        for k, (rank, clock) in enumerate(zip(self.problem.rank, program, strict=True)):
+            repaired[k] = np.flatnonzero(usable[rank, : clock + 1]).max(initial=0)
         return repaired
 
     def solve(self, costs: Costs, deadline_s: float, attempt: int) -> Integers | None:
@@ -152,16 +145,14 @@ class Searcher:
         Attempts begin with different numbers of changes, so that several of them find different
         plans.
         """
-        job, table = self.job, {}
-        usable, counts = self._usable(costs)
+        job, table, usable = self.job, {}, self._usable(costs)
         for number, key in enumerate(self.keys):
-            rank = int(self.class_rank[number])
             table[key] = tuple(
                 Measurement(
                     job.clocks_mhz[c], float(costs.time_s[number, c]),
                     float(costs.time_s[number, c] * costs.power_w[number, c]),
                 )
-                for c in usable[rank, : counts[rank]].tolist()
+                for c in np.flatnonzero(usable[self.class_rank[number]]).tolist()
             )  # fmt: skip
         stages = sorted({stage for stage, _ in self.keys})
         waiting_w = tuple(
@@ -176,34 +167,18 @@ class Searcher:
             return None
         if self._max_changes is not None:
             levels = sorted({self._max_changes * (2 + attempt % 3) // 8, self._max_changes})
-            by_budget = clocks_by_budget(dag, point_problem(dag), within_s, clocks, levels)
+            by_budget = clocks_by_budget(dag, within_s, clocks, levels)
             if self._max_changes not in by_budget:
                 return None
             clocks = by_budget[self._max_changes]
         number_of = {clock: i for i, clock in enumerate(job.clocks_mhz)}
-        return self.of_clocks({i: number_of[clock] for i, clock in enumerate(clocks)})
-
-    def of_clocks(self, clock_of: dict[int, int]) -> Integers:
-        """Return the program of the clock of each computation, by its place in the iteration."""
-        program = self.full()
-        for first, stop in pairwise(self.layout.rank_start):
-            positions = [k for k in range(first, stop) if self._places[k] in clock_of]
-            if positions:
-                program[first:stop] = clock_of[
-                    self._places[positions[-1]]
-                ]  # operations before the first computation
-            for k in range(first, stop):
-                program[k] = clock_of.get(
-                    self._places[k], program[k - 1] if k > first else program[k]
-                )
-        return program
+        return np.array([number_of[clock] for clock in clocks])
 
     def clocks_mhz(self, program: Integers) -> tuple[tuple[int, ...], ...]:
         """Return the clock of each rank's computations, MHz."""
-        clocks, computed = self.job.clocks_mhz, self.layout.member >= 0
         return tuple(
-            tuple(clocks[c] for c in program[first:stop][computed[first:stop]].tolist())
-            for first, stop in pairwise(self.layout.rank_start)
+            tuple(self.job.clocks_mhz[c] for c in program[first:stop].tolist())
+            for first, stop in pairwise(self.problem.rank_start)
         )
 
     def joined(self, program: Integers, before: Integers) -> Integers:
@@ -213,9 +188,10 @@ class Searcher:
         if self._max_changes is None:
             return program
         joined = program.copy()
-        for first, stop in pairwise(self.layout.rank_start):
+        starts = self.problem.rank_start
+        for rank, (first, stop) in enumerate(pairwise(starts)):
             steps = int(program[first] != before[first])
-            if changes_of(program, first, stop) + steps <= self._max_changes:
+            if max_changes(starts, program, rank, rank) + steps <= self._max_changes:
                 continue
             most = self._max_changes - 1
             slower = [-c for c in program[first:stop].tolist()]  # a lower number is a higher clock
@@ -246,13 +222,13 @@ class Searcher:
             random: the source of chance.
         """
         tried: list[tuple[int, int]] = []
-        trial, starts = program.copy(), self.layout.rank_start
+        trial, starts = program.copy(), self.problem.rank_start
 
         def fits(first: int, stop: int, rank: int, clock: int) -> bool:
             trial[first:stop] = clock
-            return bool(
-                changes_of(trial, starts[rank], starts[rank + 1]) <= self._budget[rank]
-            ) and all(self.replay(trial, costs)[0] <= limit_s for costs, limit_s in limits)
+            return max_changes(starts, trial, rank, rank) <= self._budget and all(
+                self.replay(trial, costs)[0] <= limit_s for costs, limit_s in limits
+            )
 
         for rank in random.permutation(self.job.ranks).tolist():
             still_open = is_open[rank].copy()
@@ -275,8 +251,8 @@ class Searcher:
         """Return how many rows that are not measured yet a spot would measure at each clock:
         (clocks,).
         """
-        members = np.unique(self.layout.member[spot[0] : spot[1]])
-        news: Integers = (~known[members[members >= 0]]).sum(axis=0)
+        members = np.unique(self.problem.member[spot[0] : spot[1]])
+        news: Integers = (~known[members]).sum(axis=0)
         return news
 
     def _deepest(
@@ -316,7 +292,7 @@ class Searcher:
         """Yield where a rank could try a clock: whole phases, the nearest clock first; at their
         borders; anywhere.
         """
-        first, stop = (int(k) for k in self.layout.rank_start[rank : rank + 2])
+        first, stop = (int(k) for k in self.problem.rank_start[rank : rank + 2])
         borders = [
             first,
             *(k for k in range(first + 1, stop) if program[k] != program[k - 1]),

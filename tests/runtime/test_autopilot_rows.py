@@ -1,6 +1,4 @@
-"""What the autopilot learns of rows: times, powers, and the replay that its plans are searched
-with.
-"""
+"""What the autopilot learns of rows: times and powers; and where it tries them."""
 
 from __future__ import annotations
 
@@ -8,63 +6,16 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from strategies import smooth_profile
 
 from perseus_planner import schedules
-from perseus_planner.plans.clock_replay import Task
-from perseus_planner.plans.replay import end_times, iteration_energy_j, replay_changes
-from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runtime.autopilot import AutopilotJob, ComputationObservation
 from perseus_planner.runtime.autopilot.job import time_at_last_clock
 from perseus_planner.runtime.autopilot.planning import Costs, Searcher
 from perseus_planner.runtime.autopilot.power import PowerRows
-from perseus_planner.runtime.autopilot.search import layout, replay
 from perseus_planner.runtime.autopilot.times import TimeRows
-from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 CLOCKS = tuple(range(1410, 840, -45))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 2**16),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([ClockChange(0.0), ClockChange(0.0045, 0.0009), ClockChange(0.02, 0.005, 2)]),
-)
-def test_the_compiled_replay_is_the_replay_of_plans(seed: int, stages: int, change: ClockChange):
-    random, profile = np.random.default_rng(seed), smooth_profile(stages, step_mhz=45)
-    dag = PipelineDag.from_schedule(profile, schedules.one_f_one_b(stages, 5))
-    clocks = np.repeat(random.integers(0, len(CLOCKS), 5 * stages), 2)
-    points = [profile.measurements[key] for key in dag.iteration.keys]
-    tasks = [
-        Task({m.clock_mhz: m for m in rows}, rows[c].clock_mhz)
-        for rows, c in zip(points, clocks.tolist(), strict=True)
-    ]
-    wanted = replay_changes(dag.iteration, tasks, change, dag.rank_waiting_w, 1)
-    time_s = max(wanted.ends_s)
-    joules = iteration_energy_j(
-        dag.iteration.rank_of, wanted.durations_s, wanted.energies_j, dag.rank_waiting_w, time_s
-    )
-
-    waiting_w = np.array(dag.rank_waiting_w)
-    laid, places = layout(dag.iteration, change, 1, waiting_w)
-    keys = sorted(set(dag.iteration.keys))
-    times_s = np.array([[m.time_s for m in profile.measurements[key]] for key in keys])
-    powers_w = np.array(
-        [[m.energy_j / m.time_s for m in profile.measurements[key]] for key in keys]
-    )
-    planned = end_times(
-        dag, [rows[c].time_s for rows, c in zip(points, clocks.tolist(), strict=True)]
-    )
-    tail_s = np.array([max(planned) - planned[program[-1]] for program in dag.iteration.programs])
-    ends_s = np.zeros(len(places))
-    found_s, found_j = replay(laid, times_s, powers_w, waiting_w, clocks[places], tail_s, ends_s)
-    assert found_s == pytest.approx(time_s, rel=1e-9)
-    assert found_j == pytest.approx(joules, rel=1e-9)
-    assert ends_s.tolist() == pytest.approx([wanted.ends_s[place] for place in places])
 
 
 @pytest.mark.parametrize("change_s", [0.01, 0.04])
@@ -144,7 +95,7 @@ def test_a_trial_is_where_it_measures_the_most_new_rows():
     forward, backward = search.keys.index((1, "F")), search.keys.index((1, "B"))
     known[backward, 4] = False
     program = search.full()
-    first = int(search.layout.rank_start[1])
+    first = int(search.problem.rank_start[1])
     program[first] = 3  # a phase of one forward, whose clock is the nearest to the wanted one
     random = np.random.default_rng(1)
     wanted, limits = [[], [4]], [(costs, 2 * search.replay(program, costs)[0])]
@@ -152,7 +103,7 @@ def test_a_trial_is_where_it_measures_the_most_new_rows():
         program, limits, wanted, ~known[[forward, backward]], known, random
     )
     assert tried == [(1, 4)]
-    assert backward in search.layout.member[np.flatnonzero(trial == 4)]
+    assert backward in search.problem.member[np.flatnonzero(trial == 4)]
 
 
 def test_powers_are_found_from_energies_of_whole_iterations():

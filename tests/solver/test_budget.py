@@ -186,6 +186,14 @@ def test_two_changes_are_never_below_fast_ends_with_one_clock_between(seed: int)
                 assert spent_j(plan, frontier.dag) <= spent_j(known, frontier.dag) * (1 + 1e-12)
 
 
+def test_a_small_budget_is_as_good_as_the_optimum_that_highs_proves():
+    profile = unlike_stages(smooth_profile(3, step_mhz=60), 0)
+    frontier = solve(profile, one_f_one_b(3, 4))
+    plan = frontier.plan_until(1.02 * frontier.baseline_time_s, max_changes=2, on_time=None)
+    # `_least_j` of benchmarks/budget_optima.py took a minute to find this
+    assert spent_j(plan, frontier.dag) == pytest.approx(391.08065417200095, rel=1e-9)
+
+
 BUDGETS = (0, 1, 2, 3, 4, 5, 7, 8, 12, 13, None)
 
 

@@ -1,0 +1,292 @@
+"""The clocks of an iteration, laid out in arrays, and the compiled replay of a choice of them.
+
+Where clock changes take time, the rules are those of `plans.clock_replay`, for many equal
+iterations; `plans` has the readable replays, with which tests compare this one. Programs hold
+computations only, not fixed operations, which have no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from perseus_planner.solver.kernels import kernel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perseus_planner.profiles.measurement import ClockChange
+    from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.schedules.iteration import Iteration
+    from perseus_planner.solver.network import Floats, Integers
+
+_TASK, _SETTLE, _CALL = range(3)  #: a task starts or ends; a clock is in force; a call begins
+
+
+class ClockProblem(NamedTuple):
+    """n nodes in topological order; m of them are computations: the programs of all ranks, one
+    after the other. Classes are those of computations, clocks are numbered, the highest first.
+    """
+
+    before_start: Integers  #: (n + 1,) where the predecessors of each node begin in `before`
+    before: Integers  #: the predecessors of all nodes
+    before_lag_s: Floats  #: aligned with `before`: least seconds from their end to the node's start
+    fixed_s: Floats  #: (n,) durations of fixed operations
+    time_s: Floats  #: (classes, clocks), infinite if not measured
+    cost_j: Floats  #: (classes, clocks) effective energy, infinite if not measured
+    node: Integers  #: (m,) node of each computation, in the order of the programs
+    member: Integers  #: (m,) its class
+    rank: Integers  #: (m,) its rank
+    rank_start: Integers  #: (ranks + 1,) where the program of each rank begins
+    #: (ranks, clocks) the clocks that any class of the rank has, rising numbers first
+    usable: Integers
+    usable_count: Integers  #: (ranks,) how many clocks that are
+    place: Integers  #: (ranks, clocks) the index of each clock in `usable`
+    #: (m,) when each computation runs, as a part of the iteration; never falls along a program
+    wave: Floats
+    last: Integers  #: nodes without successors
+
+
+class ClockState(NamedTuple):
+    """The clocks, and the durations and ends that follow from them. The kernels change it in
+    place.
+    """
+
+    clock: Integers  #: (m,)
+    duration_s: Floats  #: (n,)
+    end_s: Floats  #: (n,) as of the last replay
+    #: (1,) the first node whose duration changed since then; n if nothing changed
+    touched: Integers
+
+
+class ChangeCost(NamedTuple):
+    """What a clock change costs in time; ranks of one lock change their clocks one by one."""
+
+    lock: Integers  #: (ranks,) numbered from 0
+    hold_s: float  #: for which a change holds the lock
+    settle_s: float  #: from then on until the clock is in force
+    tail_s: Floats  #: (ranks,) from the end of a rank's last node to that of the iteration before
+    queue: Integers  #: (n,) the nodes of all ranks, operations as well, in the order they run
+    queue_start: Integers  #: (ranks + 1,) where those of each rank begin
+    computation: Integers  #: (n,) which computation each node is, -1 for an operation
+    final: Integers  #: (ranks,) the last computation of each rank
+    seconds: Floats  #: (6, ranks) for the replay to write on
+    numbers: Integers  #: (7, ranks) likewise
+    call_settles_s: Floats  #: (m,) likewise, of the calls of each rank
+    call_clock: Integers  #: (m,)
+
+
+def clock_problem(
+    iteration: Iteration, classes: Sequence[tuple[int, str]], time_s: Floats, cost_j: Floats
+) -> ClockProblem:
+    """Lay out an iteration, without waves.
+
+    Args:
+        iteration: the iteration.
+        classes: the (stage, kind) of each class.
+        time_s: (classes, clocks), infinite if not measured.
+        cost_j: (classes, clocks) effective energy.
+    """
+    node_of = {place: k for k, place in enumerate(iteration.order)}
+    number = {key: i for i, key in enumerate(classes)}
+    waits = [iteration.waits[place] for place in iteration.order]
+    fixed_s = np.zeros(len(waits))
+    for place, operation in enumerate(iteration.operations, len(iteration.keys)):
+        fixed_s[node_of[place]] = operation.time_s
+    before = np.array([node_of[other] for each in waits for other, _ in each], dtype=np.int64)
+    programs = iteration.schedule.ranks
+    member = np.array([number[key] for key in iteration.keys], dtype=np.int64)
+    rank_start = np.cumsum([0, *map(len, programs)], dtype=np.int64)
+    usable = [np.isfinite(time_s[member[a:b]]).any(axis=0) for a, b in pairwise(rank_start)]
+    problem = ClockProblem(
+        before_start=np.cumsum([0, *map(len, waits)], dtype=np.int64),
+        before=before,
+        before_lag_s=np.array([lag_s for each in waits for _, lag_s in each]),
+        fixed_s=fixed_s,
+        time_s=time_s,
+        cost_j=cost_j,
+        node=np.array([node_of[place] for place in range(len(member))], dtype=np.int64),
+        member=member,
+        rank=np.repeat(np.arange(len(programs)), np.diff(rank_start)),
+        rank_start=rank_start,
+        usable=member,
+        usable_count=member,
+        place=member,
+        wave=np.zeros(len(member)),
+        last=np.setdiff1d(np.arange(len(waits)), before),
+    )
+    return with_usable(problem, np.array(usable))
+
+
+def with_usable(problem: ClockProblem, usable: NDArray[np.bool_]) -> ClockProblem:
+    """Return the problem with these clocks for each rank: (ranks, clocks)."""
+    return problem._replace(
+        usable=np.argsort(~usable, axis=1, kind="stable"),
+        usable_count=usable.sum(axis=1),
+        place=np.cumsum(usable, axis=1) - 1,
+    )
+
+
+def clock_problem_of(dag: PipelineDag) -> tuple[ClockProblem, list[int]]:
+    """Lay out `dag` with every measured clock; also return the clocks, MHz, highest first."""
+    tables = {
+        key: rows
+        for key, rows in dag.profile.measurements.items()
+        if key in set(dag.iteration.keys)
+    }
+    clocks = sorted({m.clock_mhz for rows in tables.values() for m in rows}, reverse=True)
+    column = {clock: i for i, clock in enumerate(clocks)}
+    time_s = np.full((len(tables), len(clocks)), np.inf)
+    cost_j = time_s.copy()
+    for row, (key, rows) in enumerate(tables.items()):
+        for m in rows:
+            time_s[row, column[m.clock_mhz]] = m.time_s
+            cost_j[row, column[m.clock_mhz]] = (
+                m.energy_j - dag.profile.blocking_w(key[0]) * m.time_s
+            )
+    return clock_problem(dag.iteration, list(tables), time_s, cost_j), clocks
+
+
+def change_cost(iteration: Iteration, change: ClockChange, gpus_per_rank: int) -> ChangeCost:
+    """Lay out what changes of clocks cost in `iteration`; ranks end with it."""
+    ranks = len(iteration.programs)
+    node_of = {place: k for k, place in enumerate(iteration.order)}
+    computation = np.full(len(iteration.order), -1)
+    for i in range(len(iteration.keys)):
+        computation[node_of[i]] = i
+    return ChangeCost(
+        lock=np.unique(change.node_of_rank(ranks, gpus_per_rank), return_inverse=True)[1],
+        hold_s=change.calls_per_change(gpus_per_rank) * change.call_s,
+        settle_s=change.settle_s,
+        tail_s=np.zeros(ranks),
+        queue=np.array([node_of[place] for each in iteration.programs for place in each]),
+        queue_start=np.cumsum([0, *map(len, iteration.programs)], dtype=np.int64),
+        computation=computation,
+        final=np.array(
+            [[i for i in each if i < len(iteration.keys)][-1] for each in iteration.programs]
+        ),
+        seconds=np.zeros((6, ranks)),
+        numbers=np.zeros((7, ranks), dtype=np.int64),
+        call_settles_s=np.zeros(len(iteration.keys)),
+        call_clock=np.zeros(len(iteration.keys), dtype=np.int64),
+    )
+
+
+def with_waves(problem: ClockProblem, clock: Integers) -> ClockProblem:
+    """Return the problem with the waves of a plan of these clocks."""
+    state, _ = load_state(problem, clock)
+    makespan_s = replay(problem, state)
+    middle = (state.end_s - state.duration_s / 2)[problem.node] / makespan_s
+    for first, stop in pairwise(problem.rank_start.tolist()):
+        middle[first:stop] = np.maximum.accumulate(middle[first:stop])
+    return problem._replace(wave=middle)
+
+
+def load_state(problem: ClockProblem, clock: Integers) -> tuple[ClockState, float]:
+    """Return a state with these clocks, not yet replayed, and its effective energy, joules."""
+    duration_s = problem.fixed_s.copy()
+    duration_s[problem.node] = problem.time_s[problem.member, clock]
+    state = ClockState(
+        clock.copy(), duration_s, np.zeros(len(duration_s)), np.zeros(1, dtype=np.int64)
+    )
+    return state, float(np.cumsum(problem.cost_j[problem.member, clock])[-1])
+
+
+@kernel
+def replay(problem: ClockProblem, state: ClockState) -> float:
+    """Bring `state.end_s` up to date if clock changes take no time; return the makespan,
+    seconds.
+    """
+    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
+    duration_s, end_s = state.duration_s, state.end_s
+    for k in range(state.touched[0], len(end_s)):
+        latest_s = 0.0
+        for i in range(before_start[k], before_start[k + 1]):
+            latest_s = max(latest_s, end_s[before[i]] + lag_s[i])
+        end_s[k] = latest_s + duration_s[k]
+    state.touched[0] = len(end_s)
+    makespan_s = 0.0
+    for k in problem.last:
+        makespan_s = max(makespan_s, end_s[k])
+    return makespan_s
+
+
+@kernel
+def replay_changes(
+    problem: ClockProblem, state: ClockState, change: ChangeCost
+) -> tuple[float, float]:
+    """Fill `state.end_s` if clock changes take time; return the makespan, seconds, and the
+    effective energy of all computations, joules.
+    """
+    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
+    time_s, cost_j, member = problem.time_s, problem.cost_j, problem.member
+    fixed_s, clock, end_s = problem.fixed_s, state.clock, state.end_s
+    queue, queue_start, computation = change.queue, change.queue_start, change.computation
+    lock, hold_s, settle_s = change.lock, change.hold_s, change.settle_s
+    # Of each rank: when its task starts or ends; since when it runs at the clock in force, or the
+    # rank waits; the share that was left then; when the request was made that waits; when a clock
+    # settles. Of each lock: when it is free.
+    next_s, since_s, left, asked_s, settles_s, free_s = change.seconds
+    position, running, in_force, set_last, wanted, call, settled = change.numbers
+    call_settles_s, call_clock = change.call_settles_s, change.call_clock
+    never, spent_j, makespan_s, has_ended = np.inf, 0.0, 0.0, True
+    for k in range(len(end_s)):
+        end_s[k] = never
+    for r in range(len(lock)):
+        position[r], running[r], next_s[r], since_s[r] = queue_start[r], 0, never, 0.0
+        asked_s[r], settles_s[r], free_s[lock[r]] = never, never, -never
+        in_force[r] = set_last[r] = wanted[r] = clock[change.final[r]]
+        call[r] = settled[r] = problem.rank_start[r]
+        i = computation[queue[queue_start[r]]]
+        if i >= 0 and clock[i] != wanted[r]:
+            wanted[r], asked_s[r] = clock[i], -change.tail_s[r]
+    while True:
+        now_s, r, event = never, -1, _TASK
+        for o in range(len(lock)):
+            if has_ended and next_s[o] == never and position[o] < queue_start[o + 1]:
+                k, next_s[o] = queue[position[o]], since_s[o]
+                for i in range(before_start[k], before_start[k + 1]):
+                    next_s[o] = max(next_s[o], end_s[before[i]] + lag_s[i])
+            if next_s[o] < now_s:
+                now_s, r, event = next_s[o], o, _TASK
+            if settles_s[o] <= now_s and settles_s[o] < never:
+                now_s, r, event = settles_s[o], o, _SETTLE
+        for o in range(len(lock)):  # a call that begins before all else, the first request first
+            begin_s = max(asked_s[o], free_s[lock[o]])
+            earlier = event == _CALL and begin_s == now_s and asked_s[o] < asked_s[r]
+            if begin_s < now_s or earlier:
+                now_s, r, event = begin_s, o, _CALL
+        if r < 0:
+            return makespan_s, spent_j
+        has_ended = event == _TASK and running[r] == 1
+        if event == _CALL:
+            free_s[lock[r]], asked_s[r], set_last[r] = now_s + hold_s, never, wanted[r]
+            call_settles_s[call[r]], call_clock[call[r]] = now_s + hold_s + settle_s, wanted[r]
+            settles_s[r] = call_settles_s[settled[r]]
+            call[r] += 1
+            continue
+        k = queue[position[r]] if position[r] < queue_start[r + 1] else -1
+        i = computation[k] if k >= 0 else -1
+        c = member[i] if i >= 0 else 0
+        if event == _SETTLE:
+            if running[r] and i >= 0:
+                done = min((now_s - since_s[r]) / time_s[c, in_force[r]], left[r])
+                spent_j += done * cost_j[c, in_force[r]]
+                left[r], since_s[r] = left[r] - done, now_s
+                next_s[r] = now_s + left[r] * time_s[c, call_clock[settled[r]]]
+            in_force[r], settled[r] = call_clock[settled[r]], settled[r] + 1
+            settles_s[r] = call_settles_s[settled[r]] if settled[r] < call[r] else never
+        elif running[r]:
+            spent_j += left[r] * cost_j[c, in_force[r]] if i >= 0 else 0.0
+            end_s[k], since_s[r], makespan_s = now_s, now_s, max(makespan_s, now_s)
+            running[r], next_s[r], position[r] = 0, never, position[r] + 1
+            i = computation[queue[position[r]]] if position[r] < queue_start[r + 1] else -1
+            if i >= 0 and clock[i] != wanted[r]:
+                wanted[r] = clock[i]
+                asked_s[r] = never if wanted[r] == set_last[r] else min(asked_s[r], now_s)
+        else:
+            running[r], since_s[r], left[r] = 1, now_s, 1.0
+            next_s[r] = now_s + (time_s[c, in_force[r]] if i >= 0 else fixed_s[k])
