@@ -52,6 +52,7 @@ _BOUND_GUIDES = (
     10_000,
 )  #: relaxed solutions of which the bound for operating points is made; nodes of them all
 _QUICK = 0.1  #: part of the effort of a rounded plan that is not polished
+_QUICK_ANCHORS = 4  #: relaxed solutions near the deadline that it begins with, at most
 _RETRIES = 2  #: how often a plan that clock changes make late is made again for an earlier deadline
 
 Key = tuple[int, str]
@@ -265,9 +266,8 @@ class Planner:
             chosen = self._points.point_start[self._points.member + 1] - 1  # the slowest of each
             if deadline_s < self._max_time_s:
                 within_s = self._replayed_s(deadline_s)
-                chosen = round_plan(
-                    self._points, within_s, self._anchors(within_s), self._at_maximum_clock, effort
-                )
+                anchors = self._anchors(within_s, None if effort == 1.0 else _QUICK_ANCHORS)
+                chosen = round_plan(self._points, within_s, anchors, self._at_maximum_clock, effort)
             self._rounded[deadline_s, effort] = chosen
         return self._rounded[deadline_s, effort]
 
@@ -352,9 +352,9 @@ class Planner:
             within_s = math.nextafter(within_s, 0.0)
         return within_s
 
-    def _anchors(self, within_s: float) -> list[Anchor]:
-        """Return the relaxed solutions near a replayed time, and one at that time, between the
-        two next to it.
+    def _anchors(self, within_s: float, most: int | None) -> list[Anchor]:
+        """Return a relaxed solution at a replayed time, between the two next to it, and the
+        nearest ones to it, `most` of them or all.
         """
         guides, (fastest_s, slowest_s) = self._guides, self._ends_s
         times_s = np.clip(guides.time_s, fastest_s, slowest_s)
@@ -367,9 +367,12 @@ class Planner:
             (1 - part) * guide[before - 1] + part * guide[before]
             for guide in (guides.end_s, guides.price_w)
         )
-        near = np.flatnonzero(
-            (np.abs(times_s / within_s - 1) <= ANCHOR_SPAN) & (times_s != within_s)
-        ).tolist()
+        distance = np.abs(times_s / within_s - 1)
+        near = [
+            i
+            for i in np.argsort(distance, kind="stable")[:most].tolist()
+            if 0.0 < distance[i] <= ANCHOR_SPAN
+        ]
         return [
             Anchor(within_s, *between),
             *(Anchor(float(times_s[i]), guides.end_s[i], guides.price_w[i]) for i in near),
