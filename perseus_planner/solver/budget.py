@@ -236,7 +236,9 @@ class _Search:
         """
         problem, count = self.problem, math.prod(measured)
         finite = [np.flatnonzero(np.isfinite(problem.time_s[c])) for c in problem.member]
-        choice = np.array(np.unravel_index(np.arange(count), measured))
+        radix = np.array(measured)[:, None]
+        later = np.cumprod([1, *measured[:0:-1]])[::-1, None]  # choices of what comes after each
+        choice = np.arange(count) // later % radix
         clock = np.array([own[chosen] for own, chosen in zip(finite, choice, strict=True)])
         duration_s = np.tile(problem.fixed_s[:, None], count)
         duration_s[problem.node] = problem.time_s[problem.member[:, None], clock]

@@ -299,6 +299,14 @@ def test_a_clock_that_is_worthless_alone_is_used_where_it_is_the_best_one_shared
     assert set(frontier.plan_until(4.5, max_changes=0, on_time=None).clocks.values()) == {900}
 
 
+def test_many_computations_with_one_clock_each_have_few_choices():
+    points = {(stage, kind): (Measurement(1000, 1.0, 20.0),) for stage in range(8) for kind in "FB"}
+    points[3, "F"] = (*points[3, "F"], Measurement(900, 1.1, 15.0))
+    frontier = solve(Profile(points, 1.0), one_f_one_b(8, 12))
+    plan = frontier.plan_until(1.1 * frontier.baseline_time_s, max_changes=2)
+    assert 900 in plan.clocks.values()
+
+
 def test_equal_input_gives_equal_plans():
     one, other = (solve(smooth_profile(3), one_f_one_b(3, 8)) for _ in range(2))
     deadline = 1.04 * one.baseline_time_s
