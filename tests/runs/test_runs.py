@@ -74,7 +74,7 @@ def test_rows_are_read_as_they_were_written(
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     frontier = solve(smooth_profile(3, step_mhz=150), schedules.one_f_one_b(3, 4))
-    return frontier.plan_for(1.1 * frontier.baseline_time_s)
+    return frontier.plan_for(1.12 * frontier.baseline_time_s)
 
 
 def test_a_file_that_was_cut_off_anywhere_has_the_rows_that_were_whole(plan: Plan, tmp_path: Path):

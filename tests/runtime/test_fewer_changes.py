@@ -36,7 +36,12 @@ from perseus_planner.runtime.switching.plans import Plans
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 FRONTIER = solve(smooth_profile(2), "1f1b", microbatches=12)
-PLAN = FRONTIER.plan_for(1.02 * FRONTIER.baseline_time_s)
+CLOCKS = [1410, 855, 1290, 1290, 1290, 1275, 1290, 1305, 1290, 1305, 1275, 1290]
+CLOCKS += [1275, 1290, 1275, 1290, 1275, 1290, 1275, 1275, 1290, 1275, 855, 1410]
+FIRST, SECOND = FRONTIER.schedule.ranks
+PLAN = FRONTIER.plan_of(
+    dict(zip(map(str, FIRST), CLOCKS, strict=True)) | {str(each): 1410 for each in SECOND}
+)
 FULL = Program.of_plan(1, PLAN, 0)
 COMPUTATION_NS = 5_000_000
 PER_S = 60.0

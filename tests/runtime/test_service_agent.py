@@ -25,6 +25,7 @@ import pytest
 from http_stand_in import StandIn, stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noisy_rows import noisy_rows
 from service_answers import EFFECT, STATUS, refused
 from serving import Serving
 from strategies import fixed
@@ -33,6 +34,7 @@ from waiting import LONG_S, eventually
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.base.errors import FrontierError, PlanError, UsageError
 from perseus_planner.base.loops import Backoff
+from perseus_planner.base.units import ON_TIME
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs import Account
 from perseus_planner.runs.straggler import StragglerDetection
@@ -214,6 +216,7 @@ def test_the_job_is_registered_followed_and_ended(
         ],
         "deadline_s": first.deadline_s,
         "max_changes": 8,
+        "on_time": None,
     }
     assert [each.path for each in http.asked if each.method == "DELETE"] == ["/v1/jobs/gpt3"]
 
@@ -655,11 +658,12 @@ def test_a_job_that_starts_with_a_plan_for_a_probability_asks_for_such_plans(
 ):
     path, found = frontier
     served = ServiceSettings("http://localhost:1", "gpt3", path)
-    plan = found.plan_until(1.05 * found.baseline_time_s, on_time=0.9)
+    noisy = solve(noisy_rows(found.profile, 0.005, None, 1), found.schedule)
+    plan = noisy.plan_until(1.05 * noisy.baseline_time_s, on_time=0.9)
     asked = served.registration([], 1, plan)
     assert (asked.on_time, asked.deadline_s) == (
         0.9,
         pytest.approx(1.05 * found.baseline_time_s, rel=1e-12),
     )
     assert served.registration([], 1, found.plan_until(found.baseline_time_s)).on_time is None
-    assert served.registration([], 1, None).on_time is None
+    assert served.registration([], 1, None).on_time == ON_TIME
