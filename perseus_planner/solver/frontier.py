@@ -99,10 +99,10 @@ class Frontier(TimeEnergyCurve):
         """
         most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
         deadline_s = self.check_deadline(deadline_s)
+        tolerance = SHARE.check(tolerance, "tolerance")
         if not self._is_uncertain(on_time):
             return self._planner.plan(deadline_s, most)
         probability = PROBABILITY.check(on_time, "on_time")
-        tolerance = SHARE.check(tolerance, "tolerance")
         return self._on_time_planner.plan(deadline_s, probability, tolerance, most)
 
     def plan_for_least_energy(self, **limits: Any) -> Plan:
