@@ -239,7 +239,7 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
                 place = f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(control)}"
                 raise ProfileError(
                     f"{place}: has an energy of 0 J, from which nothing can be estimated; measure "
-                    "it"
+                    "it, or ask for plans that take rows as measured"
                 )
     x = np.log(clocks[0] / np.array(clocks)) / _UNIT
     index = {clock: i for i, clock in enumerate(clocks)}

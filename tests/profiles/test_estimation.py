@@ -183,7 +183,7 @@ REFUSALS = {
         lambda: one_stage(Measurement(1410, 0.05, 0.0)).estimated(),
         ProfileError,
         "stage 0 forward at 1410 MHz: has an energy of 0 J, from which nothing can be estimated; "
-        "measure it",
+        "measure it, or ask for plans that take rows as measured",
     ),
     "no draws": (
         lambda: smooth_profile(1).estimated().draws(0),
