@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def little_effort() -> Iterator[None]:
+    """Plans of few clock changes are searched for as little as is enough where they need not be the
+    best.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("perseus_planner.solver.budget._EFFORT", (3_000_000, 300, 8_000))
+        yield

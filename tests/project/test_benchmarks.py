@@ -31,8 +31,8 @@ def benchmarks(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
         pytest.param(range(12, 17), id="training", marks=pytest.mark.soak),
         pytest.param([18], id="service", marks=pytest.mark.soak),
         pytest.param([19, 20], id="noise", marks=pytest.mark.soak),
-        pytest.param([21], id="budgets"),
-        pytest.param([22], id="autopilot"),
+        pytest.param([21], id="budgets", marks=pytest.mark.soak),
+        pytest.param([22], id="autopilot", marks=pytest.mark.soak),
         pytest.param([24, 25, 26, 27], id="estimates", marks=pytest.mark.soak),
     ],
 )

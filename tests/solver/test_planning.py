@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,20 +17,12 @@ from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule
-from perseus_planner.solver import budget
 from perseus_planner.solver.frontier import Frontier, solve
 
+pytestmark = pytest.mark.usefixtures("little_effort")
 CHANGES = st.builds(
     ClockChange, st.sampled_from((0.0, 1e-4, 3e-3, 0.05)), st.sampled_from((0.0, 1e-3, 0.2))
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def little_effort() -> Iterator[None]:
-    """No search here need be the best."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "_EFFORT", (1_000_000, 300, 4_000))
-        yield
 
 
 def effective_j(plan: Plan, frontier: Frontier) -> float:
