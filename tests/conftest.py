@@ -104,10 +104,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
+def less_effort() -> Iterator[None]:
+    """Plans are searched for a short time, as what is tested is not how good they are."""
+    from effort import LESS
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in LESS:
+            patch.setattr(module, name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
 def little_effort() -> Iterator[None]:
-    """Plans of few clock changes are searched for as little as is enough where they need not be the
-    best.
-    """
+    """Plans of few clock changes are searched for a short time, and all others as ever."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("perseus_planner.solver.budget._EFFORT", (3_000_000, 300, 8_000))
         yield
