@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.autopilot.job import RankObservation
 
+    Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
 _REFERENCES = 2  #: iterations at full clocks before the first trial
@@ -46,7 +47,7 @@ _EARLY, _ENOUGH = (
 )  #: early are so many iterations of one pipeline, and until so many rows may be planned on
 #: how much longer than agreed iterations may be before plans leave more time; by how much more they
 #: leave for what is longer; and how much at most: shares of the reference
-_ALLOWED, _GAIN, _MOST_MARGIN = 0.002, 0.3, 0.1
+_ALLOWED, _GAIN, _MOST_MARGIN = 0.002, 0.3, 0.3
 _MOST_LATE = 0.01  #: what one iteration counts for at most
 _AUDIT = 2  #: iterations of an audit
 _REMEMBERED = 20  #: iterations from which the reference is known
@@ -115,7 +116,7 @@ class Autopilot:
         ] = {}  # (rank, clock) -> the iteration of its last trial
         self._audits = Audits()
         # What iterations took, or had taken, at full clocks, and that over the replayed time.
-        self._full_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._full_s: deque[float] = deque(maxlen=_REMEMBERED // 2)
         self._ratios: deque[float] = deque(maxlen=_REMEMBERED)
         self._replayed_s = 0.0  # the replayed time at full clocks
         self._margin: float | None = None  # by how much lower clocks are taken to be longer
@@ -234,7 +235,8 @@ class Autopilot:
         """Return the seconds of an iteration's computations as they ran, replayed, and what they
         had been at full clocks; None if not all were seen.
         """
-        starts, times_s = self._search.problem.rank_start, {}
+        starts = self._search.problem.rank_start
+        times_s: dict[int, Floats] = {}
         for seen in observations:
             ranks_s = times_s.setdefault(seen.pipeline, np.full((2, starts[-1]), np.nan))
             found = self._learner.as_at_full_clocks(seen)

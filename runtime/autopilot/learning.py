@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 Key: TypeAlias = "tuple[int, str]"
 _OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
 _FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
-_FOLLOWS = 0.02  #: share by which all rows follow what iterations have in common
+#: share by which all rows follow what iterations have in common, unless it is an outlier: then all
+_FOLLOWS = 0.02
 _UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
 _FEW = 3  #: computations of a row, or of a GPU, that say nothing of the others
@@ -81,8 +82,8 @@ class Learner:
         ]
         self._tables: TimeTables | None = None
         self._doubted: dict[tuple[int, int], Floats] = {}  # times that are asked for again
-        #: by how much all times of the last iteration were longer than their rows, logarithm
-        self.common = 0.0
+        #: by how much all times of the last iteration were longer than at first, logarithm
+        self.common = self._level = 0.0
         for row, clock, measurement in self._prior_rows():
             self.times.add(row, clock, np.full(_PRIOR_COUNT, math.log(measurement.time_s)))
 
@@ -129,7 +130,7 @@ class Learner:
             expected_s = {}
             if first is not None and self.times.count[row, first]:
                 mean_s = math.exp(float(self.times.mean[row, first]))
-                expected_s[self.job.clocks_mhz[first]] = mean_s * factor * math.exp(self.common)
+                expected_s[self.job.clocks_mhz[first]] = mean_s * factor
             told = time_at_last_clock(computation, expected_s)
             if told is not None and told[0] in self._number:
                 yield microbatch, row, self._number[told[0]], told[1]
@@ -203,7 +204,7 @@ class Learner:
         apart = {
             g: m - usual
             for g, m in medians.items()
-            if abs(m - usual) > max(_OUTLIER, 4 * times.noise / math.sqrt(len(of_gpus[g])))
+            if abs(m - usual) > max(_OUTLIER, 6 * times.noise / math.sqrt(len(of_gpus[g])))
         }
         for g, more in apart.items():
             times.factor[g] *= math.exp(more)
@@ -211,6 +212,7 @@ class Learner:
         top = known & (clock == 0)
         self.common = usual if apart or top.sum() < _TOPS else float(np.median(miss[top]))
         value -= self.common
+        known &= ~self._forgotten(row, clock, value, known)
         for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
             same = pipeline * (1 + microbatch.max()) + microbatch == place
             few = (value - times.mean[row, clock])[same & known]
@@ -221,12 +223,13 @@ class Learner:
             self._learn_row(r, c, value[(row == r) & (clock == c)])
         many = times.count[row, clock] >= 2 * _FEW
         times.add_noise((value - times.mean[row, clock])[many])
-        times.mean[times.known] += _FOLLOWS * self.common
+        follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
+        times.mean[times.known] += follows
+        self.common, self._level = self.common + self._level, self._level + follows
 
     def _learn_row(self, row: int, clock: int, values: Floats) -> None:
         times = self.times
-        count = float(times.count[row, clock])
-        if clock and times.count[row, 0] > count == 0.0 and len(values) <= _FEW:
+        if clock and times.count[row, 0] > times.count[row, clock] == 0.0 and len(values) <= _FEW:
             # A few far over the physical bound are asked for again before they are believed.
             bound = times.mean[row, 0] + math.log(
                 self.job.clocks_mhz[0] / self.job.clocks_mhz[clock]
@@ -237,13 +240,26 @@ class Learner:
                 return
             if before is not None:
                 values = np.sort(np.concatenate([before, values]))[: len(values)]
-        # A row that changed while others did not, as after a change of the power limit, is learnt
-        # anew.
-        apart = float(np.median(values)) - float(times.mean[row, clock])
-        limit = max(_OUTLIER, 4 * times.noise * math.sqrt(1 / len(values) + 1 / max(count, 1.0)))
-        if count >= _FEW <= len(values) and abs(apart) > limit:
-            times.forget(row, clock)
         times.add(row, clock, values)
+
+    def _forgotten(
+        self, row: Integers, clock: Integers, value: Floats, known: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Forget rows that changed while others did not, as after a change of the power limit, and
+        return whose times are of one.
+        """
+        times, changed = self.times, np.zeros(len(row), dtype=bool)
+        miss = value - times.mean[row, clock]
+        usual = np.median(miss[known]) if known.any() else 0.0
+        spread = 1.48 * float(np.median(np.abs(miss[known] - usual))) if known.any() else 0.0
+        for r, c in sorted(set(zip(row[known].tolist(), clock[known].tolist(), strict=True))):
+            same = (row == r) & (clock == c)
+            error = math.sqrt(1 / same.sum() + 1 / times.count[r, c])
+            limit = max(_OUTLIER, 4 * max(times.noise, spread) * error)
+            if same.sum() >= _FEW and abs(float(np.median(miss[same]))) > limit:
+                times.forget(r, c)
+                changed |= same
+        return changed
 
     def _start_powers(self, observations: Sequence[RankObservation]) -> None:
         counted = [seen for seen in observations if seen.energy_j and seen.computations]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MEMORY = 400.0  #: observations of a row that count; older ones fade
 _MOST_MISS = 3.0  #: standard errors by which an iteration changes a row at most
-_REMEMBERED = 50  #: iterations from which the noise is known
+_REMEMBERED = 20  #: iterations from which the noise is known
 _LONGEST = 0.3  #: a time that is longer by more, relative, is a pause
 _NOISE = 0.006  #: standard deviation of an observed time, relative, before it is known
 _LEAST_NOISE = 1e-4
@@ -102,8 +102,7 @@ class TimeRows:
             ("_spread", float(np.sqrt(np.mean(clipped**2)))),
         ):
             before = getattr(self, name)
-            square = (1 - weight) * before**2 + weight * max(found, _LEAST_NOISE) ** 2
-            setattr(self, name, math.sqrt(square))
+            setattr(self, name, before + weight * (max(found, _LEAST_NOISE) - before))
 
     @property
     def tail(self) -> float:

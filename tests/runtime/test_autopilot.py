@@ -114,18 +114,14 @@ def test_the_saving_that_it_reports_is_the_true_one_within_its_standard_error(tr
     assert abs(last.saving - true) < 4 * last.saving_stderr + 0.01
 
 
-def test_the_reference_is_what_iterations_at_full_clocks_took_and_not_what_learnt_rows_say():
+def test_the_reference_is_what_iterations_would_have_taken_at_full_clocks():
     done = train(LARGER, 16, microbatches=8, physics=Physics(jitter=0.01))
     ledger = done.decisions[-1].ledger
     assert ledger is not None
-    phases = [decision.phase for decision in done.decisions]
-    assert phases.count("reference") + phases.count("audit") < 8
-    full_s = [
-        ran.time_s
-        for ran, each in zip(done.ran[:-1], done.decisions, strict=False)
-        if each.version == 0
-    ]
-    assert ledger.reference_s == pytest.approx(median(full_s), rel=1e-12)
+    full_s = median(
+        ran.time_s for ran, each in zip(done.ran, done.decisions, strict=True) if each.version == 0
+    )
+    assert ledger.reference_s == pytest.approx(full_s, rel=0.005)
     assert (done.autopilot._learner.times.factor == 1.0).all()  # no GPU became slower
 
 
@@ -257,11 +253,12 @@ def test_without_learning_nothing_unmeasured_is_run():
     assert len(clocks) > 1
 
 
-def test_an_audit_runs_at_full_clocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("perseus_planner.runtime.autopilot.autopilot._AUDIT", 5)
-    done = train(TRUTH, 12, prior=TRUTH)
+def test_an_audit_is_two_iterations_at_full_clocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("perseus_planner.runtime.autopilot.audits._SHARE", 0.2)
+    done = train(TRUTH, 16, prior=TRUTH)
     audits = [number for number, each in enumerate(done.decisions) if each.phase == "audit"]
-    assert audits == [5, 10]
+    assert audits
+    assert {number + 1 for number in audits[::2]} == set(audits[1::2])
     assert all(
         clock == 1410 for number in audits for rank in done.programs[number][0] for clock in rank
     )
