@@ -46,10 +46,11 @@ _EARLY, _ENOUGH = (
     0.75,
 )  #: early are so many iterations of one pipeline, and until so many rows may be planned on
 #: how much longer than agreed iterations may be before plans leave more time; by how much more they
-#: leave for what is longer; and how much at most: shares of the reference
-_ALLOWED, _GAIN, _MOST_MARGIN = 0.002, 0.3, 0.3
+#: leave for what is longer, and where that is owed; and how much at most: shares of the reference
+_ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.002, 0.3, 1.5, 0.3
 _MOST_LATE = 0.01  #: what one iteration counts for at most
 _AUDIT = 2  #: iterations of an audit
+_FIRST_AUDIT = 8  #: when the reference of a profile that was given is compared
 _REMEMBERED = 20  #: iterations from which the reference is known
 _DOUBT, _MORE_DOUBT = (
     0.01,
@@ -125,6 +126,15 @@ class Autopilot:
         ) * job.pipelines  # how long each pipeline may take beside a slower one
         self._observed = -1
         self._audits_due = 0
+        #: of a profile that is given, whose reference is compared soon
+        self._is_given = self._learner.is_ready
+        if self._is_given:
+            self._ledger = self._terms(
+                max(
+                    self._search.replay(self._search.full(), costs)[0]
+                    for costs in self._learner.costs()
+                )
+            )
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from what ranks observed of one iteration; ranks that observed nothing may be left
@@ -206,30 +216,45 @@ class Autopilot:
         judged = self._judged(observations) if self._learner.is_ready else None
         if judged is not None:
             ran_s, full_s = judged
-            self._replayed_s = max(
-                self._search.replay(self._search.full(), costs)[0]
-                for costs in self._learner.costs()
-            )
+            self._replayed_s = self._at_full_clocks_s()
             unexplained = self._learner.common + (time_s - ran_s) / time_s
             longer_s = ran_s - full_s
             longer_s += full_s * self._audits.add(unexplained, full_clocks=full)
             if not full:
                 late = min(max(ran_s / full_s - agreed - _ALLOWED, -_MOST_LATE), _MOST_LATE)
-                margin = self._margin or 0.0
-                self._margin = min(max(margin + _GAIN * late, 0.0), _MOST_MARGIN)
+                # More is left at once where the ledger has nothing to spare.
+                is_owed = self._ledger is not None and self._ledger.owed_s > 0.0
+                gain = _GAIN_IF_OWED if is_owed and late > 0.0 else _GAIN
+                margin = (self._margin or 0.0) + gain * late
+                self._margin = min(max(margin, 0.0), _MOST_MARGIN)
             self._ratios.append(time_s * full_s / ran_s / self._replayed_s)
         self._full_s.append(time_s - (longer_s or 0.0))
         reference_s = median(self._full_s)
         # Ranks account for iterations that are ahead by these terms, so the largest of theirs
         # count.
         slowdown = max([agreed, *(run.slowdown for run in self._ahead.values())])
-        self._ledger = replace(
-            self._ledger
-            or Ledger(reference_s, max_slowdown=self.settings.max_slowdown, unjudged=_UNJUDGED),
-            reference_s=reference_s,
-            slowdown=slowdown,
-            burst_s=_BURST * reference_s,
-        ).add(time_s, full_clocks=full, iteration=iteration, longer_s=longer_s)
+        terms = self._terms(reference_s)
+        if self._ledger is not None:
+            terms = replace(terms, owed_s=self._ledger.owed_s, recent=self._ledger.recent)
+        self._ledger = replace(terms, slowdown=slowdown).add(
+            time_s, full_clocks=full, iteration=iteration, longer_s=longer_s
+        )
+
+    def _at_full_clocks_s(self) -> float:
+        """Return the seconds of an iteration at full clocks, as replayed from learnt rows."""
+        full = self._search.full()
+        return max(self._search.replay(full, costs)[0] for costs in self._learner.costs())
+
+    def _terms(self, reference_s: float) -> Ledger:
+        """Return a ledger in which nothing is owed."""
+        settings, burst_s = self.settings, _BURST * reference_s
+        return Ledger(
+            reference_s,
+            settings.slowdown,
+            settings.max_slowdown,
+            burst_s,
+            unjudged=_UNJUDGED,
+        )
 
     def _judged(self, observations: Sequence[RankObservation]) -> tuple[float, float] | None:
         """Return the seconds of an iteration's computations as they ran, replayed, and what they
@@ -252,16 +277,13 @@ class Autopilot:
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""
         full = (self._search.full(),) * self.job.pipelines
-        if (
-            not self._learner.is_ready
-            or iteration < _REFERENCES
-            or self._ledger is None
-            or self._observed < 0
-        ):
+        is_begun = iteration >= _REFERENCES and self._observed >= 0
+        if not self._learner.is_ready or self._ledger is None or not (is_begun or self._is_given):
             return self._decision(iteration, "reference", full)
         if self._ledger.is_overdrawn:
             return self._decision(iteration, "paying", full)
-        if self._random.random() < self._audits.share and not self._audits_due:
+        is_due = self._random.random() < self._audits.share
+        if (is_due and not self._audits_due) or (self._is_given and iteration == _FIRST_AUDIT):
             self._audits_due = _AUDIT
         if self._audits_due:
             self._audits_due -= 1
@@ -274,7 +296,7 @@ class Autopilot:
         is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
         optimism = 1.0 if is_early else 0.3
         if self._margin is None:
-            self._margin = min(self._learner.times.tail, _MOST_MARGIN)
+            self._margin = min(self._learner.times.spread, _MOST_MARGIN)
         margin = self._margin
         mean, plan = self._learner.costs(), self._learner.costs("plan", optimism, margin)
         full = search.full()

@@ -84,8 +84,13 @@ class Learner:
         self._doubted: dict[tuple[int, int], Floats] = {}  # times that are asked for again
         #: by how much all times of the last iteration were longer than at first, logarithm
         self.common = self._level = 0.0
+        top_j = top_s = 0.0
         for row, clock, measurement in self._prior_rows():
             self.times.add(row, clock, np.full(_PRIOR_COUNT, math.log(measurement.time_s)))
+            top_j += measurement.energy_j * (clock == 0)
+            top_s += measurement.time_s * (clock == 0)
+        if self.times.known[:, 0].all():
+            self._begin_powers(top_j, top_s, 0.0)
 
     @property
     def is_ready(self) -> bool:
@@ -267,7 +272,11 @@ class Learner:
             return
         busy_s = float(sum(self._seconds(seen).sum() for seen in counted))
         waiting_s = sum(seen.time_s for seen in counted) - busy_s
-        self.powers.start(sum(seen.energy_j or 0.0 for seen in counted), busy_s, waiting_s)
+        self._begin_powers(sum(seen.energy_j or 0.0 for seen in counted), busy_s, waiting_s)
+
+    def _begin_powers(self, energy_j: float, busy_s: float, waiting_s: float) -> None:
+        """Begin with what GPUs drew at full clocks, and with the rows of the prior."""
+        self.powers.start(energy_j, busy_s, waiting_s)
         for row, clock, measurement in self._prior_rows():
             self.powers.add_row(row, clock, measurement.energy_j / measurement.time_s, _PRIOR_DOUBT)
 

@@ -71,7 +71,7 @@ class TimeRows:
         shape = len(kinds), len(clocks_mhz)
         self.count, self.mean = np.zeros(shape), np.zeros(shape)
         self.factor = np.ones(gpus)
-        self.noise, self._spread = _NOISE, _NOISE
+        self.noise, self.spread = _NOISE, _NOISE
         self._noted = 0  # iterations whose noise was noted
         self._scales: dict[int, tuple[float, float]] = {}
         self._fitted_rows = 0  # how many were known when the scales were found
@@ -99,7 +99,7 @@ class TimeRows:
         clipped = np.clip(misses, -_LONGEST, _LONGEST)
         for name, found in (
             ("noise", 1.48 * float(np.median(np.abs(misses)))),
-            ("_spread", float(np.sqrt(np.mean(clipped**2)))),
+            ("spread", float(np.sqrt(np.mean(clipped**2)))),
         ):
             before = getattr(self, name)
             setattr(self, name, before + weight * (max(found, _LEAST_NOISE) - before))
@@ -107,7 +107,7 @@ class TimeRows:
     @property
     def tail(self) -> float:
         """How much more times spread than by their noise, as a few are much longer; relative."""
-        return math.sqrt(max(0.0, self._spread**2 - self.noise**2))
+        return math.sqrt(max(0.0, self.spread**2 - self.noise**2))
 
     def _variance(self, count: float) -> float:
         """Return the variance of the logarithm of a row of so many times: what is trimmed of
