@@ -50,7 +50,7 @@ _EARLY, _ENOUGH = (
 _ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.002, 0.3, 1.5, 0.3
 _MOST_LATE = 0.01  #: what one iteration counts for at most
 _AUDIT = 2  #: iterations of an audit
-_FIRST_AUDIT = 8  #: when the reference of a profile that was given is compared
+_FIRST_AUDIT = 16  #: when the reference of a profile that was given is compared
 _REMEMBERED = 20  #: iterations from which the reference is known
 _DOUBT, _MORE_DOUBT = (
     0.01,
@@ -232,7 +232,8 @@ class Autopilot:
         reference_s = median(self._full_s)
         # Ranks account for iterations that are ahead by these terms, so the largest of theirs
         # count.
-        slowdown = max([agreed, *(run.slowdown for run in self._ahead.values())])
+        now = self._slowdown(self._replayed_s) if self._replayed_s else agreed
+        slowdown = max([now, agreed, *(run.slowdown for run in self._ahead.values())])
         terms = self._terms(reference_s)
         if self._ledger is not None:
             terms = replace(terms, owed_s=self._ledger.owed_s, recent=self._ledger.recent)
