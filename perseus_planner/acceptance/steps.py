@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,6 @@ from perseus_planner.acceptance.training import (
     Trained,
     Training,
     size_on,
-    trained,
 )
 from perseus_planner.base.checks import Check, Finding, NotCheckedError
 from perseus_planner.base.errors import GpuError, RankError
@@ -395,23 +394,14 @@ def _are_equal(runs: Sequence[Trained]) -> bool:
 
 def _train_both(rank: Rank, plan: Path) -> _Modes:
     """Train in turn without the runtime and with it, in a dry run."""
-    from perseus_planner.runtime import planner_runtime
-
     on_cuda, record = rank.device.type == "cuda", rank.folder / "dry-run"
     runs: dict[bool, list[Trained]] = {False: [], True: []}
     waits, kernels = list[int](), list[Span]()
-    with trained(rank) as make:
+    options = {"dry_run": True, "record": record, "max_changes_per_s": 1e4}
+    with rank.process_group():
         for is_dry in (False, True, True, False, False, True) if on_cuda else (False, True):
-            training = make()
-            runtime = planner_runtime(
-                training.engine,
-                plan=plan,
-                gpu=rank.gpu,
-                dry_run=True,
-                record=record,
-                max_changes_per_s=1e4,
-            )
-            with training.emulated(rank), runtime if is_dry else nullcontext():
+            training = Training(rank)
+            with training.running(plan if is_dry else None, **options):
                 runs[is_dry].append(training.train(10 if on_cuda else 3))
                 if on_cuda:
                     waited, kernels = _traced(training)
@@ -547,8 +537,8 @@ def _profile(rank: Rank, path: Path) -> tuple[int, int]:
     control = "observed" if rank.read_only else "clock"
     minutes = None if rank.read_only else 0.2 if rank.is_emulated else 1.0
     settings = SweepSettings(control=control, window_s=1.0, cool_down_s=1.0, minutes=minutes)
-    with trained(rank) as make:
-        training = make()
+    with rank.process_group():
+        training = Training(rank)
         training.train(1)
         before = _peak(training)
         waiting_w = None
@@ -654,20 +644,14 @@ def _solve(rank: Rank, profile: Profile, path: Path) -> None:
 
 def _train_by(rank: Rank, plan: Path) -> tuple[Trained, Trained, str | None]:
     """Train without a plan and with it; return what that took, and why clocks were not set."""
-    from perseus_planner.runtime import planner_runtime
-
-    with trained(rank) as make, open_gpu(rank.gpu) as gpu:
-        training = make()
-        with training.emulated(rank):
-            before = training.train(_BY_PLAN, gpu)
-        training = make()
-        runtime = planner_runtime(
-            training.engine, plan=plan, gpu=rank.gpu, record=rank.folder / "run"
-        )
-        with training.emulated(rank), runtime as running:
-            by_plan = training.train(_BY_PLAN, gpu)
-            problem = running.problem
-    return before, by_plan, problem
+    runs, problem = list[Trained](), None
+    with rank.process_group(), open_gpu(rank.gpu) as gpu:
+        for by in (None, plan):
+            training = Training(rank)
+            with training.running(by, record=rank.folder / "run") as runtime:
+                runs.append(training.train(_BY_PLAN, gpu))
+                problem = None if runtime is None else runtime.problem
+    return runs[0], runs[1], problem
 
 
 # Deaths
@@ -738,12 +722,9 @@ def _training_by_plan(acceptance: Acceptance) -> Iterator[Callable[[], int]]:
 
 def _train_on(rank: Rank, plan: Path, progress: Path) -> None:
     """Train by a plan until this process is killed; write how many iterations have run."""
-    from perseus_planner.runtime import planner_runtime
-
-    with trained(rank) as make:
-        training = make()
-        runtime = planner_runtime(training.engine, plan=plan, gpu=rank.gpu)
-        with training.emulated(rank), runtime:
+    with rank.process_group():
+        training = Training(rank)
+        with training.running(plan):
             for number in count(1):
                 training.iterate()
                 progress.write_text(str(number))
