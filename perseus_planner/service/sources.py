@@ -8,7 +8,9 @@ NVIDIA's resiliency extension on rank 0, with or without the service:
 
     feed = Feed(Client("http://10.0.0.5:8400"), "gpt3", resiliency_reports, ttl_s=3 * interval_s)
     ...
-    with suppress(PlannerError): feed(report)
+    with suppress(PlannerError): feed(runtime.corrected_report(report))
+
+`Runtime.corrected_report` takes out what planned clocks do to the scores.
 
 Prometheus needs no client: its Alertmanager posts alerts to the service, see
 `perseus_planner.service.alertmanager`.
@@ -101,8 +103,8 @@ def megatron_reports(
     In every interval, it logs the ranks with the least and the most throughput
     (megatron/core/utils.py): "[2026-05-04 12:00:10] | MnRtt/Rnk: 101.20ms/3 | … | MnEtpt/Rnk:
     210.11TF/7 | MxEtpt/Rnk: 246.05TF/3". Their ratio is the score of the slower rank. It compares
-    all ranks, so it indicates a slow GPU only if all stages have the same work, and it never names
-    a second slow rank.
+    all ranks, so it indicates a slow GPU only if all stages have the same work and the same clocks,
+    and it never names a second slow rank.
 
     Args:
         line: A line of the log of rank 0, with any prefix.

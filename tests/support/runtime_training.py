@@ -108,6 +108,9 @@ class Recorder:
         assert self.computing
         self.computing = False
 
+    def begin_update(self) -> None:
+        assert not self.computing
+
     def end_iteration(self) -> None:
         assert self.inside
         self.inside = False
