@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.marks import IterationTimes
 
 
-_MAX_SAMPLES = 1_000
+_MAX_SAMPLES = 128  #: there is one for each iteration, and at most `marks.KEPT` wait for theirs
 
 
 class GpuSamples:
@@ -69,12 +69,6 @@ class GpuSamples:
         """Return the first sample that was taken at `at_ns` or later."""
         index = self._index(at_ns)
         return self._samples[index] if index < len(self._samples) else None
-
-    def forget_before(self, at_ns: int) -> None:
-        """Forget the samples that are not needed for times from `at_ns` on."""
-        index = self._index(at_ns)
-        is_exact = index < len(self._samples) and self._samples[index].now_ns == at_ns
-        self._samples = self._samples[max(0, index - (not is_exact)) :]
 
     def energy_j(self, begin_ns: int, end_ns: int) -> float | None:
         """Return the joules in a span of time; None if no samples enclose it, or the counter was
@@ -433,4 +427,3 @@ class Telemetry:
         middle_ns = sum(spans_ns[-1]) // 2
         while self._changes and self._changes[0].seen_ns < middle_ns:
             self._in_force = self._changes.popleft().value
-        self._samples.forget_before(times.end_ns)
