@@ -1,18 +1,17 @@
 """A GPU that is slow because it was planned slow is no straggler to NVIDIA's resiliency extension.
 
-`Report` is a stand-in for that of nvidia-resiliency-ext 0.6 (attribution/straggler/reporting.py),
-with its fields, and scores as it computes them.
+Scores are computed as it computes them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from resiliency_report import Report
 
 from perseus_planner.runtime import Runtime
 from perseus_planner.runtime.hook import Program
@@ -20,32 +19,6 @@ from perseus_planner.service.sources import resiliency_reports
 
 TOP_MHZ = 1410
 CLOCKS_MHZ = (900, 1410, 1200, 1305)  #: of two pipelines of two ranks
-
-
-@dataclass(frozen=True)
-class Report:
-    gpu_relative_perf_scores: Mapping[int, float]
-    section_relative_perf_scores: Mapping[str, Mapping[int, float]]
-    gpu_individual_perf_scores: Mapping[int, float]
-    section_individual_perf_scores: Mapping[str, Mapping[int, float]]
-    rank_to_node: Mapping[int, str] = field(default_factory=dict)
-    local_section_summaries: Mapping[str, Any] = field(default_factory=dict)
-    local_kernel_summaries: Mapping[str, Any] = field(default_factory=dict)
-    generate_report_elapsed_time: float = 1.0
-    gather_on_rank0: bool = True
-    rank: int | None = None
-
-    def identify_stragglers(
-        self, gpu_rel_threshold: float = 0.75, gpu_indiv_threshold: float = 0.75
-    ) -> dict[str, set[int]]:
-        scores = {
-            "straggler_gpus_relative": (self.gpu_relative_perf_scores, gpu_rel_threshold),
-            "straggler_gpus_individual": (self.gpu_individual_perf_scores, gpu_indiv_threshold),
-        }
-        return {
-            name: {rank for rank, score in of_rank.items() if score < threshold}
-            for name, (of_rank, threshold) in scores.items()
-        }
 
 
 class Extension:
@@ -78,7 +51,7 @@ class Extension:
 
         sections = {"step": dict.fromkeys(range(4), 1.0)}
         relative = scores([least_s] * 4)
-        return Report(relative, sections, scores(self._least_s), sections)
+        return Report(relative, scores(self._least_s), sections, sections)
 
 
 def runtime_at(clocks_mhz: Sequence[int], control: str = "clock", top: int = 0) -> Runtime:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from http_stand_in import stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resiliency_report import Report
 from service_answers import EFFECT
 from strategies import fixed
 
@@ -39,19 +39,6 @@ def test_the_runtimes_own_finding_is_about_its_rank():
 
 
 # NVIDIA's resiliency extension
-
-
-@dataclass(frozen=True)
-class Report:
-    """As nvidia-resiliency-ext's attribution/straggler/reporting.py has it."""
-
-    gpu_relative_perf_scores: dict[int, float]
-    gpu_individual_perf_scores: dict[int, float] = field(default_factory=dict)
-    section_relative_perf_scores: dict[str, dict[int, float]] = field(default_factory=dict)
-    section_individual_perf_scores: dict[str, dict[int, float]] = field(default_factory=dict)
-    rank_to_node: dict[int, str] = field(default_factory=dict)
-    gather_on_rank0: bool = True
-    rank: int | None = None
 
 
 def test_slow_gpus_of_a_resiliency_report_are_reported_by_their_score():
