@@ -42,9 +42,10 @@ MAX_SKIPPED = 64
 another program.
 """
 
-OUTSIDE_NS = 20_000_000
-"""How long a rank runs something else than computations before its GPU is reset for it: some four
-calls that set a clock.
+OUTSIDE_NS, LONG_NS = 20_000_000, 2_000_000_000
+"""How long a rank runs something else than computations before its GPU is reset for it, if its
+iterations are at least so long; else ten times that. The calls of a node for that and for the first
+clocks of the next iteration take up to 90 ms, which should not be spent in each short iteration.
 """
 
 _SETTLED_NS = 500_000_000  #: that the slowest transitions take which were reported
@@ -95,6 +96,7 @@ class Rank:
         self._request = NO_REQUEST
         self._outside_ns: int | None = None  #: since when the rank is outside of its computations
         self._is_reset = True  #: `NO_REQUEST` was returned last
+        self._begun_ns = self._lasted_ns = 0  #: of the iterations that were seen to begin last
         self._position: int | None = None  #: of the last request that had one
         self._values: dict[int, int] = {}  #: position -> what was requested there last
         self._set_since = RESET, 0  #: value that was set last, and when (ns)
@@ -151,7 +153,7 @@ class Rank:
 
     def poll_request(self, now_ns: int) -> ClockRequest | None:
         """Return the clock request if it has changed since the last call. One that was written
-        outside of computations becomes one for a reset when it has stood for `OUTSIDE_NS`.
+        outside of computations becomes one for a reset when it has stood for some time.
 
         During a call of the driver, which takes milliseconds, nobody looks, and the rank may pass
         positions. It is assumed to have requested there what it requested when they were seen last,
@@ -162,10 +164,11 @@ class Rank:
         self._outside_ns = (self._outside_ns or now_ns) if request & OUTSIDE else None
         request &= ~OUTSIDE
         position, value = parse_clock_request(request)
-        is_long = self._outside_ns is not None and (
-            self._is_reset or now_ns - self._outside_ns >= OUTSIDE_NS
+        limit_ns = OUTSIDE_NS if self._lasted_ns >= LONG_NS else 10 * OUTSIDE_NS
+        is_outside = self._outside_ns is not None and (
+            self._is_reset or now_ns - self._outside_ns >= limit_ns
         )
-        if position is None or is_long:
+        if position is None or is_outside:
             was_reset, self._is_reset = self._is_reset, True
             return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
         if request == self._request and not self._is_reset:
@@ -174,6 +177,8 @@ class Rank:
         self._is_reset = False
         before, self._position = self._position, position
         is_new_iteration = before is not None and (position < before or is_again)
+        if is_new_iteration:
+            self._lasted_ns, self._begun_ns = now_ns - self._begun_ns, now_ns
         passed = range(0 if before is None or is_new_iteration else before + 1, position)
         skipped = (
             [
