@@ -40,40 +40,6 @@ FIRST = (
     "profiler/test_row_file",
     "cli/test_calibrate",
     "project/test_site",
-    "runtime/test_unmodified",
-    "runtime/test_whole_iterations",
-    "runtime/test_faults",
-    "profiler/test_every_schedule",
-    "runtime/test_whole_search",
-    "runtime/test_service_e2e",
-    "runtime/test_agreement_scale",
-    "estimate/test_exploring",
-    "cli/test_cli",
-    "profiles/test_estimation",
-    "solver/test_mincut",
-    "estimate/test_transformer",
-    "profiler/test_row_meter",
-    "project/test_layout",
-    "service/test_server",
-    "project/test_deploy",
-    "solver/test_rounding",
-    "cli/test_warm_up",
-    "cli/test_bad_files",
-    "solver/test_coarse",
-    "runtime/test_restarts",
-    "estimate/test_explore",
-    "solver/test_planning",
-    "runs/test_account",
-    "runtime/test_engines",
-    "solver/test_point_bound",
-    "profiler/test_killed_sweeps",
-    "service/test_core",
-    "views/test_figures",
-    "runtime/test_plans",
-    "runtime/test_runtime",
-    "gpu/test_guardian",
-    "base/test_files",
-    "views/test_report_page",
 )
 
 
@@ -110,8 +76,8 @@ def less_effort() -> Iterator[None]:
     from effort import LESS
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name, value in LESS:
-            patch.setattr(module, name, value)
+        for limit in LESS:
+            patch.setattr(*limit)
         yield
 
 

@@ -21,7 +21,6 @@ from perseus_planner.base.errors import UsageError, did_you_mean, how_to_install
 from perseus_planner.cli import main
 from perseus_planner.cli.options import AsJson, Counts, Lag, Option, command
 
-pytestmark = pytest.mark.usefixtures("less_effort")
 ROOT = Path(__file__).resolve().parents[2]
 
 

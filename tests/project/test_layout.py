@@ -103,17 +103,6 @@ def test_no_files_import_each_other_in_a_circle():
     assert found == [], "\n".join(map(" ".join, found))
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a profile, a frontier and a plan."""
-    folder = tmp_path_factory.mktemp("shown")
-    frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 2))
-    frontier.profile.save(folder / "profile.yaml")
-    frontier.save(folder / "frontier.npz")
-    frontier.plan_for(frontier.baseline_time_s).save(folder / "plan.yaml")
-    return folder
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -131,7 +120,11 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
         'from perseus_planner.cli import main; main(["profile", "absent.yaml"])',
     ],
 )
-def test_commands_that_only_show_and_training_ranks_load_nothing_heavy(code: str, shown: Path):
+def test_commands_that_only_show_and_training_ranks_load_nothing_heavy(code: str, tmp_path: Path):
+    frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 2))
+    frontier.profile.save(tmp_path / "profile.yaml")
+    frontier.save(tmp_path / "frontier.npz")
+    frontier.plan_for(frontier.baseline_time_s).save(tmp_path / "plan.yaml")
     loaded = f"""
 import json, sys
 try:
@@ -140,7 +133,7 @@ except SystemExit as end:
     assert end.code in (0, 2), end.code
 print(json.dumps(sorted(set({HEAVY}) & set(sys.modules))))
 """
-    result = python(loaded, shown)
+    result = python(loaded, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "[]"
 

@@ -207,9 +207,8 @@ def test_months_of_iterations_and_restarts_stay_within_the_bound_and_are_all_in_
                     if number % 100 == 99:
                         largest_bytes = max(largest_bytes, folder_bytes(folder))
                 files.write()
-    totals_bytes = most_totals * 400
     bound_bytes = (
-        3 * (ATTEMPTS_KEPT * 2 * most_bytes + totals_bytes)
+        3 * (ATTEMPTS_KEPT * 2 * most_bytes + 400 * most_totals)
         + ATTEMPTS_KEPT * most_plans * plan_bytes
     )
     assert 5 * most_bytes < largest_bytes <= bound_bytes
