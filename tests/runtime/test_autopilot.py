@@ -26,7 +26,6 @@ from perseus_planner.runtime.autopilot import (
     RankObservation,
 )
 
-pytestmark = pytest.mark.usefixtures("little_effort")
 TRUTH = smooth_profile(3, step_mhz=45)
 LARGER = smooth_profile(4, step_mhz=45)  #: with 8 microbatches
 QUIET = Physics(jitter=0.0, drift=0.0)
