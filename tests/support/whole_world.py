@@ -115,20 +115,19 @@ class Trained:
     @property
     def best_mhz(self) -> int:
         """The clock that is best by what is known."""
-        search = self.pilot._search
-        return search.values[search.best]
+        return self.pilot.values[self.pilot.best]
 
     @property
     def effect(self) -> tuple[float, float] | None:
-        return self.pilot._search.effect
+        return self.pilot.effect
 
     @property
     def rows(self) -> Collection[int]:
-        return self.pilot._search.rows
+        return {0, *self.pilot._measured}
 
     @property
     def reference_s(self) -> float | None:
-        return self.pilot._search.reference_s
+        return self.pilot.reference_s
 
     @property
     def phases(self) -> list[str]:
