@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from whole_world import CLOCKS, TOP_MHZ, World, pilot_of, trained
+from whole_world import CLOCKS, TOP_MHZ, World, noise, pilot_of, trained
 
 from perseus_planner import Profile, solve
 from perseus_planner.base.errors import ProfileError
@@ -126,3 +126,34 @@ def test_a_pause_of_training_is_no_iteration_and_an_unknown_clock_tells_nothing(
     assert decision.ledger is not None
     assert decision.ledger.reference_s == pytest.approx(0.5, rel=1e-4)
     assert decision.ledger.owed_s <= 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [
+        ("lengths 5", 0.8),
+        ("lengths 15", 0.55),
+        *((kind, 0.8) for kind in ("tails", "loader", "drift")),
+    ],
+)
+def test_what_iterations_have_in_common_hides_nothing_and_forces_nothing(kind: str, least: float):
+    world = World(0.6, factor=noise(kind, 1))
+    found = trained(world, 3000, 1.05)
+    top_j = world.ranks * world.power_w(TOP_MHZ) * sum(world.top_times_s)
+    best = 1.0 - world.cost_j(world.best_mhz(1.05)) / world.cost_j(TOP_MHZ)
+    assert 1.0 - world.energy_j / top_j >= least * best
+    assert sum(world.times_s) <= 1.051 * sum(world.top_times_s)
+    assert found.forced <= (0.1 if "lengths" in kind else 0.02) * 3000
+
+
+@pytest.mark.parametrize("change", [100, 6000])
+def test_a_change_is_learnt_as_soon_late_as_early(change: int):
+    """Lower clocks take 4 % more from an iteration on; what was agreed is kept from there on."""
+    slower = 1.04
+    world = World(
+        0.6, factor=lambda i, clock: slower if i >= change and clock < TOP_MHZ else 1.0, seed=1
+    )
+    trained(world, change + 1200, 1.05)
+    times_s, top_times_s = world.times_s[change:], world.top_times_s[change:]
+    assert sum(times_s) <= 1.06 * sum(top_times_s)
+    assert sum(times_s[-600:]) <= 1.055 * sum(top_times_s[-600:])
