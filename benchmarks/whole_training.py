@@ -71,19 +71,20 @@ def measure(size: Size) -> Section:
     return Section(
         NUMBER,
         "Training without a pipeline in virtual time",
-        f"Simulated: {iterations} iterations of 0.5 s on two ranks at {_SLOWDOWN}x, each run beside "
-        f"its twin at full clocks under the same noise, {len(seeds)} seeds; energy counters step "
-        "every 100 ms, decisions are two iterations late, each iteration has a jitter of 0.3 % more.",
+        f"Simulated: {iterations} iterations of 0.5 s on two ranks at {_SLOWDOWN}x, each run "
+        f"beside its twin at full clocks under the same noise, {len(seeds)} seeds; energy counters "
+        "step every 100 ms, decisions are two iterations late, each iteration has a jitter of "
+        "0.3 % more.",
         [Table(_COLUMNS, rows)],
         checks,
         [
             "*One clock*: the one of least energy within the agreed time, set from the first "
             "iteration on. A mean of several clocks, and of full clocks, can save more. *Saved*: "
             "of the whole run, learning included. *Forced*: to full clocks by the ledger.",
-            "*Lengths 5*: log-normal, 5 % an iteration. *Tails*: a tenth of iterations is longer, by "
-            "10 % in the mean, and 3e-4 take 2 to 5 times as long. *Shared*: .5 % that "
-            "iterations near each other share. *Drift*: 1 % per 100 iterations. *Loader*: each "
-            "tenth waits 5 %. *Pauses*: one in fifty takes 3 times as long.",
+            "*Lengths 5*: log-normal, 5 % an iteration. *Tails*: a tenth of iterations is longer, "
+            "10 % in the mean, and 3e-4 take 2 to 5 times as long. *Shared*: .5 % that iterations "
+            "near each other share. *Drift*: 1 % per 100 iterations. *Loader*: each tenth waits "
+            "5 %. *Pauses*: one in fifty takes 3 times as long.",
         ],
     )
 

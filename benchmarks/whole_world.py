@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from perseus_planner import Profile
@@ -182,17 +182,12 @@ class Trained:
     @property
     def best_mhz(self) -> int:
         """The clock that is best by what is known."""
-        return self.pilot.values[self.pilot.best]
+        return self.pilot.values[self.pilot.best[0]]
 
     @property
-    def effect(self) -> tuple[float, float] | None:
+    def effect(self) -> tuple[float, float]:
         """Time as a multiple, and saving, of the best clock by what is known."""
-        return self.pilot.effect
-
-    @property
-    def rows(self) -> Collection[int]:
-        """The positions of clocks that were measured."""
-        return {0, *self.pilot._measured}
+        return self.pilot.best[1:]
 
     @property
     def reference_s(self) -> float | None:

@@ -109,7 +109,6 @@ class Block:
     index: int  #: position of the value, 0 for the highest
     first: int  #: the number of the first iteration
     last: int  #: of the last one
-    charged: int = 0  #: how many of them the ledger has
     logs: list[float] = field(default_factory=list)  #: of the seconds of those that are measured
     #: pipeline -> energy counter (iterations, joules) and seconds of those.
     metered: dict[int, list[tuple[int, float, float]]] = field(default_factory=dict)
@@ -154,7 +153,7 @@ class OneClock:
         known = [value for value in others if settings.learn or value in rows]
         self.values = [top, *(value for value in known if value >= _SHORTEST * top)]
         self._limits = settings.slowdown, settings.max_slowdown
-        self._aim = max(settings.slowdown, 1.0 + settings.max_slowdown / 2)
+        self._aim = max(settings.slowdown, 1.0 + max(settings.max_slowdown / 2, 1e-6))
         self._random = random.Random(settings.seed)
         self._x = np.log(top / np.array(self.values))
         self._time, self._power = Curve(self._x, 0.5, 0.35), Curve(self._x, -1.2, 1.0)
@@ -191,6 +190,8 @@ class OneClock:
             self._ledger = self._ledger.add(time_s, full_clocks=index == 0, iteration=iteration)
         if index and self.reference_s is None:  # by a decision from before a restart
             return
+        if index == 0:
+            self._owed_s -= (self._aim - 1.0) * (self.reference_s or 0.0)
         if not self._blocks or self._blocks[-1].index != index:
             self._blocks.append(Block(index, iteration, iteration))
         block = self._blocks[-1]
@@ -217,7 +218,7 @@ class OneClock:
             else:
                 self._compare()
                 self._choose()
-        value, effect = self.values[self._index], self.effect
+        value = self.values[self._index]
         return Decision(
             iteration,
             self._index,
@@ -226,8 +227,8 @@ class OneClock:
             self._ledger,
             trials=int(self._index > 0 and self._index not in self._measured),
             unknown=len(self.values) - len(self._measured) - (self._top_w is not None),
-            time_s=None if effect is None else self._seconds(self._index),
-            saving=0.0 if effect is None else effect[1],
+            time_s=self._seconds(self._index) if self._measured else None,
+            saving=self.best[2],
         )
 
     def _seconds(self, index: int) -> float:
@@ -274,11 +275,9 @@ class OneClock:
         if powers:
             self._top_w = fmean(watts for watts, _ in powers)
         for block in self._blocks:
-            count = block.last - block.first + 1 - block.charged
-            block.charged += count
             if block.index == 0:
-                self._owed_s -= (self._aim - 1.0) * count * middle_s
                 continue
+            count_s = (block.last - block.first + 1) * middle_s
             took, variance = self._time.mean[block.index], self._time.error[block.index] ** 2
             if block.logs:
                 measured = block.level(noise) - middle
@@ -291,8 +290,8 @@ class OneClock:
                     watts = math.log(power[0] / fmean(watts for watts, _ in powers))
                     self._power.add(block.index, watts, stale + _PRIOR_ERROR**2)
                     self._measured.add(block.index)
-            self._owed_s += count * middle_s * (math.exp(took) - self._aim)
-            self._variance += (count * middle_s) ** 2 * variance
+            self._owed_s += count_s * (math.exp(took) - self._aim)
+            self._variance += count_s**2 * variance
         self._blocks = [after]
         least_s = -_SPREAD * (self._aim - 1.0) * self.reference_s
         self._owed_s += max(0.0, least_s - self._upper_s)
@@ -309,9 +308,8 @@ class OneClock:
         assert self.reference_s is not None
         left, share = _RISK - self._upper_s / self.reference_s, sum(self._limits)
         error, mean = self._time.error, self._time.mean
-        audits = np.clip(_SURE * error / (self._aim - 1.0), 1.0 / _LONGEST, _MOST_FULL)
-        if self._time.doubt.max() > _OUTLIER:
-            audits[:] = _MOST_FULL
+        doubted = _SURE * error * (1.0 + self._time.doubt.max())
+        audits = np.clip(doubted / (self._aim - 1.0), 1.0 / _LONGEST, _MOST_FULL)
         lengths = self._full_length * (1.0 / audits - 1.0)
         longest = np.exp(np.maximum(mean, np.minimum(mean + error, self._x)))
         allowed = self._aim + max(0.0, left - _RISK) / np.maximum(_SPREAD, lengths)
@@ -330,8 +328,7 @@ class OneClock:
             self._length = math.ceil(lengths[index] * self._random.uniform(0.5, 1.5))
             owed = self._owed(self._length, _OUTLIER)
             owed += self._length * max(0.0, longest[index] - share)
-            is_sure = _SURE * error[index] <= self._limits[1]
-            self._phase = "following" if is_sure else "learning"
+            self._phase = "following" if index in self._measured else "learning"
         self._ledger = Ledger(
             self.reference_s,
             *self._limits,
@@ -342,24 +339,15 @@ class OneClock:
         )
 
     @property
-    def effect(self) -> tuple[float, float] | None:
-        """What `best` does beside the highest value: its time as a multiple, and the share of
-        energy that it saves; None while nothing is measured.
+    def best(self) -> tuple[int, float, float]:
+        """The value of least energy among those that are as fast as agreed, down to the lowest one
+        that was measured: its position, its time as a multiple, and the share of energy it saves.
         """
-        if not self._measured:
-            return None
-        time, power = self._time.mean[self.best], self._power.mean[self.best]
-        return math.exp(time), 1.0 - math.exp(time + power)
-
-    @property
-    def best(self) -> int:
-        """Position of the value of least energy among those that are as fast as agreed, down to
-        the lowest one that was measured.
-        """
-        time, cost = self._time.mean, self._time.mean + self._power.mean
+        times, costs = np.exp(self._time.mean), np.exp(self._time.mean + self._power.mean)
         known = range(1, max(self._measured, default=0) + 1)
-        fast = [index for index in known if math.exp(time[index]) <= self._aim]
-        return min((0, *fast), key=lambda index: cost[index])
+        fast = [index for index in known if times[index] <= self._aim]
+        best = min((0, *fast), key=lambda index: float(costs[index]))
+        return best, float(times[best]), 1.0 - float(costs[best])
 
     def wait_for(self, times_s: Sequence[float]) -> None:
         """Do nothing: all GPUs have one value, whichever of them waits for another."""
