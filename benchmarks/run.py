@@ -38,6 +38,7 @@ import serving_pools
 import sweep_quality
 import switch_budgets
 import unlike_stages
+import whole_training
 from data import FULL, SMOKE, MissingError, Size, folder
 from effort import reduce_effort
 from results import Section, environment, failed, write
@@ -73,6 +74,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     27: serving_pools.measure,
     inference_caps.NUMBER: inference_caps.measure,
     large_jobs.NUMBER: large_jobs.measure,
+    whole_training.NUMBER: whole_training.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

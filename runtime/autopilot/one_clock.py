@@ -1,20 +1,20 @@
 """Chooses one value, a clock or a power limit, for whole iterations: the least energy that an
-agreed slowdown allows.
+agreed slowdown allows, learnt in the noise of real training.
 
-This is what the power limit optimizer of Zeus does, with a bound on what the search costs:
-
-1. The reference is the iteration time at the highest value. It is measured first, and audited every
-   few hundred iterations. If it has changed, all that was measured is forgotten.
-2. The search goes down by steps of at least `STEP`, and halves the last one as often as it can. An
-   iteration at a value v takes at most its time at a measured value g > v times g / v, which holds
-   for clocks, and for power limits while a lower one saves energy. So a probe of two iterations is
-   made only if the ledger can pay for it at that time.
-3. If the probe is as fast as agreed, a window that is long beside the steps of the energy counter
-   measures the energy. The search ends between a value that is fast enough and the next one, which
-   is not; or at a value that takes clearly more energy than the best one.
-4. Training then runs at the value of least energy among those that are on average as fast as
-   agreed. Its windows go on being measured. With each audit, the value at which the search ended is
-   probed again.
+1. Short blocks of iterations at full clocks and at a planned value take turns. What a planned block
+   took is compared with the blocks at full clocks before and after it, so that what all of them
+   have in common cancels: drift, lengths, a loader. When a block at full clocks begins is drawn.
+2. A block counts by a mean without its outliers, and its error is known from how much iterations
+   next to each other differ. What a value takes, beside the highest one, and what it draws, are
+   learnt from all blocks at all values: each is a smooth curve, with errors (`Curve`).
+3. The planned value is the one of least energy that is as fast as agreed but for one standard error
+   (no value takes more than its share of the highest one's time). The larger the error, the more
+   iterations run at full clocks.
+4. What was owed by measured blocks, and two standard errors of it, is paid before more is risked.
+   So the mean time is at most `slowdown` + `max_slowdown` times that at full clocks, in expectation
+   and as measured at the same time. Ranks keep a ledger of the block that runs.
+5. A curve is doubted if measurements differ from it by more than noise, in one direction, again and
+   again. One outlier or a pause decides nothing.
 
 It is pure: it sees no GPU and no time of day.
 """
@@ -22,14 +22,16 @@ It is pure: it sees no GPU and no time of day.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.units import LIMIT, Count, Joules, Seconds
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.autopilot.job import AutopilotSettings, Decision, Ledger, Phase
@@ -39,240 +41,96 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.runtime.autopilot.job import AutopilotJob, RankObservation
 
-Purpose = Literal["reference", "probe", "measure", "follow", "audit"]
-
-STEP = 0.025
-"""Relative distance of the first values that are tried."""
-WINDOW_S = 5.0
-"""Length of a window that measures energy: an energy counter that moves every 0.1 s is then
-exact to 2 %.
-"""
-PROBE = 2
-"""Iterations of a probe."""
 SETTLING = 1
-"""Iterations after a change that are not measured."""
-AUDIT_EVERY = 300
-"""Iterations between two audits of the reference."""
+"""Iterations after a change that are not measured, unless there are no others."""
 
-_REFERENCE = 4  #: fewest iterations of a reference
-_CHANGED = 0.02  #: a reference that differs by more is another one
-_DRIFTED = 0.03  #: a window that differs by more from those before it asks for an audit
-_RISEN = 0.02  #: so much more energy than at the best value ends the search
-_WINDOWS = 10  #: a new window counts at least as one of so many
+_BLOCK, _BLOCK_S = 4, 2.0  #: a block at full clocks has so many iterations, and so many seconds
+_LONGEST = 40  #: blocks at full clocks in a planned one
+_MOST_FULL = 0.4  #: share of iterations at full clocks
 _SHORTEST = 0.3  #: no value below this share of the highest one is tried
-_ATTEMPTS = 3  #: of a value that was too slow
-_BURST = 0.1  #: what the ledger may owe, as a share of the reference
+_RISK = 0.1  #: what may be risked at once, as a share of an iteration
+_SPREAD = 100  #: iterations in which credit is spent
+_SURE = 2.0  #: standard errors of what is owed
+_OUTLIER = 3.0  #: standard errors beyond which more tells nothing
+_DOUBT = 6.0  #: sum of standard errors, less one each, from which a curve is doubted
 _PAUSE = 2.0  #: a time of more than so many references is a pause, such as a checkpoint
-_PHASES: Mapping[Purpose, Phase] = MappingProxyType(
-    {
-        "reference": "reference",
-        "probe": "learning",
-        "measure": "learning",
-        "follow": "following",
-        "audit": "audit",
-    }
-)
+_PRIOR_ERROR = 0.01  #: of what an earlier start has learnt, relative
+_FORGET = 1e-5  #: of what was known at first, with each block
 
 
-@dataclass(frozen=True)
-class Window:
-    """Iterations at one value."""
+class Curve:
+    """The logarithm of a quantity at each value, beside that at the highest value.
 
-    index: int  #: Position of the value, 0 for the highest
-    iterations: int  #: How many are measured, after those in which the value settles
-    purpose: Purpose  #: What they are for
+    Args:
+        x: Of each value: the logarithm of the highest one over it.
+        slope: The expected slope over `x`.
+        error: Its standard error.
+    """
+
+    def __init__(self, x: np.ndarray, slope: float, error: float) -> None:
+        less, more = np.minimum.outer(x, x), np.maximum.outer(x, x)
+        bends = 4.0 * less**2 * (3.0 * more - less) / 6.0  # a slope may change by 2 within x = 1
+        self._prior = error**2 * np.outer(x, x) + bends
+        self._covariance, self.mean = self._prior.copy(), slope * x
+        self._scatter = 1.0  #: of measurements: their variance, beside what it should be
+        self.doubt = np.zeros(2)  #: sums of standard errors, less one each; upwards, downwards
+
+    @property
+    def error(self) -> np.ndarray:
+        """The standard error of each value."""
+        return np.sqrt(np.maximum(0.0, np.diag(self._covariance)))
+
+    def add(self, index: int, measured: float, variance: float) -> float:
+        """Learn what was measured at a value; return its variance, larger if measurements scatter
+        more than they should.
+        """
+        self._covariance += _FORGET * self._prior
+        off = self._off(index, measured, variance * self._scatter)
+        self._scatter = max(1.0, self._scatter * 1.1 ** np.sign(abs(off) - 0.675))
+        self.doubt = np.maximum(0.0, self.doubt + np.array((off - 1.0, -off - 1.0)))
+        if self.doubt.max() > _DOUBT:
+            self._covariance, self.doubt = self._prior.copy(), np.zeros(2)
+        variance *= self._scatter
+        gain = self._covariance[index] / math.sqrt(self._covariance[index, index] + variance)
+        self.mean = self.mean + gain * self._off(index, measured, variance)
+        self._covariance -= np.outer(gain, gain)
+        return variance
+
+    def _off(self, index: int, measured: float, variance: float) -> float:
+        """Return by how many standard errors a measurement is off."""
+        error = math.sqrt(self._covariance[index, index] + variance)
+        return max(-_OUTLIER, min(_OUTLIER, float(measured - self.mean[index]) / error))
 
 
 @dataclass
-class ValueRow:
-    """What is known of a value: means over its windows, per iteration."""
+class Block:
+    """Iterations at one value, one after another."""
 
-    time_s: Seconds
-    energy_j: Joules | None = None
-    windows: Count = 1
+    index: int  #: position of the value, 0 for the highest
+    first: int  #: the number of the first iteration
+    last: int  #: of the last one
+    logs: list[float] = field(default_factory=list)  #: of the seconds of those that are measured
+    #: pipeline -> energy counter (iterations, joules) and seconds of those.
+    metered: dict[int, list[tuple[int, float, float]]] = field(default_factory=dict)
 
-    def add(self, time_s: float, energy_j: float | None) -> None:
-        """Count one more window."""
-        self.windows = min(self.windows + 1, _WINDOWS)
-        self.time_s += (time_s - self.time_s) / self.windows
-        if energy_j is not None:
-            self.energy_j = (
-                energy_j
-                if self.energy_j is None
-                else self.energy_j + (energy_j - self.energy_j) / self.windows
-            )
-
-
-class ValueSearch:
-    """The search over the values of all GPUs of a job, which have the same value at any time.
-
-    Args:
-        values: The values that can be set, MHz or watts.
-        slowdown: The agreed iteration time, as a multiple of the reference; at least 1.
-        max_slowdown: How much longer iterations may be on average, as a share of the reference.
-
-    Raises:
-        UsageError: If there is no value.
-    """
-
-    def __init__(self, values: Sequence[int], slowdown: float, max_slowdown: float) -> None:
-        if not values:
-            raise UsageError(
-                "values: is empty; give the clocks or power limits that the GPUs support"
-            )
-        least = _SHORTEST * max(values)
-        self.values: Sequence[int] = sorted(
-            {LIMIT.check(value, "values") for value in values if value >= least}, reverse=True
-        )
-        self._share: float = slowdown + max_slowdown
-        self._limit: float = (
-            slowdown + max_slowdown / 2
-        )  # of a mean, so that the ledger is not overdrawn
-        self._rows: dict[int, ValueRow] = {}
-        self._before: Mapping[int, ValueRow] = {}  #: from an earlier start, until it is audited
-        self._next: Purpose = "reference"
-        self._since_audit = self._probed = 0
-        self._is_retrying = False  #: since the last audit, until a value is too slow
-        self._too_slow: dict[int, int] = {}  #: how often each value was
-
-    @property
-    def reference_s(self) -> float | None:
-        """Seconds of an iteration at the highest value; None before it is measured."""
-        return self._rows[0].time_s if 0 in self._rows else None
-
-    @property
-    def rows(self) -> dict[int, ValueRow]:
-        """What is known, by value."""
-        return {self.values[index]: row for index, row in self._rows.items()}
-
-    def begin_with(self, rows: Mapping[int, ValueRow]) -> None:
-        """Use what an earlier start has learnt, by value, if the first audit finds the reference
-        that it had.
+    def level(self, noise: float) -> float:
+        """Return the mean of the logarithms, given their standard deviation; an outlier counts
+        as `_OUTLIER` of these.
         """
-        known_rows = {
-            index: rows[value] for index, value in enumerate(self.values) if value in rows
-        }
-        if 0 in known_rows:
-            self._before = known_rows
+        middle, most = median(self.logs), _OUTLIER * noise
+        return middle + fmean(max(-most, min(most, log - middle)) for log in self.logs)
 
-    @property
-    def best(self) -> int:
-        """Position of the value of least energy among those that are as fast as agreed."""
-        usable = [index for index in self._rows if index == 0 or self._is_fast(index)]
-        metered = [index for index in usable if self._rows[index].energy_j is not None]
-        return min(metered, key=lambda index: self._rows[index].energy_j or 0.0, default=0)
-
-    @property
-    def effect(self) -> tuple[float, float] | None:
-        """What `best` does beside the highest value: its time as a multiple, and the share of
-        energy that it saves.
-
-        None while one of them is not measured.
+    def power(self) -> tuple[float, float] | None:
+        """Return the mean watts of a rank and the seconds in which it was measured; None if it
+        was not.
         """
-        rows = (self._rows.get(0), self._rows.get(self.best))
-        measured = [(row.time_s, row.energy_j) for row in rows if row is not None and row.energy_j]
-        if len(measured) < len(rows):
-            return None
-        (top_s, top_j), (best_s, best_j) = measured
-        return best_s / top_s, 1.0 - best_j / top_j
-
-    def decide(self, ledger: Ledger | None) -> Window:
-        """Return the next window.
-
-        Args:
-            ledger: What the slowest rank owes now; None before there is a reference.
-        """
-        reference_s = self.reference_s
-        if reference_s is None or ledger is None:
-            return Window(0, _REFERENCE, "reference")
-        long = max(_REFERENCE, math.ceil(WINDOW_S / reference_s))
-        if self._next == "audit":
-            return Window(0, long, "audit")
-        lowest = max(index for index in self._rows if index == 0 or self._is_fast(index))
-        if self._next == "measure":
-            return Window(self._probed, long, "measure")
-        candidate = self._candidate(lowest)
-        if candidate is not None and self._can_pay(lowest, candidate, ledger):
-            return Window(candidate, PROBE, "probe")
-        return Window(self.best, long, "follow")
-
-    def observe(
-        self, window: Window, time_s: float | None, energy_j: float | None, *, is_whole: bool = True
-    ) -> None:
-        """Take in what a window measured.
-
-        Args:
-            window: The window.
-            time_s: Mean seconds of its iterations on the slowest rank; None if the ledger allowed
-                none at its value.
-            energy_j: Mean joules of its iterations, of a rank; None if unknown.
-            is_whole: Whether the ledger allowed all of its iterations.
-        """
-        self._since_audit += window.iterations
-        row = self._rows.get(window.index)
-        has_drifted = time_s is None or (
-            row is not None and abs(time_s / row.time_s - 1.0) > _DRIFTED
-        )
-        if window.purpose == "audit":
-            self._since_audit, self._is_retrying = 0, True
-            if time_s is not None and row is not None and abs(time_s / row.time_s - 1.0) > _CHANGED:
-                self._rows, self._too_slow, row = {}, {}, None
-        if time_s is not None:
-            known_j = energy_j if is_whole and window.purpose != "probe" else None
-            if row is None:
-                self._rows[window.index] = ValueRow(time_s, known_j)
-            else:
-                row.add(time_s, known_j)
-        if window.purpose == "audit" and self._before:
-            before, self._before = self._before, {}
-            if time_s is not None and abs(time_s / before[0].time_s - 1.0) <= _CHANGED:
-                self._rows = {**before, 0: self._rows[0]}
-        self._next = self._after(window, has_drifted=has_drifted or not is_whole)
-
-    def _after(self, window: Window, *, has_drifted: bool) -> Purpose:
-        """Return what comes after a window that was taken in."""
-        index = window.index
-        if window.purpose == "reference":
-            return "audit"  # whose window is long enough for the energy
-        if window.purpose == "probe" and self._is_fast(index, self._share):
-            self._probed = index
-            return "measure"
-        if window.purpose in ("probe", "measure") and not self._is_fast(index):
-            self._too_slow[index] = self._too_slow.get(index, 0) + 1
-            self._is_retrying = False
-        if window.purpose == "follow" and (has_drifted or self._since_audit >= AUDIT_EVERY):
-            return "audit"
-        return "follow"
-
-    def _is_fast(self, index: int, limit: float | None = None) -> bool:
-        """Whether a value is known to be as fast as agreed, or as a limit: a multiple of the
-        reference.
-        """
-        reference_s, row = self.reference_s, self._rows.get(index)
-        if reference_s is None or row is None:
-            return False
-        return row.time_s <= (self._limit if limit is None else limit) * reference_s
-
-    def _candidate(self, lowest: int) -> int | None:
-        """Return the value to probe next; None while none is to be probed."""
-        lowest_j, best_j = self._rows[lowest].energy_j, self._rows[self.best].energy_j
-        if lowest_j is None or best_j is None or lowest_j > (1.0 + _RISEN) * best_j:
-            return None
-        slow = min(
-            (index for index in (*self._rows, *self._too_slow) if index > lowest), default=None
-        )
-        if slow is None:
-            below = (1.0 - STEP) * self.values[lowest]
-            return next((index for index, value in enumerate(self.values) if value <= below), None)
-        if slow > lowest + 1:
-            return (lowest + slow) // 2
-        return slow if self._is_retrying and self._too_slow.get(slow, 0) < _ATTEMPTS else None
-
-    def _can_pay(self, lowest: int, candidate: int, ledger: Ledger) -> bool:
-        """Whether a probe overdraws no ledger if it is as slow as it can be."""
-        longest_s = self._rows[lowest].time_s * self.values[lowest] / self.values[candidate]
-        excess_s = max(0.0, longest_s - self._share * ledger.reference_s)
-        return ledger.owed_s + (PROBE + SETTLING) * excess_s <= ledger.burst_s
+        watts, seconds = [], 0.0
+        for readings in self.metered.values():
+            (begin, begin_j, _), (end, end_j, _) = readings[0], readings[-1]
+            if end > begin and end_j > begin_j:
+                seconds = (end - begin) * fmean(time_s for _, _, time_s in readings[1:])
+                watts.append((end_j - begin_j) / seconds)
+        return (fmean(watts), seconds) if watts else None
 
 
 class OneClock:
@@ -282,8 +140,7 @@ class OneClock:
     Args:
         job: The job, whose iteration is one computation.
         settings: What it may do.
-        prior: A profile of the iteration, which counts if the first audit finds the same time at
-            the highest value.
+        prior: A profile of the iteration. How its values compare counts as measured to 1 %.
     """
 
     def __init__(
@@ -291,95 +148,206 @@ class OneClock:
     ) -> None:
         self.job = job
         measured = () if prior is None else prior.measurements[job.iteration.keys[0]]
-        rows = {row.clock_mhz: ValueRow(row.time_s, row.energy_j) for row in measured}
+        rows = {row.clock_mhz: row for row in measured}
         top, *others = job.clocks_mhz
         known = [value for value in others if settings.learn or value in rows]
+        self.values = [top, *(value for value in known if value >= _SHORTEST * top)]
         self._limits = settings.slowdown, settings.max_slowdown
-        self._search = ValueSearch([top, *known], *self._limits)
-        self._search.begin_with(rows)
+        self._aim = max(settings.slowdown, 1.0 + max(settings.max_slowdown / 2, 1e-6))
+        self._random = random.Random(settings.seed)
+        self._x = np.log(top / np.array(self.values))
+        self._time, self._power = Curve(self._x, 0.5, 0.35), Curve(self._x, -1.2, 1.0)
+        self._measured: set[int] = set()  #: positions of values whose time and energy are
+        for index, value in enumerate(self.values):
+            if index and top in rows and value in rows:
+                time = math.log(rows[value].time_s / rows[top].time_s)
+                energy = math.log(rows[value].energy_j / rows[top].energy_j)
+                self._time.add(index, time, _PRIOR_ERROR**2)
+                self._power.add(index, energy - time, 2 * _PRIOR_ERROR**2)
+                self._measured.add(index)
+        self.reference_s: float | None = None  #: seconds of an iteration at full clocks, lately
+        self._top_w: float | None = None  #: watts of a rank there
+        self._step_s = 0.0  #: how old a reading of an energy counter can be
+        self._steps: deque[float] = deque(maxlen=200)  #: between iterations next to each other
+        self._blocks: list[Block] = []  #: since a block at full clocks that was compared
         self._ledger: Ledger | None = None
-        self._last_s = 0.0  #: time of the last iteration
-        self._window: Window | None = None
-        self._decided = 0  #: the iteration for which the window was decided
-        self._begins: int | None = None  #: the first that is measured; None before all run at it
-        self._has_ended = True
-        self._is_whole = True  #: the ledgers have allowed all iterations of the window so far
-        #: Pipeline -> its iterations that were seen in the window.
-        self._seen: dict[int, list[RankObservation]] = {}
+        self._owed_s = self._variance = 0.0  #: by blocks that were compared; its variance
+        self._index, self._length, self._decided = 0, 2 * _BLOCK, 0  #: of the block that runs
+        self._phase: Phase = "reference"
+
+    @property
+    def _noise(self) -> float:
+        """Standard deviation of the logarithm of an iteration's time, without outliers."""
+        return max(1e-4, 1.48 * median(self._steps or (0.0,)) / math.sqrt(2.0))
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from what ranks observed of one iteration."""
         if not observations:
             return
         iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
-        ledger, before_s, self._last_s = self._ledger, self._last_s, time_s
-        if ledger is not None:
-            full = all(seen.version == 0 for seen in observations)
-            self._ledger = ledger.add(time_s, full_clocks=full, iteration=iteration)
-        window = self._window
-        if window is None or self._has_ended or iteration < self._decided:
+        index = max(seen.version for seen in observations)
+        if self._ledger is not None:
+            self._ledger = self._ledger.add(time_s, full_clocks=index == 0, iteration=iteration)
+        if index and self.reference_s is None:  # by a decision from before a restart
             return
-        if self._begins is None:
-            if any(seen.version != window.index for seen in observations):
-                return
-            self._begins = iteration + SETTLING
-        if iteration >= self._begins and not (ledger and ledger.is_pause(time_s, before_s)):
-            self._add(window.index, observations)
-        # Of short iterations not all are seen.
-        is_seen = bool(self._seen) or not self._is_whole
-        self._has_ended = is_seen and iteration + 1 >= self._begins + window.iterations
-
-    def _add(self, index: int, observations: Sequence[RankObservation]) -> None:
+        if index == 0:
+            self._owed_s -= (self._aim - 1.0) * (self.reference_s or 0.0)
+        if not self._blocks or self._blocks[-1].index != index:
+            self._blocks.append(Block(index, iteration, iteration))
+        block = self._blocks[-1]
+        block.last = iteration
+        ran = {(seen.version, *each[2:4]) for seen in observations for each in seen.computations}
+        if iteration == block.first + SETTLING:
+            block.logs.clear()
+            block.metered.clear()
+        if ran != {(index, self.values[index], None)}:
+            return
+        self._step_s = observations[0].energy_step_s
+        block.logs.append(math.log(time_s))
+        if len(block.logs) > 1:
+            self._steps.append(abs(block.logs[-1] - block.logs[-2]))
         for seen in observations:
-            if seen.version != index:
-                self._is_whole = False
-            elif all(ran[2:4] == (self._search.values[index], None) for ran in seen.computations):
-                self._seen.setdefault(seen.pipeline, []).append(seen)
+            block.metered.setdefault(seen.pipeline, []).append((*seen.metered, seen.time_s))
 
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""
-        if self._has_ended:
-            self._end_window()
-            self._window = self._search.decide(self._ledger)
-            self._decided, self._begins, self._has_ended = iteration, None, False
-            self._is_whole, self._seen = True, {}
-            if (reference_s := self._search.reference_s) is not None:
-                terms = Ledger(reference_s, *self._limits, _BURST * reference_s, pause=_PAUSE)
-                self._ledger = terms if self._ledger is None else self._ledger.renewed(terms)
-        assert self._window is not None  # decided above at first
-        index, search = self._window.index, self._search
-        value, row, effect = search.values[index], search.rows, search.effect
-        known = [known_value for known_value, known_row in row.items() if known_row.energy_j]
-        expected_s = row[value].time_s if value in row else None
+        if self._blocks and self._has_ended(self._blocks[-1]):
+            self._decided = iteration
+            if self._index:
+                self._index, self._length, self._phase = 0, self._full_length, "audit"
+            else:
+                self._compare()
+                self._choose()
+        value = self.values[self._index]
         return Decision(
             iteration,
-            index,
-            _PHASES[self._window.purpose],
+            self._index,
+            self._phase,
             (((value,),),) * self.job.pipelines,
-            # Ranks take over its terms, and go on with what they owe themselves.
-            None if self._ledger is None else replace(self._ledger, last=-1, recent=()),
-            trials=int(index > 0 and value not in known),
-            unknown=len(search.values) - len(known),
-            time_s=None if effect is None else expected_s or search.reference_s,
-            saving=0.0 if effect is None else effect[1],
+            self._ledger,
+            trials=int(self._index > 0 and self._index not in self._measured),
+            unknown=len(self.values) - len(self._measured) - (self._top_w is not None),
+            time_s=self._seconds(self._index) if self._measured else None,
+            saving=self.best[2],
         )
 
-    def _end_window(self) -> None:
-        """Take in what the window measured, once there was one."""
-        if self._window is None:
-            return
-        times_s, energies_j = [], []
-        for iterations in self._seen.values():
-            times_s.append(fmean(seen.time_s for seen in iterations))
-            (first, first_j), (last, last_j) = iterations[0].metered, iterations[-1].metered
-            energies_j += [(last_j - first_j) / (last - first)] if last > first else []
-        is_known = energies_j and len(energies_j) == len(times_s)
-        self._search.observe(
-            self._window,
-            max(times_s, default=None),
-            fmean(energies_j) if is_known else None,
-            is_whole=self._is_whole,
+    def _seconds(self, index: int) -> float:
+        """Return the expected seconds of an iteration at a value."""
+        return (self.reference_s or 0.0) * math.exp(self._time.mean[index])
+
+    def _has_ended(self, block: Block) -> bool:
+        """Whether the block has all that it is for; a planned one also if ledgers forced full
+        clocks, or if it takes a time that noise does not explain.
+        """
+        if block.last < self._decided:
+            return False
+        if block.index != self._index:
+            return block.index == 0 and len(self._blocks) > 1
+        if len(block.logs) < 2:
+            return False
+        length = block.last + 1 - max(block.first, self._decided) - SETTLING
+        if block.index == 0 or length >= self._length:
+            return length >= self._length
+        most, expected = _OUTLIER * self._noise, math.log(self._seconds(block.index))
+        off = sum(max(-most, min(most, log - expected)) for log in block.logs)
+        return abs(off) > self._owed(len(block.logs), _SURE)
+
+    @property
+    def _full_length(self) -> int:
+        """Iterations of a block at full clocks."""
+        return max(_BLOCK, math.ceil(_BLOCK_S / (self.reference_s or _BLOCK_S)))
+
+    def _owed(self, length: int, errors: float) -> float:
+        """Return what so many iterations may seem to owe by noise, theirs and the reference's, and
+        what is risked; in iterations.
+        """
+        return _RISK + errors * self._noise * math.sqrt(length + length**2 / self._full_length)
+
+    def _compare(self) -> None:
+        """Charge blocks to the ledger, planned ones compared with those at full clocks before and
+        after them.
+        """
+        noise, before, after = self._noise, self._blocks[0], self._blocks[-1]
+        begin, end = before.level(noise), after.level(noise)
+        middle, full = (begin + end) / 2, 0.5 / len(before.logs) + 0.5 / len(after.logs)
+        middle_s, self.reference_s = math.exp(middle), math.exp(end)
+        powers = [power for power in (before.power(), after.power()) if power]
+        if powers:
+            self._top_w = fmean(watts for watts, _ in powers)
+        for block in self._blocks:
+            if block.index == 0:
+                continue
+            count_s = (block.last - block.first + 1) * middle_s
+            took, variance = self._time.mean[block.index], self._time.error[block.index] ** 2
+            if block.logs:
+                measured = block.level(noise) - middle
+                sampling, drift = noise**2 * (1 / len(block.logs) + full), (end - begin) ** 2 / 12
+                known = self._time.add(block.index, measured, sampling + drift)
+                if drift <= max(sampling, variance):
+                    took, variance = measured, known
+                if powers and (power := block.power()):
+                    stale = (0.41 * self._step_s) ** 2 * (power[1] ** -2 + powers[0][1] ** -2)
+                    watts = math.log(power[0] / fmean(watts for watts, _ in powers))
+                    self._power.add(block.index, watts, stale + _PRIOR_ERROR**2)
+                    self._measured.add(block.index)
+            self._owed_s += count_s * (math.exp(took) - self._aim)
+            self._variance += count_s**2 * variance
+        self._blocks = [after]
+        least_s = -_SPREAD * (self._aim - 1.0) * self.reference_s
+        self._owed_s += max(0.0, least_s - self._upper_s)
+
+    @property
+    def _upper_s(self) -> float:
+        """What is owed at most, seconds, as far as is sure."""
+        return self._owed_s + _SURE * math.sqrt(self._variance)
+
+    def _choose(self) -> None:
+        """Begin with the next value, and with a ledger for ranks: what is owed by the blocks
+        before, and what this one may owe.
+        """
+        assert self.reference_s is not None
+        left, share = _RISK - self._upper_s / self.reference_s, sum(self._limits)
+        error, mean = self._time.error, self._time.mean
+        doubted = _SURE * error * (1.0 + self._time.doubt.max())
+        audits = np.clip(doubted / (self._aim - 1.0), 1.0 / _LONGEST, _MOST_FULL)
+        lengths = self._full_length * (1.0 / audits - 1.0)
+        longest = np.exp(np.maximum(mean, np.minimum(mean + error, self._x)))
+        allowed = self._aim + max(0.0, left - _RISK) / np.maximum(_SPREAD, lengths)
+        may_be_fast = np.exp(mean - _SURE * error) <= allowed
+        cost = mean + self._power.mean - _SURE * np.hypot(error, self._power.error)  # at least
+        is_possible = may_be_fast & (longest <= allowed + min(left, _RISK) / lengths)
+        is_possible &= (left > 0.0) and (self._top_w is not None)
+        is_possible[0] = True
+        self._index = index = int(np.argmin(np.where(is_possible, cost, np.inf)))
+        self._length, owed = self._full_length, _RISK
+        if index == 0:
+            self._phase = "paying" if left <= 0.0 else "following"
+            last = self._blocks[-1].last
+            self._blocks.append(Block(0, last + 1, last))
+        else:
+            self._length = math.ceil(lengths[index] * self._random.uniform(0.5, 1.5))
+            owed = self._owed(self._length, _OUTLIER)
+            owed += self._length * max(0.0, longest[index] - share)
+            self._phase = "following" if index in self._measured else "learning"
+        self._ledger = Ledger(
+            self.reference_s,
+            *self._limits,
+            owed * self.reference_s,
+            max(0.0, self._upper_s),
+            self._blocks[0].last,
+            pause=_PAUSE,
         )
+
+    @property
+    def best(self) -> tuple[int, float, float]:
+        """The value of least energy among those that are as fast as agreed, down to the lowest one
+        that was measured: its position, its time as a multiple, and the share of energy it saves.
+        """
+        times, costs = np.exp(self._time.mean), np.exp(self._time.mean + self._power.mean)
+        known = range(1, max(self._measured, default=0) + 1)
+        fast = [index for index in known if times[index] <= self._aim]
+        best = min((0, *fast), key=lambda index: float(costs[index]))
+        return best, float(times[best]), 1.0 - float(costs[best])
 
     def wait_for(self, times_s: Sequence[float]) -> None:
         """Do nothing: all GPUs have one value, whichever of them waits for another."""
@@ -400,17 +368,16 @@ class OneClock:
         Raises:
             UsageError: If the highest value was not measured yet.
         """
-        job, rows = self.job, self._search.rows
-        if job.clocks_mhz[0] not in rows or rows[job.clocks_mhz[0]].energy_j is None:
+        job, top_w = self.job, self._top_w
+        if top_w is None:
             raise UsageError("no iteration at full clocks was measured; there is no profile yet")
+        rows = []
+        for index in sorted({0, *self._measured}):
+            time_s = self._seconds(index)
+            energy_j = time_s * top_w * math.exp(self._power.mean[index])
+            rows.append(Measurement(self.values[index], time_s, energy_j))
         return Profile(
-            {
-                job.iteration.keys[0]: tuple(
-                    Measurement(value, row.time_s, row.energy_j)
-                    for value, row in rows.items()
-                    if row.energy_j is not None
-                )
-            },
+            {job.iteration.keys[0]: tuple(rows)},
             0.0,  # what a GPU draws while it waits was not seen, and so waiting costs nothing
             gpu=job.gpu,
             clock_change=job.clock_change,

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from whole_world import CLOCKS, TOP_MHZ, World, pilot_of, trained
+from whole_world import CLOCKS, TOP_MHZ, World, noise, pilot_of, trained
 
 from perseus_planner import Profile, solve
-from perseus_planner.base.errors import ProfileError, UsageError
-from perseus_planner.runtime.autopilot import Ledger
+from perseus_planner.base.errors import ProfileError
 from perseus_planner.runtime.autopilot.job import ComputationObservation, RankObservation
-from perseus_planner.runtime.autopilot.one_clock import ValueSearch
 
 
 @pytest.mark.parametrize("memory", [0.2, 0.6, 0.97])
@@ -83,19 +81,18 @@ def test_a_job_that_has_changed_is_measured_anew():
     assert found.best_mhz < TOP_MHZ
 
 
-def test_the_next_start_audits_what_was_learnt_and_begins_at_the_best_value(tmp_path: Path):
+def test_the_next_start_begins_at_the_best_value_and_learns_if_the_job_is_another(tmp_path: Path):
     first = trained(World(0.6), 1000, 1.05)
     first.pilot.learned().save(tmp_path / "autopilot.yaml")
     prior = Profile.load(tmp_path / "autopilot.yaml")
     assert prior == first.pilot.learned()
     again = trained(World(0.6, seed=1), 60, 1.05, prior=prior)
-    assert again.phases[:2] == ["reference", "audit"]
-    follows = [each for each in again.decisions if each.phase == "following"]
-    assert abs(follows[0].clocks[0][0][0] - first.best_mhz) <= 15
-    assert min(each.version for each in follows) > 0
-    changed = trained(World(0.6, top_s=0.7), 60, 1.05, prior=prior)
-    assert changed.pilot.learned() != prior  # from nothing
-    assert len(changed.rows) < len(first.rows)
+    begin = next(each for each in again.decisions if each.phase != "reference")
+    assert abs(begin.clocks[0][0][0] - first.best_mhz) <= 15
+    other = World(0.0)  # to which 60 % of its time was learnt not to depend on the clock
+    found = trained(other, 1000, 1.05, prior=prior)
+    assert abs(found.best_mhz - other.best_mhz(1.05)) <= 15
+    assert sum(other.times_s) <= 1.055 * sum(other.top_times_s)
 
 
 def test_what_was_learnt_can_be_planned_with():
@@ -107,17 +104,10 @@ def test_what_was_learnt_can_be_planned_with():
         replace(learnt, iteration={})
 
 
-def test_without_values_there_is_no_search():
-    with pytest.raises(UsageError, match="values: is empty"):
-        ValueSearch((), 1.0, 0.005)
-
-
 def test_without_energy_nothing_but_the_highest_value_is_used():
-    search = ValueSearch(CLOCKS, 1.2, 0.005)
-    for _ in range(5):
-        window = search.decide(Ledger(0.5) if search.reference_s else None)
-        assert window.index == 0
-        search.observe(window, 0.5, None)
+    world = World(0.6)
+    world.counter_j = lambda: 0.0  # type: ignore[method-assign]
+    assert {decision.version for decision in trained(world, 100, 1.2).decisions} == {0}
 
 
 def test_a_pause_of_training_is_no_iteration_and_an_unknown_clock_tells_nothing():
@@ -134,5 +124,36 @@ def test_a_pause_of_training_is_no_iteration_and_an_unknown_clock_tells_nothing(
         run(number, time_s, None if time_s == 0.4 else TOP_MHZ)
         decision = pilot.decide(number + 2)
     assert decision.ledger is not None
-    assert decision.ledger.reference_s == 0.5
+    assert decision.ledger.reference_s == pytest.approx(0.5, rel=1e-4)
     assert decision.ledger.owed_s <= 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [
+        ("lengths 5", 0.8),
+        ("lengths 15", 0.55),
+        *((kind, 0.8) for kind in ("tails", "loader", "drift")),
+    ],
+)
+def test_what_iterations_have_in_common_hides_nothing_and_forces_nothing(kind: str, least: float):
+    world = World(0.6, factor=noise(kind, 1))
+    found = trained(world, 3000, 1.05)
+    top_j = world.ranks * world.power_w(TOP_MHZ) * sum(world.top_times_s)
+    best = 1.0 - world.cost_j(world.best_mhz(1.05)) / world.cost_j(TOP_MHZ)
+    assert 1.0 - world.energy_j / top_j >= least * best
+    assert sum(world.times_s) <= 1.051 * sum(world.top_times_s)
+    assert found.forced <= (0.1 if "lengths" in kind else 0.02) * 3000
+
+
+@pytest.mark.parametrize("change", [100, 20_000])
+def test_a_change_is_learnt_as_soon_late_as_early(change: int):
+    """Lower clocks take 4 % more from an iteration on; what was agreed is kept from there on."""
+    slower = 1.04
+    world = World(
+        0.6, factor=lambda i, clock: slower if i >= change and clock < TOP_MHZ else 1.0, seed=1
+    )
+    trained(world, change + 1200, 1.05)
+    times_s, top_times_s = world.times_s[change:], world.top_times_s[change:]
+    assert sum(times_s) <= 1.06 * sum(top_times_s)
+    assert sum(times_s[-600:]) <= 1.055 * sum(top_times_s[-600:])

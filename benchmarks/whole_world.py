@@ -4,11 +4,13 @@ search does not know.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from perseus_planner import Profile
+from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runtime.autopilot.job import (
     AutopilotJob,
     AutopilotSettings,
@@ -36,6 +38,7 @@ class World:
         jitter: Standard deviation of an iteration's time, as a share.
         top_s: Seconds of an iteration at the highest clock.
         factor: Of the time of an iteration of this number at a clock: what else happens.
+        clocks: Those that can be set, highest first.
     """
 
     memory: float
@@ -44,6 +47,7 @@ class World:
     top_s: float = 0.5
     factor: Callable[[int, int], float] = lambda iteration, clock: 1.0
     seed: int = 0
+    clocks: tuple[int, ...] = CLOCKS
     times_s: list[float] = field(default_factory=list)
     top_times_s: list[float] = field(default_factory=list)
     energy_j: float = 0.0
@@ -53,12 +57,15 @@ class World:
         self.now_s = 0.0
 
     def time_s(self, clock: int) -> float:
-        return self.top_s * (self.memory + (1.0 - self.memory) * TOP_MHZ / clock)
+        """Return the seconds of an iteration at a clock, without noise."""
+        return self.top_s * (self.memory + (1.0 - self.memory) * self.clocks[0] / clock)
 
     def power_w(self, clock: int) -> float:
-        return 90.0 + 310.0 * (clock / TOP_MHZ) ** 2.4
+        """Return what a GPU draws at a clock, watts."""
+        return 90.0 + 310.0 * (clock / self.clocks[0]) ** 2.4
 
     def cost_j(self, clock: int) -> float:
+        """Return the joules of an iteration at a clock, without noise."""
         return self.ranks * self.time_s(clock) * self.power_w(clock)
 
     def best_mhz(self, slowdown: float) -> int:
@@ -66,8 +73,9 @@ class World:
         return min(
             (
                 c
-                for c in CLOCKS
-                if c >= 0.3 * TOP_MHZ and self.time_s(c) <= slowdown * self.top_s * (1 + 1e-9)
+                for c in self.clocks
+                if c >= 0.3 * self.clocks[0]
+                and self.time_s(c) <= slowdown * self.top_s * (1 + 1e-9)
             ),
             key=self.cost_j,
         )
@@ -76,10 +84,10 @@ class World:
         """Run an iteration; return its time."""
         iteration = len(self.times_s)
         noise = max(0.5, 1.0 + self.jitter * self._random.gauss(0.0, 1.0))
-        top_s = self.top_s * noise * self.factor(iteration, TOP_MHZ)
+        top_s = self.top_s * noise * self.factor(iteration, self.clocks[0])
         time_s = (
             top_s
-            if clock == TOP_MHZ
+            if clock == self.clocks[0]
             else self.time_s(clock) * noise * self.factor(iteration, clock)
         )
         self.times_s.append(time_s)
@@ -91,7 +99,64 @@ class World:
     def counter_j(self) -> float:
         """Return the mean energy of a rank, by counters that are late by up to a step."""
         late_s = COUNTER_STEP_S * self._random.random()
-        return self.energy_j / self.ranks - late_s * self.power_w(TOP_MHZ) / 2
+        return self.energy_j / self.ranks - late_s * self.power_w(self.clocks[0]) / 2
+
+
+class MeasuredWorld(World):
+    """A job whose iteration takes and draws what a measured computation does."""
+
+    def __init__(
+        self, rows: Sequence[Measurement], factor: Callable[[int, int], float], seed: int
+    ) -> None:
+        self._rows = {row.clock_mhz: row for row in rows}
+        clocks = tuple(sorted(self._rows, reverse=True))
+        super().__init__(0.0, factor=factor, seed=seed, clocks=clocks)
+
+    def time_s(self, clock: int) -> float:
+        """See `World.time_s`."""
+        return self.top_s * self._rows[clock].time_s / self._rows[self.clocks[0]].time_s
+
+    def power_w(self, clock: int) -> float:
+        """See `World.power_w`."""
+        return self._rows[clock].energy_j / self._rows[clock].time_s
+
+
+def noise(kind: str, seed: int) -> Callable[[int, int], float]:
+    """Return by what each iteration takes longer, whatever its clock.
+
+    Args:
+        kind: "lengths" and percents: log-normal; "tails": a tenth is longer by an exponential with
+            a mean of 10 %, and 3e-4 take 2 to 5 times as long; "drift": 1 % per 100; "loader":
+            each tenth waits 5 %; "pauses": one in fifty takes 3 times as long; "shared": iterations
+            near each other share .5 %; "quiet": none.
+        seed: of the draws.
+    """
+    draws, factors, shared = random.Random(f"{kind}/{seed}"), list[float](), 0.0
+    name, _, percents = kind.partition(" ")
+
+    def draw(iteration: int) -> float:
+        nonlocal shared
+        if name == "lengths":
+            spread = float(percents) / 100
+            return math.exp(draws.gauss(0.0, spread) - spread**2 / 2)
+        if name == "tails":
+            longer = 1.0 + (draws.random() < 0.1) * draws.expovariate(10.0)
+            return longer * (draws.uniform(2.0, 5.0) if draws.random() < 3e-4 else 1.0)
+        if name == "shared":
+            shared = 0.9 * shared + draws.gauss(0.0, 0.005 * math.sqrt(1 - 0.9**2))
+            return 1.0 + shared
+        return {
+            "drift": 1.01 ** (iteration / 100),
+            "loader": 1.05 if iteration % 10 == 0 else 1.0,
+            "pauses": 3.0 if draws.random() < 0.02 else 1.0,
+        }.get(name, 1.0)
+
+    def factor(iteration: int, _: int) -> float:
+        while len(factors) <= iteration:
+            factors.append(draw(len(factors)))
+        return factors[iteration]
+
+    return factor
 
 
 @dataclass
@@ -104,6 +169,7 @@ class Trained:
         owed_s: The largest debt of a rank's ledger.
         excess_s: The most that one iteration added to it.
         burst_s: The largest that may be owed.
+        forced: How many iterations a ledger forced to full clocks, or the search to pay it.
     """
 
     pilot: OneClock
@@ -111,36 +177,29 @@ class Trained:
     owed_s: float
     excess_s: float
     burst_s: float
+    forced: int
 
     @property
     def best_mhz(self) -> int:
         """The clock that is best by what is known."""
-        search = self.pilot._search
-        return search.values[search.best]
+        return self.pilot.values[self.pilot.best[0]]
 
     @property
-    def effect(self) -> tuple[float, float] | None:
-        return self.pilot._search.effect
-
-    @property
-    def rows(self) -> Collection[int]:
-        return self.pilot._search.rows
+    def effect(self) -> tuple[float, float]:
+        """Time as a multiple, and saving, of the best clock by what is known."""
+        return self.pilot.best[1:]
 
     @property
     def reference_s(self) -> float | None:
-        return self.pilot._search.reference_s
-
-    @property
-    def phases(self) -> list[str]:
-        """What iterations were for, each once where several follow each other."""
-        told = [decision.phase for decision in self.decisions]
-        return [phase for i, phase in enumerate(told) if i == 0 or phase != told[i - 1]]
+        """Seconds of an iteration at full clocks, as known."""
+        return self.pilot.reference_s
 
 
 def pilot_of(
     world: World, slowdown: float, max_slowdown: float = 0.005, prior: Profile | None = None
 ) -> OneClock:
-    job = AutopilotJob(pipeline_iteration(WHOLE), CLOCKS, pipelines=world.ranks)
+    """Return what decides the clocks of a world."""
+    job = AutopilotJob(pipeline_iteration(WHOLE), world.clocks, pipelines=world.ranks)
     return OneClock(job, AutopilotSettings(slowdown, max_slowdown), prior)
 
 
@@ -156,12 +215,14 @@ def trained(
     pilot, ledger = pilot_of(world, slowdown, max_slowdown, prior), RankLedger()
     decisions = [pilot.decide(number) for number in range(lead)]
     owed_s = excess_s = burst_s = 0.0
+    forced = 0
     for number in range(iterations):
         ledger.renew(decisions[number].ledger)
         before_s = ledger.ledger.owed_s if ledger.ledger else 0.0
         version, clock = decisions[number].version, decisions[number].clocks[0][0][0]
+        forced += decisions[number].phase == "paying" or (version > 0 and ledger.is_overdrawn)
         if ledger.is_overdrawn:
-            version, clock = 0, TOP_MHZ
+            version, clock = 0, world.clocks[0]
         time_s, energy_j = world.run(clock), world.counter_j()
         ledger.add(number, time_s, full_clocks=version == 0)
         if ledger.ledger is not None:
@@ -178,4 +239,4 @@ def trained(
             ]
         )
         decisions.append(pilot.decide(number + lead))
-    return Trained(pilot, decisions[:iterations], owed_s, excess_s, burst_s)
+    return Trained(pilot, decisions[:iterations], owed_s, excess_s, burst_s, forced)
