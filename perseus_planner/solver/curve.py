@@ -18,7 +18,7 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.units import TIME
-from perseus_planner.plans.replay import end_times, replayed_ends, time_and_energy
+from perseus_planner.plans.replay import end_times, time_and_energy
 from perseus_planner.solver.network import Guides, Integers, ScaledNetwork, scaled_network
 
 if TYPE_CHECKING:
@@ -201,7 +201,11 @@ class TimeEnergyCurve:
         """The replayed time with the fastest points, and with the slowest ones of the Pareto
         front, seconds.
         """
-        return replayed_ends(self.dag)
+        points = [self.dag.points[key] for key in self.dag.iteration.keys]
+        fastest_s, slowest_s = (
+            max(end_times(self.dag, [front[end].time_s for front in points])) for end in (0, -1)
+        )
+        return fastest_s, slowest_s
 
     @cached_property
     def _baseline(self) -> tuple[float, float]:
