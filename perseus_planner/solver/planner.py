@@ -75,8 +75,7 @@ class Planner:
         self.profile = self.dag.profile
         self._effort = 1.0 if slower is None else _QUICK
         self._plans: dict[tuple[float, int | None], Plan] = {}
-        self._rounded: dict[tuple[float, float], Integers] = {}
-        self._unlimited: dict[tuple[float, bool], list[int]] = {}
+        self._chosen: dict[tuple[float, float, bool], Integers] = {}
 
     def plan(self, deadline_s: float, max_changes: int | None) -> Plan:
         """Return the plan of the least effective energy that was found.
@@ -127,7 +126,7 @@ class Planner:
                 level: plan
                 for (level, _), plan in sorted(plans.items(), key=lambda entry: -entry[1].time_s)
                 if plan.time_s > deadline_s
-                and self._better(plan, best)
+                and (best is None or self._effective_j(plan) < self._effective_j(best))
                 and len(aims[level]) <= _RETRIES
             }
             if not late:
@@ -155,9 +154,6 @@ class Planner:
     def _best(self, plans: Iterable[Plan], deadline_s: float) -> Plan | None:
         fitting = [plan for plan in plans if plan.time_s <= deadline_s]
         return min(fitting, key=self._effective_j, default=None)
-
-    def _better(self, plan: Plan, best: Plan | None) -> bool:
-        return best is None or self._effective_j(plan) < self._effective_j(best)
 
     def _candidates(
         self, aim_s: float, deadline_s: float, levels: Sequence[int | None]
@@ -245,29 +241,30 @@ class Planner:
 
         A rough plan is not polished, and takes a tenth of the effort.
         """
-        asked = deadline_s, is_rough
-        if asked not in self._unlimited:
-            chosen = self._round(deadline_s, _QUICK if is_rough else self._effort)
-            if deadline_s < self._max_time_s and not is_rough:
-                chosen = polish(self._points, self._replayed_s(deadline_s), chosen)
-            rank_in_class = chosen - self._points.point_start[self._points.member]
-            index = dict(zip(self.dag.order, rank_in_class.tolist(), strict=True))
-            self._unlimited[asked] = [
-                self.dag.points[key][index[place]].clock_mhz
-                for place, key in enumerate(self.dag.iteration.keys)
-            ]
-        return self._unlimited[asked]
+        effort = _QUICK if is_rough else self._effort
+        chosen = self._choose(deadline_s, effort, is_polished=not is_rough)
+        rank_in_class = chosen - self._points.point_start[self._points.member]
+        index = dict(zip(self.dag.order, rank_in_class.tolist(), strict=True))
+        return [
+            self.dag.points[key][index[place]].clock_mhz
+            for place, key in enumerate(self.dag.iteration.keys)
+        ]
 
-    def _round(self, deadline_s: float, effort: float) -> Integers:
-        """Return the point of each computation in `dag.order`, before it is polished."""
-        if (deadline_s, effort) not in self._rounded:
-            chosen = self._points.point_start[self._points.member + 1] - 1  # the slowest of each
-            if deadline_s < self._max_time_s:
-                within_s = self._replayed_s(deadline_s)
+    def _choose(self, deadline_s: float, effort: float, *, is_polished: bool) -> Integers:
+        """Return the point of each computation in `dag.order`."""
+        key = deadline_s, effort, is_polished
+        if key not in self._chosen:
+            problem, within_s = self._points, self._replayed_s(deadline_s)
+            if deadline_s >= self._max_time_s:
+                chosen = problem.point_start[problem.member + 1] - 1  # the slowest of each
+            elif is_polished:
+                rounded = self._choose(deadline_s, effort, is_polished=False)
+                chosen = polish(problem, within_s, rounded)
+            else:
                 anchors = self._anchors(within_s, None if effort == 1.0 else _QUICK_ANCHORS)
-                chosen = round_plan(self._points, within_s, anchors, self._at_maximum_clock, effort)
-            self._rounded[deadline_s, effort] = chosen
-        return self._rounded[deadline_s, effort]
+                chosen = round_plan(problem, within_s, anchors, self._at_maximum_clock, effort)
+            self._chosen[key] = chosen
+        return self._chosen[key]
 
     @cached_property
     def _points(self) -> PointProblem:
