@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perseus_planner import Profile
 from perseus_planner.runtime.autopilot import ComputationObservation, RankObservation
 from perseus_planner.schedules.iteration import Iteration
 
+Floats = NDArray[np.float64]
 _REQUEST, _END, _LOCK, _SETTLE, _START = range(5)
 Programs = Sequence[
     Sequence[Sequence[int]]
@@ -41,6 +43,15 @@ class Physics:
         call_s: seconds for which setting a clock holds the lock of a node.
         settle_s: seconds from then until the clock is in force.
         gpus_per_lock: how many GPUs share a lock.
+        tails: of computations, by how much a tenth of them are longer, in the mean of an
+            exponential, relative.
+        outliers: share of computations that take 2 to 5 times as long.
+        shared: standard deviation of what all computations of an iteration have in common,
+            relative; nine tenths of it stay in the next one.
+        growth: by how much all computations take longer in 100 iterations, relative.
+        lengths: standard deviation of the lengths of microbatches, relative.
+        loader: share of an iteration for which each tenth one waits for its data.
+        pauses: share of iterations that stand still for half of one.
     """
 
     jitter: float = 0.003
@@ -50,6 +61,17 @@ class Physics:
     call_s: float = 0.0045
     settle_s: float = 0.0009
     gpus_per_lock: int = 8
+    tails: float = 0.0
+    outliers: float = 0.0
+    shared: float = 0.0
+    growth: float = 0.0
+    lengths: float = 0.0
+    loader: float = 0.0
+    pauses: float = 0.0
+
+
+REAL = Physics(tails=0.1, outliers=3e-4, shared=0.005, growth=0.01, loader=0.05)
+"""The noise of real training."""
 
 
 class _Gpu:
@@ -111,9 +133,19 @@ class World:
         count = pipelines * self._ranks
         phases = self._random.uniform(0.0, physics.counter_step_s, count).tolist()
         self._gpus = [_Gpu(self.clocks[0], phase) for phase in phases]
+        self._noise = np.random.default_rng([seed, 29])  # of what all programs have in common
         self._drift = np.zeros(count)
+        self._shared, self._full_s = 0.0, 0.0
         self.slowdown = np.ones(count)  #: of each GPU, pipeline by pipeline
         self._now_s, self._number = 0.0, 0
+        operations = [0] * (len(iteration.waits) - len(iteration.keys))
+        microbatches = [0] * len(iteration.keys)
+        for rank, program in enumerate(iteration.programs):
+            computed = [place for place in program if place < len(iteration.keys)]
+            for place, each in zip(computed, iteration.schedule.ranks[rank], strict=True):
+                microbatches[place] = each.microbatch
+        self._microbatch = np.array([*microbatches, *operations])
+        self._microbatches = max(microbatches) + 1
         self._programs: Programs | None = None
         self._successors: list[list[tuple[int, float]]] = [[] for _ in iteration.predecessors]
         self._waits = [len(before) for before in iteration.waits]
@@ -184,7 +216,8 @@ class World:
             if physics.jitter
             else np.ones(total)
         )
-        self._jitter = jitters.tolist()
+        self._jitter = (jitters * self._common(total)).tolist()
+        data_s = self._waited_s() * self._full_s
         self._left = self._waits * self.pipelines
         self._ready = [begin_s] * total
         self._begins, self._ends = [0.0] * total, [begin_s] * total
@@ -210,7 +243,35 @@ class World:
                 )
         for node in range(total):
             if not self._left[node]:
-                heapq.heappush(self._events, (begin_s, _START, node, 0))
+                heapq.heappush(self._events, (begin_s + data_s, _START, node, 0))
+
+    def _common(self, total: int) -> Floats:
+        """Return by how much each node is longer, whatever its program."""
+        physics, noise = self.physics, self._noise
+        longer = np.ones(total)
+        if physics.tails:
+            longer += (noise.random(total) < 0.1) * noise.exponential(physics.tails, total)
+        if physics.outliers:
+            longer *= np.where(
+                noise.random(total) < physics.outliers, noise.uniform(2, 5, total), 1
+            )
+        if physics.lengths:
+            lengths = np.exp(
+                physics.lengths * noise.standard_normal((self.pipelines, self._microbatches))
+            )
+            longer *= lengths[:, self._microbatch].ravel()
+        if physics.shared:
+            fresh = math.sqrt(1 - 0.9**2) * noise.standard_normal()
+            self._shared = 0.9 * self._shared + physics.shared * fresh
+        grown: Floats = longer * math.exp(self._shared) * (1 + physics.growth * self._number / 100)
+        return grown
+
+    def _waited_s(self) -> float:
+        """Return for what share of an iteration this one waits before it begins."""
+        waited = self.physics.loader * (self._number % 10 == 9)
+        if self.physics.pauses:
+            waited += 0.5 * (self._noise.random() < self.physics.pauses)
+        return waited
 
     def _gpu_of(self, node: int) -> int:
         pipeline, place = divmod(node, len(self._waits))
@@ -371,6 +432,7 @@ class World:
             energy_j += gpu.energy_j
         spent_j = energy_j - getattr(self, "_energy_j", 0.0)
         self._energy_j = energy_j
+        self._full_s = self._full_s or time_s
         self._now_s, self._number = end_s, self._number + 1
         return Ran(time_s, spent_j, tuple(seen), max(self._changes))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import autopilot
+import autopilot_noise
 import budget_optima
 import cluster_replay
 import controller_latency
@@ -64,6 +65,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     20: unlike_stages.measure,
     21: budget_optima.measure,
     autopilot.NUMBER: autopilot.measure,
+    autopilot_noise.NUMBER: autopilot_noise.measure,
     learning_training.NUMBER: learning_training.measure,
     24: iteration_times.measure,
     25: power_cap.measure,

@@ -23,6 +23,7 @@ from perseus_planner.base.loops import Backoff
 from perseus_planner.runs.straggler import StragglerDetection, StragglerDetector
 from perseus_planner.runtime.controller.client import DETACH_S, HUNG_S, Connection
 from perseus_planner.runtime.controller.protocol import (
+    ClockOverridden,
     ControlFailure,
     ControlResumed,
     Overload,
@@ -197,6 +198,13 @@ class BackgroundWork:
                 self._resume("controller")
             elif isinstance(message, Overload):
                 self._keep_changes(message.kept)
+            elif isinstance(message, ClockOverridden):
+                text = (
+                    f"this GPU ran at {message.achieved_mhz} MHz where {message.set_mhz} MHz was "
+                    "set, so another program sets its clock (a script with `nvidia-smi -lgc`, "
+                    "DCGM, Slurm's --gpu-freq); stop that on this node, or plans save nothing"
+                )
+                self._warnings.warn("overridden", text)
         return messages
 
     def _reattach(self) -> Sequence[ToRank]:
@@ -244,8 +252,9 @@ class BackgroundWork:
             self._warnings.warn(key, text)
 
     def _reset_if_quiet(self) -> None:
-        """Reset the GPU while no iteration makes progress, in an evaluation or a hang, so that no
-        clock slows it; and after an error of the device, which may yet write older requests.
+        """Reset the GPU while no iteration makes progress, so that no clock slows what an engine
+        does not show to be outside of one; and after an error of the device, which may yet write
+        older requests.
 
         The next computation that ends requests a clock again.
         """

@@ -5,6 +5,8 @@ The rules:
 
 - The clock of a computation is requested when the computation before it ends; the first clock of an
   iteration, when the last computation of the iteration before it ends.
+- Outside of iterations, and while an engine updates its weights, the clock is only noted: if that
+  takes long, the GPU is reset (`controller.rank.OUTSIDE_NS`) until the next iteration begins.
 - A new plan takes effect at the begin of an iteration, and so does a return to the plan after a
   deviation.
 - If an engine runs something that is not in the plan, the GPU is reset for the rest of the
@@ -33,6 +35,13 @@ if TYPE_CHECKING:
 _NO_REQUEST_INDEX = -1
 
 
+class Sent(Protocol):
+    """What all ranks of a job run, as they were sent it."""
+
+    def rank_clocks(self, pipeline: int) -> Sequence[float]:
+        """Return the mean clock of each rank of a pipeline."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What one rank runs in an iteration, and the clock of each computation: its part of a plan, or
@@ -54,10 +63,11 @@ class Program:
     status: AutopilotStatus | None = None  #: What the autopilot knew
     #: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
     busy_s: float | None = None
+    sent: Sent | None = field(default=None, repr=False, compare=False)  #: What all ranks were sent
 
     @classmethod
-    def of_plan(cls, version: int, plan: Plan, rank: int) -> Program:
-        """Return what a rank of the plan's schedule runs.
+    def of_plan(cls, version: int, plan: Plan, rank: int, sent: Sent | None = None) -> Program:
+        """Return what a rank of the plan's schedule runs, with all that was sent with the plan.
 
         Raises:
             PlanError: If the schedule has no such rank.
@@ -69,7 +79,7 @@ class Program:
                 "pipeline; make the plan for the schedule that you train with"
             )
         clocks = tuple(plan.clocks[str(computation)] for computation in ranks[rank])
-        return cls(version, ranks[rank], clocks, plan.time_s, plan)
+        return cls(version, ranks[rank], clocks, plan.time_s, plan, sent=sent)
 
     @cached_property
     def changes(self) -> int:
@@ -167,7 +177,7 @@ class Hook:
     Args:
         marks: Requests clocks and takes times.
         source: Decides which program each iteration runs by.
-        first: Program of the first iteration; its first clock is requested at once.
+        first: Program of the first iteration.
     """
 
     def __init__(self, marks: Marks, source: ProgramSource, first: Program | None) -> None:
@@ -181,6 +191,7 @@ class Hook:
         self._deviation: str | None = None
         self._noted: list[tuple[int, str, int]] = []  #: what ran that is not as in a program
         self._load(first)
+        self._request_first(outside=True)
 
     @property
     def iteration(self) -> int:
@@ -204,6 +215,7 @@ class Hook:
         elif self._deviation is not None and program is not None:
             self._order, self._count = program.computations, len(program.computations)
         self._position, self._deviation, self._noted = 0, None, []
+        self._request_first()
         self._marks.begin_iteration(self._iteration)
         if (
             program is not None
@@ -234,6 +246,11 @@ class Hook:
                 position = self._first = self._turns - self._first
             self._marks.request(position)
 
+    def begin_update(self) -> None:
+        """Begin what follows the last computation of the iteration, for which no clock is set."""
+        if self._position == self._count:
+            self._request_first(outside=True)
+
     def end_iteration(self) -> None:
         """End the iteration, including all that the engine does after its last computation."""
         if not self._is_inside:
@@ -246,7 +263,7 @@ class Hook:
         self._source.on_end(self._iteration, self._program, self._deviation, order)
         if self._deviation is None and self._is_unclocked and self._program is not None:
             self._is_unclocked = False
-            self._marks.request(self._first)
+        self._request_first(outside=True)
 
     def abandon_iteration(self) -> None:
         """End the iteration because it raises, which is no deviation; the next one begins with
@@ -256,6 +273,7 @@ class Hook:
             return
         self._is_inside = False
         self._load(None)
+        self._request_first()
         self._marks.end_iteration()
         self._source.on_end(self._iteration, None, None, None)
 
@@ -271,7 +289,12 @@ class Hook:
         if program is not None and self._turns:
             requests.append(clock_request(0, program.clocks[0], again=True))
         self._marks.load(requests)
-        self._marks.request(_NO_REQUEST_INDEX if program is None else 0)
+
+    def _request_first(self, *, outside: bool = False) -> None:
+        if self._is_unclocked:
+            self._marks.request(_NO_REQUEST_INDEX)
+        else:
+            self._marks.request(self._first, outside=outside)
 
     def _deviate(self, what: str) -> None:
         self._deviation, self._is_unclocked = what, True

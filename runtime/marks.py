@@ -23,6 +23,9 @@ KEPT = 64
 
 _AGAIN = 1 << 63
 
+OUTSIDE = 1 << 62
+"""The part of a request that is written outside of computations, for the clock of the next one."""
+
 
 def clock_request(position: int, value: int, *, again: bool = False) -> int:
     """Pack a request for `value` (MHz or watts), for the computation at `position` of the rank's
@@ -36,7 +39,7 @@ def clock_request(position: int, value: int, *, again: bool = False) -> int:
 
 def parse_clock_request(request: int) -> tuple[int | None, int]:
     """Return the position and the value of a request; (None, 0) for `NO_REQUEST`."""
-    place = (request & ~_AGAIN) >> 32
+    place = (request & ~(_AGAIN | OUTSIDE)) >> 32
     return place - 1 if place else None, request & 0xFFFFFFFF
 
 
@@ -86,11 +89,11 @@ class Marks:
         """Make `request(i)` mean `requests[i]` from now on."""
         self._requests = (*requests, NO_REQUEST)
 
-    def request(self, index: int) -> None:
+    def request(self, index: int, *, outside: bool = False) -> None:
         """Write the clock request with this index, or `NO_REQUEST` for -1, when the device comes
-        to this point.
+        to this point; with `outside` it is a clock for later, and other work comes first.
         """
-        self._shared[0] = self._requests[index]
+        self._shared[0] = self._requests[index] | outside * OUTSIDE
 
     def begin_iteration(self, number: int) -> None:
         """Mark the begin of an iteration."""

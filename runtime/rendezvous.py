@@ -494,7 +494,7 @@ def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Pro
             f"the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and {engine.name} "
             f"runs pipelines of {position.ranks}; solve for the schedule that you train with"
         )
-    program = Program.of_plan(version, plan, position.rank)
+    program = Program.of_plan(version, plan, position.rank, plans)
     order = engine.order()
     if order is not None:
         program.check_order(order, engine.name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.whole import WholeTraining
 from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.resiliency import corrected_report
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Runtime:
     ) -> None:
         self._context, self._follower, self._telemetry = context, follower, telemetry
         self._check, self._wake, self._autopilot = check, wake, autopilot
+        self._highest_mhz: dict[int, float] = {}
 
     @property
     def plan(self) -> Plan | None:
@@ -70,6 +72,35 @@ class Runtime:
     def iterations(self) -> tuple[IterationRecord, ...]:
         """The last iterations of this rank, as measured."""
         return self._telemetry.iterations
+
+    @property
+    def planned_clocks(self) -> Mapping[int, float]:
+        """On rank 0, for each rank of the job the clock at which it is to compute now, MHz, on
+        average; empty elsewhere, and while no clocks are set.
+        """
+        program = self._follower.program
+        sent = None if program is None or self._context.control != "clock" else program.sent
+        if sent is None or self.problem is not None:
+            return {}
+        return {
+            rank: sent.rank_clocks(position[0])[position[1]]
+            for rank, position in enumerate(self._context.positions)
+            if position is not None
+        }
+
+    def corrected_report(self, report: Any) -> Any:
+        """Return a straggler report of NVIDIA's resiliency extension without what planned clocks
+        do to its scores, as `docs/integrations/resiliency.md` shows; call it on rank 0 with every
+        report.
+
+        Args:
+            report: The report of all ranks, with `gather_on_rank0`; None elsewhere, and returned.
+        """
+        clocks_mhz, program = self.planned_clocks, self._follower.program
+        top_mhz = 0.0 if program is None else program.top  # at which the autopilot begins
+        for rank, clock_mhz in clocks_mhz.items():
+            self._highest_mhz[rank] = max(self._highest_mhz.get(rank, top_mhz), clock_mhz)
+        return report and corrected_report(report, clocks_mhz, self._highest_mhz)
 
     @contextmanager
     def iteration(self) -> Iterator[None]:

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,6 @@ from perseus_planner.acceptance.training import (
     Trained,
     Training,
     size_on,
-    trained,
 )
 from perseus_planner.base.checks import Check, Finding, NotCheckedError
 from perseus_planner.base.errors import GpuError, RankError
@@ -333,46 +332,46 @@ def _exchange(rank: Rank) -> list[float]:
 # Training
 
 
-@dataclass(frozen=True)
-class _Modes:
+@dataclass
+class _Trainings:
     """A rank's trainings without the runtime and with it."""
 
-    plain: Sequence[Trained]
-    dry_run: Sequence[Trained]
-    times: Times
-    #: Calls that wait for the device without the runtime and with it; empty without CUDA.
-    waits: Sequence[int]
-    #: Largest distance of a mark from an end of what the GPU runs; None if it is not known.
-    mark_error_s: float | None = None
+    plain: list[Trained] = field(default_factory=list)
+    by_plan: list[Trained] = field(default_factory=list)
+    #: Calls that wait for the device in each training, in turn; empty without CUDA.
+    waits: list[int] = field(default_factory=list)
+    kernels: list[Span] = field(default_factory=list)  #: What the GPU ran in the last one
+    problem: str | None = None  #: Why clocks were not set
 
 
 def _check_training(acceptance: Acceptance) -> Finding:
     acceptance.need(acceptance.nodes, "node")
     plan = acceptance.rank.folder / "made-up-plan.yaml"
     acceptance.rank.everywhere(_make_up, plan)
-    modes: list[_Modes] = acceptance.rank.everywhere(
-        _train_both, plan, limit_s=_SLOW_S, environment=DETERMINISTIC
-    )
-    if not all(_are_equal([*mode.plain, *mode.dry_run]) for mode in modes):
-        raise RankError("the losses with the runtime are others than without")
-    acceptance.times = {key: time_s for mode in modes for key, time_s in mode.times.items()}
+    folder = acceptance.rank.folder / "dry-run"
+    options = {"dry_run": True, "record": folder, "max_changes_per_s": 1e4}
+    modes = _trainings(acceptance, plan, options, in_turn=True)
+    marks_s, acceptance.times = _recorded(folder)
     plain_s = median(run.time_s for mode in modes for run in mode.plain)
-    ratio = plain_s / median(run.time_s for mode in modes for run in mode.dry_run)
+    ratio = plain_s / median(run.time_s for mode in modes for run in mode.by_plan)
     text = (
         f"{acceptance.layout}: with the runtime, {100 * ratio:.1f} % of the throughput without, "
         "and equal losses; "
     )
-    errors_s = [mode.mark_error_s for mode in modes]
+    errors_s = [
+        mark_error_s(marks_s[rank], mode.kernels) if mode.kernels else None
+        for rank, mode in enumerate(modes)
+    ]
     values = {
         "time_s": plain_s,
         "throughput_ratio": ratio,
-        "waits": [mode.waits for mode in modes],
+        "waits": [mode.waits[-2:] for mode in modes],
         "mark_error_s": errors_s,
     }
     if not modes[0].waits:
         text += "waiting and marks: not checked, as there is no CUDA here"
         return Finding(text, values)
-    more = max(after - before for before, after in (mode.waits for mode in modes))
+    more = max(after - before for before, after in (mode.waits[-2:] for mode in modes))
     if more > 0:
         raise RankError(f"with the runtime {more} calls more wait for the GPU")
     if ratio < 1 - ADDED:
@@ -387,38 +386,40 @@ def _check_training(acceptance: Acceptance) -> Finding:
     return Finding(f"{text}no call more waits for the GPU; marks: {marks}", values)
 
 
-def _are_equal(runs: Sequence[Trained]) -> bool:
-    """Whether trainings gave the same losses as far as they went."""
-    shared = min(len(run.losses) for run in runs)
-    return len({run.losses[:shared] for run in runs}) == 1
+def _trainings(
+    acceptance: Acceptance, plan: Path, options: Mapping[str, Any], *, in_turn: bool
+) -> list[_Trainings]:
+    """Train without the runtime and with it on all ranks; return each rank's trainings.
+
+    Raises:
+        RankError: If the losses with the runtime are others.
+    """
+    found: list[_Trainings] = acceptance.rank.everywhere(
+        _train, plan, options, in_turn, limit_s=_SLOW_S, environment=DETERMINISTIC
+    )
+    for each in found:
+        losses = [run.losses for run in (*each.plain, *each.by_plan)]
+        if len({of_run[: min(map(len, losses))] for of_run in losses}) > 1:
+            raise RankError("the losses with the runtime are others than without")
+    return found
 
 
-def _train_both(rank: Rank, plan: Path) -> _Modes:
-    """Train in turn without the runtime and with it, in a dry run."""
-    from perseus_planner.runtime import planner_runtime
-
-    on_cuda, record = rank.device.type == "cuda", rank.folder / "dry-run"
-    runs: dict[bool, list[Trained]] = {False: [], True: []}
-    waits, kernels = list[int](), list[Span]()
-    with trained(rank) as make:
-        for is_dry in (False, True, True, False, False, True) if on_cuda else (False, True):
-            training = make()
-            runtime = planner_runtime(
-                training.engine,
-                plan=plan,
-                gpu=rank.gpu,
-                dry_run=True,
-                record=record,
-                max_changes_per_s=1e4,
-            )
-            with training.emulated(rank), runtime if is_dry else nullcontext():
-                runs[is_dry].append(training.train(10 if on_cuda else 3))
-                if on_cuda:
-                    waited, kernels = _traced(training)
-                    waits.append(waited)
-        marks, times = _recorded(record, rank.rank)
-    error_s = mark_error_s(marks, kernels) if kernels else None
-    return _Modes(runs[False], runs[True], times, waits[-2:], error_s)
+def _train(rank: Rank, plan: Path, options: Mapping[str, Any], in_turn: bool) -> _Trainings:
+    """Train without the runtime and by a plan; several times in turn on CUDA."""
+    found, on_cuda = _Trainings(), rank.device.type == "cuda"
+    iterations = _BY_PLAN if not in_turn else 10 if on_cuda else 3
+    turns = (False, True, True, False, False, True) if in_turn and on_cuda else (False, True)
+    with rank.process_group(), open_gpu(rank.gpu) as gpu:
+        for by_plan in turns:
+            training = Training(rank)
+            with training.running(plan if by_plan else None, **options) as runtime:
+                runs = found.by_plan if by_plan else found.plain
+                runs.append(training.train(iterations, gpu))
+                if in_turn and on_cuda:
+                    waited, found.kernels = _traced(training)
+                    found.waits.append(waited)
+                found.problem = None if runtime is None else runtime.problem
+    return found
 
 
 def _make_up(rank: Rank, path: Path) -> None:
@@ -485,22 +486,20 @@ def mark_error_s(marks: Iterable[float], kernels: Sequence[Span]) -> float | Non
     )
 
 
-def _recorded(folder: Path, rank: int) -> tuple[list[float], Times]:
-    """Return when the last recorded computations of a rank began and ended, and the mean time of
-    each kind.
+def _recorded(folder: Path) -> tuple[dict[int, list[float]], Times]:
+    """Return when the last recorded computations of each rank began and ended, and the median time
+    of each kind.
     """
-    import torch.distributed as dist
-
     from perseus_planner.runs import Run
 
-    dist.barrier()  # all have written
-    (mine,) = (record for record in Run.load(folder).ranks if record.rank == rank)
-    computations = [each for row in mine.computations.values() for each in row]
+    marks: dict[int, list[float]] = {}
     durations: dict[tuple[int, str], list[float]] = {}
-    for each in computations:
-        key = (each.computation.stage, each.computation.kind)
-        durations.setdefault(key, []).append(each.duration_s)
-    marks = [at_s for each in computations for at_s in (each.begin_s, each.end_s)]
+    for record in Run.load(folder).ranks:
+        of_rank = marks[record.rank] = []
+        for each in (each for row in record.computations.values() for each in row):
+            key = (each.computation.stage, each.computation.kind)
+            durations.setdefault(key, []).append(each.duration_s)
+            of_rank += [each.begin_s, each.end_s]
     return marks, {key: median(values) for key, values in durations.items()}
 
 
@@ -547,8 +546,8 @@ def _profile(rank: Rank, path: Path) -> tuple[int, int]:
     control = "observed" if rank.read_only else "clock"
     minutes = None if rank.read_only else 0.2 if rank.is_emulated else 1.0
     settings = SweepSettings(control=control, window_s=1.0, cool_down_s=1.0, minutes=minutes)
-    with trained(rank) as make:
-        training = make()
+    with rank.process_group():
+        training = Training(rank)
         training.train(1)
         before = _peak(training)
         waiting_w = None
@@ -591,14 +590,10 @@ def _check_plan(acceptance: Acceptance) -> Finding:
         profile = replace(profile, clock_change=acceptance.change)
     acceptance.rank.everywhere(_solve, profile, path)
     acceptance.plan, predicted = path, Plan.load(path)
-    found: list[tuple[Trained, Trained, str | None]] = acceptance.rank.everywhere(
-        _train_by, path, limit_s=_SLOW_S, environment=DETERMINISTIC
-    )
-    if problems := {problem for *_, problem in found if problem is not None}:
+    found = _trainings(acceptance, path, {"record": acceptance.rank.folder / "run"}, in_turn=False)
+    if problems := {each.problem for each in found if each.problem is not None}:
         raise GpuError("; ".join(sorted(problems)))
-    if not all(_are_equal(runs) for *runs, _ in found):
-        raise RankError("the losses by the plan are others than without it")
-    before, by_plan = [run for run, *_ in found], [run for _, run, _ in found]
+    before, by_plan = [each.plain[0] for each in found], [each.by_plan[0] for each in found]
     pipelines = acceptance.layout.pipelines
     rows = [
         _beside(
@@ -650,24 +645,6 @@ def _solve(rank: Rank, profile: Profile, path: Path) -> None:
             group=1,
         )
     frontier.plan_for(frontier.baseline_time_s).save(path)
-
-
-def _train_by(rank: Rank, plan: Path) -> tuple[Trained, Trained, str | None]:
-    """Train without a plan and with it; return what that took, and why clocks were not set."""
-    from perseus_planner.runtime import planner_runtime
-
-    with trained(rank) as make, open_gpu(rank.gpu) as gpu:
-        training = make()
-        with training.emulated(rank):
-            before = training.train(_BY_PLAN, gpu)
-        training = make()
-        runtime = planner_runtime(
-            training.engine, plan=plan, gpu=rank.gpu, record=rank.folder / "run"
-        )
-        with training.emulated(rank), runtime as running:
-            by_plan = training.train(_BY_PLAN, gpu)
-            problem = running.problem
-    return before, by_plan, problem
 
 
 # Deaths
@@ -738,12 +715,9 @@ def _training_by_plan(acceptance: Acceptance) -> Iterator[Callable[[], int]]:
 
 def _train_on(rank: Rank, plan: Path, progress: Path) -> None:
     """Train by a plan until this process is killed; write how many iterations have run."""
-    from perseus_planner.runtime import planner_runtime
-
-    with trained(rank) as make:
-        training = make()
-        runtime = planner_runtime(training.engine, plan=plan, gpu=rank.gpu)
-        with training.emulated(rank), runtime:
+    with rank.process_group():
+        training = Training(rank)
+        with training.running(plan):
             for number in count(1):
                 training.iterate()
                 progress.write_text(str(number))

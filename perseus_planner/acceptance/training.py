@@ -6,17 +6,20 @@ the last backward goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
     from perseus_planner.acceptance.ranks import Rank
     from perseus_planner.gpu import Gpu
+    from perseus_planner.runtime import Runtime
 
 STAGES = 2
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -72,7 +75,8 @@ class Trained:
 
 
 class Training:
-    """This rank's part of the training, which is the same each time that it is made.
+    """This rank's part of the training, which is the same each time that it is made, on all ranks
+    together, inside torch's process group.
 
     Attributes:
         engine: The schedule.
@@ -85,7 +89,7 @@ class Training:
         from torch.distributed import pipelining
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        self.device = rank.device
+        self._rank, self.device = rank, rank.device
         self.size = size_on(self.device)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.set_num_threads(1)
@@ -189,15 +193,20 @@ class Training:
         values = torch.stack([loss.detach() for loss in losses]).tolist() if losses else []
         return Trained(time_s, energy_j, tuple(values))
 
-    def emulated(self, rank: Rank) -> AbstractContextManager[Any]:
-        """Return a context in which computations take as long as on an emulated GPU, if there is
-        one.
+    @contextmanager
+    def running(self, plan: Path | None = None, **options: Any) -> Iterator[Runtime | None]:
+        """Have computations take as long as on an emulated GPU, if there is one, inside the block;
+        with a plan, by the runtime with these options.
         """
+        from perseus_planner.runtime import planner_runtime
         from perseus_planner.runtime.emulation import emulate
 
-        if not rank.is_emulated:
-            return nullcontext()
-        return emulate(self.engine, rank.gpu.removeprefix("dry-run:"))
+        gpu = self._rank.gpu
+        with ExitStack() as stack:
+            if self._rank.is_emulated:
+                stack.enter_context(emulate(self.engine, gpu.removeprefix("dry-run:")))
+            runtime = planner_runtime(self.engine, plan=plan, gpu=gpu, **options)
+            yield None if plan is None else stack.enter_context(runtime)
 
     def _reduce(self, parameter: Any) -> None:
         """Begin to reduce a gradient after the last backward of an iteration."""
@@ -218,15 +227,6 @@ class Training:
 
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-@contextmanager
-def trained(rank: Rank) -> Iterator[Callable[[], Training]]:
-    """Yield a function that makes the training anew, on all ranks together, inside torch's process
-    group.
-    """
-    with rank.process_group():
-        yield lambda: Training(rank)
 
 
 def _stage(size: Size, number: int) -> nn.Module:

@@ -124,12 +124,12 @@ class NewReport:
         Option(metavar="KEY"),
     ]
 
-    def refuse(self, beside: str, *kept: str) -> None:
-        """Check that nothing but the options of the names `kept` is given beside another."""
+    def refuse_all(self) -> None:
+        """Check that none of these options is given beside --clear."""
         for field in fields(self):
-            if field.name not in kept and getattr(self, field.name) not in (None, field.default):
+            if getattr(self, field.name) not in (None, field.default):
                 raise UsageError(
-                    f"{option_name(field.name)}: is for a new report; leave it out beside {beside}"
+                    f"{option_name(field.name)}: is for a new report; leave it out beside --clear"
                 )
 
     def request(self) -> ReportRequest:
@@ -162,18 +162,12 @@ _SCOPES = ("pipeline", "stage", "rank", "gpu", "node")  #: fields that say what 
     "planner straggler --job gpt3 --node node07 --score 0.83 --cause compute --source dcgm",
     "planner straggler --job gpt3 --pipeline 3 --slowdown 1",
     "planner straggler --job gpt3 --clear 5f0c",
-    "tail -F train.log | planner straggler --job gpt3 --megatron-log --ttl 10m",
 )
 def straggler(
     *,
     job: Annotated[str, "Name of the training job.", Option("--job", "-j", metavar="JOB")],
     report: NewReport,
     clear: Annotated[str | None, "Withdraw the report with that key.", Option(metavar="KEY")],
-    megatron_log: Annotated[
-        bool,
-        "Read the log of a Megatron job from standard input, and report the ranks that its "
-        "StragglerDetector names.",
-    ],
     service: Service,
     as_json: AsJson,
 ) -> None:
@@ -182,19 +176,9 @@ def straggler(
     The other pipelines then run no faster than needed, which saves energy. Write times as 30s, 30m
     or 2h.
     """
-    if clear is not None and megatron_log:
-        raise UsageError("--clear: withdraws one report; leave out --megatron-log")
     with _open_client(service) as client:
-        if megatron_log:
-            report.refuse("--megatron-log", "ttl_s")
-            from perseus_planner.service.sources import Feed, megatron_reports
-
-            feed = Feed(client, job, megatron_reports, ttl_s=report.ttl_s)
-            for answers in filter(None, map(feed, sys.stdin)):
-                click.echo(console.printable(_answers_text(answers)))
-            return
         if clear is not None:
-            report.refuse("--clear")
+            report.refuse_all()
             answer = client.clear(job, clear)
         else:
             answer = client.report(job, report.request(), wait_s=_WAIT_S)

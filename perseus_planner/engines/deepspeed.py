@@ -174,11 +174,19 @@ class DeepSpeedPipeline:
 
     def _hooked_instructions(self, hook: IterationHook) -> dict[type, Callable[..., Any]]:
         """Return the instruction map of one iteration, with the hook called around forwards and
-        backwards.
+        backwards, and before the optimizer's step.
         """
+        from deepspeed.runtime.pipe.schedule import OptimizerStep
+
         original: Mapping[type, Callable[..., Any]] = self._engine._INSTRUCTION_MAP
+
+        def update(*args: Any, **arguments: Any) -> None:
+            hook.begin_update()
+            original[OptimizerStep](*args, **arguments)
+
         return {
             **original,
+            OptimizerStep: update,
             **{
                 instruction: self._hooked(hook, original[instruction], kind)
                 for instruction, kind in _kinds().items()

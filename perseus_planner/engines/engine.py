@@ -63,6 +63,9 @@ class IterationHook(Protocol):
     def end(self) -> None:
         """End the computation."""
 
+    def begin_update(self) -> None:
+        """Begin the update of the weights, if it is a part of the iteration."""
+
     def end_iteration(self) -> None:
         """End the iteration."""
 

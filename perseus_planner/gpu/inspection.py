@@ -98,7 +98,7 @@ def inspect(gpu: Gpu) -> Inspection:
         energy=watch_energy(gpu),
         leased_by=in_use_text(living[0]) if living else None,
         stale_leases=tuple(_stale_text(record) for record in records if record not in living),
-        warnings=gpu.warnings(),
+        warnings=(*gpu.warnings(), *(() if living else gpu.foreign_locks())),
     )
 
 

@@ -66,6 +66,11 @@ class GpuReader(Protocol):
         says what to do.
         """
 
+    def foreign_locks(self) -> tuple[str, ...]:
+        """Which clocks a program has locked, as far as can be told while nobody leases the GPU;
+        each text also says what to do.
+        """
+
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """SM clocks that can be locked, highest first."""
@@ -168,6 +173,10 @@ class RealGpu(ClosedOnExit):
 
     origin = "measured"
     keeps_settings = True
+
+    def foreign_locks(self) -> tuple[str, ...]:
+        """Nothing: it cannot be told."""
+        return ()
 
     def now_s(self) -> float:
         """Monotonic clock of the system, seconds."""

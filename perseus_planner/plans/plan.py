@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import fsum
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -213,6 +214,15 @@ class Plan(Checked, error=PlanError):
         """
         return tuple(
             changes_per_rank([self.clocks[str(c)] for c in program])
+            for program in self.schedule.ranks
+        )
+
+    @cached_property
+    def rank_clocks(self) -> tuple[float, ...]:
+        """The mean clock of the computations of each rank, over their time."""
+        return tuple(
+            fsum(self.clocks[str(c)] * self.measurement(c).time_s for c in program)
+            / fsum(self.measurement(c).time_s for c in program)
             for program in self.schedule.ranks
         )
 

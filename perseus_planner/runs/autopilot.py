@@ -29,8 +29,8 @@ class AutopilotStatus:
     iteration: int = -1  #: The iteration that the program was made for; -1 before the first
     #: Seconds of an iteration at full clocks; None while that is not known.
     reference_s: float | None = None
-    #: Energy that the newest plan saves, as a share of that of an iteration at full clocks; None
-    #: before it.
+    #: Energy that the newest plan is expected to save, as a share of that of an iteration at full
+    #: clocks; None before it. What was saved is in the `Account`.
     saving: float | None = None
     saving_stderr: float | None = None  #: Its standard error
     owed_s: float = 0.0  #: Seconds that the ledger owes; negative for credit
@@ -44,7 +44,8 @@ class AutopilotStatus:
             return self.phase
         error = "" if self.saving_stderr is None else f" ± {100 * self.saving_stderr:.1f}"
         return (
-            f"{self.phase}, saving {100 * self.saving:.1f}{error} % of the energy at full clocks, "
+            f"{self.phase}, planned to save {100 * self.saving:.1f}{error} % of the energy at full "
+            "clocks, "
             f"{self.trials} operating points tried in iteration {self.iteration} and "
             f"{self.unknown} not known yet, the ledger owes {si(self.owed_s, 's', 3)} of at most "
             f"{si(self.burst_s, 's', 3)}"

@@ -8,7 +8,9 @@ NVIDIA's resiliency extension on rank 0, with or without the service:
 
     feed = Feed(Client("http://10.0.0.5:8400"), "gpt3", resiliency_reports, ttl_s=3 * interval_s)
     ...
-    with suppress(PlannerError): feed(report)
+    with suppress(PlannerError): feed(runtime.corrected_report(report))
+
+`Runtime.corrected_report` takes out what planned clocks do to the scores.
 
 Prometheus needs no client: its Alertmanager posts alerts to the service, see
 `perseus_planner.service.alertmanager`.
@@ -17,9 +19,7 @@ Prometheus needs no client: its Alertmanager posts alerts to the service, see
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from perseus_planner.service.answers import Answer
     from perseus_planner.service.client import Client
 
-MEGATRON, RESILIENCY, RUNTIME = "megatron", "nvidia-resiliency-ext", "perseus-planner runtime"
+RESILIENCY, RUNTIME = "nvidia-resiliency-ext", "perseus-planner runtime"
 """The sources, as reports name them. That of the runtime is followed by its rank."""
 
 
@@ -86,53 +86,9 @@ def resiliency_reports(
     reports = []
     for rank, score in sorted({**individual, **relative}.items()):
         if score * slow < 1.0:
-            reports.append(_report(RESILIENCY, rank, ttl_s, None, score))
+            reports.append(_report(rank, ttl_s, score))
         elif rank in before:
-            reports.append(_report(RESILIENCY, rank, ttl_s, None))
-    return reports
-
-
-def megatron_reports(
-    line: str, *, before: Collection[int] = (), slow: float = SLOW, ttl_s: float | None = None
-) -> list[ReportRequest]:
-    """Report the ranks that are slow, or have recovered, by one line of Megatron's
-    StragglerDetector.
-
-    In every interval, it logs the ranks with the least and the most throughput
-    (megatron/core/utils.py): "[2026-05-04 12:00:10] | MnRtt/Rnk: 101.20ms/3 | … | MnEtpt/Rnk:
-    210.11TF/7 | MxEtpt/Rnk: 246.05TF/3". Their ratio is the score of the slower rank. It compares
-    all ranks, so it indicates a slow GPU only if all stages have the same work, and it never names
-    a second slow rank.
-
-    Args:
-        line: A line of the log of rank 0, with any prefix.
-        before: As for `resiliency_reports`.
-        slow: As for `resiliency_reports`.
-        ttl_s: How long a report holds unless another follows, seconds; a few logging intervals.
-
-    Returns:
-        The reports; empty for other lines.
-    """
-    ends = [
-        re.search(rf"\b{name}/Rnk: ([0-9]+\.[0-9]+)TF/([0-9]+)", line)
-        for name in ("MnEtpt", "MxEtpt")
-    ]
-    if ends[0] is None or ends[1] is None:
-        return []
-    (least, slowest), (most, fastest) = (
-        (float(end[1]), int(end[2])) for end in ends if end is not None
-    )
-    if not 0.0 < least <= most:
-        return []
-    when = re.search(r"\[([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})\] \| MnRtt", line)
-    observed_s = None if when is None else _local_s(when[1])
-    score = least / most
-    # If the slowest rank is not slow, no rank is; otherwise only the fastest is known to have
-    # recovered.
-    recovered = set(before) if score * slow >= 1.0 else {fastest} & set(before)
-    reports = [_report(MEGATRON, rank, ttl_s, observed_s) for rank in sorted(recovered)]
-    if score * slow < 1.0:
-        reports.append(_report(MEGATRON, slowest, ttl_s, observed_s, score))
+            reports.append(_report(rank, ttl_s))
     return reports
 
 
@@ -144,7 +100,7 @@ class Feed:
     Args:
         client: A client of the service. Its timeout bounds how long a call takes.
         job: Name of the job.
-        reports_of: `resiliency_reports`, `megatron_reports` or a function with the same parameters.
+        reports_of: `resiliency_reports` or a function with the same parameters.
         ttl_s: How long a report holds unless another follows, seconds; None until it is cleared.
     """
 
@@ -190,25 +146,9 @@ def _scores(report: Any, name: str) -> dict[int, float]:
     return {rank: score for rank, score in rank_scores.items() if 0.0 < score < math.inf}
 
 
-def _report(
-    source: str,
-    rank: int,
-    ttl_s: float | None,
-    observed_s: float | None,
-    score: float | None = None,
-) -> ReportRequest:
+def _report(rank: int, ttl_s: float | None, score: float | None = None) -> ReportRequest:
     """Return the report of a slow rank with that score, or of a rank that has recovered without
     one.
     """
     scope, slowdown = Scope("rank", str(rank)), 1.0 if score is None else None
-    return ReportRequest(
-        source, scope, slowdown, None, score, cause="compute", ttl_s=ttl_s, observed_s=observed_s
-    )
-
-
-def _local_s(text: str) -> float | None:
-    """Read a time of this machine's zone as seconds since the epoch; None if it is not a time."""
-    try:
-        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S").astimezone().timestamp()
-    except (ValueError, OverflowError):
-        return None
+    return ReportRequest(RESILIENCY, scope, slowdown, None, score, cause="compute", ttl_s=ttl_s)

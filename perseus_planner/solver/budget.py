@@ -111,7 +111,11 @@ def clocks_within_budget(
 
 
 def clocks_by_budget(
-    dag: PipelineDag, deadline_s: float, unlimited_mhz: Sequence[int], levels: Sequence[int]
+    dag: PipelineDag,
+    deadline_s: float,
+    unlimited_mhz: Sequence[int],
+    levels: Sequence[int],
+    effort: float = 1.0,
 ) -> dict[int, list[int]]:
     """Return `clocks_within_budget` for several numbers of changes, each searched from the one
     before.
@@ -122,11 +126,12 @@ def clocks_by_budget(
         unlimited_mhz: the clock of each computation in a plan that meets the deadline without a
             budget.
         levels: numbers of changes, rising.
+        effort: how long to search, as a share of what `clocks_within_budget` takes.
 
     Returns:
         Number of changes -> clocks, MHz. Numbers within which no plan was found are left out.
     """
-    search = _Search(dag, deadline_s, unlimited_mhz)
+    search = _Search(dag, deadline_s, unlimited_mhz, effort)
     plans = zip(levels, search.by_level(levels), strict=True)
     return {
         level: search.mhz(plan.clock)
@@ -138,8 +143,15 @@ def clocks_by_budget(
 class _Search:
     """What is known before a search."""
 
-    def __init__(self, dag: PipelineDag, deadline_s: float, unlimited_mhz: Sequence[int]) -> None:
+    def __init__(
+        self,
+        dag: PipelineDag,
+        deadline_s: float,
+        unlimited_mhz: Sequence[int],
+        effort: float = 1.0,
+    ) -> None:
         problem, self._clocks = clock_problem_of(dag)
+        self._effort = effort
         column = {clock: i for i, clock in enumerate(self._clocks)}
         unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
         self.problem, self.deadline_s = with_waves(problem, unlimited), deadline_s
@@ -205,7 +217,7 @@ class _Search:
     def _improved(self, start: _Plan, goal: Goal, library: Integers) -> _Plan:
         """Anneal one level; the result is at least as good as `start`."""
         problem, (work, least, most) = self.problem, _EFFORT
-        tries = min(max(work // len(problem.fixed_s), least), most)
+        tries = math.ceil(self._effort * min(max(work // len(problem.fixed_s), least), most))
         if start.late_s > 0.0:  # search for the fastest plan first, whatever it costs
             free = problem._replace(cost_j=np.where(np.isfinite(problem.cost_j), 0.0, np.inf))
             heat = Heat(
@@ -220,6 +232,7 @@ class _Search:
             return start
         first_j = gap_j * max(_HEAT[0] / len(problem.member), _HEAT[1])
         repeats = min(max(_REPEATS[0] // len(problem.fixed_s), 1), _REPEATS[1])
+        repeats = math.ceil(self._effort * repeats)
         heats = [
             Heat(tries, hot_j, hot_j * _COOLING, seed=seed)
             for seed, hot_j in zip(

@@ -194,6 +194,8 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
     if sent.energy_is is not None:
         text += f"; {si(sent.energy_j, 'J')}, {sent.energy_is}"
         text += f", saved {si(sent.saved_j, 'J')} against all clocks at maximum" if saves else ""
+        if saves and (unlocked := sent.unlocked_share) is not None:
+            text += f" and {100 * unlocked:.2f} % against what it drew before a clock was set"
     if sent.set_p50_s is not None and sent.set_p99_s is not None:
         text += (
             f"; clocks set in {si(sent.set_p50_s, 's', 3)}, 99 % in {si(sent.set_p99_s, 's', 3)}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.runtime.autopilot.audits import Audits
 from perseus_planner.runtime.autopilot.job import (
     AutopilotJob,
     AutopilotSettings,
@@ -32,31 +33,29 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.autopilot.job import RankObservation
 
+    Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
 _REFERENCES = 2  #: iterations at full clocks before the first trial
-_AUDIT, _LEAST_AUDIT = (
-    200,
-    8,
-)  #: iterations between two at full clocks that check the reference, and after events
-_BURST = 0.005  #: what the ledger may owe, as a share of the reference
+_BURST = 0.04  #: what the ledger may owe, as a share of the reference
+_UNJUDGED = 0.01  #: what ranks charge at most before an iteration is judged, likewise
 _TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
 _TRIAL, _LATE_TRIAL = 0.0028, 0.0014  #: likewise with trials, early and later
 _EARLY, _ENOUGH = (
     36,
     0.75,
 )  #: early are so many iterations of one pipeline, and until so many rows may be planned on
-_LATE = (
-    0.003  #: how much longer than replayed iterations may be before plans are made shorter for it
-)
-_MOST_SHORTER = 0.0015  #: how much shorter at most, as a share of the reference
-_REMEMBERED = 20  #: iterations from which it is known how much longer they are than replayed
+#: how much longer than agreed iterations may be before plans leave more time; by how much more they
+#: leave for what is longer, and where that is owed; and how much at most: shares of the reference
+_ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.002, 0.3, 1.5, 0.3
+_MOST_LATE = 0.01  #: what one iteration counts for at most
+_AUDIT = 2  #: iterations of an audit
+_FIRST_AUDIT = 16  #: when the reference of a profile that was given is compared
+_REMEMBERED = 20  #: iterations from which the reference is known
 _DOUBT, _MORE_DOUBT = (
     0.01,
     0.002,
 )  #: how much longer it may be if rows are over the bound; and while trials are ahead
-#: relative change of the replayed time at full clocks that is an event, as a GPU that became slower
-_EVENT = 0.01
 _AGAIN = (
     4  #: iterations between two solutions for the same rows, whose powers are known better by then
 )
@@ -116,20 +115,26 @@ class Autopilot:
         self._tried: dict[
             tuple[int, int], int
         ] = {}  # (rank, clock) -> the iteration of its last trial
-        # Medians, as a pause in an iteration says nothing of the others.
-        self._full_s: deque[float] = deque(
-            maxlen=_REMEMBERED
-        )  # iterations at full clocks since the last event
-        self._replayed_s = 0.0  # the replayed time at full clocks when the last of them ended
-        self._full_ratio = 1.0  # the reference over the replayed time at full clocks
-        self._lates: deque[float] = deque(
-            [0.0] * 4, maxlen=_REMEMBERED
-        )  # how much larger that is under plans
+        self._audits = Audits()
+        # What iterations took, or had taken, at full clocks, and that over the replayed time.
+        self._full_s: deque[float] = deque(maxlen=_REMEMBERED // 2)
+        self._ratios: deque[float] = deque(maxlen=_REMEMBERED)
+        self._replayed_s = 0.0  # the replayed time at full clocks
+        self._margin: float | None = None  # by how much lower clocks are taken to be longer
         self._waits_s = (
             0.0,
         ) * job.pipelines  # how long each pipeline may take beside a slower one
         self._observed = -1
-        self._audited = self._audits_due = 0
+        self._audits_due = 0
+        #: of a profile that is given, whose reference is compared soon
+        self._is_given = self._learner.is_ready
+        if self._is_given:
+            self._ledger = self._terms(
+                max(
+                    self._search.replay(self._search.full(), costs)[0]
+                    for costs in self._learner.costs()
+                )
+            )
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from what ranks observed of one iteration; ranks that observed nothing may be left
@@ -198,85 +203,91 @@ class Autopilot:
         return max(self.settings.slowdown, max(self._waits_s) / replayed_s)
 
     def _account(self, observations: Sequence[RankObservation]) -> None:
-        """Add an iteration to the ledger, and learn how much longer iterations are than replayed
-        ones.
+        """Charge the ledger with what clocks did to an iteration, and leave more time in plans, or
+        less, by that.
         """
         iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
         ran = self._ahead.pop(iteration, None)
         for earlier in [number for number in self._ahead if number < iteration]:
             del self._ahead[earlier]
         full = all(seen.version == 0 for seen in observations)
-        if not self._learner.is_ready:
-            limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * time_s
-            self._ledger = (self._ledger or Ledger(time_s, *limits)).add(
-                time_s, full_clocks=full, iteration=iteration
-            )
-            return
-        costs = self._learner.costs()
-        clean = not any(seen.throttled_s for seen in observations)
-        replayed_s = max(
-            self._search.replay(self._search.full(), pipeline_costs)[0] for pipeline_costs in costs
-        )
-        is_event = self._is_event(replayed_s, iteration)
-        if full and clean:
-            self._full_s.append(time_s)
-            self._replayed_s = replayed_s
-        reference_s = median(self._full_s) if self._full_s else replayed_s * self._full_ratio
-        self._full_ratio = reference_s / replayed_s
-        if (
-            not full
-            and clean
-            and ran is not None
-            and all(seen.version == ran.version for seen in observations)
-        ):
-            planned_s = max(
-                self._search.replay(p, pipeline_costs)[0]
-                for p, pipeline_costs in zip(ran.programs, costs, strict=True)
-            )
-            self._lates.append(time_s / planned_s / self._full_ratio - 1)
-        limits = self.settings.slowdown, self.settings.max_slowdown, _BURST * reference_s
+        agreed = self.settings.slowdown if ran is None else ran.slowdown
+        longer_s = None
+        judged = self._judged(observations) if self._learner.is_ready else None
+        if judged is not None:
+            ran_s, full_s = judged
+            self._replayed_s = self._at_full_clocks_s()
+            unexplained = self._learner.common + (time_s - ran_s) / time_s
+            longer_s = ran_s - full_s
+            longer_s += full_s * self._audits.add(unexplained, full_clocks=full)
+            if not full:
+                late = min(max(ran_s / full_s - agreed - _ALLOWED, -_MOST_LATE), _MOST_LATE)
+                # More is left at once where the ledger has nothing to spare.
+                is_owed = self._ledger is not None and self._ledger.owed_s > 0.0
+                gain = _GAIN_IF_OWED if is_owed and late > 0.0 else _GAIN
+                margin = (self._margin or 0.0) + gain * late
+                self._margin = min(max(margin, 0.0), _MOST_MARGIN)
+            self._ratios.append(time_s * full_s / ran_s / self._replayed_s)
+        self._full_s.append(time_s - (longer_s or 0.0))
+        reference_s = median(self._full_s)
         # Ranks account for iterations that are ahead by these terms, so the largest of theirs
         # count.
-        ahead = [run.slowdown for run in (ran, *self._ahead.values()) if run is not None]
-        slowdown = max([self._slowdown(replayed_s), *ahead])
-        ledger = replace(self._ledger or Ledger(reference_s, *limits), slowdown=slowdown)
-        self._ledger = ledger.add(time_s, full_clocks=full, iteration=iteration).corrected(
-            reference_s, _BURST * reference_s, 1 if is_event else 0
+        now = self._slowdown(self._replayed_s) if self._replayed_s else agreed
+        slowdown = max([now, agreed, *(run.slowdown for run in self._ahead.values())])
+        terms = self._terms(reference_s)
+        if self._ledger is not None:
+            terms = replace(terms, owed_s=self._ledger.owed_s, recent=self._ledger.recent)
+        self._ledger = replace(terms, slowdown=slowdown).add(
+            time_s, full_clocks=full, iteration=iteration, longer_s=longer_s
         )
 
-    def _is_event(self, replayed_s: float, iteration: int) -> bool:
-        """Return whether iterations take another time than before, for example because a GPU has
-        become slower.
+    def _at_full_clocks_s(self) -> float:
+        """Return the seconds of an iteration at full clocks, as replayed from learnt rows."""
+        full = self._search.full()
+        return max(self._search.replay(full, costs)[0] for costs in self._learner.costs())
 
-        The reference is what iterations at full clocks took, and not what replays of learnt rows
-        say, which err. It follows them only after an event, and until it is measured again.
+    def _terms(self, reference_s: float) -> Ledger:
+        """Return a ledger in which nothing is owed."""
+        settings, burst_s = self.settings, _BURST * reference_s
+        return Ledger(
+            reference_s,
+            settings.slowdown,
+            settings.max_slowdown,
+            burst_s,
+            unjudged=_UNJUDGED,
+        )
+
+    def _judged(self, observations: Sequence[RankObservation]) -> tuple[float, float] | None:
+        """Return the seconds of an iteration's computations as they ran, replayed, and what they
+        had been at full clocks; None if not all were seen.
         """
-        times = self._learner.times
-        limit = max(_EVENT, 4 * times.noise / math.sqrt(float(times.count[:, 0].min())))
-        if not self._replayed_s or abs(replayed_s / self._replayed_s - 1) <= limit:
-            return False
-        self._full_s.clear()
-        self._replayed_s = replayed_s
-        if (
-            iteration - self._audited >= _LEAST_AUDIT
-        ):  # else it waits, so that a noisy job is not only audited
-            self._audits_due = _REFERENCES
-        return True
+        starts = self._search.problem.rank_start
+        times_s: dict[int, Floats] = {}
+        for seen in observations:
+            ranks_s = times_s.setdefault(seen.pipeline, np.full((2, starts[-1]), np.nan))
+            found = self._learner.as_at_full_clocks(seen)
+            if found is not None:
+                ranks_s[:, starts[seen.rank] : starts[seen.rank + 1]] = found
+        if len(times_s) < self.job.pipelines or any(np.isnan(s).any() for s in times_s.values()):
+            return None
+        ran_s, full_s = (
+            max(self._search.replayed_s(each[i]) for each in times_s.values()) for i in range(2)
+        )
+        return ran_s, full_s
 
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""
         full = (self._search.full(),) * self.job.pipelines
-        if (
-            not self._learner.is_ready
-            or iteration < _REFERENCES
-            or self._ledger is None
-            or self._observed < 0
-        ):
+        is_begun = iteration >= _REFERENCES and self._observed >= 0
+        if not self._learner.is_ready or self._ledger is None or not (is_begun or self._is_given):
             return self._decision(iteration, "reference", full)
         if self._ledger.is_overdrawn:
             return self._decision(iteration, "paying", full)
-        if self._audits_due or iteration - self._audited >= _AUDIT:
-            self._audited, self._audits_due = iteration, max(0, self._audits_due - 1)
+        is_due = self._random.random() < self._audits.share
+        if (is_due and not self._audits_due) or (self._is_given and iteration == _FIRST_AUDIT):
+            self._audits_due = _AUDIT
+        if self._audits_due:
+            self._audits_due -= 1
             return self._decision(iteration, "audit", full)
         return self._planned(iteration)
 
@@ -285,10 +296,13 @@ class Autopilot:
         rows = float(self._learner.times.known.sum())
         is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
         optimism = 1.0 if is_early else 0.3
-        mean, plan = self._learner.costs(), self._learner.costs("plan", optimism)
+        if self._margin is None:
+            self._margin = min(self._learner.times.spread, _MOST_MARGIN)
+        margin = self._margin
+        mean, plan = self._learner.costs(), self._learner.costs("plan", optimism, margin)
         full = search.full()
         reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
-        agreed_s = reference_s * (settings.slowdown + _TIGHT - self._shorter)
+        agreed_s = reference_s * (settings.slowdown + _TIGHT)
         deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
         programs: list[Integers] = []
         solve = rows >= _GROWTH * self._solved_rows or iteration % _AGAIN == 0
@@ -304,11 +318,12 @@ class Autopilot:
         if solve:
             self._solved_rows = rows
         more = _TRIAL if is_early else _LATE_TRIAL
-        trials, limit_s = 0, reference_s * (settings.slowdown + more - self._shorter)
+        trials, limit_s = 0, reference_s * (settings.slowdown + more)
         run = list(programs)
         if settings.learn:
             self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
-            safe, doubt = self._learner.costs("safe"), self._learner.costs("doubt")
+            safe = self._learner.costs("safe", margin=margin)
+            doubt = self._learner.costs("doubt", margin=margin)
             doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
             for pipeline, program in enumerate(programs):
                 wanted, is_open = self._wanted(iteration, pipeline, is_early=is_early)
@@ -331,22 +346,9 @@ class Autopilot:
             "learning" if trials else "following",
             tuple(run),
             trials=trials,
-            time_s=time_s * self._full_ratio * (1 + self._late),
+            time_s=time_s * median(self._ratios or [1.0]),
             saving=(saving, error),
         )
-
-    @property
-    def _late(self) -> float:
-        return median(self._lates)
-
-    @property
-    def _shorter(self) -> float:
-        """By how much plans are made shorter because iterations are longer than replayed, as a
-        share of the reference.
-
-        A plan that is much shorter than an iteration at full clocks does not exist.
-        """
-        return min(max(0.0, self._late - _LATE), _MOST_SHORTER)
 
     def _trials_seen(self) -> bool:
         """Whether all trials so far were observed."""
@@ -408,7 +410,7 @@ class Autopilot:
         """Find what the plan would be if all rows cost what is expected of them, or a little
         less.
         """
-        hopeful = self._learner.costs("mean", 1.0)[0]
+        hopeful = self._learner.costs("mean", 1.0, self._margin or 0.0)[0]
         if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
             self._target_rows = rows
             self._target = self._search.solve(hopeful, deadline_s, iteration)

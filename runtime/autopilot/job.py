@@ -164,17 +164,19 @@ _RECENT = 16  #: iterations that are added again when the reference changes
 
 @dataclass(frozen=True)
 class Ledger(Checked, prefix="ledger, "):
-    """What a rank owes for iterations that were longer than agreed.
+    """What a rank owes for iterations that clocks made longer than agreed.
 
-    While it `is_overdrawn`, the rank runs at full clocks. So, if the reference is right, after any
-    number of iterations
+    While it `is_overdrawn`, the rank runs at full clocks. So, if each iteration is charged with
+    what clocks did to it, after any number of iterations
 
         sum of their times <= (slowdown + max_slowdown) * sum of what they take at full clocks
                               + burst_s + the excess of the one iteration that overdrew it.
 
-    Nothing is assumed about what clocks do to the GPU. An iteration at full clocks costs nothing,
-    however long it takes: it is its own reference. Each rank carries a ledger and adds its own
-    iterations; clocks never decide what is computed, so ranks need not agree.
+    The autopilot charges what it finds, from the computations of each iteration and from iterations
+    at full clocks that are drawn at random; until then a rank charges what an iteration took beyond
+    the reference, and at most `unjudged` of it. An iteration at full clocks costs nothing, however
+    long it takes: it is its own reference. Each rank carries a ledger and adds its own iterations;
+    clocks never decide what is computed, so ranks need not agree.
 
     Raises:
         UsageError: If a number is out of range.
@@ -192,6 +194,9 @@ class Ledger(Checked, prefix="ledger, "):
     #: a time of more than so many references counts for nothing, unless the one before it was as
     #: long: it is a pause in an iteration; 0 if there is none.
     pause: Wait = 0.0
+    #: what an iteration is charged at most until it is known what clocks did to it, as a share of
+    #: the reference; 0 for no limit.
+    unjudged: Wait = 0.0
 
     @property
     def is_overdrawn(self) -> bool:
@@ -199,7 +204,12 @@ class Ledger(Checked, prefix="ledger, "):
         return self.owed_s > self.burst_s
 
     def add(
-        self, time_s: float, *, full_clocks: bool = False, iteration: int | None = None
+        self,
+        time_s: float,
+        *,
+        full_clocks: bool = False,
+        iteration: int | None = None,
+        longer_s: float | None = None,
     ) -> Ledger:
         """Return the ledger after one more iteration.
 
@@ -207,17 +217,24 @@ class Ledger(Checked, prefix="ledger, "):
             time_s: seconds that it took.
             full_clocks: whether all of it ran at full clocks.
             iteration: its number; None for the next one.
+            longer_s: by how much clocks made it longer, seconds; None if that is not known.
         """
-        return self._added((self.last + 1 if iteration is None else iteration, time_s, full_clocks))
+        number = self.last + 1 if iteration is None else iteration
+        return self._added((number, time_s, full_clocks), longer_s=longer_s)
 
-    def _added(self, *iterations: tuple[int, float, bool]) -> Ledger:
+    def _added(self, *iterations: tuple[int, float, bool], longer_s: float | None = None) -> Ledger:
         share, owed_s = self.slowdown + self.max_slowdown, self.owed_s
         before_s = self.recent[-1][1] if self.recent else 0.0
         for _, time_s, full_clocks in iterations:
             is_pause, before_s = self.is_pause(time_s, before_s), time_s
             if is_pause:
                 continue
-            owed_s += (1.0 - share) * time_s if full_clocks else time_s - share * self.reference_s
+            charged_s = 0.0 if full_clocks else time_s - self.reference_s
+            if longer_s is not None:
+                charged_s = longer_s
+            elif self.unjudged and not full_clocks:
+                charged_s = min(max(charged_s, 0.0), self.unjudged * self.reference_s)
+            owed_s += charged_s - (share - 1.0) * (time_s - charged_s)
             owed_s = max(owed_s, -_CREDIT * self.burst_s)
         ledger = copy(self)  # on the training thread: what was checked is not checked again
         recent = (*self.recent, *iterations)[-_RECENT:]
@@ -250,21 +267,6 @@ class Ledger(Checked, prefix="ledger, "):
                 recent=self.recent,
             )
         return terms._added(*later) if later else terms
-
-    def corrected(self, reference_s: float, burst_s: float, count: int) -> Ledger:
-        """Return the ledger with a new reference, which the last `count` iterations had already.
-
-        Args:
-            reference_s: seconds of an iteration at full clocks.
-            burst_s: how much may be owed, seconds.
-            count: number of iterations; those of `recent` count.
-        """
-        owed_s, share = self.owed_s, self.slowdown + self.max_slowdown
-        for _, _, full_clocks in self.recent[max(0, len(self.recent) - count) :]:
-            owed_s -= 0.0 if full_clocks else share * (reference_s - self.reference_s)
-        return replace(
-            self, reference_s=reference_s, burst_s=burst_s, owed_s=max(owed_s, -_CREDIT * burst_s)
-        )
 
 
 Phase: TypeAlias = Literal["reference", "learning", "following", "audit", "paying"]

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = "tuple[int, str]"
 _OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
-_SURE = (
-    0.0025  #: relative standard error of rows from which it is told that a GPU has become slower
-)
+_FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
+#: share by which all rows follow what iterations have in common, unless it is an outlier: then all
+_FOLLOWS = 0.02
+_UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
+_TOPS = 6  #: computations at full clocks that tell what an iteration has in common
 _FEW = 3  #: computations of a row, or of a GPU, that say nothing of the others
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
-_PRIOR_COUNT = 2.0  #: how many observations one of its times counts for
+_PRIOR_COUNT = 3  #: how many observations one of its times counts for
 
 
 class Learner:
@@ -66,13 +68,29 @@ class Learner:
         self.times = TimeRows(job.clocks_mhz, kinds, gpus)
         self.powers = PowerRows(job.clocks_mhz, kinds, stages, class_rank.tolist(), gpus)
         computed = len(job.iteration.keys)
+        #: of each rank, the class and the microbatch of each computation
         self._programs = [
-            [self._class_of[job.iteration.keys[place]] for place in program if place < computed]
-            for program in job.iteration.programs
+            [
+                (self._class_of[job.iteration.keys[place]], each.microbatch)
+                for place, each in zip(
+                    (place for place in program if place < computed), ran, strict=True
+                )
+            ]
+            for program, ran in zip(
+                job.iteration.programs, job.iteration.schedule.ranks, strict=True
+            )
         ]
         self._tables: TimeTables | None = None
+        self._doubted: dict[tuple[int, int], Floats] = {}  # times that are asked for again
+        #: by how much all times of the last iteration were longer than at first, logarithm
+        self.common = self._level = 0.0
+        top_j = top_s = 0.0
         for row, clock, measurement in self._prior_rows():
-            self.times.add(row, clock, measurement.time_s, _PRIOR_COUNT)
+            self.times.add(row, clock, np.full(_PRIOR_COUNT, math.log(measurement.time_s)))
+            top_j += measurement.energy_j * (clock == 0)
+            top_s += measurement.time_s * (clock == 0)
+        if self.times.known[:, 0].all():
+            self._begin_powers(top_j, top_s, 0.0)
 
     @property
     def is_ready(self) -> bool:
@@ -91,92 +109,174 @@ class Learner:
                     f"observations, rank {seen.rank}: has {len(seen.computations)} computations "
                     f"and its program {len(self._programs[seen.rank])}; give one for each, or none"
                 )
-        unthrottled = [
-            (seen, *self._rows_of(seen)) for seen in observations if not seen.throttled_s
-        ]
-        for seen, rows, _ in unthrottled:
-            self._learn_times(seen, rows)
+        unthrottled = [seen for seen in observations if not seen.throttled_s]
+        self._learn_times(unthrottled)
         if not self.powers.top_w:
-            self._start_powers([(seen, seconds) for seen, _, seconds in unthrottled])
-        for seen, _, seconds in unthrottled:
+            self._start_powers(unthrottled)
+        for seen in unthrottled:
             if self.powers.top_w and seen.energy_j is not None and seen.computations:
-                gpu = seen.pipeline * self.job.ranks + seen.rank
+                seconds = self._seconds(seen)
                 waiting_s = max(0.0, seen.time_s - float(seconds.sum()))
-                self.powers.add(gpu, seconds, waiting_s, seen.energy_j, seen.energy_step_s)
+                self.powers.add(
+                    self._gpu(seen), seconds, waiting_s, seen.energy_j, seen.energy_step_s
+                )
         self._tables = None
 
-    def _rows_of(self, seen: RankObservation) -> tuple[list[tuple[int, int, float]], Floats]:
-        """Return the (class, clock, seconds) that a rank's computations tell, and the seconds at
-        each row.
-        """
-        factor = self.times.factor[seen.pipeline * self.job.ranks + seen.rank]
-        rows, seconds = [], np.zeros((len(self._class_of), len(self.job.clocks_mhz)))
-        for row, computation in zip(self._programs[seen.rank], seen.computations, strict=False):
-            if computation.clock_mhz not in self._number:
-                continue
-            duration_s, first = (
-                computation.end_s - computation.begin_s,
-                self._number[computation.clock_mhz],
-            )
-            last = self._number.get(computation.changed_mhz or computation.clock_mhz)
-            before_s = (
-                duration_s
-                if computation.change_s is None
-                else min(max(computation.change_s - computation.begin_s, 0.0), duration_s)
-            )
-            seconds[row, first] += before_s
-            if last is None:
-                continue
-            seconds[row, last] += duration_s - before_s
+    def _gpu(self, seen: RankObservation) -> int:
+        return seen.pipeline * self.job.ranks + seen.rank
+
+    def _told(self, seen: RankObservation) -> Iterator[tuple[int, int, int, float]]:
+        """Yield the microbatch, class, clock and seconds that a rank's computations tell."""
+        factor = self.times.factor[self._gpu(seen)]
+        for (row, microbatch), computation in zip(
+            self._programs[seen.rank], seen.computations, strict=False
+        ):
+            first = self._number.get(computation.clock_mhz or 0)
             expected_s = {}
-            if self.times.count[row, first]:
-                expected_s[computation.clock_mhz] = float(
-                    np.exp(self.times.mean[row, first]) * factor
-                )
+            if first is not None and self.times.count[row, first]:
+                mean_s = math.exp(float(self.times.mean[row, first]))
+                expected_s[self.job.clocks_mhz[first]] = mean_s * factor
             told = time_at_last_clock(computation, expected_s)
-            if told is not None:
-                rows.append((row, self._number[told[0]], told[1]))
-        return rows, seconds
+            if told is not None and told[0] in self._number:
+                yield microbatch, row, self._number[told[0]], told[1]
 
-    def _learn_times(self, seen: RankObservation, rows: list[tuple[int, int, float]]) -> None:
-        """Count times, after it was found whether the GPU has become slower or faster as a
-        whole.
+    def _parts(self, seen: RankObservation) -> Iterator[tuple[int, int, float, int, float]]:
+        """Yield of each computation its class, and a clock and the seconds at it, twice; a clock
+        that is not known is -1.
         """
-        gpu, times = seen.pipeline * self.job.ranks + seen.rank, self.times
-        misses = [
-            math.log(time_s / times.factor[gpu]) - float(times.mean[row, clock])
-            for row, clock, time_s in rows
-            if times.count[row, clock] >= max(2.0, (times.noise / _SURE) ** 2)
-        ]
-        if len(misses) >= _FEW:
-            miss = float(np.median(misses))
-            if abs(miss) > max(_OUTLIER, 4 * times.noise / math.sqrt(len(misses))):
-                times.factor[gpu] *= math.exp(miss)
-        by_row: dict[tuple[int, int], list[float]] = {}
-        for row, clock, time_s in rows:
-            by_row.setdefault((row, clock), []).append(time_s / float(times.factor[gpu]))
-        for (row, clock), scaled_times_s in by_row.items():
-            # A row that changed while others did not, as after a change of the power limit, is
-            # learnt anew.
-            miss = float(np.median(np.log(scaled_times_s))) - float(times.mean[row, clock])
-            count = float(times.count[row, clock])
-            limit = max(
-                _OUTLIER, 4 * times.noise * math.sqrt(1 / len(scaled_times_s) + 1 / max(count, 1.0))
-            )
-            if count >= _FEW <= len(scaled_times_s) and abs(miss) > limit:
-                times.forget(row, clock)
-            for scaled_s in scaled_times_s:
-                times.add(row, clock, scaled_s)
+        for (row, _), computation in zip(
+            self._programs[seen.rank], seen.computations, strict=False
+        ):
+            duration_s = computation.end_s - computation.begin_s
+            before_s = duration_s
+            if computation.change_s is not None:
+                before_s = min(max(computation.change_s - computation.begin_s, 0.0), duration_s)
+            first = self._number.get(computation.clock_mhz or 0, -1)
+            last = self._number.get(computation.changed_mhz or 0, first)
+            yield row, first, before_s, last, duration_s - before_s
 
-    def _start_powers(self, found: Sequence[tuple[RankObservation, Floats]]) -> None:
-        counted = [
-            (seen, seconds) for seen, seconds in found if seen.energy_j and seen.computations
+    def _seconds(self, seen: RankObservation) -> Floats:
+        """Return the seconds for which a rank ran each row: (classes, clocks)."""
+        seconds = np.zeros((len(self._class_of), len(self.job.clocks_mhz)))
+        for row, first, first_s, last, last_s in self._parts(seen):
+            if first >= 0 <= last:
+                seconds[row, first] += first_s
+                seconds[row, last] += last_s
+        return seconds
+
+    def as_at_full_clocks(self, seen: RankObservation) -> tuple[Floats, Floats] | None:
+        """Return the seconds of a rank's computations as they ran, and what they had taken at full
+        clocks: the same work by what is known of clocks.
+
+        None if it is not known at which clocks they ran.
+        """
+        times_s = self.costs()[seen.pipeline].time_s
+        parts = list(self._parts(seen))
+        ran_s = np.array([first_s + last_s for _, _, first_s, _, last_s in parts])
+        unknown_s = sum(
+            first_s + last_s for _, first, first_s, last, last_s in parts if min(first, last) < 0
+        )
+        if not parts or unknown_s > _UNKNOWN * ran_s.sum():
+            return None
+        full_s = [
+            first_s * times_s[row, 0] / times_s[row, max(first, 0)]
+            + last_s * times_s[row, 0] / times_s[row, max(last, 0)]
+            for row, first, first_s, last, last_s in parts
         ]
+        return ran_s, np.array(full_s)
+
+    def _learn_times(self, observations: Sequence[RankObservation]) -> None:
+        """Learn what is left of an iteration's times without what the iteration, a GPU or a
+        microbatch had in common.
+        """
+        times = self.times
+        told = [
+            (self._gpu(seen), seen.pipeline, *each)
+            for seen in observations
+            for each in self._told(seen)
+        ]
+        if not told:
+            return
+        gpu, pipeline, microbatch, row, clock = np.array([each[:5] for each in told]).T
+        value = np.log([each[5] for each in told]) - np.log(times.factor[gpu])
+        known = times.count[row, clock] >= _FEW
+        miss = np.where(known, value - times.mean[row, clock], np.nan)
+        of_gpus = {int(g): miss[known & (gpu == g)] for g in np.unique(gpu)}
+        medians = {g: float(np.median(m)) for g, m in of_gpus.items() if len(m) >= _FEW}
+        # What has become slower is told from others by all rows, the faster GPUs being as before;
+        # what an iteration has in common is told by full clocks, as lower ones may be wrong alike.
+        usual = sorted(medians.values())[(len(medians) - 1) // 2] if medians else 0.0
+        apart = {
+            g: m - usual
+            for g, m in medians.items()
+            if abs(m - usual) > max(_OUTLIER, 6 * times.noise / math.sqrt(len(of_gpus[g])))
+        }
+        for g, more in apart.items():
+            times.factor[g] *= math.exp(more)
+            value[gpu == g] -= more
+        top = known & (clock == 0)
+        self.common = usual if apart or top.sum() < _TOPS else float(np.median(miss[top]))
+        value -= self.common
+        known &= ~self._forgotten(row, clock, value, known)
+        for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
+            same = pipeline * (1 + microbatch.max()) + microbatch == place
+            few = (value - times.mean[row, clock])[same & known]
+            if len(few) >= _FEW:
+                shared, error = float(np.median(few)), 1.25 * times.noise / math.sqrt(len(few))
+                value[same] -= shared * max(0.0, 1 - (error / shared) ** 2) if shared else 0.0
+        for r, c in sorted(set(zip(row.tolist(), clock.tolist(), strict=True))):
+            self._learn_row(r, c, value[(row == r) & (clock == c)])
+        many = times.count[row, clock] >= 2 * _FEW
+        times.add_noise((value - times.mean[row, clock])[many])
+        follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
+        times.mean[times.known] += follows
+        self.common, self._level = self.common + self._level, self._level + follows
+
+    def _learn_row(self, row: int, clock: int, values: Floats) -> None:
+        times = self.times
+        if clock and times.count[row, 0] > times.count[row, clock] == 0.0 and len(values) <= _FEW:
+            # A few far over the physical bound are asked for again before they are believed.
+            bound = times.mean[row, 0] + math.log(
+                self.job.clocks_mhz[0] / self.job.clocks_mhz[clock]
+            )
+            before = self._doubted.pop((row, clock), None)
+            if before is None and values.min() > bound + _FAR_OVER:
+                self._doubted[row, clock] = values
+                return
+            if before is not None:
+                values = np.sort(np.concatenate([before, values]))[: len(values)]
+        times.add(row, clock, values)
+
+    def _forgotten(
+        self, row: Integers, clock: Integers, value: Floats, known: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Forget rows that changed while others did not, as after a change of the power limit, and
+        return whose times are of one.
+        """
+        times, changed = self.times, np.zeros(len(row), dtype=bool)
+        miss = value - times.mean[row, clock]
+        usual = np.median(miss[known]) if known.any() else 0.0
+        spread = 1.48 * float(np.median(np.abs(miss[known] - usual))) if known.any() else 0.0
+        for r, c in sorted(set(zip(row[known].tolist(), clock[known].tolist(), strict=True))):
+            same = (row == r) & (clock == c)
+            error = math.sqrt(1 / same.sum() + 1 / times.count[r, c])
+            limit = max(_OUTLIER, 4 * max(times.noise, spread) * error)
+            if same.sum() >= _FEW and abs(float(np.median(miss[same]))) > limit:
+                times.forget(r, c)
+                changed |= same
+        return changed
+
+    def _start_powers(self, observations: Sequence[RankObservation]) -> None:
+        counted = [seen for seen in observations if seen.energy_j and seen.computations]
         if not counted:
             return
-        busy_s = float(sum(seconds.sum() for _, seconds in counted))
-        waiting_s = sum(seen.time_s for seen, _ in counted) - busy_s
-        self.powers.start(sum(seen.energy_j or 0.0 for seen, _ in counted), busy_s, waiting_s)
+        busy_s = float(sum(self._seconds(seen).sum() for seen in counted))
+        waiting_s = sum(seen.time_s for seen in counted) - busy_s
+        self._begin_powers(sum(seen.energy_j or 0.0 for seen in counted), busy_s, waiting_s)
+
+    def _begin_powers(self, energy_j: float, busy_s: float, waiting_s: float) -> None:
+        """Begin with what GPUs drew at full clocks, and with the rows of the prior."""
+        self.powers.start(energy_j, busy_s, waiting_s)
         for row, clock, measurement in self._prior_rows():
             self.powers.add_row(row, clock, measurement.energy_j / measurement.time_s, _PRIOR_DOUBT)
 
@@ -192,13 +292,17 @@ class Learner:
         return float(np.isfinite(self.costs("plan")[0].time_s).mean())
 
     def costs(
-        self, kind: Literal["mean", "plan", "safe", "doubt"] = "mean", optimism: float = 0.0
+        self,
+        kind: Literal["mean", "plan", "safe", "doubt"] = "mean",
+        optimism: float = 0.0,
+        margin: float = 0.0,
     ) -> list[Costs]:
-        """Return the costs for each pipeline."""
+        """Return the costs for each pipeline, with lower clocks longer by a margin, relative."""
         if self._tables is None:
             self._tables = self.times.tables(between=self._learn)
         tables = self._tables
-        table: Floats = getattr(tables, f"{kind}_s")
+        table: Floats = getattr(tables, f"{kind}_s").copy()
+        table[:, 1:] *= 1 + margin
         power_w, error_w, waiting_w = (
             self.powers.tables() if self.powers.top_w else _unknown_power(table)
         )
@@ -222,14 +326,14 @@ class Learner:
                 "the autopilot has not observed all stages at full clocks; there is no profile yet"
             )
         power_w, error_w, waiting_w = self.powers.tables()
-        table = {}
+        variance, table = self.times.variance(), {}
         for key, row in self._class_of.items():
             factor = float(self.times.factor[self._class_rank[row]])
             rows = []
             for clock in np.flatnonzero(self.times.known[row]).tolist():
                 count = float(self.times.count[row, clock])
                 time_s = math.exp(float(self.times.mean[row, clock])) * factor
-                time_error_s = time_s * self.times.noise / math.sqrt(count)
+                time_error_s = time_s * math.sqrt(variance[row, clock])
                 watts, doubt_w = float(power_w[row, clock]), float(error_w[row, clock])
                 mhz = self.job.clocks_mhz[clock]
                 evidence = Evidence(mhz, time_error_s, doubt_w * time_s, max(1, round(count)), 0.0)

@@ -22,6 +22,7 @@ from perseus_planner.solver.clock_problem import (
     change_cost,
     clock_problem,
     load_state,
+    replay,
     replay_changes,
     with_usable,
     with_waves,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
+_EFFORT = 0.15  #: of a search within the switch budget, as the plan is polished next
 _WORK = 1_200_000  #: nodes that the polishing of one plan replays
 _TRIES = (600, 4000)  #: least and most programs that it tries
 #: first and last temperature, and how much too dear a plan may seem, as parts of its energy
@@ -88,6 +90,12 @@ class Searcher:
         """
         seconds, joules, _ = self._replayed(clock, costs, self._with(costs))
         return seconds, joules
+
+    def replayed_s(self, times_s: Floats) -> float:
+        """Return the seconds of an iteration whose computations take so long: (m,)."""
+        state, _ = load_state(self.problem, self.full())
+        state.duration_s[self.problem.node] = times_s
+        return replay(self.problem, state)
 
     def _with(self, costs: Costs) -> ClockProblem:
         """Return the problem with these costs."""
@@ -167,7 +175,7 @@ class Searcher:
             return None
         if self._max_changes is not None:
             levels = sorted({self._max_changes * (2 + attempt % 3) // 8, self._max_changes})
-            by_budget = clocks_by_budget(dag, within_s, clocks, levels)
+            by_budget = clocks_by_budget(dag, within_s, clocks, levels, _EFFORT)
             if self._max_changes not in by_budget:
                 return None
             clocks = by_budget[self._max_changes]

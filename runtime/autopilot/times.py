@@ -4,6 +4,7 @@ rest.
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 _MEMORY = 400.0  #: observations of a row that count; older ones fade
+_MOST_MISS = 3.0  #: standard errors by which an iteration changes a row at most
+_REMEMBERED = 20  #: iterations from which the noise is known
+_LONGEST = 0.3  #: a time that is longer by more, relative, is a pause
 _NOISE = 0.006  #: standard deviation of an observed time, relative, before it is known
 _LEAST_NOISE = 1e-4
 _BENDS, _STEPS = (
@@ -65,33 +69,63 @@ class TimeRows:
         self._x = np.log(clocks_mhz[0] / np.asarray(clocks_mhz, dtype=np.float64))
         self._kinds = np.asarray(kinds)
         shape = len(kinds), len(clocks_mhz)
-        self.count, self.mean, self._square = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.count, self.mean = np.zeros(shape), np.zeros(shape)
         self.factor = np.ones(gpus)
+        self.noise, self.spread = _NOISE, _NOISE
+        self._noted = 0  # iterations whose noise was noted
         self._scales: dict[int, tuple[float, float]] = {}
         self._fitted_rows = 0  # how many were known when the scales were found
 
-    def add(self, row: int, clock: int, time_s: float, weight: float = 1.0) -> None:
-        """Count an observed time of a row, seconds, with the GPU's factor taken out."""
-        count = min(self.count[row, clock], _MEMORY) + weight
-        miss = np.log(time_s) - self.mean[row, clock] if self.count[row, clock] else 0.0
-        if not self.count[row, clock]:
-            self.mean[row, clock] = np.log(time_s)
-        self.mean[row, clock] += weight / count * miss
-        self._square[row, clock] += weight * miss * (miss - weight / count * miss)
-        self.count[row, clock] = count
+    def add(self, row: int, clock: int, values: Floats) -> None:
+        """Learn the trimmed mean of what an iteration tells of a row: logarithms of seconds, with
+        all taken out that is not the row's.
+        """
+        count = min(self.count[row, clock], _MEMORY)
+        cut = len(values) // 5
+        value = float(np.sort(values)[cut : len(values) - cut].mean())
+        total = count + len(values)
+        if count:
+            miss = value - self.mean[row, clock]
+            most = _MOST_MISS * math.sqrt(self._variance(count) + self._variance(len(values)))
+            value = self.mean[row, clock] + min(max(miss, -most), most) * len(values) / total
+        self.mean[row, clock], self.count[row, clock] = value, total
+
+    def add_noise(self, misses: Floats) -> None:
+        """Note what an iteration's times differ from their rows by, relative."""
+        if len(misses) < _ENOUGH:
+            return
+        self._noted += 1
+        weight = 1 / min(self._noted, _REMEMBERED)
+        clipped = np.clip(misses, -_LONGEST, _LONGEST)
+        for name, found in (
+            ("noise", 1.48 * float(np.median(np.abs(misses)))),
+            ("spread", float(np.sqrt(np.mean(clipped**2)))),
+        ):
+            before = getattr(self, name)
+            setattr(self, name, before + weight * (max(found, _LEAST_NOISE) - before))
+
+    @property
+    def tail(self) -> float:
+        """How much more times spread than by their noise, as a few are much longer; relative."""
+        return math.sqrt(max(0.0, self.spread**2 - self.noise**2))
+
+    def _variance(self, count: float) -> float:
+        """Return the variance of the logarithm of a row of so many times: what is trimmed of
+        many times is all that is known of few.
+        """
+        return self.noise**2 / count + (self.tail / count) ** 2
+
+    def variance(self) -> Floats:
+        """(classes, clocks) variance of the logarithm of each row, infinite where it is not
+        known.
+        """
+        count = np.where(self.known, self.count, 1.0)
+        variance: Floats = self.noise**2 / count + (self.tail / count) ** 2
+        return np.where(self.known, variance, np.inf)
 
     def forget(self, row: int, clock: int) -> None:
         """Count a row as not measured."""
-        self.count[row, clock] = self.mean[row, clock] = self._square[row, clock] = 0.0
-
-    @property
-    def noise(self) -> float:
-        """Standard deviation of an observed time, relative."""
-        many = self.count >= 3
-        freedom = float((self.count[many] - 1).sum())
-        return max(
-            _LEAST_NOISE, float(np.sqrt((self._square[many].sum() + 4 * _NOISE**2) / (freedom + 4)))
-        )
+        self.count[row, clock] = self.mean[row, clock] = 0.0
 
     @property
     def known(self) -> NDArray[np.bool_]:
@@ -115,7 +149,7 @@ class TimeRows:
             mean[rows], error[rows] = self._process(int(kind), rows, refit=refit)
             enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
         bound, beta = self.bound()
-        enough &= np.log(beta) - 4 * self.noise < _OVER
+        enough &= np.log(beta) < _OVER
         known, top = self.known, mean[:, :1]
         fading = float(np.exp(-known[:, 1:].sum() / _FADING))
         plan = mean + error
@@ -138,7 +172,8 @@ class TimeRows:
         the worst excess.
 
         A computation at a clock takes at most its time at a higher one times the ratio of the
-        clocks; if a measured row took longer, others may too, by as much.
+        clocks; if a measured row took longer, others may too, by as much. Only what exceeds three
+        standard errors counts.
         """
         known, over = self.known, np.where(self.known, self.mean - self._x, np.inf)
         before = np.minimum.accumulate(
@@ -147,7 +182,9 @@ class TimeRows:
         bound = before + self._x
         bound[:, 0] = self.mean[:, 0]
         bounded = known[:, 1:]
-        excess = (self.mean - bound)[:, 1:][bounded]
+        variance = self.variance()
+        error = np.sqrt(variance[:, 1:] + variance[:, :1])
+        excess = ((self.mean - bound)[:, 1:] - 3 * error)[bounded]
         worst = float(np.exp(excess.max(initial=0.0)))
         return bound, worst
 
@@ -159,7 +196,7 @@ class TimeRows:
         top = self.mean[rows, 0]
         stage, clock = np.nonzero(known)
         value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
-        noise = self.noise**2 / self.count[rows][known]
+        noise = self.variance()[rows][known]
         if refit:
             scored = [
                 (self._improbable(x, stage, clock, value, noise, *bend_step), bend_step)

@@ -130,6 +130,13 @@ class Overload(Message, frozen=True):
     kept: int
 
 
+class ClockOverridden(Message, frozen=True):
+    """The rank's GPU ran faster than the clock that was set; another program sets it, too."""
+
+    set_mhz: int
+    achieved_mhz: int
+
+
 class ControlResumed(Message, frozen=True):
     """The controller sets the rank's GPU again, after a failure."""
 
@@ -147,6 +154,7 @@ ToRank: TypeAlias = (
     | ControlChange
     | GpuSample
     | ControlFailure
+    | ClockOverridden
     | ControlResumed
     | Overload
     | DetachReply

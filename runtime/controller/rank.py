@@ -20,6 +20,7 @@ from perseus_planner.runtime.controller.protocol import (
     AttachRefusal,
     AttachReply,
     AttachRequest,
+    ClockOverridden,
     ControlChange,
     ControlFailure,
     ControlResumed,
@@ -27,7 +28,7 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.scheduler import RESET
-from perseus_planner.runtime.marks import NO_REQUEST, is_turned, parse_clock_request
+from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, is_turned, parse_clock_request
 
 if TYPE_CHECKING:
     from perseus_planner.base.wires import PacketChannel
@@ -41,6 +42,14 @@ MAX_SKIPPED = 64
 another program.
 """
 
+OUTSIDE_NS, LONG_NS = 20_000_000, 2_000_000_000
+"""How long a rank runs something else than computations before its GPU is reset for it, if its
+iterations are at least so long; else ten times that. The calls of a node for that and for the first
+clocks of the next iteration take up to 90 ms, which should not be spent in each short iteration.
+"""
+
+_SETTLED_NS = 500_000_000  #: that the slowest transitions take which were reported
+_ABOVE, _OVERRIDDEN = 1.05, 3  #: by how much, and how often in a row it is overridden
 _MAX_POSITIONS = 65536  #: of a program whose values are remembered, to bound the memory
 
 
@@ -85,8 +94,13 @@ class Rank:
         self.changed_ns = 0
         self.sample_due_ns: int | None = None
         self._request = NO_REQUEST
+        self._outside_ns: int | None = None  #: since when the rank is outside of its computations
+        self._is_reset = True  #: `NO_REQUEST` was returned last
+        self._begun_ns = self._lasted_ns = 0  #: of the iterations that were seen to begin last
         self._position: int | None = None  #: of the last request that had one
         self._values: dict[int, int] = {}  #: position -> what was requested there last
+        self._set_since = RESET, 0  #: value that was set last, and when (ns)
+        self._overridden = 0  #: how often in a row the GPU then ran faster
         self._initial_limit_w: float | None = None
         self._default_limit_w: float | None = None  #: 0 if the GPU cannot tell
         self._is_attached = False
@@ -137,8 +151,9 @@ class Rank:
         """Tell the rank why its GPU is not set."""
         self.send(AttachRefusal(type(error).__name__, str(error)))
 
-    def poll_request(self) -> ClockRequest | None:
-        """Return the clock request if it has changed since the last call.
+    def poll_request(self, now_ns: int) -> ClockRequest | None:
+        """Return the clock request if it has changed since the last call. One that was written
+        outside of computations becomes one for a reset when it has stood for some time.
 
         During a call of the driver, which takes milliseconds, nobody looks, and the rank may pass
         positions. It is assumed to have requested there what it requested when they were seen last,
@@ -146,14 +161,24 @@ class Rank:
         known, so nothing is assumed about them.
         """
         request = self.shared.request[0]
-        if request == self._request:
+        self._outside_ns = (self._outside_ns or now_ns) if request & OUTSIDE else None
+        request &= ~OUTSIDE
+        position, value = parse_clock_request(request)
+        limit_ns = OUTSIDE_NS if self._lasted_ns >= LONG_NS else 10 * OUTSIDE_NS
+        is_outside = self._outside_ns is not None and (
+            self._is_reset or now_ns - self._outside_ns >= limit_ns
+        )
+        if position is None or is_outside:
+            was_reset, self._is_reset = self._is_reset, True
+            return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
+        if request == self._request and not self._is_reset:
             return None
         is_again, self._request = is_turned(request, self._request), request
-        position, value = parse_clock_request(request)
-        if position is None:
-            return ClockRequest(None, RESET, (), is_new_iteration=False)
+        self._is_reset = False
         before, self._position = self._position, position
         is_new_iteration = before is not None and (position < before or is_again)
+        if is_new_iteration:
+            self._lasted_ns, self._begun_ns = now_ns - self._begun_ns, now_ns
         passed = range(0 if before is None or is_new_iteration else before + 1, position)
         skipped = (
             [
@@ -186,6 +211,22 @@ class Rank:
         self.send(
             ControlChange(change.position, change.value, change.seen_ns, begun_ns, ended_ns, before)
         )
+        self._watch_overriding(before, begun_ns)
+        self._set_since = change.value, ended_ns
+
+    def _watch_overriding(self, achieved_mhz: int | None, now_ns: int) -> None:
+        """Tell the rank if its GPU ran faster than what was set, several times in a row: nothing
+        that throttles it does that.
+        """
+        set_mhz, since_ns = self._set_since
+        if self.attach_request.control != "clock" or not (set_mhz and achieved_mhz):
+            return
+        if now_ns - since_ns < _SETTLED_NS:
+            return
+        is_above = achieved_mhz > _ABOVE * set_mhz
+        self._overridden = self._overridden + 1 if is_above else 0
+        if self._overridden == _OVERRIDDEN:
+            self.send(ClockOverridden(set_mhz, achieved_mhz))
 
     def sample(self, seen_ns: int, overtaken: int) -> None:
         """Read the GPU, and send the sample to the rank."""

@@ -11,7 +11,7 @@ The rules:
   one it replaces. So while a GPU waits, no other GPU is set twice.
 
 A program is too fast for its node if more than half of the last `JUDGED` changes of a GPU were
-overtaken by the next.
+overtaken by the next. Resets that were overtaken do not count: no program has them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class ChangeScheduler(Generic[Key]):
             queue.turn = next(self._turns)
         else:
             queue.overtaken += 1
-            queue.outcomes.append(True)
+            if queue.pending.value != RESET:
+                queue.outcomes.append(True)
         queue.pending = None if value == queue.value else PendingChange(value, position, now_ns)
 
     def take(self, now_ns: int) -> tuple[Key, PendingChange] | None:

@@ -228,7 +228,7 @@ class Controller:
 
     def _look_at_requests(self, now_ns: int) -> None:
         for rank in self._attached:
-            request = rank.poll_request()
+            request = rank.poll_request(now_ns)
             if request is None:
                 continue
             self._note_gap(rank, now_ns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +53,10 @@ class Plans:
             numbers = ", ".join(map(str, self.by_pipeline))
             raise PlanError(f"pipeline {pipeline} has no plan; there are plans for {numbers}")
         return plan
+
+    def rank_clocks(self, pipeline: int) -> Sequence[float]:
+        """Return the mean clock of each rank of a pipeline."""
+        return self.of_pipeline(pipeline).rank_clocks
 
     def dumps(self) -> bytes:
         """Return the plans as bytes, for other processes."""

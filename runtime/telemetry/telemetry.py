@@ -34,6 +34,7 @@ from perseus_planner.runtime.controller.protocol import (
     GpuSample,
     ToRank,
 )
+from perseus_planner.runtime.controller.scheduler import RESET
 from perseus_planner.runtime.telemetry.counters import Checkpoint, Checkpoints, RunRecorder
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.marks import IterationTimes
 
 
-_MAX_SAMPLES = 1_000
+_MAX_SAMPLES = 128  #: there is one for each iteration, and at most `marks.KEPT` wait for theirs
 
 
 class GpuSamples:
@@ -68,12 +69,6 @@ class GpuSamples:
         """Return the first sample that was taken at `at_ns` or later."""
         index = self._index(at_ns)
         return self._samples[index] if index < len(self._samples) else None
-
-    def forget_before(self, at_ns: int) -> None:
-        """Forget the samples that are not needed for times from `at_ns` on."""
-        index = self._index(at_ns)
-        is_exact = index < len(self._samples) and self._samples[index].now_ns == at_ns
-        self._samples = self._samples[max(0, index - (not is_exact)) :]
 
     def energy_j(self, begin_ns: int, end_ns: int) -> float | None:
         """Return the joules in a span of time; None if no samples enclose it, or the counter was
@@ -291,7 +286,7 @@ class Telemetry:
         record = self._compared(record, program)
         plan = None if program is None else program.plan
         self._checkpoints.add(record, None if plan is None else plan.gpu)
-        self._prepare_next(times, program, has_deviated=has_deviated, was_unclocked=is_unclocked)
+        self._prepare_next(times, program, has_deviated=has_deviated)
         self._iterations = (*self._iterations, record)[-self._capacity :]
         if computations:
             self._computations.append(computations)
@@ -314,6 +309,12 @@ class Telemetry:
         is_requested = not is_unclocked and not (
             program.plan is not None and program.plan.control == "observed"
         )
+        changes = list(self._changes)
+        requested_ns = self._requested_ns if program is self._program else times.begin_ns
+        for index, change in enumerate(self._changes):
+            if change.value == RESET and change.seen_ns <= times.begin_ns:
+                # Outside of iterations. The clock is requested again when the next one begins.
+                changes, requested_ns = changes[index - len(self._changes) :], times.begin_ns
         return match_changes(
             times.number,
             program.computations,
@@ -322,11 +323,9 @@ class Telemetry:
                 (self._epoch_s(begin_ns), self._epoch_s(end_ns))
                 for begin_ns, end_ns in times.spans_ns
             ],
-            [self._set_call(change) for change in self._changes],
+            [self._set_call(change) for change in changes],
             # The first clock of a new plan is requested when its first iteration begins.
-            first_asked_s=self._epoch_s(
-                self._requested_ns if program is self._program else times.begin_ns
-            ),
+            first_asked_s=self._epoch_s(requested_ns),
             in_force=self._in_force,
             samples=[
                 ClockSample(self._epoch_s(sample.now_ns), sample.clock_mhz)
@@ -419,18 +418,12 @@ class Telemetry:
         return replace(record, unlocked_j=usual.energy_j / usual.windows + waiting_w * longer_s)
 
     def _prepare_next(
-        self,
-        times: IterationTimes,
-        program: Program | None,
-        *,
-        has_deviated: bool,
-        was_unclocked: bool,
+        self, times: IterationTimes, program: Program | None, *, has_deviated: bool
     ) -> None:
         """Keep what the next iteration needs, by the rules of the hook, and forget the rest."""
         spans_ns = times.spans_ns or ((times.begin_ns, times.end_ns),)
         self._program, self._has_deviated = program, has_deviated
-        self._requested_ns = times.end_ns if was_unclocked else spans_ns[-1][1]
+        self._requested_ns = spans_ns[-1][1]
         middle_ns = sum(spans_ns[-1]) // 2
         while self._changes and self._changes[0].seen_ns < middle_ns:
             self._in_force = self._changes.popleft().value
-        self._samples.forget_before(times.end_ns)

@@ -182,6 +182,22 @@ def test_what_falsifies_a_profile_is_said(nvml: StandIn):
         assert gpu.warnings() == ()
 
 
+def test_clocks_that_another_program_has_locked_are_found_while_the_gpu_works(nvml: StandIn):
+    nvml.set("memory_mhz", 2619)
+    with open_gpu("nvml:0") as gpu:
+        assert gpu.foreign_locks() == ()
+        gpu.set_clock_mhz(1500)
+        nvml.set("memory_mhz", 1593)
+        clock, memory = gpu.foreign_locks()
+        assert clock.startswith(
+            "the SM clock is 1500 MHz and not 1980 MHz, although it works and nothing throttles it:"
+        )
+        assert memory.startswith("the memory clock is 1593 MHz and not 2619 MHz, although it works")
+        for bits in ("0x1", "0x20"):  # it idles, or is hot
+            nvml.set("throttle", bits)
+            assert gpu.foreign_locks() == ()
+
+
 def test_power_smoothing_forbids_power_limits_below_its_floor(nvml: StandIn):
     nvml.add("0 field_251 1", "0 field_255 350", "1 field_251 0", "1 field_255 350")
     with open_gpu("nvml:0") as gpu, open_gpu("nvml:1") as other:

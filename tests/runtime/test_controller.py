@@ -18,6 +18,7 @@ from controller_ranks import (
     let_look,
     locked,
     process_of,
+    served,
     set_clock,
 )
 from fake_nvml import StandIn
@@ -32,9 +33,11 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
+from perseus_planner.runtime.controller import rank
 from perseus_planner.runtime.controller.client import Connection, start_controller
 from perseus_planner.runtime.controller.protocol import (
     AttachRequest,
+    ClockOverridden,
     ControlChange,
     ControlFailure,
     GpuSample,
@@ -96,6 +99,18 @@ def test_a_value_that_is_set_already_is_not_set_again(nvml: StandIn, state: Path
             let_look(connection)
         set_clock(connection, 900, place=1)
         assert clocks_set(nvml, 0)[before:] == [1200, 900]
+
+
+def test_a_gpu_whose_clock_another_program_sets_is_told(
+    nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rank, "_SETTLED_NS", 0)
+    with served("nvml:0") as connection:
+        nvml.set("clock_mhz", 1980)  # whatever the controller sets
+        for place, clock in enumerate((900, 1005, 900)):
+            set_clock(connection, clock, place)
+        connection.request[0] = clock_request(3, 1005)
+        assert awaited(connection, ClockOverridden) == ClockOverridden(900, 1980)
 
 
 def test_the_rate_is_of_all_gpus_together(nvml: StandIn, state: Path):

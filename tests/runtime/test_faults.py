@@ -181,7 +181,8 @@ def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_with
     for result in everyone:
         assert result["equal"]
         assert result["problem"] is not None
-        assert (result["locked_mhz"] is None) == (name != "lost")
+        # A lost GPU cannot be reset, and is locked unless it was lost between two iterations.
+        assert result["locked_mhz"] is None or name == "lost"
     (warning,) = warnings_of(survived, name)
     assert warning.startswith(text)
     assert warning.endswith(

@@ -18,6 +18,7 @@ from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import (
     KEPT,
     NO_REQUEST,
+    OUTSIDE,
     Marks,
     clock_request,
     parse_clock_request,
@@ -125,7 +126,7 @@ def standing(before: list[Ran], first: Program | None, ran: Ran, begun: int, end
 
 def after(ran: Ran) -> int:
     return (
-        clock_request(0, ran.program.clocks[0])
+        clock_request(0, ran.program.clocks[0]) | OUTSIDE
         if ran.program is not None and is_clean(ran)
         else NO_REQUEST
     )
@@ -158,7 +159,8 @@ def test_the_request_follows_the_rules_at_every_moment(run):
     )
     marks = Marks(shared)
     hook = Hook(marks, source, first)
-    assert shared[0] == (clock_request(0, first.clocks[0]) if first is not None else NO_REQUEST)
+    at_first = clock_request(0, first.clocks[0]) | OUTSIDE if first is not None else NO_REQUEST
+    assert shared[0] == at_first
     spans = []
     for number, ran in enumerate(behaviour):
         before = behaviour[:number]
@@ -173,6 +175,10 @@ def test_the_request_follows_the_rules_at_every_moment(run):
             hook.end()
             assert shared[0] == standing(before, first, ran, place + 1, place + 1)
         spans.append(len(ran.computations) - ran.is_broken_off)
+        if is_clean(ran):
+            now = shared[0]
+            hook.begin_update()
+            assert shared[0] == (now | OUTSIDE if now else NO_REQUEST)
         if not ran.is_broken_off:
             hook.end_iteration()
             assert shared[0] == after(ran)
@@ -220,10 +226,11 @@ def test_a_deviation_is_reported_once(microbatches, computations, said):
     assert deviation == said
 
 
-@given(st.integers(0, 2**30), st.integers(1, 2**32 - 1))
+@given(st.integers(0, 2**30 - 2), st.integers(1, 2**32 - 1))
 def test_a_request_holds_a_position_and_a_value(place, value):
     assert parse_clock_request(clock_request(place, value)) == (place, value)
-    assert 0 < clock_request(place, value) < 2**63
+    assert parse_clock_request(clock_request(place, value) | OUTSIDE) == (place, value)
+    assert 0 < clock_request(place, value) < OUTSIDE
     assert parse_clock_request(NO_REQUEST) == (None, 0)
 
 

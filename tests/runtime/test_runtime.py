@@ -104,6 +104,8 @@ def test_an_exception_of_the_training_reaches_its_caller_with_clocks_reset(chang
 def test_pipelines_run_by_plans_of_their_own_and_change_them_together(tmp_path: Path):
     everyone = results_of("runtime_runs:pipelines", 4, tmp_path)
     assert [rank["pipeline"] for rank in everyone] == [0, 1, 0, 1]
+    # Of the plans that the pipelines changed to; rank 0 knows those of all.
+    assert [rank["clocks"] for rank in everyone] == [[1057.5, 907.5, 1057.5, 907.5], [], [], []]
     assert all(rank["ran"] == everyone[0]["ran"] == sorted(rank["ran"]) for rank in everyone)
     assert [rank["locked"] for rank in everyone] == [None] * 4
     assert warnings_of(everyone) == []

@@ -18,7 +18,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.controller.protocol import AttachRequest
 from perseus_planner.runtime.controller.rank import MAX_SKIPPED, ClockRequest, Rank
 from perseus_planner.runtime.controller.scheduler import JUDGED, RESET, ChangeScheduler
-from perseus_planner.runtime.marks import NO_REQUEST, clock_request
+from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, clock_request
 
 GPUS = ("a", "b", "c")
 MS = 1_000_000
@@ -234,14 +234,19 @@ def test_an_invalid_rate_is_refused(rate_per_s: float):
         ChangeScheduler(rate_per_s)
 
 
-def requests_seen(*written: int) -> list[ClockRequest | None]:
-    """Return what `poll_request` returns for each value written."""
+def requests_seen(*written: float) -> list[ClockRequest | None]:
+    """Return what `poll_request` returns for each value written, or after so many seconds (if it
+    is a float).
+    """
     shared = SimpleNamespace(request=[NO_REQUEST])
     rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None), shared, os.getpid())
-    seen = []
+    seen, now_ns = [], 1
     for each in written:
-        shared.request[0] = each
-        seen.append(rank.poll_request())
+        if isinstance(each, float):
+            now_ns += round(1e9 * each)
+        else:
+            shared.request[0] = each
+        seen.append(rank.poll_request(now_ns))
     rank.close()
     return seen
 
@@ -257,6 +262,28 @@ def test_a_changed_request_has_the_position_and_the_value():
         ClockRequest(None, 0, (), is_new_iteration=False),
         ClockRequest(0, 900, (), is_new_iteration=False),
     ]
+
+
+def test_outside_of_computations_a_gpu_is_reset_until_the_next_iteration_begins_if_that_lasts():
+    first, last = clock_request(0, 900), clock_request(1, 1200)
+    outside = first | OUTSIDE
+    begun, changed = ClockRequest(0, 900, (), False), ClockRequest(1, 1200, (), False)
+    again, reset = begun._replace(is_new_iteration=True), ClockRequest(None, 0, (), False)
+    # It is reset already; short pauses do not count, and in short iterations short ones are longer.
+    seen = requests_seen(outside, first, 1.5, last, outside, 0.1, first, outside, 0.2, first)
+    assert seen == [None, begun, None, changed, again, None, None, None, reset, begun]
+    seen = requests_seen(first, last, outside, first, 2.5, last, outside, 0.01, 0.02, outside)
+    assert seen == [begun, changed, again, None, None, changed, again, None, reset, None]
+
+
+def test_resets_that_are_overtaken_are_no_sign_of_overload():
+    scheduler = scheduler_of("a")
+    scheduler.request("a", 900, 0, 0)
+    assert granted(scheduler, 0) == [("a", 900)]
+    for _ in range(2 * JUDGED):
+        scheduler.request("a", RESET, None, 1)
+        scheduler.request("a", 900, 0, 2)
+    assert not scheduler.is_overloaded("a")
 
 
 def test_positions_passed_unseen_request_what_they_requested_when_they_were_seen():
@@ -300,10 +327,10 @@ def test_changes_of_an_iteration_include_the_change_back(clocks: tuple[int, ...]
     assert rank.changes_per_iteration == 0
     for position, clock in [*enumerate(clocks)][::-1]:
         shared.request[0] = clock_request(position, clock)
-        rank.poll_request()
+        rank.poll_request(0)
     assert rank.changes_per_iteration == changes
     shared.request[0] = clock_request(0, 915)  # of another program
-    rank.poll_request()
+    rank.poll_request(0)
     assert rank.changes_per_iteration == 0
     rank.close()
 

@@ -25,8 +25,9 @@ from perseus_planner.runs import Account
 from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path
 from perseus_planner.runs.straggler import StragglerDetector
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
+from perseus_planner.runtime.controller.rank import OUTSIDE_NS
 from perseus_planner.runtime.hook import Hook, Program
-from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, parse_clock_request
+from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, IterationTimes, parse_clock_request
 from perseus_planner.runtime.telemetry.counters import WRITTEN_AFTER_S
 from perseus_planner.runtime.telemetry.telemetry import Telemetry
 from perseus_planner.schedules.dag import PipelineDag
@@ -64,8 +65,8 @@ class Device:
     def load(self, words: Sequence[int]) -> None:
         self.words = (*words, NO_REQUEST)
 
-    def request(self, index: int) -> None:
-        self.written.append((self.now_ns, self.words[index]))
+    def request(self, index: int, *, outside: bool = False) -> None:
+        self.written.append((self.now_ns, self.words[index] | outside * OUTSIDE))
 
     def begin_iteration(self, number: int) -> None:
         self.begun, self.times_ns = (number, self.now_ns), []
@@ -104,7 +105,7 @@ def trained(rng: Random, programs: list[Program | None]) -> tuple[Device, Sessio
     device, session = Device(), Session(programs)
     hook = Hook(device, session, programs[0])
     for each in programs:
-        device.now_ns += rng.randint(1, 20) * MS
+        device.now_ns += rng.choice((1, 20, 60)) * MS
         hook.begin_iteration()
         order = list(each.computations if each is not None else program(0).computations)
         if rng.random() < 0.2:
@@ -125,6 +126,8 @@ def controlled(rng: Random, written: list[tuple[int, int]]) -> list[ControlChang
     for (at_ns, word), (next_ns, _) in zip(written, [*written[1:], (10**18, 0)], strict=True):
         place, value = parse_clock_request(word)
         seen_ns = at_ns + rng.choice((0, 1, 2, 2, 15, 80)) * MS
+        if word & OUTSIDE:
+            place, value, seen_ns = None, 0, at_ns + OUTSIDE_NS
         ended_ns = seen_ns + rng.randint(1, 5) * MS
         if ended_ns <= next_ns and value != in_force:
             changes.append(

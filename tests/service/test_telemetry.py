@@ -534,13 +534,18 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
             " J against all clocks at maximum; clocks set in 6 ms, 99 % in 20 ms, 5 late; " in ran
         )
         assert "; 6 of 8 ranks follow their plan, not all since " in ran
+        unlocked = replace(status.telemetry, unlocked_j=200.0, unlocked_saved_j=9.0)
+        assert (
+            " J against all clocks at maximum and 4.50 % against what it drew before a clock was "
+            "set; " in status_text(replace(status, telemetry=unlocked))
+        )
 
 
 def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path, tmp_path: Path):
     knows = AutopilotStatus("learning", 41, 1.25, 0.123, 0.004, -0.002, 0.006, 3, 124)
     says = (
-        "learning, saving 12.3 ± 0.4 % of the energy at full clocks, 3 operating points tried in "
-        "iteration 41 and 124 not known yet, the ledger owes -2 ms of at most 6 ms"
+        "learning, planned to save 12.3 ± 0.4 % of the energy at full clocks, 3 operating points "
+        "tried in iteration 41 and 124 not known yet, the ledger owes -2 ms of at most 6 ms"
     )
     with (
         service_at(place) as service,

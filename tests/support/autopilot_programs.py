@@ -102,7 +102,7 @@ def referenced(made: Callable[[Watch], Any], name: str) -> dict[str, Any]:
     """
     warning_log, watch = WarningLog(), Watch()
     watch.takes_s = 0.002
-    pipeline, planned, locked = made(watch), list[int](), set[int | None]()
+    pipeline, planned = made(watch), list[int]()
     with planner_runtime(
         pipeline.engine, gpu=RUNTIME_GPU, state=None, dry_run=name == "dry"
     ) as runtime:
@@ -115,12 +115,11 @@ def referenced(made: Callable[[Watch], Any], name: str) -> dict[str, Any]:
                 program = runtime._follower.program
                 if runtime.autopilot.reference_s is not None and program is not None:
                     planned += [program.microbatches][program.microbatches in planned[-1:] :]
-                    locked.add(watch.gpu.locked_mhz)
                 assert time.monotonic() < deadline_s, (planned, runtime.autopilot)
     after, texts = watch.gpu.locked_mhz, warning_log.taken()
     return {
         "planned": planned,
-        "was locked": locked != {None},
+        "was locked": watch.locked_mhz != {None},
         "after": after,
         "warnings": texts,
     }

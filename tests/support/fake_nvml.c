@@ -353,8 +353,8 @@ int nvmlDeviceGetSupportedGraphicsClocks(Device device, unsigned memory_mhz, uns
 
 int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {
     ENTER_DEVICE(device);
-    *mhz = clock_mhz(gpu);
-    LEAVE(type <= 1 ? SUCCESS : NOT_SUPPORTED);
+    *mhz = type == 2 ? number(gpu, "memory_mhz") : clock_mhz(gpu);
+    LEAVE(type <= 1 || value(gpu, "memory_mhz") ? SUCCESS : NOT_SUPPORTED);
 }
 
 int nvmlDeviceGetClock(Device device, unsigned type, unsigned id, unsigned *mhz) {

@@ -21,7 +21,7 @@ last holds:
     are name NVIDIA H100                                                 uuid GPU-…     pci
     0000:3B:00.0
     clocks 1980 1965 …              SM clocks, in the order listed   clocks_at_1593 …  the same at
-    that memory clock memory_clocks 2619 1593
+    that memory clock memory_clocks 2619 1593    memory_mhz 1593    clock of the memory
     idle_w 60, w_per_mhz 0.2        power = idle_w + w_per_mhz * clock; the clock is the highest
     listed that neither the
                                     lock nor the power limit forbids

@@ -40,8 +40,9 @@ class RecordedMarks:
     def load(self, words: Any) -> None:
         self.words = words
 
-    def request(self, index: int) -> None:
-        self.wants.append(index)
+    def request(self, index: int, *, outside: bool = False) -> None:
+        if not outside and self.wants[-1:] != [index]:
+            self.wants.append(index)
 
     def program_for(self, iteration: int) -> Any:
         return self.program

@@ -108,6 +108,9 @@ class Recorder:
         assert self.computing
         self.computing = False
 
+    def begin_update(self) -> None:
+        assert not self.computing
+
     def end_iteration(self) -> None:
         assert self.inside
         self.inside = False
@@ -123,6 +126,7 @@ class Watch:
         planned: Returns the plan that should be in force, or None if the GPU should be reset; None
             to wait for nothing.
         takes_s: Seconds that each computation takes in addition.
+        locked_mhz: All clocks that were locked when a computation began.
 
     Args:
         gpu: The GPU; by default the emulated GPU of this rank.
@@ -134,11 +138,13 @@ class Watch:
         self.gpu = opened
         self.planned: Callable[[], Plan | None] | None = None
         self.takes_s = 0.0
+        self.locked_mhz: set[int | None] = set()
         self._ran: list[str] = []
 
     def __call__(self, stage: int, kind: str, microbatch: int) -> None:
         computation = str(Computation(stage, kind, microbatch))
         self._ran.append(computation)
+        self.locked_mhz.add(self.gpu.locked_mhz)
         if self.planned is not None:
             plan = self.planned()
             self.await_locked(None if plan is None else plan.clocks[computation])

@@ -33,12 +33,6 @@ class Training:
     ran: list[Ran] = field(default_factory=list)
     ledgers: list[Ledger | None] = field(default_factory=list)
 
-    def saved(self) -> float:
-        """The share of energy that the last iteration saved against the first one, which ran at
-        full clocks.
-        """
-        return 1 - self.ran[-1].energy_j / self.ran[0].energy_j
-
 
 def job_of(truth: Profile, microbatches: int, pipelines: int = 1) -> AutopilotJob:
     iteration = pipeline_iteration(schedules.one_f_one_b(truth.stages, microbatches))

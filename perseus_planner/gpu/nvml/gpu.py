@@ -122,7 +122,7 @@ def _enforced_profiles(device: NvmlDevice) -> list[str]:
     return [names.get(number, f"number {number}") for number in numbers]
 
 
-_CLOCK_SM, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 0, 0
+_CLOCK_SM, _CLOCK_MEMORY, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 2, 0, 0
 _SCOPE_MODULE = 1
 _TOTAL_ENERGY, _ENERGY, _POWER_INSTANT = 83, 191, 186
 
@@ -137,6 +137,7 @@ _REASON_BITS = {
 """NVML's clocks event reasons that slow down a busy GPU; the others are about idle GPUs and
 displays.
 """
+_IDLE_BIT = 0x01
 
 _REASON_FIELDS = {
     74: "sw-power-cap",
@@ -153,6 +154,7 @@ _WITHOUT_ENERGY = (
 _WITHOUT_CLOCKS = (
     "if clocks cannot be locked, use the power limit as the control, or set nothing (observe mode)"
 )
+_LIST_CLOCKS = "list its supported clocks"
 _WITHOUT_LIMIT = (
     "if the power limit cannot be set, use the SM clock as the control, or set "
     "nothing (observe mode)"
@@ -192,6 +194,9 @@ _CLOCK_MHZ = NvmlQuantity(
     MAX_MHZ,
     # The second one takes two arguments: the clock, and that the current one is meant.
     (("nvmlDeviceGetClockInfo", _CLOCK_SM), ("nvmlDeviceGetClock", _CLOCK_SM, _CLOCK_ID_CURRENT)),
+)
+_MEMORY_MHZ = NvmlQuantity(
+    "read its memory clock", MAX_MHZ, (("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),)
 )
 _TEMPERATURE_C = NvmlQuantity(
     "read its temperature",
@@ -252,15 +257,44 @@ class NvmlReader(RealGpu):
         limits_w = read_or_none(lambda: (self.power_limit_w(), self.default_power_limit_w()))
         return tuple(find_warnings(self._device, self._read_of_module(), limits_w))
 
+    def foreign_locks(self) -> tuple[str, ...]:
+        """Which clocks are below their highest while the GPU works and nothing throttles it: NVML
+        does not tell what is locked.
+        """
+        return tuple(read_or_none(lambda: list(self._find_locks())) or ())
+
+    def _find_locks(self) -> Iterator[str]:
+        if self._device.number(_REASONS) & (_IDLE_BIT | sum(_REASON_BITS)):
+            return
+        clock_mhz, highest_mhz = self.clock_mhz(), self.supported_clocks_mhz[0]
+        at_most = "although it works and nothing throttles it: a program has locked it"
+        if clock_mhz < highest_mhz:
+            yield (
+                f"the SM clock is {clock_mhz} MHz and not {highest_mhz} MHz, {at_most} (a launch "
+                "script with `nvidia-smi -lgc`, DCGM, Slurm's --gpu-freq); what the planner sets "
+                "replaces this lock, and is replaced if that program sets it again; remove the "
+                "lock (`nvidia-smi -rgc`)"
+            )
+        memory_mhz = read_or_none(lambda: self._device.number(_MEMORY_MHZ))
+        highest_mhz = self._memory_clocks_mhz[0]
+        if memory_mhz is not None and memory_mhz < highest_mhz:
+            yield (
+                f"the memory clock is {memory_mhz} MHz and not {highest_mhz} MHz, {at_most} "
+                "(`nvidia-smi -lmc`), which the planner leaves as it is; train under the same, or "
+                "remove the lock (`nvidia-smi -rmc`)"
+            )
+
     @cached_property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """SM clocks available at the highest memory clock, highest first."""
-        what = "list its supported clocks"
-        memory = self._device.clocks(
-            "nvmlDeviceGetSupportedMemoryClocks", what=what, advice=_WITHOUT_CLOCKS
-        )
-        function = "nvmlDeviceGetSupportedGraphicsClocks"
-        return self._device.clocks(function, memory[0], what=what, advice=_WITHOUT_CLOCKS)
+        function, what = "nvmlDeviceGetSupportedGraphicsClocks", _LIST_CLOCKS
+        memory_mhz = self._memory_clocks_mhz[0]
+        return self._device.clocks(function, memory_mhz, what=what, advice=_WITHOUT_CLOCKS)
+
+    @cached_property
+    def _memory_clocks_mhz(self) -> tuple[int, ...]:
+        function, what = "nvmlDeviceGetSupportedMemoryClocks", _LIST_CLOCKS
+        return self._device.clocks(function, what=what, advice=_WITHOUT_CLOCKS)
 
     @property
     def power_limits_w(self) -> tuple[float, float]:

@@ -147,6 +147,8 @@ class SimulatedGpu(ClosedOnExit):
         """No warnings: nothing spoils a simulated profile."""
         return ()
 
+    foreign_locks = warnings
+
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """SM clocks that can be locked, highest first."""

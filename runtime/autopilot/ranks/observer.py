@@ -139,7 +139,6 @@ class Observer:
                 self._tell(ended.order)
             self._set(observed_key(self._rank), encode(self._frame(times, ended, time_s, energy_j)))
         self._last_ns = last_ns
-        self._samples.forget_before(last_ns)
         while len(self._changes) > 1 and self._changes[1][0] <= times.end_ns:
             self._changes.popleft()
 

@@ -63,6 +63,9 @@ COUNTER_STEP_S = 0.1
 all the time.
 """
 
+RENEWED = 8
+"""Iterations after which programs are sent again, with what is owed by then; ranks remember 16."""
+
 _OTHER_CALL = 0.25  #: relative difference from which calls take another time
 
 
@@ -245,7 +248,8 @@ class Planner:
         news = (
             decision.clocks,
             decision.phase,
-            None if ledger is None else (ledger.reference_s, ledger.slowdown),
+            None if ledger is None else ledger.slowdown,
+            decision.iteration // RENEWED,  # so that ranks know what they owe
         )
         job = self._autopilot.job
         rows = len(set(job.iteration.keys)) * len(job.clocks_mhz) - decision.unknown

@@ -42,6 +42,13 @@ class Programs(Message, frozen=True):
     #: known.
     busy_s: tuple[tuple[float, ...], ...] = ()
 
+    def rank_clocks(self, pipeline: int) -> Sequence[float]:
+        """Return the mean clock of each rank of a pipeline, over its computations."""
+        return [
+            sum(clock * count for clock, count in runs) / sum(count for _, count in runs)
+            for runs in self.clocks[self.pipelines[pipeline]]
+        ]
+
     @staticmethod
     def program_of(
         data: bytes,
@@ -87,6 +94,7 @@ class Programs(Message, frozen=True):
             ledger=sent.ledger,
             status=sent.status,
             busy_s=busy_s,
+            sent=sent,
         )
 
 

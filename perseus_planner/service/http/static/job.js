@@ -115,7 +115,7 @@ function showAutopilot(autopilot) {
   const saved = saving === null ? "not known yet" : `${number(100 * saving, 1)}${error}\u00a0% of the energy at full clocks`;
   say(byId("autopilot-phase"), `This job learns while it trains, without a plan. Phase: ${phase}.`);
   const facts = [
-    ["Saving", saved], ["Iteration at full clocks", reference_s === null ? "not known yet" : seconds(reference_s)],
+    ["Planned saving", saved], ["Iteration at full clocks", reference_s === null ? "not known yet" : seconds(reference_s)],
     [owed_s < 0 ? "Ledger: time to spare" : "Ledger: time owed", `${seconds(Math.abs(owed_s))}; it may owe ${seconds(burst_s)}`],
     ["Operating points tried", `${number(trials)} in iteration ${number(iteration)}`], ["Not known yet", number(unknown)],
   ];

@@ -1,0 +1,119 @@
+"""The autopilot in the noise of real training, in virtual time, beside a twin at full clocks under
+the same noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from autopilot_world import REAL, Physics, World
+from strategies import smooth_profile
+from virtual_training import job_of, train
+
+from perseus_planner.runtime.autopilot.audits import Audits
+from perseus_planner.runtime.autopilot.learning import Learner
+from perseus_planner.runtime.autopilot.planning import Searcher
+from perseus_planner.runtime.autopilot.times import TimeRows
+
+TRUTH = smooth_profile(2, step_mhz=90)
+
+
+def twin(physics: Physics, iterations: int) -> list[float]:
+    world = World(TRUTH, job_of(TRUTH, 6).iteration, physics, seed=1)
+    return [world.run(world.full()).time_s for _ in range(iterations)]
+
+
+@pytest.mark.parametrize("noise", ["real", "loader", "pauses", "outliers"])
+def test_it_saves_energy_within_the_agreed_time_whatever_the_noise(noise: str):
+    physics = {
+        "real": REAL,
+        "loader": Physics(loader=0.05),
+        "pauses": Physics(pauses=0.02),
+        "outliers": Physics(outliers=0.003),
+    }[noise]
+    done, full_s = train(TRUTH, 40, late=2, physics=physics), sum(twin(physics, 40))
+    assert sum(ran.time_s for ran in done.ran) < 1.004 * full_s
+    assert np.mean([each.saving for each in done.decisions[30:]]) > 0.015
+    phases = [each.phase for each in done.decisions]
+    assert phases.count("paying") <= 1
+
+
+def test_iterations_that_are_longer_while_clocks_are_planned_are_paid_for():
+    """As no computation tells it from data that became longer, audits do."""
+
+    quiet = Physics(jitter=0.003)
+    run = World.run
+
+    def slower(self: World, programs: object, *given: object) -> object:
+        full = all(c == 1410 for pipeline in programs for rank in pipeline for c in rank)
+        self.slowdown[:] = 1.0 if full else 1.03
+        return run(self, programs, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "run", slower)
+        done = train(TRUTH, 150, physics=quiet)
+    ratio = sum(ran.time_s for ran in done.ran) / sum(twin(quiet, 150))
+    assert ratio < 1 + 0.005 + 0.04 / 150 + 0.002
+    assert [each.phase for each in done.decisions].count("paying") > 75
+
+
+def test_audits_are_sure_only_of_what_is_more_than_noise():
+    random = np.random.default_rng(2)
+    for longer, found in ((0.0, False), (0.03, True)):
+        audits, owed = Audits(), 0.0
+        for number in range(120):
+            full = number % 20 < 2
+            unexplained = random.normal(0.0, 0.003) + (0.0 if full else longer)
+            owed += audits.add(unexplained, full_clocks=full)
+        assert (audits.longer > 0.0) == found
+        assert owed == pytest.approx(longer * 108, rel=0.15)
+
+
+def test_noise_is_that_of_most_times_and_is_forgotten():
+    rows, random = TimeRows((1410, 1365), [0], 1), np.random.default_rng(1)
+    for sigma in (0.05, 0.004):
+        for _ in range(150):
+            misses = random.normal(0.0, sigma, 40)
+            misses[::10] += random.exponential(0.1, 4)
+            rows.add_noise(misses)
+        assert rows.noise == pytest.approx(sigma, rel=0.3)
+    assert rows.tail > 5 * rows.noise
+
+
+def test_a_first_time_far_over_the_bound_is_asked_for_again():
+    job = job_of(TRUTH, 6)
+    search = Searcher(job, 8)
+    learner = Learner(job, search.keys, search.class_rank, None, learn=True)
+    world = World(TRUTH, job.iteration, Physics(jitter=0.0))
+    for _ in range(2):
+        learner.observe(world.run(world.full()).observations)
+    program = [list(clocks) for clocks in world.full()[0]]
+    program[0][5] = 1230
+    row, clock = search.keys.index((0, "F")), job.clocks_mhz.index(1230)
+
+    def learn_with(longer: float) -> None:
+        seen = world.run([program]).observations
+        place = next(i for i, (r, _) in enumerate(learner._programs[0]) if r == row and i >= 5)
+        ran = list(seen[0].computations)
+        ran[place] = ran[place]._replace(
+            end_s=ran[place].begin_s + longer * (ran[place].end_s - ran[place].begin_s),
+            clock_mhz=1230,
+            change_s=None,
+            changed_mhz=None,
+        )
+        learner.observe([seen[0]._replace(computations=tuple(ran)), *seen[1:]])
+
+    learn_with(4.0)
+    assert not learner.times.known[row, clock]
+    learn_with(1.0)
+    assert learner.times.known[row, clock]
+    _, beta = learner.times.bound()
+    assert beta == 1.0
+
+
+def test_the_ledger_is_not_overdrawn_by_data_that_become_longer():
+    longer = replace(REAL, growth=0.5)
+    done = train(TRUTH, 40, physics=longer)
+    assert "paying" not in [each.phase for each in done.decisions]
