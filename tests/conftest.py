@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,53 +26,20 @@ settings.load_profile("ci" if os.environ.get("CI") else "planner")
 #: The slowest files, which run first so that all workers end together; files that compute are
 #: beside files that wait.
 FIRST = (
-    "service/test_server",
-    "runtime/test_kills",
-    "profiler/test_doubt",
-    "runtime/test_service_e2e",
-    "estimate/test_explore",
-    "project/test_wheel",
-    "service/test_core",
-    "runs/test_attempts",
-    "solver/test_frontier",
-    "solver/test_planning",
-    "runtime/test_restarts",
+    "cli/test_acceptance",
     "project/test_documents",
-    "project/test_load_fit",
-    "service/test_kills",
-    "cli/test_cli",
-    "solver/test_on_time",
-    "runtime/test_faults",
-    "solver/test_budget",
-    "service/test_policy",
-    "project/test_benchmarks",
-    "project/test_site",
-    "solver/test_point_bound",
-    "estimate/test_kernels",
-    "cli/test_rehearsal",
-    "runtime/test_unmodified",
-    "runtime/test_engines",
-    "schedules/test_engines",
-    "profiler/test_every_schedule",
-    "project/test_examples",
-    "cli/test_warm_up",
     "runtime/test_autopilot_ranks",
-    "cli/test_bad_files",
-    "solver/test_frontier_check",
-    "profiler/test_killed_sweeps",
-    "estimate/test_estimate",
-    "cli/test_plans",
-    "solver/test_kernels",
-    "service/test_api",
+    "profiler/test_sweep",
     "plans/test_plan",
-    "solver/test_coarse",
-    "service/test_dashboard",
-    "cluster/test_policies",
-    "solver/test_rounding",
-    "runtime/test_ending",
-    "runtime/test_megatron",
     "runtime/test_autopilot",
-    "runtime/test_runtime",
+    "solver/test_budget",
+    "service/test_dashboard",
+    "project/test_examples",
+    "project/test_benchmarks",
+    "project/test_wheel",
+    "profiler/test_row_file",
+    "cli/test_calibrate",
+    "project/test_site",
 )
 
 
@@ -100,3 +68,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def less_effort() -> Iterator[None]:
+    """Plans are searched for a short time, as what is tested is not how good they are."""
+    from effort import LESS
+
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in LESS:
+            patch.setattr(*limit)
+        yield
+
+
+@pytest.fixture(scope="module")
+def little_effort() -> Iterator[None]:
+    """Plans of few clock changes are searched for a short time, and all others as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("perseus_planner.solver.budget._EFFORT", (3_000_000, 300, 8_000))
+        yield

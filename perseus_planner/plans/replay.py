@@ -207,17 +207,6 @@ def end_times(dag: PipelineDag, durations_s: Sequence[float]) -> list[float]:
     return _starts_and_ends_s(dag.iteration, _durations_s(dag.iteration, durations_s))[1]
 
 
-def replayed_ends(dag: PipelineDag) -> tuple[float, float]:
-    """Return the replayed time with the fastest points, and with the slowest ones of the Pareto
-    front, seconds.
-    """
-    points = [dag.points[key] for key in dag.iteration.keys]
-    fastest_s, slowest_s = (
-        max(end_times(dag, [front[end].time_s for front in points])) for end in (0, -1)
-    )
-    return fastest_s, slowest_s
-
-
 def iteration_energy_j(
     rank_of: Sequence[int],
     durations_s: Sequence[float],

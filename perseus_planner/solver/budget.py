@@ -327,13 +327,7 @@ class _Search:
             node, member = problem.node[inner], problem.member[inner]
             if not len(node):
                 continue
-            cost_j = problem.cost_j[member].sum(axis=0)
-            for clock in [
-                *np.flatnonzero(cost_j < cost_j[fast])[
-                    np.argsort(cost_j[cost_j < cost_j[fast]], kind="stable")
-                ],
-                fast,
-            ]:
+            for clock in np.argsort(problem.cost_j[member].sum(axis=0), kind="stable"):
                 state.clock[inner] = clock
                 state.duration_s[node] = problem.time_s[member, clock]
                 state.touched[0] = min(state.touched[0], node.min())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.point_problem import lay_out_waits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,19 +93,18 @@ def clock_problem(
     """
     node_of = {place: k for k, place in enumerate(iteration.order)}
     number = {key: i for i, key in enumerate(classes)}
-    waits = [iteration.waits[place] for place in iteration.order]
-    fixed_s = np.zeros(len(waits))
+    before_start, before, before_lag_s, *_ = lay_out_waits(iteration)
+    fixed_s = np.zeros(len(node_of))
     for place, operation in enumerate(iteration.operations, len(iteration.keys)):
         fixed_s[node_of[place]] = operation.time_s
-    before = np.array([node_of[other] for each in waits for other, _ in each], dtype=np.int64)
     programs = iteration.schedule.ranks
     member = np.array([number[key] for key in iteration.keys], dtype=np.int64)
     rank_start = np.cumsum([0, *map(len, programs)], dtype=np.int64)
     usable = [np.isfinite(time_s[member[a:b]]).any(axis=0) for a, b in pairwise(rank_start)]
     problem = ClockProblem(
-        before_start=np.cumsum([0, *map(len, waits)], dtype=np.int64),
+        before_start=before_start,
         before=before,
-        before_lag_s=np.array([lag_s for each in waits for _, lag_s in each]),
+        before_lag_s=before_lag_s,
         fixed_s=fixed_s,
         time_s=time_s,
         cost_j=cost_j,
@@ -116,7 +116,7 @@ def clock_problem(
         usable_count=member,
         place=member,
         wave=np.zeros(len(member)),
-        last=np.setdiff1d(np.arange(len(waits)), before),
+        last=np.setdiff1d(np.arange(len(node_of)), before),
     )
     return with_usable(problem, np.array(usable))
 

@@ -207,7 +207,13 @@ def anneal(
     """
     (now, cost_j), (trial, _) = load_state(problem, start), load_state(problem, start)
     best = start.copy()
-    _anneal(problem, now, trial, best, cost_j, goal, heat, library, change)
+    scale_j = np.cumsum(np.abs(problem.cost_j[problem.member, start]))[-1]
+    time_s = replay(problem, now)
+    replay(problem, trial)
+    if change is not None:
+        time_s, cost_j = replay_changes(problem, trial, change)
+    cost_j += goal.waiting_w * time_s
+    _anneal(problem, now, trial, best, time_s, cost_j, 1e-10 * scale_j, goal, heat, library, change)
     return best
 
 
@@ -217,26 +223,20 @@ def _anneal(
     now: ClockState,
     trial: ClockState,
     best: Integers,
+    time_s: float,
     cost_j: float,
+    margin_j: float,
     goal: Goal,
     heat: Heat,
     library: Integers,
     change: ChangeCost | None,
 ) -> None:
-    """Do as `anneal` does, with two equal states of the start, whose clocks are `best`, and its
-    energy.
+    """Do as `anneal` does, with two equal states of the start, replayed, whose clocks are `best`,
+    its seconds and joules, and the rounding error of a sum of joules.
     """
     np.random.seed(heat.seed)
     node, rank, rank_start, nodes = problem.node, problem.rank, problem.rank_start, len(now.end_s)
-    ranks, scale_j = len(rank_start) - 1, 0.0
-    for i in range(len(best)):
-        scale_j += abs(problem.cost_j[problem.member[i], best[i]])
-    margin_j, time_s = 1e-10 * scale_j, replay(problem, now)
-    replay(problem, trial)
-    if change is not None:
-        time_s, cost_j = replay_changes(problem, trial, change)
-    cost_j += goal.waiting_w * time_s
-    best_s, best_j = time_s, cost_j
+    ranks, best_s, best_j = len(rank_start) - 1, time_s, cost_j
     stale = nodes  # the first node whose end in `trial` differs from `now`
     for attempt in range(heat.tries):
         part = attempt / heat.tries

@@ -18,7 +18,7 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.units import TIME
-from perseus_planner.plans.replay import end_times, replayed_ends, time_and_energy
+from perseus_planner.plans.replay import end_times, time_and_energy
 from perseus_planner.solver.network import Guides, Integers, ScaledNetwork, scaled_network
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TimeEnergyCurve:
         from perseus_planner.solver.mincut import slowest_state, walk
 
         scaled = scaled_network(dag)
-        fastest_s = max(end_times(dag, [dag.points[key][0].time_s for key in dag.iteration.keys]))
+        fastest_s = _replayed_s(dag, 0)
         if fastest_s + dag.profile.overhead_s <= 0:
             raise ProfileError(
                 f"overhead_s: {si(dag.profile.overhead_s, 's', 6)} leave nothing of an iteration "
@@ -201,7 +201,7 @@ class TimeEnergyCurve:
         """The replayed time with the fastest points, and with the slowest ones of the Pareto
         front, seconds.
         """
-        return replayed_ends(self.dag)
+        return _replayed_s(self.dag, 0), _replayed_s(self.dag, -1)
 
     @cached_property
     def _baseline(self) -> tuple[float, float]:
@@ -225,6 +225,11 @@ class TimeEnergyCurve:
             total += power * ticks
             added.append(total * unit_j)
         return slowest_j + np.array(added)
+
+
+def _replayed_s(dag: PipelineDag, end: int) -> float:
+    """Return the seconds of an iteration of the fastest points, at 0, or the slowest, at -1."""
+    return max(end_times(dag, [dag.points[key][end].time_s for key in dag.iteration.keys]))
 
 
 def fastest_within_power(

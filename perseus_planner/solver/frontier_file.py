@@ -162,6 +162,7 @@ def _digest(arrays: dict[str, Any]) -> str:
 
 def _parts(arrays: dict[str, Any]) -> Parts:
     header = json.loads(arrays["header"].tobytes())
+    _need(isinstance(header["schedule"], str), "schedule", "is not a name")
     evidence = iter(arrays["evidence"].tolist() if "evidence" in arrays else ())
     measurements = {
         parse_stage_kind(text): tuple(

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.profiles.estimation import Draws, Estimate
+    from perseus_planner.profiles.estimation import Draws, Estimate, Key
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
     from perseus_planner.schedules.iteration import Iteration
 
 _DRAWS = 500
 _ITERATIONS = 100  #: with jitter, of which the mean is taken
-_SEARCHES = 8  #: quick plans at most, to find the least margin that is enough
+_SEARCHES = 8  #: rough plans at most, to find the least margin that is enough
 _CLOSE = 0.12  #: part of a margin: closer to the least one is close enough
 _FIRST = 1.4  #: margin that is tried after 0, standard errors
 _INSIDE = 0.1  #: part of an interval that is left at both ends
@@ -57,9 +57,9 @@ _ROUNDING = 1e-9
 
 
 class _Drawn(NamedTuple):
-    """A plan, replayed under the draws."""
+    """The clocks of a plan, MHz, replayed under the draws."""
 
-    plan: Plan
+    clocks_mhz: list[int]
     margin: float | None
     time_s: Floats
     energy_j: Floats
@@ -72,7 +72,7 @@ class OnTimePlanner:
 
     def __init__(self, curve: TimeEnergyCurve) -> None:
         self.curve = curve
-        self._planners: dict[tuple[float, bool], Planner] = {}
+        self._planners: dict[float, Planner] = {}
         self._plans: dict[tuple[float, float, float, int | None], Plan] = {}
 
     def plan(
@@ -102,43 +102,37 @@ class OnTimePlanner:
         def is_on_time(drawn: _Drawn) -> bool:
             return lateness(drawn) <= 0.0
 
-        def make(margin: float, *, quick: bool) -> _Drawn | None:
-            planner = self._planner(margin, free=quick)
+        def make(margin: float, *, is_rough: bool) -> _Drawn | None:
+            planner = self._planner(margin)
             try:
-                plan = (
-                    planner.quick_plan(within_s, polished=False)
-                    if quick
-                    else planner.plan(within_s, max_changes)
-                )
+                if is_rough:
+                    return self._replayed(planner.clocks(within_s, is_rough=True), margin)
+                return self._replayed_plan(planner.plan(within_s, max_changes), margin)
             except InfeasibleDeadline:
                 return None
-            return self._replayed(plan, margin, free=quick)
 
         is_free = max_changes is None and self.curve.profile.clock_change is None
-        quick = _search(partial(make, quick=True), lateness)
-        enough = min((drawn.margin or 0.0 for drawn in quick if is_on_time(drawn)), default=None)
-        tried = list(quick) if is_free else []
+        rough = _search(partial(make, is_rough=True), lateness)
+        enough = min((drawn.margin or 0.0 for drawn in rough if is_on_time(drawn)), default=None)
+        tried = list(rough) if is_free else []
         if enough is not None:
             for number in range(_TRIES):
-                drawn = make(enough + number * max(_CLOSE * enough, _LEAST), quick=False)
+                drawn = make(enough + number * max(_CLOSE * enough, _LEAST), is_rough=False)
                 tried += [drawn] if drawn else []
                 if drawn and is_on_time(drawn):
                     break
             if enough and not is_free and number == 0:  # few clocks leave time of their own
-                tried += filter(None, [make(enough / 2, quick=False)])
+                tried += filter(None, [make(enough / 2, is_rough=False)])
         on_time = [drawn for drawn in (*tried, self._baseline) if is_on_time(drawn)]
         if not on_time:
             least = min((self._likely_ratio(drawn, probability) for drawn in tried), default=1.0)
             raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
         best = min(on_time, key=self._effective_j)
-        free_best = min(filter(is_on_time, quick), key=self._effective_j, default=self._baseline)
-        safety_j = float(np.mean(free_best.energy_j - quick[0].energy_j)) if quick else 0.0
-        certainty = replace(self._certainty(best, probability, safety_j), limit_ratio=limit)
-        return replace(
-            best.plan,
-            deadline_s=max(within_s, best.plan.time_s),
-            on_time=certainty,
-        )
+        free_best = min(filter(is_on_time, rough), key=self._effective_j, default=self._baseline)
+        safety_j = float(np.mean(free_best.energy_j - rough[0].energy_j)) if rough else 0.0
+        plan = self._plan_of(best)
+        certainty = replace(self._certainty(plan, best, probability, safety_j), limit_ratio=limit)
+        return replace(plan, deadline_s=max(within_s, plan.time_s), on_time=certainty)
 
     def plan_within_power(
         self, power_w: float, probability: float, max_changes: int | None
@@ -151,7 +145,7 @@ class OnTimePlanner:
         """
 
         def likely_w(plan: Plan) -> float:
-            drawn = self._replayed(plan, 0.0)
+            drawn = self._replayed_plan(plan, 0.0)
             return float(np.quantile(drawn.energy_j / drawn.time_s, probability))
 
         planner = self._planner(0.0)
@@ -160,9 +154,10 @@ class OnTimePlanner:
             return planner.plan(planner.curve.check_deadline(deadline_s), max_changes)
 
         plan = fastest_within_power(planner.curve, power_w, plan_until, likely_w)
-        drawn = self._replayed(plan, 0.0)
-        certainty = replace(self._certainty(drawn, probability, 0.0), limit_power_w=power_w)
-        return replace(drawn.plan, deadline_s=plan.deadline_s, on_time=certainty)
+        drawn = self._replayed_plan(plan, 0.0)
+        plan = replace(self._plan_of(drawn), deadline_s=plan.deadline_s)
+        certainty = self._certainty(plan, drawn, probability, 0.0)
+        return replace(plan, on_time=replace(certainty, limit_power_w=power_w))
 
     @cached_property
     def _estimate(self) -> Estimate[Profile] | None:
@@ -184,9 +179,9 @@ class OnTimePlanner:
     @cached_property
     def _baseline(self) -> _Drawn:
         """All clocks at their maximum."""
-        mean = self._planner(0.0)
-        clocks = [row.clock_mhz for row in mean.dag.baseline_measurements()]
-        return self._replayed(mean.plan_of(clocks, None), None)
+        rows = self._mean.dag.baseline_measurements()
+        plan = self.mean_planner.plan_of([row.clock_mhz for row in rows], None)
+        return self._replayed_plan(plan, None)
 
     @property
     def mean_planner(self) -> Planner:
@@ -200,51 +195,67 @@ class OnTimePlanner:
             return self.curve
         return TimeEnergyCurve.of(PipelineDag(self._estimate.mean, self.curve.dag.iteration))
 
-    def _planner(self, margin: float, *, free: bool = False) -> Planner:
-        """Return the planner for the expected times plus the margin; if `free`, clock changes cost
-        nothing.
-        """
-        key = margin, free and self.curve.profile.clock_change is not None
-        if key not in self._planners:
-            profile = self._mean.profile if margin == 0.0 else self._slower(margin)
-            if key == (0.0, False):
-                self._planners[key] = Planner(self._mean)
-            else:
-                profile = replace(profile, clock_change=None) if free else profile
-                self._planners[key] = Planner(
-                    self._mean, PipelineDag(profile, self.curve.dag.iteration)
-                )
-        return self._planners[key]
+    def _planner(self, margin: float) -> Planner:
+        """Return the planner for the expected times plus the margin."""
+        if margin not in self._planners:
+            slower = PipelineDag(self._slower(margin), self.curve.dag.iteration) if margin else None
+            self._planners[margin] = Planner(self._mean, slower)
+        return self._planners[margin]
 
     def _slower(self, margin: float) -> Profile:
         """Return the expected profile with times that are longer by `margin` standard errors
         against the top clock, and jitter.
         """
-        measurements, jitter = {}, self.curve.profile.jitter
-        index = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}
-        for key, rows in self._mean.profile.measurements.items():
-            logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
-            doubt = np.hypot(np.std(logs - logs[:1], axis=1), jitter)
-            longer = [1.0, *np.exp(margin * doubt[1:]).tolist()]
-            measurements[key] = tuple(
+        longer = {key: np.exp(margin * doubt).tolist() for key, doubt in self._doubts.items()}
+        measurements = {
+            key: tuple(
                 replace(row, time_s=row.time_s * factor)
-                for row, factor in zip(rows, longer, strict=True)
+                for row, factor in zip(rows, longer[key], strict=True)
             )
+            for key, rows in self._mean.profile.measurements.items()
+        }
         return replace(self._mean.profile, measurements=measurements)
 
-    def _replayed(self, plan: Plan, margin: float | None, *, free: bool = False) -> _Drawn:
-        """Return a plan of these clocks with their expected times, and its replays under the draws.
-
-        What clock changes cost is taken to be the same in all of them.
+    @cached_property
+    def _doubts(self) -> dict[Key, Floats]:
+        """(stage, kind) -> the standard error of each row's log time against the top clock, with
+        jitter.
         """
-        mean, clocks = self._planner(0.0, free=free), list(plan.clocks.values())
-        plan = replace(mean.plan_of(clocks, None), profile_digest=self.curve.profile.digest)
-        time_s, energy_j = replay_draws(mean.dag, clocks, self._draws, self._jitter)
-        if plan.clock_change is not None:
-            points = [plan.measurement(computation) for computation in mean.dag.computations]
-            free_s, free_j = time_and_energy(mean.dag, points)
-            time_s, energy_j = time_s + (plan.time_s - free_s), energy_j + (plan.energy_j - free_j)
-        return _Drawn(plan, margin, time_s, energy_j)
+        index, doubts = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}, {}
+        for key, rows in self._mean.profile.measurements.items():
+            logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
+            doubts[key] = np.hypot(np.std(logs - logs[:1], axis=1), self.curve.profile.jitter)
+            doubts[key][0] = 0.0
+        return doubts
+
+    def _replayed(self, clocks_mhz: list[int], margin: float | None) -> _Drawn:
+        """Return the replays of these clocks, as if clock changes cost nothing."""
+        return _Drawn(
+            clocks_mhz,
+            margin,
+            *replay_draws(self._mean.dag, clocks_mhz, self._draws, self._jitter),
+        )
+
+    def _replayed_plan(self, plan: Plan, margin: float | None) -> _Drawn:
+        """Return the replays of a plan's clocks.
+
+        What clock changes cost with the expected times is taken to be the same in all of them.
+        """
+        drawn = self._replayed([*plan.clocks.values()], margin)
+        if plan.clock_change is None:
+            return drawn
+        expected = self._plan_of(drawn)
+        points = [expected.measurement(each) for each in self._mean.dag.computations]
+        free_s, free_j = time_and_energy(self._mean.dag, points)
+        return drawn._replace(
+            time_s=drawn.time_s + (expected.time_s - free_s),
+            energy_j=drawn.energy_j + (expected.energy_j - free_j),
+        )
+
+    def _plan_of(self, drawn: _Drawn) -> Plan:
+        """Return the plan of these clocks with their expected times."""
+        plan = self.mean_planner.plan_of(drawn.clocks_mhz, None)
+        return replace(plan, profile_digest=self.curve.profile.digest)
 
     def _likely_ratio(self, drawn: _Drawn, probability: float) -> float:
         """Return the time that the plan keeps with this probability, over that with all clocks
@@ -255,10 +266,10 @@ class OnTimePlanner:
     def _effective_j(self, drawn: _Drawn) -> float:
         return float(np.mean(drawn.energy_j - self.curve.dag.waiting_w * drawn.time_s))
 
-    def _certainty(self, drawn: _Drawn, probability: float, safety_j: float) -> OnTime:
+    def _certainty(self, plan: Plan, drawn: _Drawn, probability: float, safety_j: float) -> OnTime:
         """Return how sure the plan is; a plan without a margin saves `safety_j` more."""
         base, keys = self._baseline, self.curve.dag.iteration.keys
-        in_use = set(zip(keys, drawn.plan.clocks.values(), strict=True))
+        in_use = set(zip(keys, drawn.clocks_mhz, strict=True))
         interpolated = {} if self._estimate is None else self._estimate.interpolated
         return OnTime(
             probability=probability,
@@ -267,7 +278,7 @@ class OnTimePlanner:
             margin=drawn.margin,
             time_ratio=_interval(drawn.time_s / base.time_s, _WIDER_TIME),
             saved_share=_interval(1 - drawn.energy_j / base.energy_j, WIDER_SAVING),
-            power_w=_interval(drawn.energy_j / drawn.time_s, WIDER_SAVING, drawn.plan.power_w),
+            power_w=_interval(drawn.energy_j / drawn.time_s, WIDER_SAVING, plan.power_w),
             safety_share=max(0.0, safety_j / float(np.mean(base.energy_j))),
             points=len(in_use),
             interpolated=sum(clock in interpolated.get(key, ()) for key, clock in in_use),

@@ -18,13 +18,14 @@ import numpy as np
 
 from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.replay import replay, replayed_ends, time_and_energy
+from perseus_planner.plans.replay import replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.network import Guides
 from perseus_planner.solver.point_problem import (
     PRICE_ROUNDING,
     PointProblem,
+    compute_ends,
     find_windows,
     point_bound_gain_j,
     point_problem,
@@ -51,7 +52,7 @@ _BOUND_GUIDES = (
     5,
     10_000,
 )  #: relaxed solutions of which the bound for operating points is made; nodes of them all
-_QUICK = 0.1  #: part of the effort of a rounded plan that is not polished
+_QUICK = 0.1  #: part of the effort of a rough plan
 _QUICK_ANCHORS = 4  #: relaxed solutions near the deadline that it begins with, at most
 _RETRIES = 2  #: how often a plan that clock changes make late is made again for an earlier deadline
 
@@ -65,16 +66,16 @@ class Planner:
         curve: the curve.
         slower: the same iteration with other times, for which plans are made instead, guided by the
             relaxed solutions of `curve`, which fit closely while the times are nearly alike.
-            Bounds are those of `curve`.
+            Bounds are those of `curve`. They are rounded with a tenth of the effort, and polished:
+            that loses a thousandth of the saving.
     """
 
     def __init__(self, curve: TimeEnergyCurve, slower: PipelineDag | None = None) -> None:
         self.curve, self.dag = curve, slower or curve.dag
         self.profile = self.dag.profile
-        self._ends_s = curve.replayed_ends_s if slower is None else replayed_ends(slower)
+        self._effort = 1.0 if slower is None else _QUICK
         self._plans: dict[tuple[float, int | None], Plan] = {}
-        self._rounded: dict[tuple[float, float], Integers] = {}
-        self._unlimited: dict[float, list[int]] = {}
+        self._chosen: dict[tuple[float, float, bool], Integers] = {}
 
     def plan(self, deadline_s: float, max_changes: int | None) -> Plan:
         """Return the plan of the least effective energy that was found.
@@ -97,7 +98,7 @@ class Planner:
 
     def _plan(self, deadline_s: float, max_changes: int | None) -> Plan:
         """Return the plan if clock changes cost nothing."""
-        clocks = self._unlimited_clocks(deadline_s)
+        clocks = self.clocks(deadline_s)
         if max_changes is not None:
             within_s = self._replayed_s(deadline_s)
             try:
@@ -125,7 +126,7 @@ class Planner:
                 level: plan
                 for (level, _), plan in sorted(plans.items(), key=lambda entry: -entry[1].time_s)
                 if plan.time_s > deadline_s
-                and self._better(plan, best)
+                and (best is None or self._effective_j(plan) < self._effective_j(best))
                 and len(aims[level]) <= _RETRIES
             }
             if not late:
@@ -154,9 +155,6 @@ class Planner:
         fitting = [plan for plan in plans if plan.time_s <= deadline_s]
         return min(fitting, key=self._effective_j, default=None)
 
-    def _better(self, plan: Plan, best: Plan | None) -> bool:
-        return best is None or self._effective_j(plan) < self._effective_j(best)
-
     def _candidates(
         self, aim_s: float, deadline_s: float, levels: Sequence[int | None]
     ) -> dict[tuple[int | None, bool], Plan]:
@@ -172,7 +170,7 @@ class Planner:
             (level, whether faster clocks are requested early) -> plan, for the levels at which one
             was found.
         """
-        unlimited, within_s = self._unlimited_clocks(aim_s), self._replayed_s(aim_s)
+        unlimited, within_s = self.clocks(aim_s), self._replayed_s(aim_s)
         counts = [len(unlimited) if level is None else level for level in levels]
         clocks_by_level: dict[int | None, list[int]] = {}
         if levels[-1] is None:
@@ -237,48 +235,36 @@ class Planner:
     def _effective_j(self, plan: Plan) -> float:
         return plan.energy_j - self.dag.waiting_w * plan.time_s
 
-    def quick_plan(self, deadline_s: float, *, polished: bool) -> Plan:
-        """Return a plan without a switch budget, at a fraction of the effort of `plan`.
+    def clocks(self, deadline_s: float, *, is_rough: bool = False) -> list[int]:
+        """Return the clock of each computation of `dag.computations`, MHz, without a switch budget,
+        if clock changes cost nothing.
 
-        Clock changes cost nothing. Unpolished, it takes a tenth of the effort.
+        A rough plan is not polished, and takes a tenth of the effort.
         """
-        clocks = (
-            self._unlimited_clocks(deadline_s)
-            if polished
-            else self._clocks(self._round(deadline_s, _QUICK))
-        )
-        return self.plan_of(clocks, deadline_s)
-
-    def _unlimited_clocks(self, deadline_s: float) -> list[int]:
-        """Return the clock of each computation of `dag.computations`, MHz, without a switch
-        budget.
-        """
-        if deadline_s not in self._unlimited:
-            chosen = self._round(deadline_s)
-            if deadline_s < self._max_time_s:
-                chosen = polish(self._points, self._replayed_s(deadline_s), chosen)
-            self._unlimited[deadline_s] = self._clocks(chosen)
-        return self._unlimited[deadline_s]
-
-    def _round(self, deadline_s: float, effort: float = 1.0) -> Integers:
-        """Return the point of each computation in `dag.order`, before it is polished."""
-        if (deadline_s, effort) not in self._rounded:
-            chosen = self._points.point_start[self._points.member + 1] - 1  # the slowest of each
-            if deadline_s < self._max_time_s:
-                within_s = self._replayed_s(deadline_s)
-                anchors = self._anchors(within_s, None if effort == 1.0 else _QUICK_ANCHORS)
-                chosen = round_plan(self._points, within_s, anchors, self._at_maximum_clock, effort)
-            self._rounded[deadline_s, effort] = chosen
-        return self._rounded[deadline_s, effort]
-
-    def _clocks(self, chosen: Integers) -> list[int]:
-        """Return the clock of each computation of `dag.computations`, MHz."""
+        effort = _QUICK if is_rough else self._effort
+        chosen = self._choose(deadline_s, effort, is_polished=not is_rough)
         rank_in_class = chosen - self._points.point_start[self._points.member]
         index = dict(zip(self.dag.order, rank_in_class.tolist(), strict=True))
         return [
             self.dag.points[key][index[place]].clock_mhz
             for place, key in enumerate(self.dag.iteration.keys)
         ]
+
+    def _choose(self, deadline_s: float, effort: float, *, is_polished: bool) -> Integers:
+        """Return the point of each computation in `dag.order`."""
+        key = deadline_s, effort, is_polished
+        if key not in self._chosen:
+            problem, within_s = self._points, self._replayed_s(deadline_s)
+            if deadline_s >= self._max_time_s:
+                chosen = problem.point_start[problem.member + 1] - 1  # the slowest of each
+            elif is_polished:
+                rounded = self._choose(deadline_s, effort, is_polished=False)
+                chosen = polish(problem, within_s, rounded)
+            else:
+                anchors = self._anchors(within_s, None if effort == 1.0 else _QUICK_ANCHORS)
+                chosen = round_plan(problem, within_s, anchors, self._at_maximum_clock, effort)
+            self._chosen[key] = chosen
+        return self._chosen[key]
 
     @cached_property
     def _points(self) -> PointProblem:
@@ -315,6 +301,19 @@ class Planner:
                 tangent_j - rounding_j + point_bound_gain_j(self._points, self._windows, price_w)
             )
         return max(bounds_j)
+
+    @cached_property
+    def _ends_s(self) -> tuple[float, float]:
+        """The replayed time with the fastest points, and with the slowest ones, seconds."""
+        if self.dag is self.curve.dag:
+            return self.curve.replayed_ends_s
+        start, member = self._points.point_start, self._points.member
+        end_s = np.empty(len(member))
+        fastest_s, slowest_s = (
+            compute_ends(self._points, chosen, end_s)
+            for chosen in (start[member], start[member + 1] - 1)
+        )
+        return fastest_s, slowest_s
 
     @property
     def _min_time_s(self) -> float:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,7 @@ from perseus_planner.solver.kernels import kernel
 
 if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
+    from perseus_planner.schedules.iteration import Iteration
     from perseus_planner.solver.network import Floats, Integers
 
 
@@ -74,17 +76,28 @@ def point_problem(dag: PipelineDag) -> PointProblem:
             )
     kinds = list(dict.fromkeys(kind for _, kind in keys))
     kind = np.array([kinds.index(kind) for _, kind in keys])
-    rank = {place: k for k, place in enumerate(dag.order)}
+    return PointProblem(
+        np.array(member), start, time_s, cost_j, gain_w, loss_w, kind, *lay_out_waits(dag.iteration)
+    )
+
+
+@lru_cache(maxsize=1)
+def lay_out_waits(
+    iteration: Iteration,
+) -> tuple[Integers, Integers, Floats, Integers, Integers, Floats]:
+    """Return what each node of `iteration.order` waits for, and what waits for it, as the last six
+    fields of `PointProblem`.
+    """
+    rank = {place: k for k, place in enumerate(iteration.order)}
     before = [
-        [(rank[other], lag_s) for other, lag_s in dag.iteration.waits[place]] for place in dag.order
+        [(rank[other], lag_s) for other, lag_s in iteration.waits[place]]
+        for place in iteration.order
     ]
     after: list[list[tuple[int, float]]] = [[] for _ in before]
     for k, others in enumerate(before):
         for other, lag_s in others:
             after[other].append((k, lag_s))
-    return PointProblem(
-        np.array(member), start, time_s, cost_j, gain_w, loss_w, kind, *_flat(before), *_flat(after)
-    )
+    return *_flat(before), *_flat(after)
 
 
 def _flat(lists: Sequence[Sequence[tuple[int, float]]]) -> tuple[Integers, Integers, Floats]:

@@ -170,7 +170,7 @@ class Searcher:
             dag = PipelineDag(Profile(table, waiting_w), job.iteration)
             frontier = solve_dag(dag)
             within_s = max(deadline_s, frontier.min_time_s)
-            clocks = list(Planner(frontier).quick_plan(within_s, polished=True).clocks.values())
+            clocks = Planner(frontier).clocks(within_s)
         except InfeasibleDeadline:
             return None
         if self._max_changes is not None:

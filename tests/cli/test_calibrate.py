@@ -4,6 +4,7 @@ file.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -176,22 +177,29 @@ TRUTHS = {
 }
 
 
-@pytest.fixture
-def several(folder: Path) -> str:
-    """Create a job and five plans of it, and return their names."""
-    unlike_stages(smooth_profile(4, step_mhz=90), 3).save("profile.yaml")
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a job and six plans of it."""
+    folder = tmp_path_factory.mktemp("planned")
+    unlike_stages(smooth_profile(4, step_mhz=90), 3).save(folder / "profile.yaml")
     (folder / "job.yaml").write_text(
         "format: perseus-planner/job\nversion: 1\nprofile: profile.yaml\nschedule: "
         "1f1b\nmicrobatches: 6 # few\n"
     )
-    frontier = solve_dag(Job.load("job.yaml").dags()[0])
-    names = []
+    frontier = solve_dag(Job.load(folder / "job.yaml").dags()[0])
     for slowdown in (1.0, 1.05, 1.1, 1.2, 1.4):
-        names.append(f"plan-{slowdown}.yaml")
-        frontier.plan_until(slowdown * frontier.baseline_time_s).save(names[-1])
-    one_kind = {c: 1410 if "F" in c else 1050 for c in Plan.load(names[0]).clocks}
-    frontier.plan_of(one_kind).save("forward.yaml")
-    return " ".join([*names, "forward.yaml"])
+        plan = frontier.plan_until(slowdown * frontier.baseline_time_s)
+        plan.save(folder / f"plan-{slowdown}.yaml")
+    one_kind = {c: 1410 if "F" in c else 1050 for c in plan.clocks}
+    frontier.plan_of(one_kind).save(folder / "forward.yaml")
+    return folder
+
+
+@pytest.fixture
+def several(folder: Path, planned: Path) -> str:
+    """Return the names of these plans, in the current folder."""
+    shutil.copytree(planned, folder, dirs_exist_ok=True)
+    return " ".join([*sorted(path.name for path in folder.glob("plan-*")), "forward.yaml"])
 
 
 def true_times_s(plans: str, overhead_s: float, correction: Correction) -> list[float]:
@@ -262,12 +270,12 @@ def test_a_later_calibration_begins_anew_and_one_plan_changes_only_the_overhead(
 
 @pytest.mark.parametrize("noise", [0.001, 0.01])
 def test_noise_alone_gives_no_correction_that_predicts_worse(several: str, noise: float):
+    truth = true_times_s(several, 0.05, Correction())
     for seed in range(4):
         errors = np.random.default_rng(seed).normal(0.0, noise, 6)
-        times_s = np.array(true_times_s(several, 0.05, Correction())) * np.exp(errors)
+        times_s = np.array(truth) * np.exp(errors)
         found = loaded(calibrating(several, times_s.tolist()))
         assert found["left_out_error"] < 2.5 * noise
-        truth = true_times_s(several, 0.05, Correction())
         assert [each["predicted_s"] for each in found["plans"]] == pytest.approx(
             truth, rel=2 * noise
         )

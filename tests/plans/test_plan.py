@@ -26,6 +26,8 @@ from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 from perseus_planner.views.plan import summarize_plan, summarize_timeline, timeline_text
 
+pytestmark = pytest.mark.usefixtures("little_effort")
+
 
 @pytest.fixture(scope="module")
 def frontier() -> Frontier:

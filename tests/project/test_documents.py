@@ -17,6 +17,7 @@ from yaml import YAMLError
 from perseus_planner import Plan
 from perseus_planner.cli import main
 
+pytestmark = pytest.mark.usefixtures("less_effort")
 DOCS = PAGES[1:]
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from house import (
     LEAVES,
     ROOMS,
     ROOT,
+    Graph,
     circles,
     import_graph,
     imported,
@@ -27,6 +29,11 @@ from perseus_planner import schedules, solve
 from perseus_planner.base import registry
 
 HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "scipy", "torch")
+
+
+@cache
+def graph_of_product() -> Graph:
+    return import_graph(sources_of_product())
 
 
 def sources(*folders: str) -> list[Path]:
@@ -76,7 +83,7 @@ def test_a_folder_imports_only_folders_above_it(room: str):
 
 
 def test_nothing_but_itself_imports_a_room_at_the_edge():
-    graph = import_graph(sources_of_product())
+    graph = graph_of_product()
     pairs = {(room_of(module), room_of(other)) for module in graph for other in graph[module]}
     assert {(room, other) for room, other in pairs if other in EDGE and room != other} == set()
 
@@ -92,7 +99,7 @@ def test_the_registry_names_what_stands_at_the_edge():
 
 def test_no_files_import_each_other_in_a_circle():
     # Imports in functions and for type checkers are arrows, too.
-    found = circles(import_graph(sources_of_product()))
+    found = circles(graph_of_product())
     assert found == [], "\n".join(map(" ".join, found))
 
 

@@ -77,7 +77,7 @@ def same(one: Account, other: Account) -> None:
         assert getattr(other, column.name) == expected, column.name
 
 
-@settings(fixed, max_examples=60)
+@settings(fixed, max_examples=30)
 @given(RUNS, st.integers(1, 5), st.randoms(use_true_random=False))
 def test_parts_sum_to_the_whole_for_any_cut_of_a_run(
     ranks: list[list[IterationRecord]], parts: int, rng: Random

@@ -38,7 +38,7 @@ from perseus_planner.schedules.iteration import Iteration, Operation
 from perseus_planner.solver import budget
 from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 
-EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
+pytestmark = pytest.mark.usefixtures("little_effort")
 
 
 def spent_j(plan: Plan, problem: PipelineDag) -> float:
@@ -149,7 +149,6 @@ def test_plans_of_the_smallest_problems_are_the_best_there_are():
 
 def test_without_trying_all_choices_most_are_the_best_still(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget, "_FEW", 0)
-    monkeypatch.setattr(budget, "_EFFORT", EFFORT)
     assert np.mean(np.array(tried_at_random(2, 60)) == 0) >= 0.9
 
 
@@ -222,20 +221,16 @@ def never_worse(spent: list[float], problem: PipelineDag) -> bool:
 @given(dags(most=14), shares())
 def test_a_larger_budget_is_never_worse_for_any_graph(problem: PipelineDag, share: float):
     frontier = solve_dag(problem)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "_EFFORT", EFFORT)
-        deadline = deadline_s(frontier, share)
-        assert never_worse(rising(frontier, deadline), problem)
+    deadline = deadline_s(frontier, share)
+    assert never_worse(rising(frontier, deadline), problem)
 
 
-@settings(fixed, max_examples=25)
+@settings(fixed, max_examples=15)
 @given(pipelines(max_microbatches=8), shares())
 def test_a_larger_budget_is_never_worse_for_pipelines(case: tuple[Profile, Schedule], share: float):
     frontier = solve(*case)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "_EFFORT", EFFORT)
-        deadline = deadline_s(frontier, share)
-        assert never_worse(rising(frontier, deadline), frontier.dag)
+    deadline = deadline_s(frontier, share)
+    assert never_worse(rising(frontier, deadline), frontier.dag)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +244,8 @@ def test_a_larger_budget_is_never_worse_for_pipelines(case: tuple[Profile, Sched
     ids=str,
 )
 def test_budgets_hold_where_a_rank_has_several_stages_and_kinds(
-    schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+    schedule: Schedule,
 ):
-    monkeypatch.setattr(budget, "_EFFORT", EFFORT)
     frontier = solve(with_halves(smooth_profile(schedule.stages, step_mhz=60)), schedule)
     spent = rising(frontier, 1.05 * frontier.baseline_time_s)
     assert never_worse(spent, frontier.dag)

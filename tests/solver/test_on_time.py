@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from effort import LESS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noisy_rows import noisy_rows, unlike_stages
@@ -33,15 +32,9 @@ from perseus_planner.schedules import Schedule
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.on_time import replay_draws
 
+pytestmark = pytest.mark.usefixtures("less_effort")
 SCHEDULE = schedules.one_f_one_b(4, 8)
 SLOWDOWNS = (1.0, 1.02, 1.1)
-
-
-@pytest.fixture(autouse=True)
-def _less_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Search less for each plan: these plans need not be the best."""
-    for module, name, value in LESS:
-        monkeypatch.setattr(module, name, value)
 
 
 @cache

@@ -17,10 +17,9 @@ from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule
-from perseus_planner.solver import budget
 from perseus_planner.solver.frontier import Frontier, solve
 
-EFFORT = (1_000_000, 300, 4_000)  #: of a search in tests where it need not be the best
+pytestmark = pytest.mark.usefixtures("little_effort")
 CHANGES = st.builds(
     ClockChange, st.sampled_from((0.0, 1e-4, 3e-3, 0.05)), st.sampled_from((0.0, 1e-3, 0.2))
 )
@@ -45,13 +44,11 @@ def test_plans_include_the_cost_of_changes_and_meet_the_deadline(
     profile, schedule = problem
     frontier = solve(replace(profile, clock_change=change), schedule)
     at_s = deadline_s(frontier, share)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "_EFFORT", EFFORT)
-        try:
-            plan = frontier.plan_until(at_s, on_time=None)
-        except InfeasibleDeadline as error:
-            at_s = error.least_time_s
-            plan = frontier.plan_until(at_s, on_time=None)
+    try:
+        plan = frontier.plan_until(at_s, on_time=None)
+    except InfeasibleDeadline as error:
+        at_s = error.least_time_s
+        plan = frontier.plan_until(at_s, on_time=None)
     timeline = replay(plan)
     assert (plan.time_s, plan.energy_j) == (timeline.time_s, timeline.energy_j)
     assert plan.time_s <= at_s
@@ -115,8 +112,7 @@ def test_a_deadline_that_only_free_changes_meet_is_refused_with_the_least_time()
     )
 
 
-def test_a_plan_with_the_cost_of_changes_loads_as_it_was(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(budget, "_EFFORT", EFFORT)
+def test_a_plan_with_the_cost_of_changes_loads_as_it_was(tmp_path):
     frontier = costly(2, 6, ClockChange(0.004, 0.001, 2), gpus_per_stage=2)
     plan = frontier.plan_until(1.03 * frontier.baseline_time_s, on_time=None)
     plan.save(tmp_path / "plan.yaml")
