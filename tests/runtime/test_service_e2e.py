@@ -292,8 +292,8 @@ def _check_record(job: Job, folder: Path, telemetry: dict[str, Any]) -> None:
 
 
 def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None:
-    """Each rank set other clocks in the very iteration with which its plan changed, and they
-    were in force.
+    """Each rank asked for other clocks in the very iteration with which its plan changed, and they
+    were in force soon after.
     """
     for said in everyone:
         assert said["problem"] is None
@@ -316,7 +316,8 @@ def _check_clocks(everyone: list[dict[str, Any]], since: int, back: int) -> None
             assert after == pytest.approx(before, rel=0.1)
             between = (slowed + before) / 2
             assert clocks[since] < between < clocks[back]  # of those very iterations most
-            assert achieved[since] < between
+            # A busy host may set some clocks of the first such iterations late.
+            assert min(achieved[since : since + 3]) < between
             assert median(achieved[since:back]) == pytest.approx(slowed, rel=0.1)
 
 
