@@ -1,0 +1,372 @@
+"""Plans of the batch: clocks for the very microbatches of one iteration, whose work is known before
+it runs.
+
+Where sequences differ in length, so do microbatches, and each iteration has another slowest
+pipeline. The work of a microbatch is one number or a few, such as its tokens and the sum of its
+squared lengths; the seconds of each (stage, kind) are affine in it (`Law`). Time and energy of a
+computation scale alike, so an iteration is laid out once, and each batch only scales it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from perseus_planner.base.errors import ProfileError, UsageError
+from perseus_planner.base.units import CHANGES, FINITE, TIME
+from perseus_planner.profiles.measurement import nearest_clock
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.clock_problem import clock_problem_of
+from perseus_planner.solver.kernels import inner_kernel, kernel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.schedules import Schedule
+    from perseus_planner.solver.network import Floats, Integers
+
+Key = tuple[int, str]
+
+_LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
+
+
+@dataclass(frozen=True)
+class Law:
+    """The seconds of a (stage, kind) at full clocks, as they follow from the work of a
+    microbatch: `fixed_s + sum(per_work_s[k] * work[k])`.
+
+    Raises:
+        UsageError: If a number is not finite.
+    """
+
+    fixed_s: float  #: seconds without any work; may be negative, as fitted lines are
+    per_work_s: tuple[float, ...]  #: seconds of a unit of each feature of work
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fixed_s", FINITE.check(self.fixed_s, "law, fixed_s"))
+        slopes_s = tuple(FINITE.check(each, "law, per_work_s") for each in self.per_work_s)
+        object.__setattr__(self, "per_work_s", slopes_s)
+
+
+class LatestStart(NamedTuple):
+    """A clock of a computation, and when it must start at the latest to end in time with it."""
+
+    clock_mhz: int
+    start_s: float  #: seconds from the start of the iteration
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The clocks of one iteration of one pipeline."""
+
+    #: for each rank, the clock of each of its computations in program order, MHz.
+    clocks_mhz: tuple[tuple[int, ...], ...]
+    time_s: float  #: replayed iteration time, seconds
+    #: over all GPUs of the pipeline until the target, or its own end if that is later, waiting
+    #: included, joules
+    energy_j: float
+    _starts: _Starts = field(compare=False, repr=False)
+
+    def latest_starts(self, rank: int) -> tuple[tuple[LatestStart, ...], ...]:
+        """Return what a rank that is late does about it: for each of its computations, the planned
+        clock and each faster one that helps, slowest first, with its latest start.
+
+        A computation that is about to start takes the first clock whose latest start is not over,
+        or the last one if all are. Then all that follow can still end in time at their planned
+        clocks.
+        """
+        return self._starts.of_rank(rank)
+
+
+class _Starts(NamedTuple):
+    """What `BatchPlan.latest_starts` is made of."""
+
+    rank_start: Integers  #: (ranks + 1,) where the program of each rank begins
+    latest_end_s: Floats  #: (m,) of each computation
+    scale: Floats  #: (m,)
+    member: Integers  #: (m,) class
+    column: Integers  #: (m,) of the planned clock
+    time_s: Floats  #: (classes, clocks) infinite if not measured
+    clocks_mhz: tuple[int, ...]  #: highest first
+
+    def of_rank(self, rank: int) -> tuple[tuple[LatestStart, ...], ...]:
+        first, stop = self.rank_start[rank : rank + 2].tolist()
+        return tuple(map(self._of, range(first, stop)))
+
+    def _of(self, i: int) -> tuple[LatestStart, ...]:
+        found: list[LatestStart] = []
+        times_s = self.time_s[self.member[i]].tolist()
+        for column in range(int(self.column[i]), -1, -1):
+            start_s = float(self.latest_end_s[i] - self.scale[i] * times_s[column])
+            if not found or start_s > found[-1].start_s:
+                found.append(LatestStart(self.clocks_mhz[column], start_s))
+        return tuple(found)
+
+
+class BatchPlanner:
+    """Makes the plans of one pipeline, a new one for each batch.
+
+    It is built once for a schedule with its number of microbatches. Equal input gives equal plans,
+    bit by bit, on every rank.
+
+    Args:
+        profile: the cost of each (stage, kind) at each clock.
+        schedule: the computations of each rank.
+        laws: for each (stage, kind) of the schedule, its seconds at full clocks.
+        max_changes: how often each GPU may change its clock in an iteration, including the change
+            to the first clock; None for any number.
+        extras: `transfer`, `operations` and `variants`, as `pipeline_iteration` takes them.
+
+    Raises:
+        ProfileError: If the profile does not fit the schedule, or the measurements cannot be
+            scaled.
+        UsageError: If a law is missing, laws have different numbers of features, or `max_changes`
+            is not a number of changes.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        schedule: Schedule,
+        laws: Mapping[Key, Law],
+        *,
+        max_changes: int | None = None,
+        **extras: Any,
+    ) -> None:
+        self.dag = PipelineDag.from_schedule(profile, schedule, **extras)
+        self._most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
+        self._set_laws(laws)
+        self._problem, clocks = clock_problem_of(self.dag)
+        self._clocks_mhz = tuple(clocks)
+        keys = self.dag.iteration.keys
+        tables = {
+            key: {m.clock_mhz: m.time_s for m in profile.measurements[key]}
+            for key in dict.fromkeys(keys)
+        }
+        column = {clock: i for i, clock in enumerate(clocks)}
+        number = dict(zip(keys, self._problem.member.tolist(), strict=True))
+        nearest = np.zeros(self._problem.time_s.shape, dtype=np.int64)
+        for key, table in tables.items():
+            nearest[number[key]] = [column[nearest_clock(table, clock)] for clock in clocks]
+        self._nearest = nearest  # (classes, clocks): the column that a class runs at
+        self._one_s, self._one_j = (
+            np.take_along_axis(table, nearest, axis=1)
+            for table in (self._problem.time_s, self._problem.cost_j)
+        )
+        self._full_s = self._one_s[self._problem.member, 0]  # (m,) as measured, at full clocks
+        self._operations_j = float(
+            sum(
+                self.dag.points[key][0].effective_j
+                for key in self.dag.keys[len(self.dag.computations) :]
+            )
+        )
+
+    def full_clocks_s(self, work: NDArray[np.float64]) -> float:
+        """Return the seconds of this pipeline's iteration with all clocks at maximum.
+
+        Args:
+            work: (microbatches, features) of each microbatch, 0 or more.
+
+        Raises:
+            UsageError: If `work` is not like that.
+        """
+        makespan_s = self._replay(self._scales(work) * self._full_s)[0]
+        return makespan_s + self.dag.profile.overhead_s
+
+    def one_clock(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
+        """Return the plan of least energy that keeps one clock on all GPUs of the pipeline and
+        ends by `target_s`.
+
+        Where a computation was not measured at that clock, it takes the next lower one that was.
+        If nothing is that fast, all clocks are at their maximum.
+
+        Args:
+            work: as `full_clocks_s` takes it.
+            target_s: when the iteration of the slowest pipeline ends, seconds.
+
+        Raises:
+            UsageError: If an argument is out of range.
+        """
+        scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
+        problem = self._problem
+        of_class = np.bincount(problem.member, scale, len(self._one_j))
+        cost_j = of_class @ self._one_j
+        makespan_s = np.empty(len(self._clocks_mhz))
+        _makespans(
+            problem.before_start,
+            problem.before,
+            problem.before_lag_s,
+            problem.node,
+            problem.member,
+            scale,
+            self._one_s,
+            problem.fixed_s.copy(),
+            np.empty(len(problem.fixed_s)),
+            makespan_s,
+        )
+        cost_j[makespan_s + self.dag.profile.overhead_s > target_s] = np.inf
+        best = int(np.argmin(cost_j)) if np.isfinite(cost_j).any() else 0
+        return self._plan_of(scale, self._nearest[problem.member, best], target_s)
+
+    def plan(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
+        """Return the plan of least energy that was found and ends by `target_s`: for now, that of
+        `one_clock`.
+
+        Args:
+            work: as `full_clocks_s` takes it.
+            target_s: when the iteration of the slowest pipeline ends, seconds.
+
+        Raises:
+            UsageError: If an argument is out of range.
+        """
+        return self.one_clock(work, target_s)
+
+    def _set_laws(self, laws: Mapping[Key, Law]) -> None:
+        keys = self.dag.iteration.keys
+        missing = next((key for key in keys if key not in laws), None)
+        if missing is not None:
+            raise UsageError(
+                f"laws: have none for {missing[1]} of stage {missing[0]}; give one for each stage "
+                "and kind of the schedule"
+            )
+        features = {len(laws[key].per_work_s) for key in keys}
+        if len(features) > 1:
+            raise UsageError(
+                f"laws: have {min(features)} and {max(features)} numbers for a microbatch; give "
+                "all as many"
+            )
+        self._features = features.pop()
+        self._fixed_s = np.array([laws[key].fixed_s for key in keys])
+        self._per_work_s = np.array([laws[key].per_work_s for key in keys])
+        self._microbatch = np.array([c.microbatch for c in self.dag.computations])
+
+    def _scales(self, work: NDArray[np.float64]) -> Floats:
+        """Return how many times as long as measured each computation takes: (m,)."""
+        shape = self.dag.schedule.microbatches, self._features
+        work = np.asarray(work, dtype=np.float64)
+        if work.shape != shape:
+            raise UsageError(
+                f"work: has the shape {work.shape}; give {shape[0]} microbatches with {shape[1]} "
+                "numbers each"
+            )
+        if not (np.isfinite(work).all() and (work >= 0.0).all()):
+            raise UsageError("work: is not finite, or below 0; give numbers of 0 or more")
+        # Summed feature by feature: a matrix product may add in another order on another processor.
+        scale: Floats = self._fixed_s.copy()
+        for feature in range(self._features):
+            scale += self._per_work_s[:, feature] * work[self._microbatch, feature]
+        scale /= self._full_s
+        if not np.isfinite(scale).all():
+            raise ProfileError("work: is too large to plan with; give it in larger units")
+        np.maximum(scale, _LEAST_SCALE, out=scale)
+        return scale
+
+    def _replay(self, computation_s: Floats) -> tuple[float, Floats, Floats]:
+        """Return the makespan, and the duration and end of each node, seconds."""
+        problem = self._problem
+        duration_s, end_s = problem.fixed_s.copy(), np.empty(len(problem.fixed_s))
+        duration_s[problem.node] = computation_s
+        makespan_s = _ends(
+            problem.before_start, problem.before, problem.before_lag_s, duration_s, end_s
+        )
+        return makespan_s, duration_s, end_s
+
+    def _plan_of(self, scale: Floats, column: Integers, target_s: float) -> BatchPlan:
+        """Return the replayed plan of one clock, given as its column, for each computation."""
+        problem, overhead_s = self._problem, self.dag.profile.overhead_s
+        makespan_s, duration_s, end_s = self._replay(scale * problem.time_s[problem.member, column])
+        time_s = makespan_s + overhead_s
+        until_s = max(time_s, target_s)
+        latest_s = np.empty_like(end_s)
+        _latest_ends(
+            problem.before_start,
+            problem.before,
+            problem.before_lag_s,
+            duration_s,
+            until_s - overhead_s,
+            latest_s,
+        )
+        effective_j = float((scale * problem.cost_j[problem.member, column]).cumsum()[-1])
+        clocks_mhz = [self._clocks_mhz[i] for i in column.tolist()]
+        return BatchPlan(
+            tuple(tuple(clocks_mhz[a:b]) for a, b in pairwise(problem.rank_start.tolist())),
+            time_s,
+            effective_j + self._operations_j + self.dag.waiting_w * until_s,
+            _Starts(
+                problem.rank_start,
+                latest_s[problem.node],
+                scale,
+                problem.member,
+                column,
+                problem.time_s,
+                self._clocks_mhz,
+            ),
+        )
+
+
+@inner_kernel
+def _longest(
+    before_start: Integers, before: Integers, lag_s: Floats, duration_s: Floats, end_s: Floats
+) -> float:
+    """Fill `end_s` with the end of each node; return the makespan, seconds."""
+    makespan_s = 0.0
+    for k in range(len(end_s)):
+        start_s = 0.0
+        for i in range(before_start[k], before_start[k + 1]):
+            start_s = max(start_s, end_s[before[i]] + lag_s[i])
+        end_s[k] = start_s + duration_s[k]
+        makespan_s = max(makespan_s, end_s[k])
+    return makespan_s
+
+
+@kernel
+def _ends(
+    before_start: Integers, before: Integers, lag_s: Floats, duration_s: Floats, end_s: Floats
+) -> float:
+    """Do as `_longest` does, for Python."""
+    return _longest(before_start, before, lag_s, duration_s, end_s)
+
+
+@kernel
+def _latest_ends(
+    before_start: Integers,
+    before: Integers,
+    lag_s: Floats,
+    duration_s: Floats,
+    deadline_s: float,
+    latest_s: Floats,
+) -> None:
+    """Fill `latest_s` with the latest end of each node after which all others still end by
+    `deadline_s`.
+    """
+    for k in range(len(latest_s)):
+        latest_s[k] = deadline_s
+    for k in range(len(latest_s) - 1, -1, -1):
+        start_s = latest_s[k] - duration_s[k]
+        for i in range(before_start[k], before_start[k + 1]):
+            latest_s[before[i]] = min(latest_s[before[i]], start_s - lag_s[i])
+
+
+@kernel
+def _makespans(
+    before_start: Integers,
+    before: Integers,
+    lag_s: Floats,
+    node: Integers,
+    member: Integers,
+    scale: Floats,
+    time_s: Floats,
+    duration_s: Floats,
+    end_s: Floats,
+    makespan_s: Floats,
+) -> None:
+    """Fill `makespan_s` with that of each clock, if all computations run at it: (clocks,)."""
+    for clock in range(len(makespan_s)):
+        for i in range(len(node)):
+            duration_s[node[i]] = scale[i] * time_s[member[i], clock]
+        makespan_s[clock] = _longest(before_start, before, lag_s, duration_s, end_s)

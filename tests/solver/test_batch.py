@@ -1,0 +1,212 @@
+"""Plans of the batch against profiles that have a kind for each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from oracles import end_times_s
+from strategies import any_schedule, extras, furnished, smooth_profile
+
+from perseus_planner import PipelineDag, Profile, schedules
+from perseus_planner.base.errors import PlannerError, UsageError
+from perseus_planner.profiles.measurement import nearest_clock
+from perseus_planner.schedules.iteration import Iteration
+from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law
+
+_FEATURES = 2
+
+
+def laws_of(profile: Profile, seed: int) -> dict[tuple[int, str], Law]:
+    """Affine laws by which a microbatch of the work (1, 1) takes about as long as measured."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for key, rows in profile.measurements.items():
+        share = rng.dirichlet([1.0] * (_FEATURES + 1)) * rows[0].time_s
+        found[key] = Law(float(share[0]), tuple(map(float, share[1:])))
+    return found
+
+
+def work_of(seed: int, microbatches: int, spread: float = 0.4) -> NDArray[np.float64]:
+    rng = np.random.default_rng(seed)
+    return rng.lognormal(0.0, spread, (microbatches, _FEATURES))
+
+
+def with_own_kinds(
+    dag: PipelineDag, laws: dict[tuple[int, str], Law], work: NDArray[np.float64]
+) -> PipelineDag:
+    """The same iteration with a kind for each microbatch, each with rows of its own."""
+    rows: dict[tuple[int, str], Any] = {}
+    kinds = []
+    for computation, key in zip(dag.computations, dag.iteration.keys, strict=True):
+        law, measured = laws[key], dag.profile.measurements[key]
+        seconds = law.fixed_s + sum(
+            slope_s * each
+            for slope_s, each in zip(law.per_work_s, work[computation.microbatch], strict=True)
+        )
+        scale = max(seconds / measured[0].time_s, 1 / 64)
+        kind = f"{computation.kind}.m{computation.microbatch}"
+        kinds.append(kind)
+        rows[computation.stage, kind] = tuple(
+            replace(m, time_s=scale * m.time_s, energy_j=scale * m.energy_j) for m in measured
+        )
+    profile = dag.profile
+    # A profile begins with plain kinds; nothing runs them here.
+    plain = {key: profile.measurements[key] for key in profile.measurements if "." not in key[1]}
+    own = Profile(plain | rows, profile.blocking_power_w, overhead_s=profile.overhead_s)
+    iteration = dag.iteration
+    return PipelineDag(
+        own,
+        Iteration(
+            iteration.schedule,
+            iteration.predecessors,
+            iteration.lags_s,
+            iteration.operations,
+            tuple(kinds),
+        ),
+    )
+
+
+def cost_of(dag: PipelineDag, clocks_mhz: Sequence[int], target_s: float) -> tuple[float, float]:
+    """Seconds and joules until the target of an iteration at these clocks."""
+    points = [
+        next(m for m in dag.profile.measurements[key] if m.clock_mhz == clock)
+        for key, clock in zip(dag.iteration.keys, clocks_mhz, strict=True)
+    ]
+    time_s = max(end_times_s(dag, [m.time_s for m in points])) + dag.profile.overhead_s
+    waiting_w = dag.rank_waiting_w
+    busy_j = sum(
+        m.energy_j - waiting_w[rank] * m.time_s
+        for m, rank in zip(points, dag.iteration.rank_of, strict=False)
+    )
+    for operation in dag.iteration.operations:
+        if operation.energy_j is not None:
+            busy_j += operation.energy_j - waiting_w[operation.rank] * operation.time_s
+    return time_s, busy_j + sum(waiting_w) * max(time_s, target_s)
+
+
+def flat(plan: BatchPlan) -> list[int]:
+    return [clock for rank in plan.clocks_mhz for clock in rank]
+
+
+def drawn(seed: int) -> tuple[BatchPlanner, PipelineDag, NDArray[np.float64]]:
+    """Any pipeline with all that an iteration may have, and the same with a kind for each
+    microbatch.
+    """
+    schedule = any_schedule(seed, 2, 3)
+    dag = furnished(seed, schedule, 4)
+    laws, work = laws_of(dag.profile, seed), work_of(seed, schedule.microbatches)
+    planner = BatchPlanner(dag.profile, schedule, laws, **extras(seed, schedule))
+    return planner, with_own_kinds(dag, laws, work), work
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_clock_is_the_cheapest_one_in_time(seed: int):
+    planner, oracle, work = drawn(seed)
+    keys = oracle.iteration.keys
+    tables = [[m.clock_mhz for m in oracle.profile.measurements[key]] for key in keys]
+    full_s, _ = cost_of(oracle, [max(table) for table in tables], 0.0)
+    assert planner.full_clocks_s(work) == pytest.approx(full_s, rel=1e-12)
+    for slower in (1.0, 1.1, 1.5):
+        target_s = slower * full_s * (1 + 1e-9)
+        plan = planner.one_clock(work, target_s)
+        choices = [
+            cost_of(oracle, [nearest_clock(table, clock) for table in tables], target_s)
+            for clock in sorted({clock for table in tables for clock in table})
+        ]
+        least_j = min(energy_j for time_s, energy_j in choices if time_s <= target_s)
+        time_s, energy_j = cost_of(oracle, flat(plan), target_s)
+        assert (plan.time_s, plan.energy_j) == pytest.approx((time_s, energy_j), rel=1e-9)
+        assert plan.energy_j <= least_j + 1e-9 * abs(least_j)
+        assert plan.time_s <= target_s
+
+
+def test_a_target_that_nothing_meets_gets_full_clocks():
+    planner, oracle, work = drawn(3)
+    plan = planner.one_clock(work, 0.5 * planner.full_clocks_s(work))
+    assert plan.time_s == planner.full_clocks_s(work)
+    highest = [oracle.profile.measurements[key][0].clock_mhz for key in oracle.iteration.keys]
+    assert flat(plan) == highest
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_that_starts_by_its_latest_starts_ends_in_time(seed: int):
+    # Every computation starts as late as its table allows at some clock, and takes that clock.
+    planner, oracle, work = drawn(seed)
+    target_s = 1.3 * planner.full_clocks_s(work)
+    plan = planner.one_clock(work, target_s)
+    rng = np.random.default_rng(seed)
+    tables = [plan.latest_starts(rank) for rank in range(len(plan.clocks_mhz))]
+    flat_table = [entries for table in tables for entries in table]
+    for clock, entries in zip(flat(plan), flat_table, strict=True):
+        assert entries[0].clock_mhz == clock
+        assert [e.start_s for e in entries] == sorted(e.start_s for e in entries)
+    for late in range(len(flat_table)):
+        # One computation starts as late as it may at one of its clocks; the others as they can.
+        entry = flat_table[late][rng.integers(len(flat_table[late]))]
+        keys = oracle.iteration.keys
+        clocks = [*flat(plan)]
+        clocks[late] = entry.clock_mhz
+        durations_s = [
+            next(m.time_s for m in oracle.profile.measurements[key] if m.clock_mhz == clock)
+            for key, clock in zip(keys, clocks, strict=True)
+        ]
+        end_s = end_times_s(oracle, durations_s)
+        waited_s = entry.start_s - (end_s[late] - durations_s[late])
+        assert waited_s >= -1e-9  # it can start by then
+        durations_s[late] += waited_s
+        assert (
+            max(end_times_s(oracle, durations_s)) + oracle.profile.overhead_s
+            == pytest.approx(target_s, rel=1e-9)
+            or max(end_times_s(oracle, durations_s)) + oracle.profile.overhead_s <= target_s
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda planner: planner.full_clocks_s(np.ones((3, 2))),
+            "work: has the shape (3, 2); give 4 microbatches with 2 numbers each",
+        ),
+        (
+            lambda planner: planner.full_clocks_s(np.full((4, 2), np.nan)),
+            "work: is not finite, or below 0; give numbers of 0 or more",
+        ),
+        (
+            lambda planner: planner.one_clock(-np.ones((4, 2)), 1.0),
+            "work: is not finite, or below 0; give numbers of 0 or more",
+        ),
+        (
+            lambda planner: planner.one_clock(np.ones((4, 2)), 0.0),
+            "target_s: 0.0 is not a time: write finite seconds above 0, such as 0.0512",
+        ),
+        (
+            lambda planner: BatchPlanner(planner.dag.profile, planner.dag.schedule, {}),
+            "laws: have none for F of stage 0; give one for each stage and kind of the schedule",
+        ),
+        (
+            lambda planner: BatchPlanner(
+                planner.dag.profile,
+                planner.dag.schedule,
+                laws_of(planner.dag.profile, 0) | {(0, "B"): Law(1.0, (1.0,))},
+            ),
+            "laws: have 1 and 2 numbers for a microbatch; give all as many",
+        ),
+        (
+            lambda planner: Law(float("nan"), (1.0,)),
+            "law, fixed_s: nan is not a finite number",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(make: Any, text: str):
+    profile, schedule = smooth_profile(2), schedules.one_f_one_b(2, 4)
+    planner = BatchPlanner(profile, schedule, laws_of(profile, 0))
+    with pytest.raises(UsageError) as refusal:
+        make(planner)
+    assert str(refusal.value) == text
+    assert isinstance(refusal.value, PlannerError)
