@@ -1,0 +1,128 @@
+"""The work of microbatches: one number or a few for each, such as its tokens and the sum of its
+squared lengths, which tell how long its computations take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from perseus_planner.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+Work: TypeAlias = "float | Sequence[float]"
+"""The work of a microbatch."""
+
+WorkFunction: TypeAlias = "Callable[[Any], Work]"
+
+_MOST = 8  #: numbers of a microbatch
+_CUMULATED = ("cu_seqlens", "cu_seqlens_q")
+
+
+def sequence_work(microbatch: Any) -> tuple[float, float]:
+    """Return the tokens of a microbatch and the sum of its squared lengths, for
+    `planner_runtime(..., work=sequence_work)`.
+
+    Lengths are those of `cu_seqlens` or `cu_seqlens_q`, or of the runs of `position_ids` that each
+    begin with 0, or the sums of the rows of a two-dimensional `attention_mask`; the first of these
+    that the microbatch has, in it or in the tuples, lists and mappings that it consists of.
+
+    Raises:
+        UsageError: If it has none of them, or they are on a GPU, where reading them would wait.
+    """
+    found = dict(_named(microbatch))
+    for name in _CUMULATED:
+        if name in found:
+            return _sums(np.diff(_array(found[name], name).ravel()))
+    if "position_ids" in found:
+        positions = np.atleast_2d(_array(found["position_ids"], "position_ids"))
+        starts = positions == 0
+        starts[..., 0] = True  # a row is at least one sequence
+        return _sums(np.diff(np.append(np.flatnonzero(starts), positions.size)))
+    if "attention_mask" in found:
+        mask = _array(found["attention_mask"], "attention_mask")
+        if mask.ndim != 2:
+            raise UsageError(
+                f"the microbatch has an attention_mask of {mask.ndim} dimensions, which tells no "
+                "lengths; give work= a function of yours"
+            )
+        return _sums((mask != 0).sum(axis=1))
+    raise UsageError(
+        "the microbatch has no cu_seqlens, position_ids or attention_mask to tell its lengths by; "
+        "give work= a function of yours"
+    )
+
+
+def work_of(microbatches: Sequence[Any], function: WorkFunction) -> Floats:
+    """Return the work of microbatches: (microbatches, numbers).
+
+    Raises:
+        UsageError: As `checked_work`, or if the function raises; says what.
+    """
+    rows = []
+    for number, microbatch in enumerate(microbatches):
+        try:
+            rows.append(function(microbatch))
+        except Exception as error:  # of the caller's code
+            raise UsageError(
+                f"work= raised {type(error).__name__} for microbatch {number}: {error}"
+            ) from error
+    return checked_work(rows)
+
+
+def checked_work(rows: Sequence[Work]) -> Floats:
+    """Return given numbers of microbatches as an array: (microbatches, numbers).
+
+    Raises:
+        UsageError: If they are not finite numbers of 0 or more, as many for each microbatch.
+    """
+    try:
+        arrays = [np.atleast_1d(np.asarray(row, dtype=np.float64)) for row in rows]
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the work of a microbatch is not a number or a few: {error}") from error
+    for number, row in enumerate(arrays):
+        if row.ndim != 1 or not 1 <= len(row) <= _MOST or len(row) != len(arrays[0]):
+            raise UsageError(
+                f"the work of microbatch {number} has the shape {row.shape}; give 1 to {_MOST} "
+                "numbers, as many for each microbatch"
+            )
+        if not (np.isfinite(row).all() and (row >= 0.0).all()):
+            raise UsageError(
+                f"the work of microbatch {number} is {row.tolist()}; give finite numbers of 0 or "
+                "more"
+            )
+    if not arrays:
+        raise UsageError("the work of no microbatch is given; give a number for each")
+    return np.stack(arrays)
+
+
+def _named(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what mappings in a value hold, by name, the first of a name last."""
+    if isinstance(value, Mapping):
+        for name, each in reversed(list(value.items())):
+            yield from _named(each)
+            yield str(name), each
+    elif isinstance(value, (tuple, list)):
+        for each in reversed(value):
+            yield from _named(each)
+
+
+def _array(value: Any, name: str) -> NDArray[Any]:
+    device = getattr(getattr(value, "device", None), "type", "cpu")
+    if device != "cpu":
+        raise UsageError(
+            f"the {name} of the microbatch is on a GPU, where reading it would wait; give its "
+            "work by runtime.batch(work=...), counted before it is moved there"
+        )
+    return np.asarray(value.detach() if hasattr(value, "detach") else value)
+
+
+def _sums(lengths: NDArray[Any]) -> tuple[float, float]:
+    exact = lengths.astype(np.float64)
+    return float(exact.sum()), float((exact * exact).sum())
