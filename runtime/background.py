@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runtime.attachment import Reattachment
     from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
+    from perseus_planner.runtime.batches.batches import Batches
     from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
@@ -89,6 +90,7 @@ class BackgroundWork:
         on_counts: Called with the checkpoints of this rank, every few seconds and at the end; must
             not raise.
         autopilot: This rank's part in the autopilot; None without.
+        batches: This rank's part in clocks that follow the batch; None without.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class BackgroundWork:
         on_straggling: Callable[[StragglerDetection], None] | None,
         on_counts: Callable[[Sequence[Checkpoint]], None] | None = None,
         autopilot: AutopilotRank | None = None,
+        batches: Batches | None = None,
     ) -> None:
+        self._batches = batches
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
         self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
         #: what keeps clocks from being set: "final", "controller", "gpu" or "fault" -> why
@@ -131,6 +135,8 @@ class BackgroundWork:
             times = self._times()
             if self._autopilot is not None:
                 self._autopilot.look(times, messages)
+            if self._batches is not None:
+                self._batches.observe(times)
             self._follower.look()
             self._report_straggling(self._telemetry.update(times, messages))
             self._report_counts()

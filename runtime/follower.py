@@ -26,6 +26,7 @@ from perseus_planner.runtime.switching.agreement import Agreement
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.job import Ledger
+    from perseus_planner.runtime.batches.batches import Batches
     from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.switching.agreement import NodeShare
@@ -132,6 +133,7 @@ class Follower:
             is no problem with one: the next program will.
         ended_s: `Marks.ended_s` of the rank's marks.
         now_s: A clock, in seconds.
+        batches: Decides by the batch of each iteration, instead of what is agreed on; None without.
     """
 
     def __init__(
@@ -144,8 +146,9 @@ class Follower:
         *,
         ended_s: Callable[[], float | None] = lambda: None,
         now_s: Callable[[], float] = time.monotonic,
+        batches: Batches | None = None,
     ) -> None:
-        self.ledger = ledger
+        self.ledger, self._batches = ledger, batches
         self.agreement = Agreement(
             job.own_store, self._prepare, share, is_prompt=ledger is not None
         )
@@ -183,6 +186,9 @@ class Follower:
 
     def program_for(self, iteration: int) -> Program | None:
         """See `ProgramSource.program_for`."""
+        if self._batches is not None:
+            self._current = self._batches.program_for(iteration)
+            return self._current if self.problem is None else None
         version = self.agreement.version_at(iteration)
         if self.problem is not None:
             return None
@@ -204,6 +210,8 @@ class Follower:
         order: Order | None = None,
     ) -> None:
         """See `ProgramSource.on_end`."""
+        if self._batches is not None:
+            self._batches.on_end(iteration, program, deviation)
         if self.ledger is not None:
             self._account(self.ledger, iteration, None if deviation else program, order)
         elif deviation is not None:

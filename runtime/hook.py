@@ -17,7 +17,7 @@ The rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -28,6 +28,7 @@ from perseus_planner.runtime.marks import Marks, clock_request
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
+    from perseus_planner.engines.engine import Microbatches
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import Ledger
@@ -64,6 +65,11 @@ class Program:
     #: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
     busy_s: float | None = None
     sent: Sent | None = field(default=None, repr=False, compare=False)  #: What all ranks were sent
+    #: Whether the source may have another one of the same computations while the iteration runs.
+    awaits: bool = False
+    #: The value to go on with after its last computation, as another program is next; 0 for that of
+    #: its first one.
+    then: int = 0
 
     @classmethod
     def of_plan(cls, version: int, plan: Plan, rank: int, sent: Sent | None = None) -> Program:
@@ -151,7 +157,7 @@ class ProgramSource(Protocol):
 
     def program_for(self, iteration: int) -> Program | None:
         """Return the program of an iteration, or None to run without clocks; must not wait long,
-        or raise.
+        or raise. After a program that `awaits`, it is asked again while the iteration runs.
         """
 
     def on_end(
@@ -178,10 +184,18 @@ class Hook:
         marks: Requests clocks and takes times.
         source: Decides which program each iteration runs by.
         first: Program of the first iteration.
+        show: Called with what returns the microbatches of an iteration that begins, where the
+            engine has them; None if nobody asks for them.
     """
 
-    def __init__(self, marks: Marks, source: ProgramSource, first: Program | None) -> None:
-        self._marks, self._source = marks, source
+    def __init__(
+        self,
+        marks: Marks,
+        source: ProgramSource,
+        first: Program | None,
+        show: Callable[[Microbatches], None] | None = None,
+    ) -> None:
+        self._marks, self._source, self._show = marks, source, show
         self._iteration = -1
         self._is_inside = False
         self._position = 0
@@ -203,10 +217,14 @@ class Hook:
         """The iteration and how many of its computations have ended; may be read by any thread."""
         return self._iteration, self._position
 
-    def begin_iteration(self, microbatches: int | None = None) -> None:
-        """Begin a training iteration, of this many microbatches if the engine knows."""
+    def begin_iteration(
+        self, microbatches: int | None = None, batch: Microbatches | None = None
+    ) -> None:
+        """See `IterationHook.begin_iteration`."""
         if self._is_inside:
             self.end_iteration()
+        if self._show is not None and batch is not None:
+            self._show(batch)
         self._is_inside = True
         self._iteration += 1
         program = self._source.program_for(self._iteration)
@@ -241,15 +259,19 @@ class Hook:
         """End the computation, and request the next clock."""
         self._marks.end()
         self._position = position = self._position + 1
+        if self._awaits and self._deviation is None:
+            self._ask_again()
         if not self._is_unclocked:
-            if position >= self._count:
-                position = self._first = self._turns - self._first
-            self._marks.request(position)
+            if position < self._count:
+                self._marks.request(position)
+            else:
+                self._first = self._turns - self._first
+                self._request_first(ends=True)
 
     def begin_update(self) -> None:
         """Begin what follows the last computation of the iteration, for which no clock is set."""
         if self._position == self._count:
-            self._request_first(outside=True)
+            self._request_first(outside=True, ends=True)
 
     def end_iteration(self) -> None:
         """End the iteration, including all that the engine does after its last computation."""
@@ -263,7 +285,7 @@ class Hook:
         self._source.on_end(self._iteration, self._program, self._deviation, order)
         if self._deviation is None and self._is_unclocked and self._program is not None:
             self._is_unclocked = False
-        self._request_first(outside=True)
+        self._request_first(outside=True, ends=True)
 
     def abandon_iteration(self) -> None:
         """End the iteration because it raises, which is no deviation; the next one begins with
@@ -277,8 +299,14 @@ class Hook:
         self._marks.end_iteration()
         self._source.on_end(self._iteration, None, None, None)
 
+    def _ask_again(self) -> None:
+        program = self._source.program_for(self._iteration)
+        if program is not None and program is not self._program:
+            self._load(program)
+
     def _load(self, program: Program | None) -> None:
         self._program = program
+        self._awaits = program is not None and program.awaits
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
         self._is_unclocked = program is None
@@ -288,13 +316,19 @@ class Hook:
         self._turns, self._first = int(self._count == 1), 0
         if program is not None and self._turns:
             requests.append(clock_request(0, program.clocks[0], again=True))
+        self._next: int | None = None  #: index of the request after the last computation
+        if program is not None and program.then:
+            self._next = len(requests)
+            requests.append(clock_request(0, program.then))
         self._marks.load(requests)
 
-    def _request_first(self, *, outside: bool = False) -> None:
+    def _request_first(self, *, outside: bool = False, ends: bool = False) -> None:
+        """Request the clock of the first computation, of the next iteration if this one `ends`."""
         if self._is_unclocked:
             self._marks.request(_NO_REQUEST_INDEX)
         else:
-            self._marks.request(self._first, outside=outside)
+            index = self._next if ends and self._next is not None else self._first
+            self._marks.request(index, outside=outside)
 
     def _deviate(self, what: str) -> None:
         self._deviation, self._is_unclocked = what, True

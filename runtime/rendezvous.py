@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
-from perseus_planner.base.errors import PlanError, RankError
+from perseus_planner.base.errors import PlanError, RankError, UsageError
 from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_key
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.whole import WholeTraining
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.batches.batches import Batches
+    from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.controller.protocol import AttachReply, Control
     from perseus_planner.runtime.job import JobWarnings
 
@@ -83,6 +85,27 @@ class RuntimeOptions:
     max_changes: int | None
     autopilot: AutopilotSettings  #: slowdown, max_slowdown and learn, with a limit of changes
     state: str | os.PathLike[str] | None
+    work: WorkFunction | None = None
+
+    def check(self) -> None:
+        """Refuse options that exclude each other.
+
+        Raises:
+            UsageError: If there are some.
+        """
+        if self.work is None:
+            return
+        for name, value in (("plan", self.plan), ("service", self.service)):
+            if value is not None:
+                raise UsageError(
+                    f"work=: clocks follow each batch, and not {name}={value!r}; leave out one of "
+                    "both"
+                )
+        if self.autopilot.learn or self.state_file is None:
+            raise UsageError(
+                "work=: what clocks cost is not learnt while they follow the batch; give "
+                "learn=False, and a profile as state="
+            )
 
     @property
     def state_file(self) -> Path | None:
@@ -110,13 +133,14 @@ class RankContext:
     control: Control  #: What is set on its GPU, whichever plan comes later
     attachment: attachment.Attachment  #: Its part in the clock controller of its node
     share: NodeShare  #: Its part in the looks of its node for new plans
+    batches: Batches | None  #: Its part in clocks that follow the batch; None without
     #: On rank 0, for each rank of the job its pipeline and its rank there; None for absent ranks.
     positions: Sequence[tuple[int, int] | None]
 
     @property
     def has_autopilot(self) -> bool:
         """Whether the autopilot makes the programs."""
-        return self.part.attempt is not None and not self.part.has_plan
+        return self.part.attempt is not None and not self.part.has_plan and self.batches is None
 
 
 class RankInfo(Record, frozen=True, array_like=True):
@@ -429,13 +453,15 @@ def join_job(
     Raises:
         PlanError: If the plan cannot be read or does not fit the engine.
         GpuInUse: If another job holds this rank's GPU.
-        UsageError: If the engine, the GPU, or the settings of the service cannot be used.
+        UsageError: If the engine, the GPU, or the options cannot be used.
+        ProfileError: If the profile for `work` cannot be read, or is of something else.
         FrontierError: If the frontier for the service cannot be read.
         RankError: If another rank has refused.
     """
     meeting = Rendezvous(job, warnings, stack)
     attempt = packed = program = None
     with meeting.refusing("ranks"):
+        options.check()
         adapter = WholeTraining() if engine is None else engine_of(engine)
         adapter.check()
         gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank
@@ -445,6 +471,10 @@ def join_job(
                 served.check()
             if options.plan is not None:
                 packed = packed_plan(Plans.load(options.plan).dumps())
+            if options.work is not None and options.state_file is not None:
+                from perseus_planner.runtime.batches.exchange import send_profile
+
+                send_profile(job.store, options.state_file)
             attempt = Attempt.next_in(options.record)
     meeting.finish("ranks", meeting.meet(info, attempt, packed))
     part, own, node = meeting.part, meeting.own, meeting.node
@@ -466,6 +496,11 @@ def join_job(
         attached = attachment.attach(controller, gpu, control, stack)
         if plan is not None and attached.gpu is not None:
             check_gpu(plan, attached.gpu, control)
+        batches = None
+        if options.work is not None:
+            batches = _batches(adapter, job, part, own, options, warnings)
+            if attached.gpu is not None:
+                batches.check_gpu(attached.gpu.name, control)
     meeting.finish("gpus", meeting.wait_at("gpus", 2 * attachment.ATTACH_S))
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
@@ -477,7 +512,55 @@ def join_job(
         control=control,
         attachment=attached,
         share=NodeShare(part.nodes, looks=node.leads or node.plans is None, plans=node.plans),
+        batches=batches,
         positions=meeting.positions,
+    )
+
+
+def _batches(
+    engine: Engine,
+    job: TrainingJob,
+    part: NodePart,
+    own: RankPart,
+    options: RuntimeOptions,
+    warnings: JobWarnings,
+) -> Batches:
+    """Return this rank's part in clocks that follow the batch.
+
+    Raises:
+        UsageError: If it cannot be known what the rank runs, or ranks cannot tell each other.
+        ProfileError: If the profile does not fit what it runs.
+    """
+    from perseus_planner.runtime.batches.batches import Batches  # they load numba
+    from perseus_planner.runtime.batches.exchange import Exchange, Seat, sent_profile
+
+    assert options.work is not None
+    order, position = engine.order(), engine.pipeline_rank
+    if order is None:
+        raise UsageError(
+            f"work=: {engine.name} does not say what this rank runs before it runs; train with a "
+            "number of microbatches that does not change"
+        )
+    clone = getattr(job.store, "clone", None)
+    if clone is None and job.ranks > 1:
+        raise UsageError("work=: the store of this torch takes no second connection; use torch 2.6")
+    seat = Seat(
+        own.pipeline,
+        position.rank,
+        position.ranks,
+        part.pipelines,
+        is_first=own.is_first,
+        has_followers=part.present > part.pipelines,
+    )
+    store = job.store if clone is None else clone()
+    return Batches(
+        Exchange(store, seat),
+        seat,
+        order,
+        sent_profile(store, RENDEZVOUS_S),
+        options.autopilot,
+        options.work,
+        warnings.warn,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,23 @@ class Runtime:
         whole.end()
         whole.begin()
 
+    def batch(self, work: Sequence[Any]) -> None:
+        """Say the work of each microbatch of the next iteration, instead of the function `work` of
+        `planner_runtime`; call it on the first rank of each pipeline at least, as soon as the batch
+        is known.
+
+        Args:
+            work: For each microbatch a number of 0 or more, or a few, always as many.
+
+        Raises:
+            UsageError: If the runtime has no function `work`, so that clocks do not follow batches.
+        """
+        if self._context.batches is None:
+            raise UsageError(
+                "clocks do not follow the batch in this training; give planner_runtime work="
+            )
+        self._context.batches.give(work)
+
     def _whole_training(self) -> WholeTraining:
         if isinstance(self._context.engine, WholeTraining):
             return self._context.engine
@@ -150,8 +167,14 @@ class Runtime:
         Raises:
             PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a
                 pipeline.
-            UsageError: If the autopilot makes the programs of this training.
+            UsageError: If the autopilot makes the programs of this training, or they follow the
+                batch.
         """
+        if self._context.batches is not None:
+            raise UsageError(
+                "the clocks of this training follow each batch; begin it without work= to switch "
+                "plans"
+            )
         if self._autopilot is not None:
             raise UsageError(
                 "the autopilot decides the clocks of this training; begin it with a plan to switch "

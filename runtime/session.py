@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.link import ServiceLink
+    from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
@@ -71,6 +72,7 @@ def planner_runtime(
     max_slowdown: float = 0.005,
     learn: bool = True,
     state: str | os.PathLike[str] | None = STATE_FILE,
+    work: WorkFunction | None = None,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -122,6 +124,12 @@ def planner_runtime(
         state: For the autopilot: the file of what it has learnt, a profile, from which the next
             start goes on. A relative path is in the folder `record`, or else where rank 0 was
             started. None to keep nothing.
+        work: Where microbatches differ: returns the work of one, a number or a few of 0 or more,
+            such as `sequence_work`. Clocks then follow each batch, and neither a plan nor the
+            autopilot: a pipeline that has less to do than the slowest one runs at lower clocks, in
+            that iteration. It is called with each microbatch before an iteration, on the first rank
+            of a pipeline; data are read ahead for it, in their order. Give `learn=False` and a
+            profile as `state`.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -129,6 +137,7 @@ def planner_runtime(
         GpuInUse: If another job that is alive sets one of the GPUs.
         UsageError: If `engine`, `gpu` or the settings of the service cannot be used here.
         FrontierError: If the frontier cannot be read.
+        ProfileError: If the profile for `work` cannot be read, or is of something else.
         RankError: If another rank has refused; names the rank and its reason.
     """
     options = RuntimeOptions(
@@ -149,6 +158,7 @@ def planner_runtime(
             learn,
         ),
         state=state,
+        work=work,
     )
     training, process = this_job(), os.getpid()
     warnings = JobWarnings(training)
@@ -204,6 +214,7 @@ class _Session:
             self._telemetry.on_end,
             RankLedger(is_first=is_first) if context.has_autopilot else None,
             ended_s=marks.ended_s,
+            batches=context.batches,
         )
         self._follower.start(context.program)
         self._follower.problem = attachment.problem
@@ -212,7 +223,9 @@ class _Session:
         if context.has_autopilot:
             self._exchange = None if link is None else ServiceExchange()
             self._autopilot = self._begin_autopilot(options)
-        self.hook = Hook(marks, self._follower, context.program)
+        batches = context.batches
+        show = batches.show if batches is not None and batches.leads else None
+        self.hook = Hook(marks, self._follower, context.program, show)
         on_slow = options.on_straggling
         self._work = BackgroundWork(
             self._follower,
@@ -229,6 +242,7 @@ class _Session:
             on_straggling=on_slow if link is None else link.on_straggling(on_slow),
             on_counts=None if link is None else link.counted,
             autopilot=self._autopilot,
+            batches=batches,
         )
         self._background = Loop(
             self._work.run_round,
@@ -240,6 +254,8 @@ class _Session:
     def begin(self) -> Runtime:
         """Begin what runs beside the training."""
         self._background.start()
+        if self._context.batches is not None:
+            self._context.batches.start()
         runtime = Runtime(
             self._context,
             self._follower,
@@ -260,6 +276,8 @@ class _Session:
             self._link.stop()
         if self._connection is not None:
             self._connection.request[0] = NO_REQUEST
+        if self._context.batches is not None:
+            self._context.batches.stop(STOP_S)
         is_stopped = self._background.stop(STOP_S)
         if self._connection is not None:
             problem = self._connection.detach(DETACH_S)

@@ -4,10 +4,10 @@ they execute.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ class DeepSpeedPipeline:
     def stages(self) -> list[EngineStage]:
         """See `Engine.stages`."""
         engine, module = self._engine, self._engine.module
-        if any(base.__name__ == "DualPipeVEngine" for base in type(engine).__mro__):
+        if self._is_v:
             raise UsageError(
                 "DualPipeV engines cannot be profiled; give `planner profile` a function that "
                 "builds the stages"
@@ -141,7 +141,12 @@ class DeepSpeedPipeline:
         def execute_hooked(schedule: Any) -> Any:
             if not torch.is_grad_enabled():  # an evaluation; DeepSpeed refuses to train like this
                 return execute(schedule)
-            hook.begin_iteration(schedule.num_micro_batches)
+            given = engine.data_iterator if engine.is_first_stage() and not self._is_v else None
+            ahead = None if given is None else _ReadAhead(given)
+            count = schedule.num_micro_batches
+            hook.begin_iteration(count, None if ahead is None else partial(ahead.read, count))
+            if ahead is not None and ahead.has_read:
+                engine.data_iterator = ahead
             try:
                 # The engine keeps the last method it executed in _exec_instr; after a failure that
                 # would be a wrapper.
@@ -152,11 +157,19 @@ class DeepSpeedPipeline:
             except BaseException:
                 hook.abandon_iteration()
                 raise
+            finally:
+                if ahead is not None and engine.data_iterator is ahead:
+                    engine.data_iterator = given
             hook.end_iteration()
             return result
 
         with attached_once(engine, _exec_schedule=execute_hooked):
             yield
+
+    @property
+    def _is_v(self) -> bool:
+        """Whether it is a DualPipeVEngine, whose first rank also draws for the last stage."""
+        return any(base.__name__ == "DualPipeVEngine" for base in type(self._engine).__mro__)
 
     @property
     def _numbers(self) -> tuple[int, int]:
@@ -206,6 +219,38 @@ class DeepSpeedPipeline:
             end()
 
         return execute_hooked
+
+
+class _ReadAhead:
+    """Gives what was read ahead of an iterator, in its order, and raises where it raised."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._read: deque[Any] = deque()
+        self._error: Exception | None = None
+        self.has_read = False
+
+    def read(self, count: int) -> list[Any]:
+        """Read so many ahead, or fewer if the iterator ends or raises."""
+        self.has_read = True
+        for _ in range(count):
+            try:
+                self._read.append(next(self._iterator))
+            except Exception as error:
+                self._error = error
+                break
+        return list(self._read)
+
+    def __iter__(self) -> _ReadAhead:
+        return self
+
+    def __next__(self) -> Any:
+        if self._read:
+            return self._read.popleft()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return next(self._iterator)
 
 
 def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:

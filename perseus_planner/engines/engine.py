@@ -51,11 +51,23 @@ class EngineStage:
     preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+Microbatches = Callable[[], Sequence[Any]]
+"""Returns the microbatches of an iteration."""
+
+
 class IterationHook(Protocol):
     """What an engine's iterations are shown to."""
 
-    def begin_iteration(self, microbatches: int | None = None) -> None:
-        """Begin a training iteration, of this many microbatches if the engine knows."""
+    def begin_iteration(
+        self, microbatches: int | None = None, batch: Microbatches | None = None
+    ) -> None:
+        """Begin a training iteration.
+
+        Args:
+            microbatches: How many it has, if the engine knows.
+            batch: Returns them, on a rank that has them: each as the model takes it. It may read
+                them ahead from where they come from, in their order; the iteration then gets those.
+        """
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Begin a computation."""

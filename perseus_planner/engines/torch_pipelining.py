@@ -35,6 +35,7 @@ _STAGE_NEEDED = (
 )
 _VERSIONS = "torch 2.6 or later"
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+_OF_STEP = ("target", "losses", "return_outputs", "loss_kwargs")  #: that the model does not get
 _LINEAR = ("ScheduleGPipe", "Schedule1F1B")  # of one stage
 _SCHEDULES = {
     "ScheduleGPipe": "gpipe",
@@ -180,7 +181,9 @@ class TorchPipeline:
             if is_inside or not is_training or not are_same(parts_of(schedule), modules):
                 return step(*args, **kwargs)
             self._schedule, is_inside = schedule, True
-            hook.begin_iteration(schedule._n_microbatches)
+            batch = partial(_microbatches_of, schedule, args, kwargs) if args or kwargs else None
+            is_first = any(stage.is_first for stage in self._stages)
+            hook.begin_iteration(schedule._n_microbatches, batch if is_first else None)
             try:
                 with ExitStack() as stack:
                     for stage in self._stages:
@@ -201,6 +204,19 @@ class TorchPipeline:
             for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
                 stack.enter_context(_step_replaced(kind, step_hooked))
             yield
+
+
+def _microbatches_of(schedule: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the microbatches of a step, as the schedule splits them: each the only argument of the
+    model, a dictionary if all arguments have names, or else both.
+    """
+    named = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
+    split_args, split_named = schedule._split_inputs(args, named or None)
+    if not named:
+        return [each[0] if len(each) == 1 else each for each in split_args]
+    if not args:
+        return list(split_named)
+    return list(zip(split_args, split_named, strict=True))
 
 
 def parts_of(schedule: Any) -> list[Any]:

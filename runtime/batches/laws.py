@@ -43,17 +43,17 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
     design = np.column_stack([np.ones(len(work)), scaled])
     penalty = _STIFFNESS * len(work) * np.eye(design.shape[1])
     penalty[0, 0] = 0.0
-    weight = np.ones(len(work))
-    found = np.zeros(design.shape[1])
+    weight: Floats = np.ones(len(work))
+    found: Floats = np.zeros(design.shape[1])
     for _ in range(_ROUNDS):
         weighted = design * weight[:, None]
-        found = np.linalg.solve(design.T @ weighted + penalty, weighted.T @ time_s)
+        found = np.asarray(np.linalg.solve(design.T @ weighted + penalty, weighted.T @ time_s))
         missed = np.abs(time_s - design @ found)
         noise = 1.4826 * float(np.median(missed))
         before, weight = weight, np.minimum(1.0, _TUNING * noise / np.maximum(missed, 1e-300))
         if noise == 0.0 or np.abs(weight - before).max() < 1e-3:
             break
-    slopes = np.zeros(work.shape[1])
+    slopes: Floats = np.zeros(work.shape[1])
     slopes[varied] = found[1:] / spread[varied]
     fixed_s = float(found[0] - slopes @ mean)
     return Law(fixed_s, tuple(map(float, slopes)))

@@ -93,7 +93,7 @@ class Recorder:
         self.iterations: list[dict[str, Any]] = []
         self.inside = self.computing = False
 
-    def begin_iteration(self, microbatches: int | None = None) -> None:
+    def begin_iteration(self, microbatches: int | None = None, _batch: Any = None) -> None:
         assert not self.inside
         self.inside, self.computing = True, False
         self.iterations.append({"microbatches": microbatches, "computations": []})

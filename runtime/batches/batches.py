@@ -1,0 +1,331 @@
+"""One rank's part in clocks that follow the batch: the first rank of a pipeline knows the work of
+its microbatches and decides, and all ranks of the pipeline run by it.
+
+The clocks of an iteration come while it runs: it begins at full clocks, and goes on by its program
+from the computation after that came. So nothing waits for it; only an iteration that is one
+computation waits a moment, as it would go on without.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.base.errors import PlannerError, ProfileError, UsageError
+from perseus_planner.base.loops import Loop
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runtime.autopilot.ranks.programs import order_number
+from perseus_planner.runtime.batches.exchange import (
+    Batch,
+    Exchange,
+    OwnTime,
+    RankLaws,
+    Seat,
+    Slowest,
+)
+from perseus_planner.runtime.batches.laws import LawLearner
+from perseus_planner.runtime.batches.leader import Leader
+from perseus_planner.runtime.batches.work import WorkFunction, checked_work, work_of
+from perseus_planner.runtime.hook import Program
+from perseus_planner.schedules import WHOLE
+from perseus_planner.solver.batch import BatchPlanner, Law
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.marks import IterationTimes
+    from perseus_planner.schedules import Computation
+
+    Floats = NDArray[np.float64]
+
+_SETTLING = 2  #: iterations until clocks are locked and the training runs as usual
+_AGAIN = 8  #: iterations between two looks at what the ranks have learnt
+_SLICE_S = 0.2  #: the longest wait at a time, so that the end of training is seen
+#: how long other pipelines are waited for, as a share of the iteration, and at least and most
+_TIMEOUT, _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.05, 0.02, 1.0
+#: how long an iteration of one computation waits for its clock, as a share of it, and at most
+_WAIT, _MOST_WAIT_S = 0.01, 0.02
+_KEPT = 64  #: iterations whose end may become known late
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An iteration that has begun on the training thread."""
+
+    iteration: int
+    work: Floats | None = None  #: of its batch; None if it is not known, or elsewhere
+    problem: str | None = None  #: why it is not known
+
+
+class Batches:
+    """Decides what each iteration of this rank runs by.
+
+    The training thread calls `show`, `give`, `program_for` and `on_end`; the background thread
+    calls `observe`.
+
+    Args:
+        exchange: This rank's part in the exchange.
+        seat: Where this rank sits.
+        order: What it runs.
+        profile: The cost of clocks.
+        settings: What may be done.
+        function: Returns the work of a microbatch.
+        warn: Called with what a user should know, and with a key to tell it once; not on the
+            training thread.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        seat: Seat,
+        order: tuple[Computation, ...],
+        profile: Profile,
+        settings: AutopilotSettings,
+        function: WorkFunction,
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self._profile = profile
+        missing = next((c for c in order if (c.stage, c.kind) not in profile.measurements), None)
+        if missing is not None:
+            raise ProfileError(
+                f"the profile has no {missing.kind} of stage {missing.stage}, which this training "
+                "runs; profile the stages that you train"
+            )
+        self._exchange, self._seat, self._order, self._warn = exchange, seat, order, warn
+        self._function = function
+        self._microbatches = 1 + max(computation.microbatch for computation in order)
+        top = max(rows[0].clock_mhz for rows in profile.measurements.values())
+        self._full = Program(
+            version=1,
+            computations=order,
+            clocks=(top,) * len(order),
+            time_s=0.0,
+            order=order_number(order),
+            top=top,
+        )
+        self._first = replace(self._full, awaits=True)  #: until more is known
+        self._leader: Leader | None = None
+        if seat.leads:
+            _load_kernels()
+            self._leader = Leader(profile, settings)
+        self._learner = LawLearner([(c.stage, c.kind) for c in order])
+        # Written by the training thread:
+        self._given: tuple[Floats | None, str | None] | None = None
+        self._begun = _Begun(-1)
+        self._ended: dict[int, Program | None] = {}  #: what iterations ran as planned
+        # Written by the thread of the exchange:
+        self._decided: tuple[int, Program] = (-1, self._full)
+        self._is_decided = threading.Event()
+        self._handled = -1
+        self._batches: dict[int, tuple[Floats | None, Slowest]] = {}
+        # Written by the background thread:
+        self._times: deque[IterationTimes] = deque(maxlen=_KEPT)
+        self._clock = 0  #: of the last computation of the iteration before
+        self._lasts_s = 0.0
+        self._unsent: RankLaws | None = None
+        self._loop = Loop(self._round, "perseus-planner batches")
+        self._is_stopped = False
+
+    def check_gpu(self, name: str, control: str) -> None:
+        """Refuse a profile of another kind of GPU, or of another control.
+
+        Raises:
+            ProfileError: If it is; names the difference.
+        """
+        profile = self._profile
+        if profile.gpu is not None and profile.gpu != name:
+            raise ProfileError(
+                f"the profile is of the GPU {profile.gpu!r}, and this rank has {name!r}; profile "
+                "that kind of GPU"
+            )
+        if profile.control != control:
+            raise ProfileError(
+                f"the profile's control is {profile.control!r}, and this training sets "
+                f"{control!r}; profile what is set"
+            )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank has the batch of its pipeline, and decides its clocks."""
+        return self._leader is not None
+
+    def start(self) -> None:
+        """Start the thread of the exchange."""
+        self._loop.start()
+
+    def stop(self, limit_s: float) -> None:
+        """End the thread, within so many seconds."""
+        self._is_stopped = True
+        self._loop.stop(limit_s)
+
+    def show(self, microbatches: Callable[[], Sequence[Any]]) -> None:
+        """Take the microbatches of the iteration that begins, unless their work is given."""
+        if self._given is None:
+            self._take(lambda: work_of(microbatches(), self._function))
+
+    def give(self, work: Sequence[Any]) -> None:
+        """Take the work of each microbatch of the next iteration."""
+        if self._seat.leads:
+            self._take(lambda: checked_work(work))
+
+    def _take(self, work: Callable[[], Floats]) -> None:
+        try:
+            found = work()
+            if self._order == WHOLE.ranks[0]:
+                found = found.sum(axis=0, keepdims=True)
+            problem = None
+            if len(found) != self._microbatches:
+                problem = (
+                    f"the work of {len(found)} microbatches is given, and the iteration has "
+                    f"{self._microbatches}"
+                )
+            self._given = None if problem else found, problem
+        except UsageError as error:
+            self._given = None, str(error)
+        except Exception as error:  # of where the batch comes from, which training meets again
+            self._given = None, f"reading the batch raised {type(error).__name__}: {error}"
+
+    def program_for(self, iteration: int) -> Program:
+        """Return what an iteration runs by; may be called again while it runs."""
+        if iteration != self._begun.iteration:
+            self._is_decided.clear()
+            self._begun, self._given = _Begun(iteration, *(self._given or ())), None
+            self._loop.wake()
+            if len(self._order) == 1 and self._lasts_s:
+                self._is_decided.wait(min(_WAIT * self._lasts_s, _MOST_WAIT_S))
+        decided, program = self._decided
+        return program if decided == iteration else self._first
+
+    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
+        """Note how an iteration has ended."""
+        self._ended[iteration] = None if deviation else program
+        self._ended.pop(iteration - _KEPT, None)
+
+    def observe(self, times: Iterable[IterationTimes]) -> None:
+        """Learn from the times of iterations."""
+        self._times.extend(times)
+        while self._times:
+            number = self._times[0].number
+            if number not in self._ended and number >= max(self._ended, default=-1):
+                return  # the training thread has yet to say how it ended
+            seen = self._times.popleft()
+            self._learn(seen, self._ended.get(number))
+
+    def _learn(self, seen: IterationTimes, program: Program | None) -> None:
+        work, slowest = self._batches.get(seen.number, (None, Slowest()))
+        before, self._clock = self._clock, 0
+        if program is None or len(seen.spans_ns) != len(self._order):
+            return
+        self._clock, top = program.clocks[-1], program.top
+        time_s = (seen.end_ns - seen.begin_ns) / 1e9
+        if seen.number < _SETTLING:
+            return
+        self._lasts_s = time_s
+        if self._leader is not None:
+            self._leader.account(seen.number, time_s, slowest)
+        if work is None or not self._seat.is_first:
+            return
+        # A clock comes into force some time after it is set: after a lower one nothing is told.
+        told = [
+            ((c.stage, c.kind), work[c.microbatch], (end_ns - begin_ns) / 1e9)
+            for c, (begin_ns, end_ns), clock, last in zip(
+                self._order,
+                seen.spans_ns,
+                program.clocks,
+                (before, *program.clocks[:-1]),
+                strict=True,
+            )
+            if clock == last == top
+        ]
+        if self._learner.add(told) and self._learner.laws is not None:
+            self._unsent = RankLaws.of(self._order, self._learner.laws)
+
+    def _round(self) -> None:
+        """Do what is to be done for the iteration that has begun last."""
+        begun = self._begun
+        if begun.iteration == self._handled or self._is_stopped:
+            return
+        self._handled = begun.iteration
+        try:
+            if self._unsent is not None:
+                laws, self._unsent = self._unsent, None
+                self._exchange.tell_laws(laws)
+            if self._leader is not None:
+                self._lead(begun, self._leader)
+            else:
+                self._follow(begun.iteration)
+        except PlannerError as error:
+            self._say("batch", str(error))
+        except (RuntimeError, ValueError) as error:
+            if not self._is_stopped:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                self._say("batches", f"ranks cannot tell each other of batches ({reason})")
+
+    def _say(self, key: str, text: str) -> None:
+        self._warn(key, f"{text}; such iterations run at full clocks")
+
+    def _lead(self, begun: _Begun, leader: Leader) -> None:
+        iteration, work = begun.iteration, begun.work
+        problem, own = begun.problem, OwnTime()
+        if work is None and problem is None:
+            problem = (
+                "the engine does not show the batch of an iteration; say its work before each, by "
+                "runtime.batch(work=...)"
+            )
+        try:
+            own = leader.own(iteration, work)
+        except PlannerError as error:
+            work, problem = None, str(error)
+        timeout_s = min(max(_TIMEOUT * self._lasts_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
+        slowest = self._exchange.slowest(iteration, own, timeout_s)
+        if not own.time_s:  # it does not know how it compares
+            slowest = Slowest()
+        batch = leader.decide(work, slowest)
+        self._exchange.send(iteration, batch)
+        self._decide(iteration, batch, work, slowest)
+        if problem is not None:
+            self._say("work", problem)
+        if not leader.is_ready or iteration % _AGAIN == 0:
+            laws = self._exchange.laws()
+            if laws is not None:
+                leader.learn(laws)
+
+    def _follow(self, iteration: int) -> None:
+        while not self._is_stopped and self._begun.iteration == iteration:
+            batch = self._exchange.batch(iteration, _SLICE_S)
+            if batch is not None:
+                work = checked_work(batch.work) if batch.work else None
+                self._decide(iteration, batch, work, Slowest())
+                return
+
+    def _decide(self, iteration: int, batch: Batch, work: Floats | None, slowest: Slowest) -> None:
+        program, rank = self._full, self._seat.rank
+        if batch.busy_s:
+            program = replace(program, time_s=batch.time_s, busy_s=batch.busy_s[rank])
+        if batch.clocks:
+            clocks = tuple(clock for clock, count in batch.clocks[rank] for _ in range(count))
+            if len(clocks) == len(self._order):
+                is_full = min(clocks) == program.top
+                decision = 0 if is_full else 1
+                program = replace(
+                    program, clocks=clocks, decision=decision, then=decision * program.top
+                )
+        self._batches[iteration] = work, slowest
+        self._batches.pop(iteration - _KEPT, None)
+        self._decided = iteration, program
+        self._is_decided.set()
+
+
+def _load_kernels() -> None:
+    """Compile what plans a batch before training, or load it where it was compiled before."""
+    row = (Measurement(1, 1.0, 1.0),)
+    profile = Profile({(0, "F"): row}, 0.0, iteration={"schedule": "whole", "microbatches": 1})
+    planner = BatchPlanner(profile, WHOLE, {(0, "F"): Law(1.0, (0.0,))})
+    work = checked_work([1.0])
+    planner.plan(work, planner.full_clocks_s(work))

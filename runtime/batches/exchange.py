@@ -1,0 +1,217 @@
+"""What ranks tell each other of a batch through the job's store, and how long they wait for it.
+
+The first rank of each pipeline knows the work of its microbatches. It writes its pipeline's own
+time at full clocks; that of pipeline 0 writes the longest of them back. Then it sends its pipeline
+the work and the clocks. So each rank takes a handful of operations for an iteration, and only one
+rank reads a number for each pipeline.
+
+Keys of the store:
+
+- `batch/profile`: the profile that rank 0 has loaded, written before training.
+- `batch/I/time/P`: an `OwnTime` of pipeline P for iteration I. `batch/I/slowest`: a `Slowest`.
+- `batch/I/P`: a `Batch`, for the ranks of pipeline P.
+- `batch/laws/P/R`: the `RankLaws` of rank R of pipeline P.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perseus_planner.base.wires import Record, decode, encode
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules import Computation
+from perseus_planner.solver.batch import Law
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import Store
+
+    from perseus_planner.runtime.batches.laws import Key
+
+_KEPT = 16  #: iterations whose messages are kept
+_PROFILE = "batch/profile"
+
+Runs = tuple[tuple[int, int], ...]
+"""Clocks of a rank, and how often each comes in a row."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits."""
+
+    pipeline: int  #: Number of its pipeline
+    rank: int  #: Rank there
+    ranks: int  #: Ranks of a pipeline
+    pipelines: int  #: Number of pipelines
+    is_first: bool = True  #: Whether it is the first of the ranks that share its seat
+    has_followers: bool = False  #: Whether pipelines have more ranks than the one that leads
+
+    @property
+    def leads(self) -> bool:
+        """Whether it has the batch of its pipeline, and decides its clocks."""
+        return self.rank == 0 and self.is_first
+
+
+class OwnTime(Record, frozen=True, array_like=True):
+    """What a pipeline tells the others of an iteration."""
+
+    time_s: float = 0.0  #: Seconds that it takes at full clocks; 0 if that is not known
+    pays: bool = False  #: Whether all pipelines are to run at full clocks
+
+
+class Slowest(Record, frozen=True, array_like=True):
+    """The pipeline that takes longest at full clocks."""
+
+    time_s: float = 0.0  #: The longest time that was told in time, seconds; 0 for none
+    is_whole: bool = False  #: Whether all pipelines have told theirs
+    pays: bool = False  #: Whether one has told that all are to run at full clocks
+
+
+class Batch(Record, frozen=True, array_like=True):
+    """What the ranks of a pipeline are told of an iteration."""
+
+    work: tuple[tuple[float, ...], ...] = ()  #: Of each microbatch; empty if it is not known
+    clocks: tuple[Runs, ...] = ()  #: Of each rank; empty for full clocks
+    time_s: float = 0.0  #: Expected time of the iteration, seconds; 0 if it is not known
+    #: For each rank, the seconds that it computes, were its GPU as fast as at first; empty if not
+    #: known.
+    busy_s: tuple[float, ...] = ()
+
+
+class RankLaws(Record, frozen=True, array_like=True):
+    """What a rank runs, and how long that takes by work."""
+
+    order: tuple[tuple[int, str, int], ...]  #: Stage, kind and microbatch of its computations
+    #: Stage, kind, seconds without work, and seconds for each unit of each number of work.
+    laws: tuple[tuple[int, str, float, tuple[float, ...]], ...]
+
+    @classmethod
+    def of(cls, order: Sequence[Computation], laws: Mapping[Key, Law]) -> RankLaws:
+        """Return what a rank tells."""
+        told = tuple((*key, law.fixed_s, law.per_work_s) for key, law in laws.items())
+        return cls(tuple((c.stage, c.kind, c.microbatch) for c in order), told)
+
+    def computations(self) -> tuple[Computation, ...]:
+        """Return the order of computations."""
+        return tuple(Computation(*each) for each in self.order)
+
+    def by_key(self) -> dict[Key, Law]:
+        """Return (stage, kind) -> law."""
+        return {
+            (stage, kind): Law(fixed_s, slopes_s) for stage, kind, fixed_s, slopes_s in self.laws
+        }
+
+
+class Exchange:
+    """One rank's part. All methods are called by one thread, and raise the store's RuntimeError
+    when it is gone.
+
+    Args:
+        store: The job's store, through a connection that no other thread uses.
+        seat: Where this rank sits.
+    """
+
+    def __init__(self, store: Store, seat: Seat) -> None:
+        self._store, self._seat = store, seat
+
+    def slowest(self, iteration: int, own: OwnTime, timeout_s: float) -> Slowest:
+        """Return what all pipelines have told; if it is not known in time, what this one tells.
+
+        Args:
+            iteration: Number of the iteration.
+            own: What this pipeline tells.
+            timeout_s: How long the others are waited for, seconds.
+        """
+        seat, store, key = self._seat, self._store, f"batch/{iteration}/slowest"
+        alone = Slowest(own.time_s, seat.pipelines == 1 and own.time_s > 0.0, own.pays)
+        if seat.pipelines == 1:
+            return alone
+        keys = [f"batch/{iteration}/time/{pipeline}" for pipeline in range(seat.pipelines)]
+        store.set(keys[seat.pipeline], encode(own))
+        if seat.pipeline == 0:
+            if not self._wait(keys, timeout_s):
+                keys = [each for each in keys if store.check([each])]
+            told = [decode(each, OwnTime) for each in store.multi_get(keys)]
+            times_s = [each.time_s for each in told]
+            is_whole = len(told) == seat.pipelines and min(times_s) > 0.0
+            slowest = Slowest(max(times_s), is_whole, any(each.pays for each in told))
+            store.set(key, encode(slowest))
+            return slowest
+        if not self._wait([key], 2.0 * timeout_s):
+            return alone
+        slowest = decode(store.get(key), Slowest)
+        return Slowest(max(own.time_s, slowest.time_s), slowest.is_whole, slowest.pays)
+
+    def send(self, iteration: int, batch: Batch) -> None:
+        """Send the pipeline's ranks what they are told of an iteration, and forget an old one."""
+        seat, old = self._seat, iteration - _KEPT
+        if seat.has_followers:
+            self._store.set(f"batch/{iteration}/{seat.pipeline}", encode(batch))
+        if old >= 0:
+            keys = [f"batch/{old}/{seat.pipeline}", f"batch/{old}/time/{seat.pipeline}"]
+            for key in [*keys, f"batch/{old}/slowest"][: None if seat.pipeline == 0 else 2]:
+                self._store.delete_key(key)
+
+    def batch(self, iteration: int, timeout_s: float) -> Batch | None:
+        """Return what this rank is told of an iteration; None if it is not told in time."""
+        key = f"batch/{iteration}/{self._seat.pipeline}"
+        return decode(self._store.get(key), Batch) if self._wait([key], timeout_s) else None
+
+    def tell_laws(self, laws: RankLaws) -> None:
+        """Tell the first rank of the pipeline what this one has learnt."""
+        self._store.set(self._laws_key(self._seat.rank), encode(laws))
+
+    def laws(self) -> tuple[RankLaws, ...] | None:
+        """Return what the ranks of the pipeline have learnt; None if one has not told it yet."""
+        keys = list(map(self._laws_key, range(self._seat.ranks)))
+        if not self._store.check(keys):
+            return None
+        return tuple(decode(each, RankLaws) for each in self._store.multi_get(keys))
+
+    def _laws_key(self, rank: int) -> str:
+        return f"batch/laws/{self._seat.pipeline}/{rank}"
+
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:  # it is late, or the store is gone
+            return bool(self._store.check(keys))
+        return True
+
+
+def runs_of(clocks: Sequence[int]) -> Runs:
+    """Return clocks as what is sent."""
+    return tuple((clock, len(list(group))) for clock, group in groupby(clocks))
+
+
+def send_profile(store: Store, path: Path) -> None:
+    """Load a profile on rank 0, and write it for all ranks.
+
+    Raises:
+        ProfileError: If it cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
+        Profile.load(path).save(Path(folder, "profile.yaml"))
+        texts = [Path(folder, name).read_text() for name in ("profile.yaml", "profile.csv")]
+    store.set(_PROFILE, encode(texts))
+
+
+def sent_profile(store: Store, timeout_s: float) -> Profile:
+    """Return what `send_profile` wrote.
+
+    Raises:
+        RuntimeError: If it was not written in time.
+    """
+    store.wait([_PROFILE], timedelta(seconds=timeout_s))
+    text, table = decode(store.get(_PROFILE), tuple[str, str])
+    with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
+        Path(folder, "profile.csv").write_text(table)
+        Path(folder, "profile.yaml").write_text(text)
+        return Profile.load(Path(folder, "profile.yaml"))

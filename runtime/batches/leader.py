@@ -1,0 +1,158 @@
+"""What the first rank of a pipeline decides of each batch: its clocks, by the laws that all ranks
+of the pipeline have learnt, and not more time than is agreed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from perseus_planner.runtime.autopilot.job import Ledger
+from perseus_planner.runtime.batches.exchange import Batch, OwnTime, RankLaws, Slowest, runs_of
+from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.solver.batch import BatchPlanner
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.batches.laws import Key
+    from perseus_planner.solver.batch import Law
+
+    Floats = NDArray[np.float64]
+
+_REFERENCES = 3  #: iterations at full clocks before the first plan, which tell how long they are
+_REMEMBERED = 20  #: of them
+_BURST = 0.04  #: what may be owed, as a share of an iteration
+_MOST = 0.02  #: what one iteration is charged at most, likewise
+_AUDIT = 64  #: one iteration of so many is at full clocks, and tells again how long they are
+
+
+class Leader:
+    """Decides the clocks of one pipeline.
+
+    What an iteration takes is compared with what it had taken at full clocks: the time of the
+    slowest pipeline by the laws, times what iterations at full clocks took over theirs. What is
+    longer is owed (`Ledger`), and while one pipeline owes more than agreed, all run at full clocks.
+
+    Args:
+        profile: The cost of clocks.
+        settings: What may be done.
+    """
+
+    def __init__(self, profile: Profile, settings: AutopilotSettings) -> None:
+        self._profile, self._settings = profile, settings
+        self._told: tuple[RankLaws, ...] = ()
+        self._planner: BatchPlanner | None = None
+        self._orders: tuple[tuple[Computation, ...], ...] = ()
+        self._laws: dict[Key, Law] = {}
+        self._ratios: deque[float] = deque(maxlen=_REMEMBERED)  #: of times at full clocks
+        self._ledger: Ledger | None = None
+        self._ratio = {
+            (key, row.clock_mhz): row.time_s / rows[0].time_s
+            for key, rows in profile.measurements.items()
+            for row in rows
+        }
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all ranks of the pipeline have told their laws."""
+        return self._planner is not None
+
+    def learn(self, told: tuple[RankLaws, ...]) -> None:
+        """Take in what all ranks of the pipeline have learnt.
+
+        Raises:
+            PlannerError: If the ranks cannot be planned.
+        """
+        if told == self._told:
+            return
+        self._told, self._planner = told, None
+        self._orders = tuple(rank.computations() for rank in told)
+        self._laws = {key: law for rank in told for key, law in rank.by_key().items()}
+        self._planner = BatchPlanner(
+            self._profile,
+            Schedule("as trained", self._orders),
+            self._laws,
+            max_changes=self._settings.max_changes,
+        )
+
+    def own(self, iteration: int, work: Floats | None) -> OwnTime:
+        """Return what this pipeline tells the others of an iteration.
+
+        Raises:
+            PlannerError: If the work cannot be planned.
+        """
+        if self._planner is None or work is None:
+            return OwnTime()
+        ledger = self._ledger
+        pays = ledger is not None and ledger.is_overdrawn
+        pays |= len(self._ratios) < _REFERENCES or iteration % _AUDIT == 0
+        return OwnTime(self._planner.full_clocks_s(work), pays)
+
+    def decide(self, work: Floats | None, slowest: Slowest) -> Batch:
+        """Return what the ranks of the pipeline are told of a batch.
+
+        Args:
+            work: (microbatches, numbers) of the batch; None if it is not known.
+            slowest: The slowest pipeline.
+
+        Raises:
+            PlannerError: If the work cannot be planned.
+        """
+        if work is None:
+            return Batch()
+        rows = tuple(map(tuple, work.tolist()))
+        if self._planner is None or not slowest.time_s:
+            return Batch(rows)
+        if slowest.pays:
+            return Batch(rows, (), slowest.time_s, self._busy_s(work, None))
+        plan = self._planner.plan(work, slowest.time_s * self._settings.slowdown)
+        clocks = tuple(map(runs_of, plan.clocks_mhz))
+        time_s = max(plan.time_s, slowest.time_s)
+        return Batch(rows, clocks, time_s, self._busy_s(work, plan.clocks_mhz))
+
+    def account(self, iteration: int, time_s: float, slowest: Slowest) -> None:
+        """Note how long an iteration took.
+
+        Args:
+            iteration: Its number.
+            time_s: Its time, seconds.
+            slowest: What it was decided by.
+        """
+        if not slowest.time_s:
+            return
+        if slowest.pays and (slowest.is_whole or iteration >= _AUDIT):
+            self._ratios.append(time_s / slowest.time_s)
+        if not self._ratios:
+            return
+        reference_s, settings = slowest.time_s * median(self._ratios), self._settings
+        ledger = self._ledger or Ledger(
+            reference_s, settings.slowdown, settings.max_slowdown, _BURST * reference_s
+        )
+        most_s = _MOST * reference_s
+        longer_s = 0.0 if slowest.pays else min(max(time_s - reference_s, -most_s), most_s)
+        self._ledger = ledger.add(reference_s + longer_s, longer_s=longer_s)
+
+    def _busy_s(
+        self, work: Floats, clocks_mhz: Sequence[Sequence[int]] | None
+    ) -> tuple[float, ...]:
+        """Return the seconds that each rank computes."""
+        rows, busy_s = work.tolist(), []
+        for rank, order in enumerate(self._orders):
+            clocks = [None] * len(order) if clocks_mhz is None else clocks_mhz[rank]
+            total_s = 0.0
+            for (stage, kind, microbatch), clock in zip(order, clocks, strict=True):
+                law = self._laws[stage, kind]
+                full_s = law.fixed_s + sum(
+                    slope_s * each
+                    for slope_s, each in zip(law.per_work_s, rows[microbatch], strict=True)
+                )
+                ratio = 1.0 if clock is None else self._ratio.get(((stage, kind), clock), 1.0)
+                total_s += full_s * ratio
+            busy_s.append(total_s)
+        return tuple(busy_s)

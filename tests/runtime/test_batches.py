@@ -1,0 +1,321 @@
+"""Clocks that follow the batch: what ranks tell each other, what is decided, and training as a
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from batch_world import KINDS, LEARNT, MICROBATCHES, drawn, predicted, profile_of
+from launching import results_of
+from waiting import LONG_S, eventually
+
+from perseus_planner import schedules
+from perseus_planner.base.errors import PlannerError, ProfileError
+from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime.autopilot.job import AutopilotSettings
+from perseus_planner.runtime.batches.batches import Batches
+from perseus_planner.runtime.batches.exchange import Exchange, OwnTime, Seat, Slowest
+from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.marks import IterationTimes
+
+torch = pytest.importorskip("torch")
+
+GPU = "emulated:a100-sxm/0"
+PROFILE = profile_of(2)
+SCHEDULE = schedules.one_f_one_b(2, MICROBATCHES)
+SETTINGS = AutopilotSettings(learn=False)
+UNEQUAL = [[1.0] * MICROBATCHES, [2.0] * MICROBATCHES]  #: work of two pipelines
+KNOWN = 20  #: iterations after which clocks follow
+
+
+def mean_s(kind: str) -> float:
+    return PROFILE.measurements[0, kind][0].time_s
+
+
+class Pipelines:
+    """The ranks of pipelines of a job, whose iterations take what their work says, without
+    waiting for it.
+    """
+
+    def __init__(
+        self,
+        pipelines: int,
+        function: Callable[[Any], Any] = float,
+    ) -> None:
+        self.said: list[tuple[str, str]] = []
+        store, self.iteration = torch.distributed.HashStore(), -1
+        self.batches = [
+            Batches(
+                Exchange(store, seat),
+                seat,
+                SCHEDULE.ranks[rank],
+                PROFILE,
+                SETTINGS,
+                float,
+                lambda key, text: self.said.append((key, text)),
+            )
+            for pipeline in range(pipelines)
+            for rank in range(2)
+            for seat in [Seat(pipeline, rank, 2, pipelines, has_followers=True)]
+        ]
+        for each in self.batches:
+            each.start()
+
+    def run(self, work: Any, shown: Any = None, *, slow: float = 1.0) -> list[Program]:
+        """Run one iteration with its (pipelines, microbatches) work; return the last programs. It
+        takes `slow` times as long if a clock is lower.
+        """
+        self.iteration += 1
+        for number, each in enumerate(self.batches):
+            if each.leads:
+                rows = list(work[number // 2]) if shown is None else shown
+                each.show(lambda rows=rows: rows)
+            each.program_for(self.iteration)
+        programs = []
+        for each in self.batches:
+            eventually(lambda each=each: not each.program_for(self.iteration).awaits)
+            programs.append(each.program_for(self.iteration))
+        ran_s = max(
+            replayed_s(programs[number : number + 2], work[number // 2])
+            for number in range(0, len(programs), 2)
+        )
+        slow = slow if any(program.decision for program in programs) else 1.0
+        for number, (each, program) in enumerate(zip(self.batches, programs, strict=True)):
+            ends = np.cumsum([0, *times_s_of(program, work[number // 2])]) * 1e9 * slow
+            spans = tuple(pairwise(ends.astype(int).tolist()))
+            each.on_end(self.iteration, program, None)
+            each.observe([IterationTimes(self.iteration, 0, spans, int(ran_s * slow * 1e9))])
+        return programs
+
+    def stop(self) -> None:
+        for each in self.batches:
+            each.stop(5.0)
+
+
+def times_s_of(program: Program, work: Sequence[float]) -> list[float]:
+    times_s = []
+    for c, clock in zip(program.computations, program.clocks, strict=True):
+        fixed, slope = KINDS[c.kind]
+        rows = {row.clock_mhz: row.time_s for row in PROFILE.measurements[c.stage, c.kind]}
+        times_s.append(rows[clock] * (fixed + slope * work[c.microbatch]))
+    return times_s
+
+
+def replayed_s(programs: Sequence[Program], work: Sequence[float]) -> float:
+    """Return the time of a pipeline's iteration."""
+    took = [dict(zip(p.computations, times_s_of(p, work), strict=True)) for p in programs]
+    ended: dict[Any, float] = {}
+    left, free = [list(p.computations) for p in programs], [0.0, 0.0]
+    while any(left):
+        for rank in (0, 1):
+            while left[rank]:
+                before = schedules.dependency_of(left[rank][0], took[0] | took[1], 1)
+                if before is not None and before not in ended:
+                    break
+                c = left[rank].pop(0)
+                begun = max(free[rank], 0.0 if before is None else ended[before])
+                ended[c] = free[rank] = begun + took[rank][c]
+    return max(free)
+
+
+@pytest.fixture(name="two")
+def _two(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("_LEAST_TIMEOUT_S", "_MOST_TIMEOUT_S"):  # however busy the machine is
+        monkeypatch.setattr(f"perseus_planner.runtime.batches.batches.{name}", LONG_S)
+    made = Pipelines(2)
+    yield made
+    made.stop()
+
+
+def full_s(programs: Sequence[Program], work: Sequence[float]) -> float:
+    return replayed_s([program.at_full_clocks for program in programs], work)
+
+
+def test_clocks_follow_the_batch_once_its_laws_are_known(
+    two: Pipelines,
+):
+    work, lower = drawn(2), 0
+    for iteration in range(KNOWN + 10):
+        programs = two.run(work[iteration])
+        followed = [program.decision > 0 for program in programs]
+        if iteration < 12:
+            assert not any(followed)
+        if iteration >= KNOWN:
+            pairs = list(zip((programs[:2], programs[2:]), work[iteration], strict=True))
+            slowest = int(np.argmax([full_s(*pair) for pair in pairs]))
+            assert followed[2 * slowest : 2 * slowest + 2] == [False, False]
+            lower += sum(followed)
+            limit_s = full_s(*pairs[slowest])
+            assert max(replayed_s(*pair) for pair in pairs) <= limit_s * 1.0001
+            for program in programs:
+                ran_s = sum(times_s_of(program, work[iteration][programs.index(program) // 2]))
+                assert program.busy_s == pytest.approx(ran_s, rel=1e-3)
+                assert program.then == (program.top if program.decision else 0)
+    assert lower >= 10
+    assert two.said == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        (
+            [1.0, float("nan"), 1.0, 1.0],
+            "the work of microbatch 1 is [nan]; give finite numbers of 0 or more",
+        ),
+        ([1.0, -1.0, 1.0, 1.0], "the work of microbatch 1 is [-1.0]; give finite"),
+        ([1.0] * 3, "the work of 3 microbatches is given, and the iteration has 4"),
+        (["long"] * 4, "work= raised ValueError for microbatch 0: could not convert string"),
+    ],
+)
+def test_an_iteration_with_bad_work_runs_at_full_clocks(
+    shown: list[Any], said: str, two: Pipelines
+):
+    work = drawn(2)
+    for iteration in range(KNOWN):
+        two.run(work[iteration])
+    assert all(program.decision == 0 for program in two.run(work[KNOWN], shown))
+    assert {text.startswith(said) for _, text in two.said} == {True}, two.said
+    assert all(text.endswith("such iterations run at full clocks") for _, text in two.said)
+    assert {key for key, _ in two.said} == {"work"}
+    assert [program.decision for program in two.run(UNEQUAL)] == [1, 1, 0, 0]
+
+
+def test_work_that_is_given_counts_and_an_engine_that_shows_no_batch_is_said(two: Pipelines):
+    work = drawn(2)
+    first, _, third, _ = two.batches
+    for each in (first, third):
+        each.program_for(0)
+    eventually(lambda: len(two.said) == 2)
+    assert two.said[0] == (
+        "work",
+        "the engine does not show the batch of an iteration; say its work before each, by "
+        "runtime.batch(work=...); such iterations run at full clocks",
+    )
+    two.iteration = 0
+    for iteration in range(1, KNOWN + 2):
+        ran = UNEQUAL if iteration > KNOWN else work[iteration]
+        first.give(list(ran[0]))
+        third.give(list(ran[1]))
+        programs = two.run(ran, ["not looked at"])
+    assert [program.decision for program in programs] == [1, 1, 0, 0]
+    assert len(two.said) == 2
+
+
+def test_a_pipeline_that_tells_nothing_in_time_is_not_waited_for(
+    two: Pipelines, monkeypatch: pytest.MonkeyPatch
+):
+    work = drawn(2)
+    for iteration in range(KNOWN):
+        two.run(work[iteration])
+    monkeypatch.setattr("perseus_planner.runtime.batches.batches._MOST_TIMEOUT_S", 0.01)
+    for each in two.batches[2:]:
+        each.stop(5.0)
+    alone = two.batches[:2]
+    for each in alone:
+        if each.leads:
+            each.show(lambda: list(work[KNOWN][0]))
+        each.program_for(KNOWN)
+    for each in alone:
+        eventually(lambda each=each: not each.program_for(KNOWN).awaits)
+    programs = [each.program_for(KNOWN) for each in alone]
+    own_s = full_s(programs, work[KNOWN][0])
+    assert replayed_s(programs, work[KNOWN][0]) <= own_s * 1.0001
+
+
+def test_iterations_that_are_longer_than_agreed_are_paid_at_full_clocks(two: Pipelines):
+    work = drawn(2)
+    for iteration in range(KNOWN):
+        two.run(work[iteration])
+    followed = [
+        sum(program.decision for program in two.run(work[iteration], slow=1.03))
+        for iteration in range(KNOWN, KNOWN + 24)
+    ]
+    assert sum(followed[:3]) > 0
+    assert followed.count(0) >= 12
+
+
+def batches_of(seat: Seat, order: Any) -> Batches:
+    exchange = Exchange(torch.distributed.HashStore(), seat)
+    return Batches(exchange, seat, order, PROFILE, SETTINGS, float, print)
+
+
+def test_a_profile_of_something_else_is_refused():
+    seat = Seat(0, 2, 3, 1, has_followers=True)
+    order = schedules.one_f_one_b(3, MICROBATCHES).ranks[2]
+    with pytest.raises(ProfileError) as refused:
+        Batches(
+            Exchange(torch.distributed.HashStore(), seat),
+            seat,
+            order,
+            PROFILE,
+            SETTINGS,
+            float,
+            print,
+        )
+    assert str(refused.value) == (
+        "the profile has no F of stage 2, which this training runs; profile the stages that you "
+        "train"
+    )
+    seat, order = Seat(0, 1, 2, 1, has_followers=True), SCHEDULE.ranks[1]
+    batches = Batches(
+        Exchange(torch.distributed.HashStore(), seat), seat, order, PROFILE, SETTINGS, float, print
+    )
+    for name, control, said in (
+        ("other", "clock", "the profile is of the GPU 'simulated a100-sxm', and this rank has"),
+        ("simulated a100-sxm", "power-limit", "the profile's control is 'clock', and this"),
+    ):
+        with pytest.raises(ProfileError, match=said):
+            batches.check_gpu(name, control)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"plan": "plan.yaml"}, "work=: clocks follow each batch, and not plan='plan.yaml'"),
+        ({"service": "http://a:1", "job": "a"}, "work=: clocks follow each batch, and not service"),
+        ({}, "work=: what clocks cost is not learnt while they follow the batch; give learn=False"),
+        ({"learn": False, "state": None}, "work=: what clocks cost is not learnt"),
+        ({"learn": False, "state": "none.yaml"}, "none.yaml"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], said: str):
+    with pytest.raises(PlannerError, match=said), planner_runtime(gpu=GPU, work=float, **options):
+        pass
+
+
+def test_slowest_is_the_longest_that_was_told_in_time():
+    store = torch.distributed.HashStore()
+    first, second = (Exchange(store, Seat(number, 0, 1, 2)) for number in (0, 1))
+    assert first.slowest(0, OwnTime(3.0), 0.01) == Slowest(3.0)
+    assert second.slowest(0, OwnTime(2.0), 0.01) == Slowest(3.0)
+    assert second.slowest(1, OwnTime(2.0, pays=True), 0.01) == Slowest(2.0, pays=True)
+    assert first.slowest(1, OwnTime(1.0), 0.01) == Slowest(2.0, is_whole=True, pays=True)
+    assert first.slowest(2, OwnTime(1.0), 0.01) == Slowest(1.0)
+    assert second.slowest(2, OwnTime(4.0), 0.01) == Slowest(4.0)
+    assert second.slowest(3, OwnTime(), 0.01) == Slowest()
+    assert first.slowest(3, OwnTime(1.0), 0.01) == Slowest(1.0)
+    alone = Exchange(store, Seat(0, 0, 1, 1))
+    assert alone.slowest(3, OwnTime(1.0), 0.01) == Slowest(1.0, is_whole=True)
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("torch", 4)])
+def test_training_by_the_batch_gives_the_same_losses_for_less_energy(
+    engine: str, ranks: int, tmp_path: Path
+):
+    PROFILE.save(tmp_path / "profile.yaml")
+    results = results_of("batch_programs:trained", ranks, tmp_path, engine)
+    for result in results:
+        assert result["equal"]
+        assert result["warnings"] == []
+        assert result["after"] is None
+        assert result["clocks"] > 2
+    used_j, full_j = np.sum([result["energy_j"] for result in results], axis=0)
+    virtual, _ = predicted(PROFILE, SCHEDULE, drawn(ranks // 2)[LEARNT:])
+    # A busy machine tells each other late, and what is late is full clocks.
+    assert 0.4 * virtual < 1 - used_j / full_j < 1.3 * virtual
