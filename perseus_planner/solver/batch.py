@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import ProfileError, UsageError
-from perseus_planner.base.units import CHANGES, FINITE, TIME
+from perseus_planner.base.units import COUNT, FINITE, TIME
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.clock_problem import clock_problem_of
 from perseus_planner.solver.kernels import inner_kernel, kernel
+from perseus_planner.solver.scaled import ScaledDag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 Key = tuple[int, str]
 
+_EFFORT = 8  #: plans that are tried
+_LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
 
 
@@ -139,7 +142,7 @@ class BatchPlanner:
         **extras: Any,
     ) -> None:
         self.dag = PipelineDag.from_schedule(profile, schedule, **extras)
-        self._most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
+        self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
         self._set_laws(laws)
         self._problem, clocks = clock_problem_of(self.dag)
         self._clocks_mhz = tuple(clocks)
@@ -158,6 +161,9 @@ class BatchPlanner:
             np.take_along_axis(table, nearest, axis=1)
             for table in (self._problem.time_s, self._problem.cost_j)
         )
+        self._scaled = ScaledDag(self.dag)
+        columns = {0: 0} | column  # clock 0 is that of fixed operations
+        self._column_of_point = np.array([columns[mhz] for mhz in self._scaled.point_mhz.tolist()])
         self._full_s = self._one_s[self._problem.member, 0]  # (m,) as measured, at full clocks
         self._operations_j = float(
             sum(
@@ -213,18 +219,74 @@ class BatchPlanner:
         best = int(np.argmin(cost_j)) if np.isfinite(cost_j).any() else 0
         return self._plan_of(scale, self._nearest[problem.member, best], target_s)
 
-    def plan(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
-        """Return the plan of least energy that was found and ends by `target_s`: for now, that of
-        `one_clock`.
+    def plan(
+        self, work: NDArray[np.float64], target_s: float, *, effort: int = _EFFORT
+    ) -> BatchPlan:
+        """Return the plan of least energy that was found and ends by `target_s`.
+
+        A target below `full_clocks_s` counts as that.
 
         Args:
             work: as `full_clocks_s` takes it.
             target_s: when the iteration of the slowest pipeline ends, seconds.
+            effort: how many plans to try.
 
         Raises:
             UsageError: If an argument is out of range.
         """
-        return self.one_clock(work, target_s)
+        scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
+        overhead_s, tries = self.dag.profile.overhead_s, COUNT.check(effort, "effort")
+        full_s = self._replay(scale * self._full_s)[0]
+        deadline_s = max(full_s, target_s - overhead_s)
+        node_scale = np.ones(len(self.dag.order))
+        node_scale[self._problem.node] = scale
+        points = self._scaled.scaled_points(node_scale)
+        chosen = self._scaled.choose(points, node_scale, deadline_s, tries)
+        column = self._column_of_point[chosen[self._problem.node]]
+        if self._most is not None:
+            self._merge(scale, column, deadline_s, self._most)
+        plan = self._plan_of(scale, column, max(target_s, full_s + overhead_s))
+        one = self.one_clock(work, max(target_s, full_s + overhead_s))
+        return (
+            plan
+            if plan.time_s <= max(target_s, full_s + overhead_s) and plan.energy_j < one.energy_j
+            else one
+        )
+
+    def _merge(self, scale: Floats, column: Integers, deadline_s: float, most: int) -> None:
+        """Merge the clocks of neighbours upward until no rank has more than `most` segments; then
+        lower what has room again.
+        """
+        problem, count = self._problem, len(column)
+        scratch, cost_j = np.empty((2, count + 1), dtype=np.int64), np.empty(count + 1)
+        _merge(
+            problem.rank_start,
+            problem.member,
+            scale,
+            problem.time_s,
+            problem.cost_j,
+            most,
+            column,
+            scratch[0],
+            scratch[1],
+            cost_j,
+        )
+        _, duration_s, end_s = self._replay(scale * problem.time_s[problem.member, column])
+        _lower(
+            problem.before_start,
+            problem.before,
+            problem.before_lag_s,
+            problem.node,
+            problem.rank_start,
+            problem.member,
+            scale,
+            problem.time_s,
+            problem.cost_j,
+            deadline_s,
+            column,
+            duration_s,
+            end_s,
+        )
 
     def _set_laws(self, laws: Mapping[Key, Law]) -> None:
         keys = self.dag.iteration.keys
@@ -370,3 +432,122 @@ def _makespans(
         for i in range(len(node)):
             duration_s[node[i]] = scale[i] * time_s[member[i], clock]
         makespan_s[clock] = _longest(before_start, before, lag_s, duration_s, end_s)
+
+
+@inner_kernel
+def _raised_to(
+    member: Integers,
+    scale: Floats,
+    time_s: Floats,
+    cost_j: Floats,
+    column: Integers,
+    first: int,
+    stop: int,
+) -> tuple[int, float]:
+    """Return the lowest clock found at which no computation from `first` to before `stop` takes
+    longer than now, and what that costs, joules; -1 if there is none.
+    """
+    clock = column[first]
+    for i in range(first, stop):
+        clock = min(clock, column[i])
+    i, added_j = first, 0.0
+    while i < stop and clock >= 0:
+        c = member[i]
+        if time_s[c, clock] > time_s[c, column[i]]:
+            clock, i, added_j = clock - 1, first, 0.0
+        else:
+            added_j += scale[i] * (cost_j[c, clock] - cost_j[c, column[i]])
+            i += 1
+    return clock, added_j
+
+
+@kernel
+def _merge(
+    rank_start: Integers,
+    member: Integers,
+    scale: Floats,
+    time_s: Floats,
+    cost_j: Floats,
+    most: int,
+    column: Integers,
+    begin: Integers,
+    raised: Integers,
+    added_j: Floats,
+) -> None:
+    """Merge neighbouring segments of one clock, those first that cost least, until no rank has
+    more than `most`.
+
+    `begin`, `raised` and `added_j` are scratch space: where each segment of a rank begins, and the
+    clock and cost of it with the one before.
+    """
+    for rank in range(len(rank_start) - 1):
+        first, stop, count = rank_start[rank], rank_start[rank + 1], 0
+        for i in range(first, stop):
+            if i == first or column[i] != column[i - 1]:
+                begin[count] = i
+                count += 1
+        begin[count] = stop
+        for s in range(1, count):
+            raised[s], added_j[s] = _raised_to(
+                member, scale, time_s, cost_j, column, begin[s - 1], begin[s + 1]
+            )
+        while count > most:
+            best = 0
+            for s in range(1, count):
+                if raised[s] >= 0 and (best == 0 or added_j[s] < added_j[best]):
+                    best = s
+            if best == 0:
+                return
+            for i in range(begin[best - 1], begin[best + 1]):
+                column[i] = raised[best]
+            count -= 1
+            for s in range(best, count + 1):
+                begin[s], raised[s], added_j[s] = begin[s + 1], raised[s + 1], added_j[s + 1]
+            for s in range(max(best - 1, 1), min(best + 1, count)):
+                raised[s], added_j[s] = _raised_to(
+                    member, scale, time_s, cost_j, column, begin[s - 1], begin[s + 1]
+                )
+
+
+@kernel
+def _lower(
+    before_start: Integers,
+    before: Integers,
+    lag_s: Floats,
+    node: Integers,
+    rank_start: Integers,
+    member: Integers,
+    scale: Floats,
+    time_s: Floats,
+    cost_j: Floats,
+    deadline_s: float,
+    column: Integers,
+    duration_s: Floats,
+    end_s: Floats,
+) -> None:
+    """Lower the clock of one segment after the other, as long as that saves and all is in time."""
+    lowered = True
+    while lowered:
+        lowered = False
+        for rank in range(len(rank_start) - 1):
+            first = rank_start[rank]
+            while first < rank_start[rank + 1]:
+                stop, now = first + 1, column[first]
+                while stop < rank_start[rank + 1] and column[stop] == now:
+                    stop += 1
+                for clock in range(now + 1, min(now + 1 + _LOOK, time_s.shape[1])):
+                    saved_j = 0.0
+                    for i in range(first, stop):
+                        saved_j += scale[i] * (cost_j[member[i], now] - cost_j[member[i], clock])
+                    if not saved_j > 0.0:
+                        continue
+                    for i in range(first, stop):
+                        duration_s[node[i]] = scale[i] * time_s[member[i], clock]
+                    if _longest(before_start, before, lag_s, duration_s, end_s) <= deadline_s:
+                        for i in range(first, stop):
+                            column[i] = clock
+                        lowered = True
+                        break
+                    for i in range(first, stop):
+                        duration_s[node[i]] = scale[i] * time_s[member[i], now]
+                first = stop
