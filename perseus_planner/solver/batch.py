@@ -20,13 +20,20 @@ from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.base.units import COUNT, FINITE, TIME
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.clock_problem import clock_problem_of
+from perseus_planner.solver.clock_problem import (
+    change_cost,
+    clock_problem_of,
+    load_state,
+    replay,
+    replay_changes,
+)
 from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.scaled import ScaledDag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Schedule
     from perseus_planner.solver.network import Floats, Integers
@@ -97,18 +104,32 @@ class _Starts(NamedTuple):
     time_s: Floats  #: (classes, clocks) infinite if not measured
     clocks_mhz: tuple[int, ...]  #: highest first
 
+    @property
+    def latest_start_s(self) -> Floats:
+        """(m, clocks) of each computation at each clock."""
+        taken_s: Floats = self.scale[:, None] * self.time_s[self.member]
+        return self.latest_end_s[:, None] - taken_s
+
     def of_rank(self, rank: int) -> tuple[tuple[LatestStart, ...], ...]:
         first, stop = self.rank_start[rank : rank + 2].tolist()
         return tuple(map(self._of, range(first, stop)))
 
     def _of(self, i: int) -> tuple[LatestStart, ...]:
         found: list[LatestStart] = []
-        times_s = self.time_s[self.member[i]].tolist()
+        starts_s = (self.latest_end_s[i] - self.scale[i] * self.time_s[self.member[i]]).tolist()
         for column in range(int(self.column[i]), -1, -1):
-            start_s = float(self.latest_end_s[i] - self.scale[i] * times_s[column])
+            start_s = starts_s[column]
             if not found or start_s > found[-1].start_s:
                 found.append(LatestStart(self.clocks_mhz[column], start_s))
         return tuple(found)
+
+
+class BatchReplay(NamedTuple):
+    """An iteration of a plan, as it came in truth."""
+
+    time_s: float  #: iteration time, seconds
+    effective_j: float  #: energy less what the GPUs would draw if they waited all that time, joules
+    changes: tuple[int, ...]  #: of the clock of each rank
 
 
 class BatchPlanner:
@@ -183,6 +204,50 @@ class BatchPlanner:
         """
         makespan_s = self._replay(self._scales(work) * self._full_s)[0]
         return makespan_s + self.dag.profile.overhead_s
+
+    def replay(
+        self,
+        plan: BatchPlan,
+        factor: NDArray[np.float64],
+        change: ClockChange,
+        *,
+        is_catching_up: bool,
+    ) -> BatchReplay:
+        """Run one of many equal iterations of a plan whose computations take longer or shorter in
+        truth than their work says.
+
+        Args:
+            plan: of this planner.
+            factor: (computations,) how many times as long each takes, rank by rank in program
+                order.
+            change: what a clock change costs.
+            is_catching_up: whether ranks that are late take faster clocks, as
+                `BatchPlan.latest_starts` says, before they start and when the computation before
+                ends.
+        """
+        starts, base, dag = plan._starts, self._problem, self.dag
+        scale = (starts.scale * factor)[:, None]
+        problem = base._replace(
+            time_s=scale * self._one_s[base.member],
+            cost_j=scale * self._one_j[base.member],
+            member=np.arange(len(base.member)),
+        )
+        cost = change_cost(
+            dag.iteration,
+            change,
+            dag.profile.gpus_per_stage,
+            starts.latest_start_s if is_catching_up else None,
+        )
+        state, _ = load_state(problem, starts.column)
+        makespan_s = replay(problem, state)
+        cost.tail_s[:] = makespan_s - state.end_s[problem.node[problem.rank_start[1:] - 1]]
+        makespan_s, spent_j = replay_changes(problem, state, cost)
+        calls = cost.numbers[5] - cost.call_start
+        return BatchReplay(
+            makespan_s + dag.profile.overhead_s,
+            spent_j + self._operations_j,
+            tuple(calls.tolist()),
+        )
 
     def one_clock(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
         """Return the plan of least energy that keeps one clock on all GPUs of the pipeline and

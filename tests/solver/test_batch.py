@@ -16,7 +16,7 @@ from strategies import any_schedule, extras, furnished, smooth_profile
 
 from perseus_planner import PipelineDag, Profile, schedules
 from perseus_planner.base.errors import PlannerError, UsageError
-from perseus_planner.profiles.measurement import lower_hull, nearest_clock
+from perseus_planner.profiles.measurement import ClockChange, lower_hull, nearest_clock
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law
 from perseus_planner.solver.curve import TimeEnergyCurve
@@ -24,6 +24,7 @@ from perseus_planner.solver.mincut import walk
 from perseus_planner.solver.scaled import ScaledDag
 
 _FEATURES = 2
+FREE = ClockChange(0.0)
 
 
 def laws_of(profile: Profile, seed: int) -> dict[tuple[int, str], Law]:
@@ -193,7 +194,7 @@ def test_a_plan_keeps_its_target_and_its_changes(spread: float, max_changes: int
             expected = cost_of(oracle, flat(plan), until_s)
             assert (plan.time_s, plan.energy_j) == pytest.approx(expected, rel=1e-9)
             assert plan.energy_j <= planner.one_clock(work, until_s).energy_j
-            assert free.plan(work, target_s).energy_j <= plan.energy_j * (1 + 1e-4)
+            assert free.plan(work, target_s).energy_j <= plan.energy_j * (1 + 1e-3)
             for rank in plan.clocks_mhz:
                 changes = 1 + sum(a != b for a, b in itertools.pairwise(rank))
                 assert max_changes is None or changes <= max_changes
@@ -262,6 +263,45 @@ def test_a_rank_that_starts_by_its_latest_starts_ends_in_time(seed: int):
             == pytest.approx(target_s, rel=1e-9)
             or max(end_times_s(oracle, durations_s)) + oracle.profile.overhead_s <= target_s
         )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_replay_with_nothing_wrong_is_the_plan(seed: int):
+    planner, oracle, work = drawn(seed)
+    target_s = 1.1 * planner.full_clocks_s(work)
+    plan = planner.plan(work, target_s)
+    for is_catching_up in (False, True):
+        came = planner.replay(
+            plan, np.ones(len(oracle.computations)), FREE, is_catching_up=is_catching_up
+        )
+        assert came.time_s == pytest.approx(plan.time_s, rel=1e-9)
+        until_j = oracle.waiting_w * max(target_s, plan.time_s)
+        assert came.effective_j + until_j == pytest.approx(plan.energy_j, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_work_that_was_wrong_is_replayed_and_caught_up(seed: int):
+    profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
+    laws, work = laws_of(profile, seed), work_of(seed, 6)
+    planner = BatchPlanner(profile, schedule, laws)
+    oracle = with_own_kinds(planner.dag, laws, work)
+    full_s = planner.full_clocks_s(work)
+    plan = planner.plan(work, 1.1 * full_s)
+    factor = np.random.default_rng(seed).lognormal(0.03, 0.05, len(oracle.computations))
+    durations_s = [
+        wrong * next(m.time_s for m in oracle.profile.measurements[key] if m.clock_mhz == clock)
+        for wrong, key, clock in zip(factor, oracle.iteration.keys, flat(plan), strict=True)
+    ]
+    kept = planner.replay(plan, factor, FREE, is_catching_up=False)
+    caught = planner.replay(plan, factor, FREE, is_catching_up=True)
+    assert kept.time_s == pytest.approx(max(end_times_s(oracle, durations_s)), rel=1e-9)
+    late_s, caught_late_s = (came.time_s - 1.1 * full_s for came in (kept, caught))
+    assert late_s > 0.01 * full_s
+    assert caught_late_s < 0.6 * late_s
+    assert caught.effective_j > kept.effective_j
+    slow = planner.replay(plan, factor, ClockChange(0.0045, 0.0009), is_catching_up=True)
+    assert max(slow.changes) <= 2 * 12
+    assert slow.time_s < kept.time_s
 
 
 @pytest.mark.parametrize(
