@@ -9,8 +9,9 @@ computation scale alike, so an iteration is laid out once, and each batch only s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,7 @@ from perseus_planner.solver.scaled import ScaledDag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import Self
 
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 Key = tuple[int, str]
 
 _EFFORT = 8  #: plans that are tried
+_RANDOM_ORDERS = 40  #: of microbatches that are tried
 _LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
 
@@ -162,7 +165,21 @@ class BatchPlanner:
         max_changes: int | None = None,
         **extras: Any,
     ) -> None:
-        self.dag = PipelineDag.from_schedule(profile, schedule, **extras)
+        self._lay_out(PipelineDag.from_schedule(profile, schedule, **extras), laws, max_changes)
+
+    @classmethod
+    def of_dag(
+        cls, dag: PipelineDag, laws: Mapping[Key, Law], *, max_changes: int | None = None
+    ) -> Self:
+        """Return the planner of an iteration that is laid out; arguments and errors are those of
+        the class.
+        """
+        planner = cls.__new__(cls)
+        planner._lay_out(dag, laws, max_changes)
+        return planner
+
+    def _lay_out(self, dag: PipelineDag, laws: Mapping[Key, Law], max_changes: int | None) -> None:
+        self.dag, profile = dag, dag.profile
         self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
         self._set_laws(laws)
         self._problem, clocks = clock_problem_of(self.dag)
@@ -249,6 +266,54 @@ class BatchPlanner:
             tuple(calls.tolist()),
         )
 
+    def plan_of(
+        self, work: NDArray[np.float64], clocks_mhz: Sequence[int] | None, target_s: float
+    ) -> BatchPlan:
+        """Return the replayed plan of one clock for each computation.
+
+        Args:
+            work: as `full_clocks_s` takes it.
+            clocks_mhz: measured clocks, rank by rank in program order; None for all at maximum.
+            target_s: when the iteration of the slowest pipeline ends, seconds.
+
+        Raises:
+            UsageError: If `work` is not like that.
+        """
+        number = {clock: i for i, clock in enumerate(self._clocks_mhz)}
+        column = (
+            self._nearest[self._problem.member, 0]
+            if clocks_mhz is None
+            else np.array([number[clock] for clock in clocks_mhz])
+        )
+        return self._plan_of(self._scales(work), column, target_s)
+
+    def best_order(self, work: NDArray[np.float64]) -> tuple[int, ...]:
+        """Return the order of the microbatches in which the iteration is shortest at full clocks,
+        of those that were tried: as they are, longest first, shortest first, and random ones.
+
+        The first number is the microbatch to run first. Another order changes the order in which
+        gradients are summed, and so the last bits of a training run.
+
+        Args:
+            work: as `full_clocks_s` takes it.
+
+        Raises:
+            UsageError: If `work` is not like that.
+        """
+        seconds = self._scales(work) * self._full_s
+        longest_first = np.argsort(-np.bincount(self._microbatch, seconds), kind="stable")
+        as_is = np.arange(len(work))
+        orders = np.array([as_is, longest_first, longest_first[::-1], *self._random_orders])
+        of_kind = np.array([self._scales(work[order]) for order in orders])
+        makespan_s = self._replay_all(of_kind * self._full_s)
+        return tuple(orders[int(np.argmin(makespan_s))].tolist())
+
+    @cached_property
+    def _random_orders(self) -> list[Integers]:
+        rng = np.random.default_rng(0)
+        count = self.dag.schedule.microbatches
+        return [rng.permutation(count) for _ in range(_RANDOM_ORDERS)]
+
     def one_clock(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
         """Return the plan of least energy that keeps one clock on all GPUs of the pipeline and
         ends by `target_s`.
@@ -267,19 +332,7 @@ class BatchPlanner:
         problem = self._problem
         of_class = np.bincount(problem.member, scale, len(self._one_j))
         cost_j = of_class @ self._one_j
-        makespan_s = np.empty(len(self._clocks_mhz))
-        _makespans(
-            problem.before_start,
-            problem.before,
-            problem.before_lag_s,
-            problem.node,
-            problem.member,
-            scale,
-            self._one_s,
-            problem.fixed_s.copy(),
-            np.empty(len(problem.fixed_s)),
-            makespan_s,
-        )
+        makespan_s = self._replay_all((scale[:, None] * self._one_s[problem.member]).T)
         cost_j[makespan_s + self.dag.profile.overhead_s > target_s] = np.inf
         best = int(np.argmin(cost_j)) if np.isfinite(cost_j).any() else 0
         return self._plan_of(scale, self._nearest[problem.member, best], target_s)
@@ -393,6 +446,21 @@ class BatchPlanner:
         np.maximum(scale, _LEAST_SCALE, out=scale)
         return scale
 
+    def _replay_all(self, computation_s: Floats) -> Floats:
+        """Return the makespan of each row of durations, seconds: (rows, m)."""
+        problem, makespan_s = self._problem, np.empty(len(computation_s))
+        _makespans(
+            problem.before_start,
+            problem.before,
+            problem.before_lag_s,
+            problem.node,
+            np.ascontiguousarray(computation_s),
+            problem.fixed_s.copy(),
+            np.empty(len(problem.fixed_s)),
+            makespan_s,
+        )
+        return makespan_s
+
     def _replay(self, computation_s: Floats) -> tuple[float, Floats, Floats]:
         """Return the makespan, and the duration and end of each node, seconds."""
         problem = self._problem
@@ -485,18 +553,16 @@ def _makespans(
     before: Integers,
     lag_s: Floats,
     node: Integers,
-    member: Integers,
-    scale: Floats,
-    time_s: Floats,
+    computation_s: Floats,
     duration_s: Floats,
     end_s: Floats,
     makespan_s: Floats,
 ) -> None:
-    """Fill `makespan_s` with that of each clock, if all computations run at it: (clocks,)."""
-    for clock in range(len(makespan_s)):
+    """Fill `makespan_s` with that of each row of `computation_s`: (rows, m)."""
+    for row in range(len(makespan_s)):
         for i in range(len(node)):
-            duration_s[node[i]] = scale[i] * time_s[member[i], clock]
-        makespan_s[clock] = _longest(before_start, before, lag_s, duration_s, end_s)
+            duration_s[node[i]] = computation_s[row, i]
+        makespan_s[row] = _longest(before_start, before, lag_s, duration_s, end_s)
 
 
 @inner_kernel

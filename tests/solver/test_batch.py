@@ -265,6 +265,32 @@ def test_a_rank_that_starts_by_its_latest_starts_ends_in_time(seed: int):
         )
 
 
+def test_the_best_order_is_the_shortest_and_an_order():
+    profile, schedule = smooth_profile(4), schedules.one_f_one_b(4, 6)
+    planner = BatchPlanner(profile, schedule, laws_of(profile, 0))
+    shorter = 0
+    for seed in range(5):
+        work = work_of(seed, 6, 0.5)
+        order = planner.best_order(work)
+        assert sorted(order) == list(range(6))
+        found_s, given_s = (planner.full_clocks_s(each) for each in (work[list(order)], work))
+        least_s = min(
+            planner.full_clocks_s(work[list(each)]) for each in itertools.permutations(range(6))
+        )
+        assert least_s <= found_s <= min(given_s, 1.08 * least_s)
+        shorter += found_s < 0.97 * given_s
+    assert shorter >= 3
+
+
+def test_clocks_of_any_plan_are_replayed_with_the_work():
+    profile, schedule = smooth_profile(2), schedules.one_f_one_b(2, 4)
+    planner, work = BatchPlanner(profile, schedule, laws_of(profile, 0)), work_of(1, 4)
+    full = planner.plan_of(work, None, 1.0)
+    assert full.time_s == planner.full_clocks_s(work)
+    plan = planner.plan(work, 1.2 * full.time_s)
+    assert planner.plan_of(work, flat(plan), 1.2 * full.time_s) == plan
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_replay_with_nothing_wrong_is_the_plan(seed: int):
     planner, oracle, work = drawn(seed)
