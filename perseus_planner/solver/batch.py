@@ -9,29 +9,42 @@ computation scale alike, so an iteration is laid out once, and each batch only s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from perseus_planner.base.errors import ProfileError, UsageError
-from perseus_planner.base.units import CHANGES, FINITE, TIME
+from perseus_planner.base.units import COUNT, FINITE, TIME
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.clock_problem import clock_problem_of
+from perseus_planner.solver.clock_problem import (
+    change_cost,
+    clock_problem_of,
+    load_state,
+    replay,
+    replay_changes,
+)
 from perseus_planner.solver.kernels import inner_kernel, kernel
+from perseus_planner.solver.scaled import ScaledDag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import Self
 
+    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Schedule
     from perseus_planner.solver.network import Floats, Integers
 
 Key = tuple[int, str]
 
+_EFFORT = 8  #: plans that are tried
+_RANDOM_ORDERS = 40  #: of microbatches that are tried
+_LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
 
 
@@ -94,18 +107,32 @@ class _Starts(NamedTuple):
     time_s: Floats  #: (classes, clocks) infinite if not measured
     clocks_mhz: tuple[int, ...]  #: highest first
 
+    @property
+    def latest_start_s(self) -> Floats:
+        """(m, clocks) of each computation at each clock."""
+        taken_s: Floats = self.scale[:, None] * self.time_s[self.member]
+        return self.latest_end_s[:, None] - taken_s
+
     def of_rank(self, rank: int) -> tuple[tuple[LatestStart, ...], ...]:
         first, stop = self.rank_start[rank : rank + 2].tolist()
         return tuple(map(self._of, range(first, stop)))
 
     def _of(self, i: int) -> tuple[LatestStart, ...]:
         found: list[LatestStart] = []
-        times_s = self.time_s[self.member[i]].tolist()
+        starts_s = (self.latest_end_s[i] - self.scale[i] * self.time_s[self.member[i]]).tolist()
         for column in range(int(self.column[i]), -1, -1):
-            start_s = float(self.latest_end_s[i] - self.scale[i] * times_s[column])
+            start_s = starts_s[column]
             if not found or start_s > found[-1].start_s:
                 found.append(LatestStart(self.clocks_mhz[column], start_s))
         return tuple(found)
+
+
+class BatchReplay(NamedTuple):
+    """An iteration of a plan, as it came in truth."""
+
+    time_s: float  #: iteration time, seconds
+    effective_j: float  #: energy less what the GPUs would draw if they waited all that time, joules
+    changes: tuple[int, ...]  #: of the clock of each rank
 
 
 class BatchPlanner:
@@ -138,8 +165,22 @@ class BatchPlanner:
         max_changes: int | None = None,
         **extras: Any,
     ) -> None:
-        self.dag = PipelineDag.from_schedule(profile, schedule, **extras)
-        self._most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
+        self._lay_out(PipelineDag.from_schedule(profile, schedule, **extras), laws, max_changes)
+
+    @classmethod
+    def of_dag(
+        cls, dag: PipelineDag, laws: Mapping[Key, Law], *, max_changes: int | None = None
+    ) -> Self:
+        """Return the planner of an iteration that is laid out; arguments and errors are those of
+        the class.
+        """
+        planner = cls.__new__(cls)
+        planner._lay_out(dag, laws, max_changes)
+        return planner
+
+    def _lay_out(self, dag: PipelineDag, laws: Mapping[Key, Law], max_changes: int | None) -> None:
+        self.dag, profile = dag, dag.profile
+        self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
         self._set_laws(laws)
         self._problem, clocks = clock_problem_of(self.dag)
         self._clocks_mhz = tuple(clocks)
@@ -158,6 +199,9 @@ class BatchPlanner:
             np.take_along_axis(table, nearest, axis=1)
             for table in (self._problem.time_s, self._problem.cost_j)
         )
+        self._scaled = ScaledDag(self.dag)
+        columns = {0: 0} | column  # clock 0 is that of fixed operations
+        self._column_of_point = np.array([columns[mhz] for mhz in self._scaled.point_mhz.tolist()])
         self._full_s = self._one_s[self._problem.member, 0]  # (m,) as measured, at full clocks
         self._operations_j = float(
             sum(
@@ -178,6 +222,98 @@ class BatchPlanner:
         makespan_s = self._replay(self._scales(work) * self._full_s)[0]
         return makespan_s + self.dag.profile.overhead_s
 
+    def replay(
+        self,
+        plan: BatchPlan,
+        factor: NDArray[np.float64],
+        change: ClockChange,
+        *,
+        is_catching_up: bool,
+    ) -> BatchReplay:
+        """Run one of many equal iterations of a plan whose computations take longer or shorter in
+        truth than their work says.
+
+        Args:
+            plan: of this planner.
+            factor: (computations,) how many times as long each takes, rank by rank in program
+                order.
+            change: what a clock change costs.
+            is_catching_up: whether ranks that are late take faster clocks, as
+                `BatchPlan.latest_starts` says, before they start and when the computation before
+                ends.
+        """
+        starts, base, dag = plan._starts, self._problem, self.dag
+        scale = (starts.scale * factor)[:, None]
+        problem = base._replace(
+            time_s=scale * self._one_s[base.member],
+            cost_j=scale * self._one_j[base.member],
+            member=np.arange(len(base.member)),
+        )
+        cost = change_cost(
+            dag.iteration,
+            change,
+            dag.profile.gpus_per_stage,
+            starts.latest_start_s if is_catching_up else None,
+        )
+        state, _ = load_state(problem, starts.column)
+        makespan_s = replay(problem, state)
+        cost.tail_s[:] = makespan_s - state.end_s[problem.node[problem.rank_start[1:] - 1]]
+        makespan_s, spent_j = replay_changes(problem, state, cost)
+        calls = cost.numbers[5] - cost.call_start
+        return BatchReplay(
+            makespan_s + dag.profile.overhead_s,
+            spent_j + self._operations_j,
+            tuple(calls.tolist()),
+        )
+
+    def plan_of(
+        self, work: NDArray[np.float64], clocks_mhz: Sequence[int] | None, target_s: float
+    ) -> BatchPlan:
+        """Return the replayed plan of one clock for each computation.
+
+        Args:
+            work: as `full_clocks_s` takes it.
+            clocks_mhz: measured clocks, rank by rank in program order; None for all at maximum.
+            target_s: when the iteration of the slowest pipeline ends, seconds.
+
+        Raises:
+            UsageError: If `work` is not like that.
+        """
+        number = {clock: i for i, clock in enumerate(self._clocks_mhz)}
+        column = (
+            self._nearest[self._problem.member, 0]
+            if clocks_mhz is None
+            else np.array([number[clock] for clock in clocks_mhz])
+        )
+        return self._plan_of(self._scales(work), column, target_s)
+
+    def best_order(self, work: NDArray[np.float64]) -> tuple[int, ...]:
+        """Return the order of the microbatches in which the iteration is shortest at full clocks,
+        of those that were tried: as they are, longest first, shortest first, and random ones.
+
+        The first number is the microbatch to run first. Another order changes the order in which
+        gradients are summed, and so the last bits of a training run.
+
+        Args:
+            work: as `full_clocks_s` takes it.
+
+        Raises:
+            UsageError: If `work` is not like that.
+        """
+        seconds = self._scales(work) * self._full_s
+        longest_first = np.argsort(-np.bincount(self._microbatch, seconds), kind="stable")
+        as_is = np.arange(len(work))
+        orders = np.array([as_is, longest_first, longest_first[::-1], *self._random_orders])
+        of_kind = np.array([self._scales(work[order]) for order in orders])
+        makespan_s = self._replay_all(of_kind * self._full_s)
+        return tuple(orders[int(np.argmin(makespan_s))].tolist())
+
+    @cached_property
+    def _random_orders(self) -> list[Integers]:
+        rng = np.random.default_rng(0)
+        count = self.dag.schedule.microbatches
+        return [rng.permutation(count) for _ in range(_RANDOM_ORDERS)]
+
     def one_clock(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
         """Return the plan of least energy that keeps one clock on all GPUs of the pipeline and
         ends by `target_s`.
@@ -196,35 +332,79 @@ class BatchPlanner:
         problem = self._problem
         of_class = np.bincount(problem.member, scale, len(self._one_j))
         cost_j = of_class @ self._one_j
-        makespan_s = np.empty(len(self._clocks_mhz))
-        _makespans(
-            problem.before_start,
-            problem.before,
-            problem.before_lag_s,
-            problem.node,
-            problem.member,
-            scale,
-            self._one_s,
-            problem.fixed_s.copy(),
-            np.empty(len(problem.fixed_s)),
-            makespan_s,
-        )
+        makespan_s = self._replay_all((scale[:, None] * self._one_s[problem.member]).T)
         cost_j[makespan_s + self.dag.profile.overhead_s > target_s] = np.inf
         best = int(np.argmin(cost_j)) if np.isfinite(cost_j).any() else 0
         return self._plan_of(scale, self._nearest[problem.member, best], target_s)
 
-    def plan(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
-        """Return the plan of least energy that was found and ends by `target_s`: for now, that of
-        `one_clock`.
+    def plan(
+        self, work: NDArray[np.float64], target_s: float, *, effort: int = _EFFORT
+    ) -> BatchPlan:
+        """Return the plan of least energy that was found and ends by `target_s`.
+
+        A target below `full_clocks_s` counts as that.
 
         Args:
             work: as `full_clocks_s` takes it.
             target_s: when the iteration of the slowest pipeline ends, seconds.
+            effort: how many plans to try.
 
         Raises:
             UsageError: If an argument is out of range.
         """
-        return self.one_clock(work, target_s)
+        scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
+        overhead_s, tries = self.dag.profile.overhead_s, COUNT.check(effort, "effort")
+        full_s = self._replay(scale * self._full_s)[0]
+        deadline_s = max(full_s, target_s - overhead_s)
+        node_scale = np.ones(len(self.dag.order))
+        node_scale[self._problem.node] = scale
+        points = self._scaled.scaled_points(node_scale)
+        chosen = self._scaled.choose(points, node_scale, deadline_s, tries)
+        column = self._column_of_point[chosen[self._problem.node]]
+        if self._most is not None:
+            self._merge(scale, column, deadline_s, self._most)
+        plan = self._plan_of(scale, column, max(target_s, full_s + overhead_s))
+        one = self.one_clock(work, max(target_s, full_s + overhead_s))
+        return (
+            plan
+            if plan.time_s <= max(target_s, full_s + overhead_s) and plan.energy_j < one.energy_j
+            else one
+        )
+
+    def _merge(self, scale: Floats, column: Integers, deadline_s: float, most: int) -> None:
+        """Merge the clocks of neighbours upward until no rank has more than `most` segments; then
+        lower what has room again.
+        """
+        problem, count = self._problem, len(column)
+        scratch, cost_j = np.empty((2, count + 1), dtype=np.int64), np.empty(count + 1)
+        _merge(
+            problem.rank_start,
+            problem.member,
+            scale,
+            problem.time_s,
+            problem.cost_j,
+            most,
+            column,
+            scratch[0],
+            scratch[1],
+            cost_j,
+        )
+        _, duration_s, end_s = self._replay(scale * problem.time_s[problem.member, column])
+        _lower(
+            problem.before_start,
+            problem.before,
+            problem.before_lag_s,
+            problem.node,
+            problem.rank_start,
+            problem.member,
+            scale,
+            problem.time_s,
+            problem.cost_j,
+            deadline_s,
+            column,
+            duration_s,
+            end_s,
+        )
 
     def _set_laws(self, laws: Mapping[Key, Law]) -> None:
         keys = self.dag.iteration.keys
@@ -265,6 +445,21 @@ class BatchPlanner:
             raise ProfileError("work: is too large to plan with; give it in larger units")
         np.maximum(scale, _LEAST_SCALE, out=scale)
         return scale
+
+    def _replay_all(self, computation_s: Floats) -> Floats:
+        """Return the makespan of each row of durations, seconds: (rows, m)."""
+        problem, makespan_s = self._problem, np.empty(len(computation_s))
+        _makespans(
+            problem.before_start,
+            problem.before,
+            problem.before_lag_s,
+            problem.node,
+            np.ascontiguousarray(computation_s),
+            problem.fixed_s.copy(),
+            np.empty(len(problem.fixed_s)),
+            makespan_s,
+        )
+        return makespan_s
 
     def _replay(self, computation_s: Floats) -> tuple[float, Floats, Floats]:
         """Return the makespan, and the duration and end of each node, seconds."""
@@ -358,15 +553,132 @@ def _makespans(
     before: Integers,
     lag_s: Floats,
     node: Integers,
-    member: Integers,
-    scale: Floats,
-    time_s: Floats,
+    computation_s: Floats,
     duration_s: Floats,
     end_s: Floats,
     makespan_s: Floats,
 ) -> None:
-    """Fill `makespan_s` with that of each clock, if all computations run at it: (clocks,)."""
-    for clock in range(len(makespan_s)):
+    """Fill `makespan_s` with that of each row of `computation_s`: (rows, m)."""
+    for row in range(len(makespan_s)):
         for i in range(len(node)):
-            duration_s[node[i]] = scale[i] * time_s[member[i], clock]
-        makespan_s[clock] = _longest(before_start, before, lag_s, duration_s, end_s)
+            duration_s[node[i]] = computation_s[row, i]
+        makespan_s[row] = _longest(before_start, before, lag_s, duration_s, end_s)
+
+
+@inner_kernel
+def _raised_to(
+    member: Integers,
+    scale: Floats,
+    time_s: Floats,
+    cost_j: Floats,
+    column: Integers,
+    first: int,
+    stop: int,
+) -> tuple[int, float]:
+    """Return the lowest clock found at which no computation from `first` to before `stop` takes
+    longer than now, and what that costs, joules; -1 if there is none.
+    """
+    clock = column[first]
+    for i in range(first, stop):
+        clock = min(clock, column[i])
+    i, added_j = first, 0.0
+    while i < stop and clock >= 0:
+        c = member[i]
+        if time_s[c, clock] > time_s[c, column[i]]:
+            clock, i, added_j = clock - 1, first, 0.0
+        else:
+            added_j += scale[i] * (cost_j[c, clock] - cost_j[c, column[i]])
+            i += 1
+    return clock, added_j
+
+
+@kernel
+def _merge(
+    rank_start: Integers,
+    member: Integers,
+    scale: Floats,
+    time_s: Floats,
+    cost_j: Floats,
+    most: int,
+    column: Integers,
+    begin: Integers,
+    raised: Integers,
+    added_j: Floats,
+) -> None:
+    """Merge neighbouring segments of one clock, those first that cost least, until no rank has
+    more than `most`.
+
+    `begin`, `raised` and `added_j` are scratch space: where each segment of a rank begins, and the
+    clock and cost of it with the one before.
+    """
+    for rank in range(len(rank_start) - 1):
+        first, stop, count = rank_start[rank], rank_start[rank + 1], 0
+        for i in range(first, stop):
+            if i == first or column[i] != column[i - 1]:
+                begin[count] = i
+                count += 1
+        begin[count] = stop
+        for s in range(1, count):
+            raised[s], added_j[s] = _raised_to(
+                member, scale, time_s, cost_j, column, begin[s - 1], begin[s + 1]
+            )
+        while count > most:
+            best = 0
+            for s in range(1, count):
+                if raised[s] >= 0 and (best == 0 or added_j[s] < added_j[best]):
+                    best = s
+            if best == 0:
+                return
+            for i in range(begin[best - 1], begin[best + 1]):
+                column[i] = raised[best]
+            count -= 1
+            for s in range(best, count + 1):
+                begin[s], raised[s], added_j[s] = begin[s + 1], raised[s + 1], added_j[s + 1]
+            for s in range(max(best - 1, 1), min(best + 1, count)):
+                raised[s], added_j[s] = _raised_to(
+                    member, scale, time_s, cost_j, column, begin[s - 1], begin[s + 1]
+                )
+
+
+@kernel
+def _lower(
+    before_start: Integers,
+    before: Integers,
+    lag_s: Floats,
+    node: Integers,
+    rank_start: Integers,
+    member: Integers,
+    scale: Floats,
+    time_s: Floats,
+    cost_j: Floats,
+    deadline_s: float,
+    column: Integers,
+    duration_s: Floats,
+    end_s: Floats,
+) -> None:
+    """Lower the clock of one segment after the other, as long as that saves and all is in time."""
+    lowered = True
+    while lowered:
+        lowered = False
+        for rank in range(len(rank_start) - 1):
+            first = rank_start[rank]
+            while first < rank_start[rank + 1]:
+                stop, now = first + 1, column[first]
+                while stop < rank_start[rank + 1] and column[stop] == now:
+                    stop += 1
+                for clock in range(now + 1, min(now + 1 + _LOOK, time_s.shape[1])):
+                    saved_j = 0.0
+                    for i in range(first, stop):
+                        saved_j += scale[i] * (cost_j[member[i], now] - cost_j[member[i], clock])
+                    if not saved_j > 0.0:
+                        continue
+                    for i in range(first, stop):
+                        duration_s[node[i]] = scale[i] * time_s[member[i], clock]
+                    if _longest(before_start, before, lag_s, duration_s, end_s) <= deadline_s:
+                        for i in range(first, stop):
+                            column[i] = clock
+                        lowered = True
+                        break
+                    for i in range(first, stop):
+                        duration_s[node[i]] = scale[i] * time_s[member[i], now]
+                first = stop

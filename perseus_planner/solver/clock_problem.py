@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.point_problem import lay_out_waits
 
 if TYPE_CHECKING:
@@ -76,8 +76,13 @@ class ChangeCost(NamedTuple):
     final: Integers  #: (ranks,) the last computation of each rank
     seconds: Floats  #: (6, ranks) for the replay to write on
     numbers: Integers  #: (7, ranks) likewise
-    call_settles_s: Floats  #: (m,) likewise, of the calls of each rank
-    call_clock: Integers  #: (m,)
+    #: (calls,) likewise, of the calls of each rank, which begin at `call_start`
+    call_settles_s: Floats
+    call_clock: Integers  #: (calls,)
+    call_start: Integers  #: (ranks,)
+    #: (m, clocks) when each computation must start at the latest to end in time at each clock. A
+    #: rank that is late then takes a faster clock. No rows for ranks that keep to their clocks.
+    latest_start_s: Floats
 
 
 def clock_problem(
@@ -150,9 +155,19 @@ def clock_problem_of(dag: PipelineDag) -> tuple[ClockProblem, list[int]]:
     return clock_problem(dag.iteration, list(tables), time_s, cost_j), clocks
 
 
-def change_cost(iteration: Iteration, change: ClockChange, gpus_per_rank: int) -> ChangeCost:
-    """Lay out what changes of clocks cost in `iteration`; ranks end with it."""
+def change_cost(
+    iteration: Iteration,
+    change: ClockChange,
+    gpus_per_rank: int,
+    latest_start_s: Floats | None = None,
+) -> ChangeCost:
+    """Lay out what changes of clocks cost in `iteration`; ranks end with it.
+
+    `latest_start_s` is that of `ChangeCost`; None for ranks that keep to their clocks.
+    """
     ranks = len(iteration.programs)
+    # One call at most for each computation; one more for each that catches up.
+    calls = len(iteration.keys) * (1 if latest_start_s is None else 2)
     node_of = {place: k for k, place in enumerate(iteration.order)}
     computation = np.full(len(iteration.order), -1)
     for i in range(len(iteration.keys)):
@@ -170,8 +185,11 @@ def change_cost(iteration: Iteration, change: ClockChange, gpus_per_rank: int) -
         ),
         seconds=np.zeros((6, ranks)),
         numbers=np.zeros((7, ranks), dtype=np.int64),
-        call_settles_s=np.zeros(len(iteration.keys)),
-        call_clock=np.zeros(len(iteration.keys), dtype=np.int64),
+        call_settles_s=np.zeros(calls),
+        call_clock=np.zeros(calls, dtype=np.int64),
+        call_start=np.cumsum([0, *map(len, iteration.schedule.ranks)])[:-1]
+        * (calls // len(iteration.keys)),
+        latest_start_s=np.zeros((0, 1)) if latest_start_s is None else latest_start_s,
     )
 
 
@@ -214,6 +232,17 @@ def replay(problem: ClockProblem, state: ClockState) -> float:
     return makespan_s
 
 
+@inner_kernel
+def _clock_in_time(latest_start_s: Floats, i: int, clock: int, now_s: float) -> int:
+    """Return the slowest clock, `clock` or a faster one, at which a computation that starts now
+    ends in time; the fastest one if there is none.
+    """
+    if len(latest_start_s) > 0:
+        while clock > 0 and latest_start_s[i, clock] < now_s:
+            clock -= 1
+    return clock
+
+
 @kernel
 def replay_changes(
     problem: ClockProblem, state: ClockState, change: ChangeCost
@@ -232,6 +261,7 @@ def replay_changes(
     next_s, since_s, left, asked_s, settles_s, free_s = change.seconds
     position, running, in_force, set_last, wanted, call, settled = change.numbers
     call_settles_s, call_clock = change.call_settles_s, change.call_clock
+    latest_start_s = change.latest_start_s
     never, spent_j, makespan_s, has_ended = np.inf, 0.0, 0.0, True
     for k in range(len(end_s)):
         end_s[k] = never
@@ -239,7 +269,7 @@ def replay_changes(
         position[r], running[r], next_s[r], since_s[r] = queue_start[r], 0, never, 0.0
         asked_s[r], settles_s[r], free_s[lock[r]] = never, never, -never
         in_force[r] = set_last[r] = wanted[r] = clock[change.final[r]]
-        call[r] = settled[r] = problem.rank_start[r]
+        call[r] = settled[r] = change.call_start[r]
         i = computation[queue[queue_start[r]]]
         if i >= 0 and clock[i] != wanted[r]:
             wanted[r], asked_s[r] = clock[i], -change.tail_s[r]
@@ -284,9 +314,14 @@ def replay_changes(
             end_s[k], since_s[r], makespan_s = now_s, now_s, max(makespan_s, now_s)
             running[r], next_s[r], position[r] = 0, never, position[r] + 1
             i = computation[queue[position[r]]] if position[r] < queue_start[r + 1] else -1
-            if i >= 0 and clock[i] != wanted[r]:
-                wanted[r] = clock[i]
+            next_clock = _clock_in_time(latest_start_s, i, clock[i], now_s) if i >= 0 else wanted[r]
+            if next_clock != wanted[r]:
+                wanted[r] = next_clock
                 asked_s[r] = never if wanted[r] == set_last[r] else min(asked_s[r], now_s)
         else:
+            next_clock = _clock_in_time(latest_start_s, i, clock[i], now_s) if i >= 0 else wanted[r]
+            if next_clock != wanted[r]:
+                wanted[r] = next_clock
+                asked_s[r] = never if wanted[r] == set_last[r] else min(asked_s[r], now_s)
             running[r], since_s[r], left[r] = 1, now_s, 1.0
             next_s[r] = now_s + (time_s[c, in_force[r]] if i >= 0 else fixed_s[k])

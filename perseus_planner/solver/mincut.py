@@ -57,19 +57,37 @@ def slowest_state(network: Network) -> State:
     The times are longest paths in topological order; nodes on a cycle, or behind one, would keep
     the time 0.
     """
-    start, residual, head = network.start.tolist(), network.residual.tolist(), network.head.tolist()
-    length = network.vertex_time[network.first].tolist()
-    waiting = np.bincount(network.head, minlength=len(start) - 1).tolist()
-    event, ready = [0] * len(waiting), [network.source]
-    while ready:
-        node = ready.pop()
-        for arc in residual[start[node] : start[node + 1]]:
+    waiting = np.bincount(network.head, minlength=len(network.start) - 1)
+    event, ready = np.zeros_like(waiting), np.zeros_like(waiting)
+    ready[0] = network.source
+    _earliest(network, waiting, ready, event)
+    return State(event, np.zeros(len(network.head), dtype=np.int64))
+
+
+@kernel
+def _earliest(network: Network, waiting: Integers, ready: Integers, event: Integers) -> None:
+    """Fill `event` with the earliest times of the slow end.
+
+    Args:
+        network: the network.
+        waiting: (nodes,) how many arcs lead to each node; changed.
+        ready: (nodes,) begins with the source; changed.
+        event: (nodes,) zeros at first.
+    """
+    taken, reached = 0, 1
+    while taken < reached:
+        node = ready[taken]
+        taken += 1
+        for i in range(network.start[node], network.start[node + 1]):
+            arc = network.residual[i]
             if arc >= 0:
-                event[head[arc]] = max(event[head[arc]], event[node] + length[arc])
-                waiting[head[arc]] -= 1
-                if waiting[head[arc]] == 0:
-                    ready.append(head[arc])
-    return State(np.array(event, dtype=np.int64), np.zeros(len(head), dtype=np.int64))
+                head = network.head[arc]
+                end = event[node] + network.vertex_time[network.first[arc]]
+                event[head] = max(event[head], end)
+                waiting[head] -= 1
+                if waiting[head] == 0:
+                    ready[reached] = head
+                    reached += 1
 
 
 @inner_kernel

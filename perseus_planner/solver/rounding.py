@@ -49,7 +49,7 @@ _EFFORT = (3_000_000, 1500, 20_000)  #: for the improvement, likewise
 _FEW = (
     2**15
 )  #: combinations up to which all are tried, so that the smallest problems are solved exactly
-_STIFFNESS = (0.3, 0.6)  #: at first: early and late
+STIFFNESS = (0.3, 0.6)  #: at first: early and late
 _STIFF = (2.0, 2.0)  #: so stiff that a plan that guides is repeated
 
 
@@ -84,11 +84,11 @@ def round_plan(
     """
     if math.prod(np.diff(problem.point_start)[problem.member].tolist()) <= _FEW:
         return try_all_points(problem, deadline_s)
-    step_s = _step_s(problem)
+    step_s = point_step_s(problem)
     plans: list[_RoundedPlan] = []
     for anchor in anchors:
         plan = _RoundedPlan(anchor.deadline_s, np.inf, problem.point_start[problem.member])
-        guide = _guide(anchor.end_s, anchor.price_w, _STIFFNESS)
+        guide = _guide(anchor.end_s, anchor.price_w, STIFFNESS)
         cost_j = improve(
             problem,
             plan.deadline_s,
@@ -141,7 +141,7 @@ def _tries(effort: tuple[int, int, int], problem: PointProblem) -> int:
     return min(max(computed // len(problem.member), least), most)
 
 
-def _step_s(problem: PointProblem) -> float:
+def point_step_s(problem: PointProblem) -> float:
     """Return three times the mean distance between neighbouring points, over all classes that
     have several, seconds.
     """

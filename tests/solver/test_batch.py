@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,11 +16,15 @@ from strategies import any_schedule, extras, furnished, smooth_profile
 
 from perseus_planner import PipelineDag, Profile, schedules
 from perseus_planner.base.errors import PlannerError, UsageError
-from perseus_planner.profiles.measurement import nearest_clock
+from perseus_planner.profiles.measurement import ClockChange, lower_hull, nearest_clock
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law
+from perseus_planner.solver.curve import TimeEnergyCurve
+from perseus_planner.solver.mincut import walk
+from perseus_planner.solver.scaled import ScaledDag
 
 _FEATURES = 2
+FREE = ClockChange(0.0)
 
 
 def laws_of(profile: Profile, seed: int) -> dict[tuple[int, str], Law]:
@@ -125,6 +131,99 @@ def test_one_clock_is_the_cheapest_one_in_time(seed: int):
         assert plan.time_s <= target_s
 
 
+@pytest.mark.parametrize("seed", range(25))
+def test_a_plan_of_a_small_problem_is_the_best_there_is(seed: int):
+    schedule = any_schedule(seed, 2, 2)
+    dag = furnished(seed, schedule, 2 if len(tuple(schedule.computations())) > 8 else 3)
+    laws, work = laws_of(dag.profile, seed), work_of(seed, schedule.microbatches)
+    planner = BatchPlanner(dag.profile, schedule, laws, **extras(seed, schedule))
+    oracle = with_own_kinds(dag, laws, work)
+    choices = [len(oracle.profile.measurements[key]) for key in oracle.iteration.keys]
+    if math.prod(choices) > 4096:
+        pytest.skip("too many choices of clocks to try")
+    target_s = planner.full_clocks_s(work) * np.random.default_rng(seed).uniform(1.0, 1.4)
+    plan = planner.plan(work, target_s)
+    assert plan.time_s <= target_s
+    assert cost_of(oracle, flat(plan), target_s) == pytest.approx((plan.time_s, plan.energy_j))
+    rows = [[m.clock_mhz for m in oracle.profile.measurements[k]] for k in oracle.iteration.keys]
+    every = (cost_of(oracle, clocks, target_s) for clocks in itertools.product(*rows))
+    least_j = min(energy_j for time_s, energy_j in every if time_s <= target_s)
+    assert plan.energy_j == pytest.approx(least_j, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_relaxed_optimum_is_that_of_a_profile_with_a_kind_for_each_microbatch(seed: int):
+    planner, oracle, _ = drawn(seed)
+    curve = TimeEnergyCurve.of(oracle)
+    scaled, scale = ScaledDag(planner.dag), np.ones(len(planner.dag.order))
+    own_s = [oracle.points[key][0].time_s for key in oracle.keys]
+    plain_s = [planner.dag.points[key][0].time_s for key in planner.dag.keys]
+    for k, place in enumerate(planner.dag.order):
+        scale[k] = own_s[place] / plain_s[place]
+    for part in (0.0, 0.3, 0.9):
+        within_s = (1 - part) * curve.replayed_ends_s[0] + part * curve.replayed_ends_s[1]
+        network = scaled._scaled(scale)
+        step = next(walk(network.network, [int(within_s * (1 + 1e-12) / network.tick_s)]))
+        gap_s = np.diff(step.state.event[: 2 * len(scale)])[::2] * network.tick_s
+        least_j = 0.0
+        for k, place in enumerate(oracle.order):
+            hull = lower_hull(
+                [(p.time_s, p.effective_j) for p in oracle.points[oracle.keys[place]]]
+            )
+            least_j += np.interp(gap_s[k], *zip(*hull, strict=True))
+        target_s = within_s + oracle.profile.overhead_s
+        expected_j = curve.bound_j(max(target_s, curve.min_time_s))
+        assert least_j + oracle.waiting_w * target_s == pytest.approx(expected_j, rel=1e-7)
+
+
+@pytest.mark.parametrize("max_changes", [1, 2, 4, 8, None])
+@pytest.mark.parametrize("spread", [0.02, 0.15, 0.5])
+def test_a_plan_keeps_its_target_and_its_changes(spread: float, max_changes: int | None):
+    profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
+    laws = laws_of(profile, 0)
+    planner = BatchPlanner(profile, schedule, laws, max_changes=max_changes)
+    free = BatchPlanner(profile, schedule, laws)
+    for seed in range(5):
+        work = work_of(seed, 6, spread)
+        oracle = with_own_kinds(planner.dag, laws, work)
+        full_s = planner.full_clocks_s(work)
+        for target_s in (0.9 * full_s, full_s, 1.02 * full_s, 1.2 * full_s, 5.0 * full_s):
+            plan = planner.plan(work, target_s)
+            until_s = max(target_s, full_s)
+            assert plan.time_s <= until_s
+            expected = cost_of(oracle, flat(plan), until_s)
+            assert (plan.time_s, plan.energy_j) == pytest.approx(expected, rel=1e-9)
+            assert plan.energy_j <= planner.one_clock(work, until_s).energy_j
+            assert free.plan(work, target_s).energy_j <= plan.energy_j * (1 + 1e-3)
+            for rank in plan.clocks_mhz:
+                changes = 1 + sum(a != b for a, b in itertools.pairwise(rank))
+                assert max_changes is None or changes <= max_changes
+
+
+def test_equal_batches_give_equal_bytes():
+    profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
+    work = work_of(7, 6)
+    plans = []
+    for _ in range(2):
+        planner = BatchPlanner(profile, schedule, laws_of(profile, 0), max_changes=4)
+        planner.plan(work_of(len(plans), 6), 1.0)  # what came before leaves no trace
+        plans.append(planner.plan(work, 1.1 * planner.full_clocks_s(work)))
+    assert plans[0] == plans[1]
+    tables = [[plan.latest_starts(rank) for rank in range(3)] for plan in plans]
+    assert tables[0] == tables[1]
+
+
+def test_a_large_iteration_is_planned_on_thinned_hulls():
+    profile, schedule = smooth_profile(4), schedules.one_f_one_b(4, 80)
+    planner = BatchPlanner(profile, schedule, laws_of(profile, 0))
+    work = work_of(1, 80, 0.1)
+    target_s = 1.02 * planner.full_clocks_s(work)
+    plan = planner.plan(work, target_s)
+    oracle = TimeEnergyCurve.of(with_own_kinds(planner.dag, laws_of(profile, 0), work))
+    assert plan.time_s <= target_s
+    assert plan.energy_j <= 1.003 * oracle.bound_j(target_s)
+
+
 def test_a_target_that_nothing_meets_gets_full_clocks():
     planner, oracle, work = drawn(3)
     plan = planner.one_clock(work, 0.5 * planner.full_clocks_s(work))
@@ -164,6 +263,71 @@ def test_a_rank_that_starts_by_its_latest_starts_ends_in_time(seed: int):
             == pytest.approx(target_s, rel=1e-9)
             or max(end_times_s(oracle, durations_s)) + oracle.profile.overhead_s <= target_s
         )
+
+
+def test_the_best_order_is_the_shortest_and_an_order():
+    profile, schedule = smooth_profile(4), schedules.one_f_one_b(4, 6)
+    planner = BatchPlanner(profile, schedule, laws_of(profile, 0))
+    shorter = 0
+    for seed in range(5):
+        work = work_of(seed, 6, 0.5)
+        order = planner.best_order(work)
+        assert sorted(order) == list(range(6))
+        found_s, given_s = (planner.full_clocks_s(each) for each in (work[list(order)], work))
+        least_s = min(
+            planner.full_clocks_s(work[list(each)]) for each in itertools.permutations(range(6))
+        )
+        assert least_s <= found_s <= min(given_s, 1.08 * least_s)
+        shorter += found_s < 0.97 * given_s
+    assert shorter >= 3
+
+
+def test_clocks_of_any_plan_are_replayed_with_the_work():
+    profile, schedule = smooth_profile(2), schedules.one_f_one_b(2, 4)
+    planner, work = BatchPlanner(profile, schedule, laws_of(profile, 0)), work_of(1, 4)
+    full = planner.plan_of(work, None, 1.0)
+    assert full.time_s == planner.full_clocks_s(work)
+    plan = planner.plan(work, 1.2 * full.time_s)
+    assert planner.plan_of(work, flat(plan), 1.2 * full.time_s) == plan
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_replay_with_nothing_wrong_is_the_plan(seed: int):
+    planner, oracle, work = drawn(seed)
+    target_s = 1.1 * planner.full_clocks_s(work)
+    plan = planner.plan(work, target_s)
+    for is_catching_up in (False, True):
+        came = planner.replay(
+            plan, np.ones(len(oracle.computations)), FREE, is_catching_up=is_catching_up
+        )
+        assert came.time_s == pytest.approx(plan.time_s, rel=1e-9)
+        until_j = oracle.waiting_w * max(target_s, plan.time_s)
+        assert came.effective_j + until_j == pytest.approx(plan.energy_j, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_work_that_was_wrong_is_replayed_and_caught_up(seed: int):
+    profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
+    laws, work = laws_of(profile, seed), work_of(seed, 6)
+    planner = BatchPlanner(profile, schedule, laws)
+    oracle = with_own_kinds(planner.dag, laws, work)
+    full_s = planner.full_clocks_s(work)
+    plan = planner.plan(work, 1.1 * full_s)
+    factor = np.random.default_rng(seed).lognormal(0.03, 0.05, len(oracle.computations))
+    durations_s = [
+        wrong * next(m.time_s for m in oracle.profile.measurements[key] if m.clock_mhz == clock)
+        for wrong, key, clock in zip(factor, oracle.iteration.keys, flat(plan), strict=True)
+    ]
+    kept = planner.replay(plan, factor, FREE, is_catching_up=False)
+    caught = planner.replay(plan, factor, FREE, is_catching_up=True)
+    assert kept.time_s == pytest.approx(max(end_times_s(oracle, durations_s)), rel=1e-9)
+    late_s, caught_late_s = (came.time_s - 1.1 * full_s for came in (kept, caught))
+    assert late_s > 0.01 * full_s
+    assert caught_late_s < 0.6 * late_s
+    assert caught.effective_j > kept.effective_j
+    slow = planner.replay(plan, factor, ClockChange(0.0045, 0.0009), is_catching_up=True)
+    assert max(slow.changes) <= 2 * 12
+    assert slow.time_s < kept.time_s
 
 
 @pytest.mark.parametrize(
