@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
+
 from perseus_planner.base.errors import PlannerError, ProfileError, UsageError
 from perseus_planner.base.loops import Loop
 from perseus_planner.profiles.measurement import Measurement
@@ -35,10 +38,10 @@ from perseus_planner.schedules import WHOLE
 from perseus_planner.solver.batch import BatchPlanner, Law
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.batches.laws import Key
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.schedules import Computation
 
@@ -55,8 +58,8 @@ _KEPT = 64  #: iterations whose end may become known late
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """An iteration that has begun on the training thread."""
+class _Asked:
+    """An iteration that has begun on the training thread, or whose work is given."""
 
     iteration: int
     work: Floats | None = None  #: of its batch; None if it is not known, or elsewhere
@@ -98,7 +101,7 @@ class Batches:
                 "runs; profile the stages that you train"
             )
         self._exchange, self._seat, self._order, self._warn = exchange, seat, order, warn
-        self._function = function
+        self._function, self._is_whole = function, order == WHOLE.ranks[0]
         self._microbatches = 1 + max(computation.microbatch for computation in order)
         top = max(rows[0].clock_mhz for rows in profile.measurements.values())
         self._full = Program(
@@ -113,14 +116,14 @@ class Batches:
         self._leader: Leader | None = None
         if seat.leads:
             _load_kernels()
-            self._leader = Leader(profile, settings)
+            self._leader = Leader(profile, settings, is_whole=self._is_whole)
         self._learner = LawLearner([(c.stage, c.kind) for c in order])
         # Written by the training thread:
-        self._given: tuple[Floats | None, str | None] | None = None
-        self._begun = _Begun(-1)
+        self._iteration = -1  #: that has begun last
+        self._asked = _Asked(-1)
         self._ended: dict[int, Program | None] = {}  #: what iterations ran as planned
         # Written by the thread of the exchange:
-        self._decided: tuple[int, Program] = (-1, self._full)
+        self._decided: dict[int, Program] = {}
         self._is_decided = threading.Event()
         self._handled = -1
         self._batches: dict[int, tuple[Floats | None, Slowest]] = {}
@@ -166,41 +169,46 @@ class Batches:
 
     def show(self, microbatches: Callable[[], Sequence[Any]]) -> None:
         """Take the microbatches of the iteration that begins, unless their work is given."""
-        if self._given is None:
+        if self._asked.iteration <= self._iteration:
             self._take(lambda: work_of(microbatches(), self._function))
 
     def give(self, work: Sequence[Any]) -> None:
-        """Take the work of each microbatch of the next iteration."""
-        if self._seat.leads:
+        """Take the work of each microbatch of the next iteration; what is given first counts."""
+        if self._seat.leads and self._asked.iteration <= self._iteration:
             self._take(lambda: checked_work(work))
 
     def _take(self, work: Callable[[], Floats]) -> None:
+        found, problem = None, None
         try:
             found = work()
-            if self._order == WHOLE.ranks[0]:
+            if self._is_whole:
                 found = found.sum(axis=0, keepdims=True)
-            problem = None
             if len(found) != self._microbatches:
                 problem = (
                     f"the work of {len(found)} microbatches is given, and the iteration has "
                     f"{self._microbatches}"
                 )
-            self._given = None if problem else found, problem
         except UsageError as error:
-            self._given = None, str(error)
+            problem = str(error)
         except Exception as error:  # of where the batch comes from, which training meets again
-            self._given = None, f"reading the batch raised {type(error).__name__}: {error}"
+            problem = f"reading the batch raised {type(error).__name__}: {error}"
+        self._ask(_Asked(self._iteration + 1, None if problem else found, problem))
+
+    def _ask(self, asked: _Asked) -> None:
+        self._asked = asked
+        self._loop.wake()
 
     def program_for(self, iteration: int) -> Program:
         """Return what an iteration runs by; may be called again while it runs."""
-        if iteration != self._begun.iteration:
-            self._is_decided.clear()
-            self._begun, self._given = _Begun(iteration, *(self._given or ())), None
-            self._loop.wake()
-            if len(self._order) == 1 and self._lasts_s:
-                self._is_decided.wait(min(_WAIT * self._lasts_s, _MOST_WAIT_S))
-        decided, program = self._decided
-        return program if decided == iteration else self._first
+        if iteration != self._iteration:
+            self._iteration = iteration
+            if self._asked.iteration != iteration:
+                self._ask(_Asked(iteration))
+            if self._is_whole and self._lasts_s:
+                self._is_decided.clear()
+                if iteration not in self._decided:
+                    self._is_decided.wait(min(_WAIT * self._lasts_s, _MOST_WAIT_S))
+        return self._decided.get(iteration, self._first)
 
     def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
         """Note how an iteration has ended."""
@@ -222,7 +230,7 @@ class Batches:
         before, self._clock = self._clock, 0
         if program is None or len(seen.spans_ns) != len(self._order):
             return
-        self._clock, top = program.clocks[-1], program.top
+        self._clock = program.clocks[-1]
         time_s = (seen.end_ns - seen.begin_ns) / 1e9
         if seen.number < _SETTLING:
             return
@@ -231,8 +239,21 @@ class Batches:
             self._leader.account(seen.number, time_s, slowest)
         if work is None or not self._seat.is_first:
             return
-        # A clock comes into force some time after it is set: after a lower one nothing is told.
-        told = [
+        told = self._told(seen, program, work, before)
+        if self._is_whole:  # its end is that of the slowest rank, whose clock is not lower
+            is_full = slowest.pays or not slowest.time_s
+            told = [((0, "F"), np.array(slowest.work), time_s)] if is_full and slowest.work else []
+        if self._learner.add(told) and self._learner.laws is not None:
+            self._unsent = RankLaws.of(self._order, self._learner.laws)
+
+    def _told(
+        self, seen: IterationTimes, program: Program, work: Floats, before: int
+    ) -> list[tuple[Key, Floats, float]]:
+        """Return what the computations of an iteration tell of their laws.
+
+        A clock comes into force some time after it is set, so after a lower one nothing is told.
+        """
+        return [
             ((c.stage, c.kind), work[c.microbatch], (end_ns - begin_ns) / 1e9)
             for c, (begin_ns, end_ns), clock, last in zip(
                 self._order,
@@ -241,25 +262,23 @@ class Batches:
                 (before, *program.clocks[:-1]),
                 strict=True,
             )
-            if clock == last == top
+            if clock == last == program.top
         ]
-        if self._learner.add(told) and self._learner.laws is not None:
-            self._unsent = RankLaws.of(self._order, self._learner.laws)
 
     def _round(self) -> None:
-        """Do what is to be done for the iteration that has begun last."""
-        begun = self._begun
-        if begun.iteration == self._handled or self._is_stopped:
+        """Do what is to be done for the iteration that is asked for."""
+        asked = self._asked
+        if asked.iteration == self._handled or self._is_stopped:
             return
-        self._handled = begun.iteration
+        self._handled = asked.iteration
         try:
             if self._unsent is not None:
                 laws, self._unsent = self._unsent, None
                 self._exchange.tell_laws(laws)
             if self._leader is not None:
-                self._lead(begun, self._leader)
+                self._lead(asked, self._leader)
             else:
-                self._follow(begun.iteration)
+                self._follow(asked.iteration)
         except PlannerError as error:
             self._say("batch", str(error))
         except (RuntimeError, ValueError) as error:
@@ -270,9 +289,9 @@ class Batches:
     def _say(self, key: str, text: str) -> None:
         self._warn(key, f"{text}; such iterations run at full clocks")
 
-    def _lead(self, begun: _Begun, leader: Leader) -> None:
-        iteration, work = begun.iteration, begun.work
-        problem, own = begun.problem, OwnTime()
+    def _lead(self, asked: _Asked, leader: Leader) -> None:
+        iteration, work = asked.iteration, asked.work
+        problem, own = asked.problem, OwnTime()
         if work is None and problem is None:
             problem = (
                 "the engine does not show the batch of an iteration; say its work before each, by "
@@ -285,7 +304,7 @@ class Batches:
         timeout_s = min(max(_TIMEOUT * self._lasts_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         slowest = self._exchange.slowest(iteration, own, timeout_s)
         if not own.time_s:  # it does not know how it compares
-            slowest = Slowest()
+            slowest = msgspec.structs.replace(slowest, time_s=0.0)
         batch = leader.decide(work, slowest)
         self._exchange.send(iteration, batch)
         self._decide(iteration, batch, work, slowest)
@@ -297,7 +316,7 @@ class Batches:
                 leader.learn(laws)
 
     def _follow(self, iteration: int) -> None:
-        while not self._is_stopped and self._begun.iteration == iteration:
+        while not self._is_stopped and self._asked.iteration == iteration:
             batch = self._exchange.batch(iteration, _SLICE_S)
             if batch is not None:
                 work = checked_work(batch.work) if batch.work else None
@@ -306,8 +325,8 @@ class Batches:
 
     def _decide(self, iteration: int, batch: Batch, work: Floats | None, slowest: Slowest) -> None:
         program, rank = self._full, self._seat.rank
-        if batch.busy_s:
-            program = replace(program, time_s=batch.time_s, busy_s=batch.busy_s[rank])
+        busy_s = batch.busy_s[rank] if batch.busy_s else None
+        program = replace(program, time_s=batch.time_s, busy_s=busy_s)
         if batch.clocks:
             clocks = tuple(clock for clock, count in batch.clocks[rank] for _ in range(count))
             if len(clocks) == len(self._order):
@@ -318,7 +337,8 @@ class Batches:
                 )
         self._batches[iteration] = work, slowest
         self._batches.pop(iteration - _KEPT, None)
-        self._decided = iteration, program
+        self._decided[iteration] = program
+        self._decided.pop(iteration - _KEPT, None)
         self._is_decided.set()
 
 

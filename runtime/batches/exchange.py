@@ -23,6 +23,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from perseus_planner.base.wires import Record, decode, encode
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation
@@ -64,6 +66,7 @@ class OwnTime(Record, frozen=True, array_like=True):
 
     time_s: float = 0.0  #: Seconds that it takes at full clocks; 0 if that is not known
     pays: bool = False  #: Whether all pipelines are to run at full clocks
+    work: tuple[float, ...] = ()  #: Of its batch, without a pipeline; else empty
 
 
 class Slowest(Record, frozen=True, array_like=True):
@@ -72,6 +75,7 @@ class Slowest(Record, frozen=True, array_like=True):
     time_s: float = 0.0  #: The longest time that was told in time, seconds; 0 for none
     is_whole: bool = False  #: Whether all pipelines have told theirs
     pays: bool = False  #: Whether one has told that all are to run at full clocks
+    work: tuple[float, ...] = ()  #: What the slowest has told of its work
 
 
 class Batch(Record, frozen=True, array_like=True):
@@ -130,7 +134,8 @@ class Exchange:
             timeout_s: How long the others are waited for, seconds.
         """
         seat, store, key = self._seat, self._store, f"batch/{iteration}/slowest"
-        alone = Slowest(own.time_s, seat.pipelines == 1 and own.time_s > 0.0, own.pays)
+        is_whole = seat.pipelines == 1 and own.time_s > 0.0
+        alone = Slowest(own.time_s, is_whole, own.pays, own.work)
         if seat.pipelines == 1:
             return alone
         keys = [f"batch/{iteration}/time/{pipeline}" for pipeline in range(seat.pipelines)]
@@ -139,15 +144,17 @@ class Exchange:
             if not self._wait(keys, timeout_s):
                 keys = [each for each in keys if store.check([each])]
             told = [decode(each, OwnTime) for each in store.multi_get(keys)]
-            times_s = [each.time_s for each in told]
-            is_whole = len(told) == seat.pipelines and min(times_s) > 0.0
-            slowest = Slowest(max(times_s), is_whole, any(each.pays for each in told))
+            last = max(told, key=lambda each: (each.time_s, each.work))
+            is_whole = len(told) == seat.pipelines and min(each.time_s for each in told) > 0.0
+            slowest = Slowest(last.time_s, is_whole, any(each.pays for each in told), last.work)
             store.set(key, encode(slowest))
             return slowest
         if not self._wait([key], 2.0 * timeout_s):
             return alone
         slowest = decode(store.get(key), Slowest)
-        return Slowest(max(own.time_s, slowest.time_s), slowest.is_whole, slowest.pays)
+        if own.time_s > slowest.time_s:  # this one was late
+            slowest = replace(slowest, time_s=own.time_s, work=own.work)
+        return slowest
 
     def send(self, iteration: int, batch: Batch) -> None:
         """Send the pipeline's ranks what they are told of an iteration, and forget an old one."""

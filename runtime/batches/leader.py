@@ -42,10 +42,12 @@ class Leader:
     Args:
         profile: The cost of clocks.
         settings: What may be done.
+        is_whole: Whether the iteration is one computation, without a pipeline. It contains the wait
+            for the others, so nothing is told of how long this rank computes.
     """
 
-    def __init__(self, profile: Profile, settings: AutopilotSettings) -> None:
-        self._profile, self._settings = profile, settings
+    def __init__(self, profile: Profile, settings: AutopilotSettings, *, is_whole: bool) -> None:
+        self._profile, self._settings, self._is_whole = profile, settings, is_whole
         self._told: tuple[RankLaws, ...] = ()
         self._planner: BatchPlanner | None = None
         self._orders: tuple[tuple[Computation, ...], ...] = ()
@@ -87,12 +89,15 @@ class Leader:
         Raises:
             PlannerError: If the work cannot be planned.
         """
-        if self._planner is None or work is None:
+        if work is None:
             return OwnTime()
+        row = tuple(work[0].tolist()) if self._is_whole else ()
+        if self._planner is None:
+            return OwnTime(work=row)
         ledger = self._ledger
         pays = ledger is not None and ledger.is_overdrawn
         pays |= len(self._ratios) < _REFERENCES or iteration % _AUDIT == 0
-        return OwnTime(self._planner.full_clocks_s(work), pays)
+        return OwnTime(self._planner.full_clocks_s(work), pays, row)
 
     def decide(self, work: Floats | None, slowest: Slowest) -> Batch:
         """Return what the ranks of the pipeline are told of a batch.
@@ -141,7 +146,9 @@ class Leader:
     def _busy_s(
         self, work: Floats, clocks_mhz: Sequence[Sequence[int]] | None
     ) -> tuple[float, ...]:
-        """Return the seconds that each rank computes."""
+        """Return the seconds that each rank computes; nothing if that is not known."""
+        if self._is_whole:
+            return ()
         rows, busy_s = work.tolist(), []
         for rank, order in enumerate(self._orders):
             clocks = [None] * len(order) if clocks_mhz is None else clocks_mhz[rank]

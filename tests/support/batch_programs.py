@@ -9,21 +9,21 @@ that tells iterations apart.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from batch_world import COST, KINDS, LEARNT, MEASURED, MICROBATCHES, drawn
-from runtime_training import WarningLog, job
-from tiny_training import Torch
+from batch_world import COST, KINDS, LEARNT, MEASURED, MICROBATCHES, WHOLE_COST, drawn
+from runtime_training import WarningLog, equal, job
+from tiny_training import DeepSpeed, Torch
+from torch import nn
 
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime import Runtime, planner_runtime
 
 GPU = "emulated:a100-sxm?call=1ms"
 
@@ -33,15 +33,21 @@ class Worked:
 
     Attributes:
         iteration: The number of the iteration.
-
-    Args:
         work: (iterations, microbatches) of this rank's pipeline.
     """
 
-    def __init__(self, work: Any) -> None:
+    work: Any
+
+    def __init__(self) -> None:
         opened = open_gpu(gpu_text(GPU, torch.device("cpu")))
         assert isinstance(opened, EmulatedGpu)
-        self.gpu, self.work, self.iteration = opened, work, 0
+        self.gpu, self.iteration = opened, 0
+
+    def place(self, pipelines: int) -> int:
+        """Take the work of this rank's pipeline, and return its number."""
+        pipeline = dist.get_rank() % pipelines
+        self.work = drawn(pipelines)[:, pipeline]
+        return pipeline
 
     def __call__(self, stage: int, kind: str, microbatch: int) -> None:
         fixed, slope = KINDS[kind]
@@ -65,73 +71,143 @@ class Packed(Torch):
         return [loss.detach().clone() for loss in losses]
 
 
-def first_number(microbatch: Any) -> float:
-    return float(microbatch[0, 0])
+class Pipelines:
+    """Training by torch, in two pipelines."""
 
+    sides = 2
 
-def torch_pipelines(worked: Worked, sides: int) -> tuple[Any, Callable[[Any], list[Any]]]:
-    pipeline = Packed("1f1b", MICROBATCHES, worked, sides=sides)
-    pipeline.worked = worked
-    results: list[Any] = []
+    def __init__(self, worked: Worked) -> None:
+        self._pipeline = Packed("1f1b", MICROBATCHES, worked, sides=self.sides)
+        self._pipeline.worked = worked
+        self.engine = self._pipeline.engine
+        world = dist.get_world_size()
+        groups = [dist.new_group([at, at + 1]) for at in range(0, world, self.sides)]
+        self._replicas = groups[dist.get_rank() // self.sides]
 
-    def step(_: Any) -> list[Any]:
-        losses = pipeline.compute()
-        for parameter in pipeline.layers.parameters():  # pipelines end an iteration together
-            dist.all_reduce(parameter.grad, group=_replicas(sides))
-        pipeline.finish()
-        results[:] = pipeline.state()
+    def step(self, _: Runtime | None) -> list[Any]:
+        losses = self._pipeline.compute()
+        for parameter in self._pipeline.layers.parameters():  # pipelines end together
+            dist.all_reduce(parameter.grad, group=self._replicas)
+        self._pipeline.finish()
         return losses
 
-    return pipeline.engine, step
+    def state(self) -> list[Any]:
+        return self._pipeline.state()
 
 
-_GROUPS: dict[int, Any] = {}
+class DataParallel:
+    """Training without a pipeline; its batch is known while the iteration before runs."""
+
+    def __init__(self, worked: Worked) -> None:
+        self.engine, self._worked = None, worked
+        self.sides = dist.get_world_size()
+        torch.manual_seed(0)
+        self._model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.01)
+
+    def step(self, runtime: Runtime | None) -> list[Any]:
+        number, work = self._worked.iteration, self._worked.work
+        if runtime is not None and number == 0:
+            runtime.batch(list(work[0]))
+        data = torch.randn(4, 8)
+        with nullcontext() if runtime is None else runtime.iteration():
+            if runtime is not None and number + 1 < len(work):
+                runtime.batch(list(work[number + 1]))
+            fixed, slope = KINDS["F"]
+            self._worked.gpu.run(WHOLE_COST * (fixed + slope * float(work[number].mean())))
+            loss = self._model(data).square().mean()
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return [loss.detach()]
+
+    def state(self) -> list[Any]:
+        return [*self._model.parameters(), torch.get_rng_state()]
 
 
-def _replicas(sides: int) -> Any:
-    if sides not in _GROUPS:
-        world = dist.get_world_size()
-        groups = [dist.new_group([*range(at, at + sides)]) for at in range(0, world, sides)]
-        _GROUPS[sides] = groups[dist.get_rank() // sides]
-    return _GROUPS[sides]
+class DeepSpeedPipelines(DeepSpeed):
+    """Training by DeepSpeed, in two pipelines, from an iterator that draws from torch's state."""
+
+    sides = 2
+
+    def __init__(self, worked: Worked) -> None:
+        from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+        self._worked = worked
+        stages = dist.get_world_size() // self.sides
+        topology = PipeDataParallelTopology(num_pp=stages, num_dp=self.sides)
+        super().__init__(MICROBATCHES, topology=topology, layers=stages)
+        self.rank = self.engine.stage_id
+        self.engine._INSTRUCTION_MAP = self._watched(worked)
+        self._data = self._drawn()
+
+    def step(self, _: Runtime | None = None) -> list[Any]:
+        return [self.engine.train_batch(self._data).detach().clone()]
+
+    def _drawn(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            for work in self._worked.work[self._worked.iteration]:
+                drawn = [torch.randn(self._shape, generator=generator) for _ in range(2)]
+                drawn[0][0, 0] = float(work)
+                yield tuple(drawn)
+
+
+def megatron_pipeline(worked: Worked) -> Any:
+    from megatron_batches import MegatronPipeline
+
+    return MegatronPipeline(worked)
+
+
+MADE: dict[str, Callable[[Worked], Any]] = {
+    "torch": Pipelines,
+    "ddp": DataParallel,
+    "deepspeed": DeepSpeedPipelines,
+    "megatron": megatron_pipeline,
+}
+
+
+def first_number(microbatch: Any) -> float:
+    """Return the work of a microbatch of these trainings."""
+    return float((microbatch[0] if isinstance(microbatch, tuple) else microbatch)[0, 0])
 
 
 def trained(state: str, name: str) -> None:
     """Train with clocks that follow the batch, and then without."""
     with job(state) as result:
-        warning_log = WarningLog()
-        made: dict[str, Any] = {"torch": partial(torch_pipelines, sides=2)}
-        sides = {"torch": 2}[name]
-        side = dist.get_rank() % sides
-        work = drawn(sides)[:, side]
-        found, losses = {}, {}
+        warning_log, results = WarningLog(), {}
         for follows in (True, False):
-            worked = Worked(work)
-            engine, step = made[name](worked)
-            options = {"gpu": GPU, "work": first_number, "learn": False, "max_slowdown": 0.05}
+            worked, clocks = Worked(), set[tuple[int, ...]]()
+            training = MADE[name](worked)
+            pipeline = worked.place(training.sides)
             with (
-                planner_runtime(engine, state="profile.yaml", **options)  # type: ignore[arg-type]
+                planner_runtime(
+                    training.engine,
+                    gpu=GPU,
+                    work=first_number,
+                    learn=False,
+                    state="profile.yaml",
+                    max_slowdown=0.05,
+                )
                 if follows
-                else nullcontext()
-            ) as runtime:
-                losses[follows] = []
+                else nullcontext() as runtime
+            ):
+                losses: list[Any] = []
                 for number in range(LEARNT + MEASURED):
                     worked.iteration = number
                     if number == LEARNT:
                         dist.barrier()
                         begun_s, begun_j = time.monotonic(), worked.gpu.energy_j()
-                        clocks = set()
-                    losses[follows] += step(runtime)
+                    losses += training.step(runtime)
                     if number >= LEARNT and runtime is not None:
-                        clocks.add(runtime._follower.program.clocks[-1])
+                        assert runtime.pipeline == pipeline
+                        clocks.add(runtime._follower.program.clocks)
                 dist.barrier()
-                used_j = worked.gpu.energy_j() - begun_j
-                found[follows] = used_j, time.monotonic() - begun_s
+                used = worked.gpu.energy_j() - begun_j, time.monotonic() - begun_s
+            results[follows] = [*losses, *training.state()], used
             if follows:
-                result["clocks"] = len(clocks)
-                result["warnings"] = warning_log.taken()
+                result["clocks"], result["warnings"] = len(clocks), warning_log.taken()
                 result["after"] = worked.gpu.locked_mhz
-        result["equal"] = all(map(torch.equal, losses[True], losses[False]))
-        result["losses"] = len(losses[True])
-        result["energy_j"] = [found[True][0], found[False][0]]
-        result["time_s"] = [found[True][1], found[False][1]]
+        (found, followed), (expected, full) = results[True], results[False]
+        result["equal"] = equal(found, expected)
+        result["energy_j"], result["time_s"] = zip(followed, full, strict=True)

@@ -16,10 +16,11 @@ from perseus_planner.solver.batch import BatchPlanner, Law
 
 NAME = "simulated a100-sxm"
 MICROBATCHES = 4
-LEARNT, MEASURED = 24, 24  #: iterations before those that are compared, and those
+LEARNT, MEASURED = 30, 24
 SPREAD = 0.4
 KINDS = {"F": (0.1, 0.9), "B": (-0.3, 1.3)}  #: of a mean computation: without work, and by work
 COST = {"F": OpCost(2.0e12, 1e9), "B": OpCost(4.0e12, 2e9)}
+WHOLE_COST = COST["F"] * 24  #: of a mean iteration without a pipeline
 
 
 def drawn(pipelines: int, microbatches: int = MICROBATCHES, seed: int = 5) -> Any:
@@ -29,8 +30,11 @@ def drawn(pipelines: int, microbatches: int = MICROBATCHES, seed: int = 5) -> An
     return np.clip(work, 0.4, 3.0)
 
 
-def profile_of(stages: int, kinds: tuple[str, ...] = ("F", "B")) -> Profile:
-    """Return what a mean computation costs on such a GPU, at every third clock."""
+def profile_of(stages: int) -> Profile:
+    """Return what a mean computation costs on such a GPU, at every third clock; with 0 stages, an
+    iteration without a pipeline.
+    """
+    kinds = ("F", "B") if stages else ("F",)
     rows: dict[str, list[Measurement]] = {kind: [] for kind in kinds}
     with open_gpu("simulated:a100-sxm?noise=0&drift=0&step=0&call=0") as gpu:
         assert isinstance(gpu, SimulatedGpu)
@@ -40,7 +44,7 @@ def profile_of(stages: int, kinds: tuple[str, ...] = ("F", "B")) -> Profile:
             gpu.run(COST["B"], 3)  # until the clock is in force
             for kind in kinds:
                 before_s, before_j = gpu.now_s(), gpu.energy_j()
-                gpu.run(COST[kind], 20)
+                gpu.run(COST[kind] if stages else WHOLE_COST, 20)
                 time_s, energy_j = gpu.now_s() - before_s, gpu.energy_j() - before_j
                 rows[kind].append(Measurement(clock, time_s / 20, energy_j / 20))
         gpu.reset_clocks()
@@ -48,7 +52,7 @@ def profile_of(stages: int, kinds: tuple[str, ...] = ("F", "B")) -> Profile:
         gpu.block(1.0)
         blocking_w = (gpu.energy_j() - before_j) / (gpu.now_s() - before_s)
     iteration = {} if len(kinds) > 1 else {"schedule": "whole", "microbatches": 1}
-    table = {(stage, kind): tuple(rows[kind]) for stage in range(stages) for kind in kinds}
+    table = {(s, kind): tuple(rows[kind]) for s in range(max(stages, 1)) for kind in kinds}
     return Profile(table, blocking_w, gpu=NAME, origin="simulated", iteration=iteration)
 
 
