@@ -153,17 +153,17 @@ class DeepSpeedPipelines(DeepSpeed):
                 yield tuple(drawn)
 
 
-def megatron_pipeline(worked: Worked) -> Any:
-    from megatron_batches import MegatronPipeline
+def megatron_pipelines(worked: Worked) -> Any:
+    from megatron_batches import MegatronPipelines
 
-    return MegatronPipeline(worked)
+    return MegatronPipelines(worked)
 
 
 MADE: dict[str, Callable[[Worked], Any]] = {
     "torch": Pipelines,
     "ddp": DataParallel,
     "deepspeed": DeepSpeedPipelines,
-    "megatron": megatron_pipeline,
+    "megatron": megatron_pipelines,
 }
 
 
