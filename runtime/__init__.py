@@ -20,14 +20,19 @@ if __name__ != "perseus_planner.runtime":
     )
 
 if TYPE_CHECKING:
+    from perseus_planner.runtime.batches.work import sequence_work
     from perseus_planner.runtime.runtime import Runtime
     from perseus_planner.runtime.session import planner_runtime
 
-__all__ = ["Runtime", "planner_runtime"]
+__all__ = ["Runtime", "planner_runtime", "sequence_work"]
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use, because the clock controller is in this package too and must start fast.
+    if name == "sequence_work":
+        from perseus_planner.runtime.batches import work
+
+        return work.sequence_work
     if name in __all__:
         from perseus_planner.runtime import session
 

@@ -26,6 +26,7 @@ from perseus_planner.engines.whole import WholeTraining
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
+from perseus_planner.runtime.batches.work import check_options
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob, wait_for_others
 from perseus_planner.runtime.node import Node, NodePart, NodeState, RankPart, Refusal, node_name
@@ -86,26 +87,6 @@ class RuntimeOptions:
     autopilot: AutopilotSettings  #: slowdown, max_slowdown and learn, with a limit of changes
     state: str | os.PathLike[str] | None
     work: WorkFunction | None = None
-
-    def check(self) -> None:
-        """Refuse options that exclude each other.
-
-        Raises:
-            UsageError: If there are some.
-        """
-        if self.work is None:
-            return
-        for name, value in (("plan", self.plan), ("service", self.service)):
-            if value is not None:
-                raise UsageError(
-                    f"work=: clocks follow each batch, and not {name}={value!r}; leave out one of "
-                    "both"
-                )
-        if self.autopilot.learn or self.state_file is None:
-            raise UsageError(
-                "work=: what clocks cost is not learnt while they follow the batch; give "
-                "learn=False, and a profile as state="
-            )
 
     @property
     def state_file(self) -> Path | None:
@@ -461,7 +442,13 @@ def join_job(
     meeting = Rendezvous(job, warnings, stack)
     attempt = packed = program = None
     with meeting.refusing("ranks"):
-        options.check()
+        if options.work is not None:
+            check_options(
+                plan=options.plan,
+                service=options.service,
+                learn=options.autopilot.learn,
+                state=options.state_file,
+            )
         adapter = WholeTraining() if engine is None else engine_of(engine)
         adapter.check()
         gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank

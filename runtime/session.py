@@ -20,6 +20,7 @@ from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
 from perseus_planner.runtime.autopilot.ranks.programs import Programs
 from perseus_planner.runtime.background import PERIOD_S, STOP_S, BackgroundWork
+from perseus_planner.runtime.batches.work import load_work
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook
@@ -72,7 +73,7 @@ def planner_runtime(
     max_slowdown: float = 0.005,
     learn: bool = True,
     state: str | os.PathLike[str] | None = STATE_FILE,
-    work: WorkFunction | None = None,
+    work: WorkFunction | str | None = None,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -125,11 +126,11 @@ def planner_runtime(
             start goes on. A relative path is in the folder `record`, or else where rank 0 was
             started. None to keep nothing.
         work: Where microbatches differ: returns the work of one, a number or a few of 0 or more,
-            such as `sequence_work`. Clocks then follow each batch, and neither a plan nor the
-            autopilot: a pipeline that has less to do than the slowest one runs at lower clocks, in
-            that iteration. It is called with each microbatch before an iteration, on the first rank
-            of a pipeline; data are read ahead for it, in their order. Give `learn=False` and a
-            profile as `state`.
+            such as `sequence_work`; or the name of such a function, "module:function". Clocks then
+            follow each batch, and neither a plan nor the autopilot: a pipeline that has less to do
+            than the slowest one runs at lower clocks, in that iteration. It is called with each
+            microbatch before an iteration, on the first rank of a pipeline; data are read ahead for
+            it, in their order. Give `learn=False` and a profile as `state`.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -158,7 +159,7 @@ def planner_runtime(
             learn,
         ),
         state=state,
-        work=work,
+        work=load_work(work, "work") if isinstance(work, str) else work,
     )
     training, process = this_job(), os.getpid()
     warnings = JobWarnings(training)

@@ -49,6 +49,12 @@ class RuntimeOptions:
         "Without a plan: profile of what was learnt, from which the next start goes on.  "
         "[default: autopilot.yaml]",
     ]
+    work: Annotated[
+        str | None,
+        "Without a plan: have clocks follow each batch, by the work of a microbatch that this "
+        "function returns.",
+        Option(metavar="MODULE:FUNCTION"),
+    ]
     gpu: Annotated[Gpu | None, "GPU of each rank, or only a back-end.  [default: cuda]"]
     dry_run: Annotated[bool, "Do everything except setting clocks."]
     record: Annotated[
@@ -84,6 +90,7 @@ class RuntimeOptions:
     "planner run -- torchrun --nproc-per-node 8 pretrain_gpt.py",
     "planner run --slowdown 1.05 --record run -- deepspeed train.py",
     "planner run --plan plan.yaml --dry-run -- torchrun --nproc-per-node 8 train.py",
+    "planner run --work lengths:work --no-learn --state profile.yaml -- deepspeed train.py",
     "srun planner run -- python train.py",
     context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": "PLANNER"},
 )
@@ -103,12 +110,20 @@ def run(
     """
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.batches.work import check_options
     from perseus_planner.runtime.unmodified.options import write_options
 
     if options.plan is not None:
         Plan.load(options.plan)
     if options.slowdown is not None:
         AutopilotSettings(slowdown=options.slowdown)  # refused here, and not by every rank
+    if options.work is not None:
+        check_options(
+            plan=options.plan,
+            service=options.service and options.job,
+            learn=options.learn is not False,
+            state=options.state,
+        )
     source = click.get_current_context().get_parameter_source("service")
     options.check_service(is_named=source is ParameterSource.COMMANDLINE)
     ignoring = _flag_that_ignores(command)

@@ -5,6 +5,7 @@ squared lengths, which tell how long its computations take.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -57,6 +58,59 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
         "the microbatch has no cu_seqlens, position_ids or attention_mask to tell its lengths by; "
         "give work= a function of yours"
     )
+
+
+def load_work(text: str, where: str) -> WorkFunction:
+    """Import a function that returns the work of a microbatch, "package.module:function".
+
+    Args:
+        text: Its name.
+        where: What gave it, for the error.
+
+    Raises:
+        UsageError: If there is no such function, or its module cannot be imported.
+    """
+    name, colon, attribute = text.partition(":")
+    if not (name and colon and attribute):
+        raise UsageError(
+            f"{where} {text!r}: does not name a function; write package.module:function"
+        )
+    try:
+        module = import_module(name)
+    except Exception as error:  # of the caller's code
+        raise UsageError(
+            f"{where} {text!r}: importing {name} raised {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UsageError(f"{where} {text!r}: {name} has no function {attribute!r}; name another")
+    found: WorkFunction = function
+    return found
+
+
+def check_options(*, plan: object, service: object, learn: bool, state: object) -> None:
+    """Refuse options that exclude clocks that follow the batch.
+
+    Args:
+        plan: A plan; None for none.
+        service: The address of a service; None for none.
+        learn: Whether clocks are to be tried.
+        state: The profile; None for none.
+
+    Raises:
+        UsageError: If there are some; names the first.
+    """
+    for name, value in (("plan", plan), ("service", service)):
+        if value is not None:
+            raise UsageError(
+                f"work: clocks follow each batch, and not {name} {str(value)!r}; leave out one of "
+                "both"
+            )
+    if learn or state is None:
+        raise UsageError(
+            "work: what clocks cost is not learnt while they follow the batch; turn learn off, "
+            "and give a profile as state"
+        )
 
 
 def work_of(microbatches: Sequence[Any], function: WorkFunction) -> Floats:

@@ -36,7 +36,7 @@ def _read_text(text: str, _: str) -> str:
 _READ: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("plan", "gpu", "record", "state", "service", "job", "frontier"), _read_text
+            ("plan", "gpu", "record", "state", "service", "job", "frontier", "work"), _read_text
         ),
         "slowdown": FACTOR.read,
         "max_slowdown": SHARE.read,

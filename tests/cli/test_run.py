@@ -103,6 +103,9 @@ def test_training_may_plan_itself(became, folder: Path):
         "state": f"{folder}/learnt.yaml",
     }
     assert read_options(became.pop()[1]) == options
+    run_to_the_end("run --work lengths:work --no-learn --state learnt.yaml true")
+    options = {"work": "lengths:work", "learn": False, "state": f"{folder}/learnt.yaml"}
+    assert read_options(became.pop()[1]) == options
     run_to_the_end("run --learn true")
     assert read_options(became.pop()[1]) == {"learn": True}
     run_to_the_end("run true")
@@ -196,6 +199,15 @@ def test_the_exit_code_is_that_of_the_command():
         (
             "--service http://localhost:8400 --job a --frontier frontier.npz true",
             "--frontier: is for --plan; without a plan the frontier is learnt, so leave it out",
+        ),
+        (
+            "--work lengths:work --plan plan.yaml true",
+            "work: clocks follow each batch, and not plan 'plan.yaml'; leave out one of both",
+        ),
+        (
+            "--work lengths:work --state profile.yaml true",
+            "work: what clocks cost is not learnt while they follow the batch; turn learn off, and "
+            "give a profile as state",
         ),
         (
             "--slowdown 0.9 true",

@@ -276,10 +276,10 @@ def test_a_profile_of_something_else_is_refused():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"plan": "plan.yaml"}, "work=: clocks follow each batch, and not plan='plan.yaml'"),
-        ({"service": "http://a:1", "job": "a"}, "work=: clocks follow each batch, and not service"),
-        ({}, "work=: what clocks cost is not learnt while they follow the batch; give learn=False"),
-        ({"learn": False, "state": None}, "work=: what clocks cost is not learnt"),
+        ({"plan": "plan.yaml"}, "work: clocks follow each batch, and not plan 'plan.yaml'"),
+        ({"service": "http://a:1", "job": "a"}, "work: clocks follow each batch, and not service"),
+        ({}, "work: what clocks cost is not learnt while they follow the batch; turn learn off"),
+        ({"learn": False, "state": None}, "work: what clocks cost is not learnt"),
         ({"learn": False, "state": "none.yaml"}, "none.yaml"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.batches.laws import ITERATIONS, LawLearner, fit_law
-from perseus_planner.runtime.batches.work import checked_work, sequence_work, work_of
+from perseus_planner.runtime.batches.work import checked_work, load_work, sequence_work, work_of
 
 
 @pytest.mark.parametrize(
@@ -156,3 +156,22 @@ def test_an_iteration_of_one_computation_takes_more_iterations_to_tell_two_numbe
         learner.add([((0, "F"), np.array([w, w**2]), 1.0 + w)]) for w in draws.uniform(1, 2, 30)
     ]
     assert known.index(True) + 1 == 24
+
+
+def test_a_function_is_loaded_by_its_name_and_refused_if_there_is_none():
+    assert load_work("builtins:float", "--work") is float
+    for text, said in (
+        ("float", "--work 'float': does not name a function; write package.module:function"),
+        (
+            "no_such_module:work",
+            "--work 'no_such_module:work': importing no_such_module raised ModuleNotFoundError: "
+            "No module named 'no_such_module'",
+        ),
+        (
+            "builtins:nothing",
+            "--work 'builtins:nothing': builtins has no function 'nothing'; name another",
+        ),
+    ):
+        with pytest.raises(UsageError) as refused:
+            load_work(text, "--work")
+        assert str(refused.value) == said
