@@ -219,7 +219,7 @@ class BatchPlanner:
         Raises:
             UsageError: If `work` is not like that.
         """
-        makespan_s = self._replay(self._scales(work) * self._full_s)[0]
+        makespan_s = self._replay(self.computation_s(work))[0]
         return makespan_s + self.dag.profile.overhead_s
 
     def replay(
@@ -266,6 +266,18 @@ class BatchPlanner:
             tuple(calls.tolist()),
         )
 
+    def computation_s(self, work: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of each computation at full clocks, rank by rank in program order:
+        (computations,).
+
+        Args:
+            work: as `full_clocks_s` takes it.
+
+        Raises:
+            UsageError: If `work` is not like that.
+        """
+        return self._scales(work) * self._full_s
+
     def plan_of(
         self, work: NDArray[np.float64], clocks_mhz: Sequence[int] | None, target_s: float
     ) -> BatchPlan:
@@ -300,12 +312,11 @@ class BatchPlanner:
         Raises:
             UsageError: If `work` is not like that.
         """
-        seconds = self._scales(work) * self._full_s
+        seconds = self.computation_s(work)
         longest_first = np.argsort(-np.bincount(self._microbatch, seconds), kind="stable")
         as_is = np.arange(len(work))
         orders = np.array([as_is, longest_first, longest_first[::-1], *self._random_orders])
-        of_kind = np.array([self._scales(work[order]) for order in orders])
-        makespan_s = self._replay_all(of_kind * self._full_s)
+        makespan_s = self._replay_all(np.array([self.computation_s(work[o]) for o in orders]))
         return tuple(orders[int(np.argmin(makespan_s))].tolist())
 
     @cached_property
