@@ -200,6 +200,19 @@ def test_a_plan_keeps_its_target_and_its_changes(spread: float, max_changes: int
                 assert max_changes is None or changes <= max_changes
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_whose_stages_share_no_clocks_keep_one_for_each(seed: int):
+    schedule = any_schedule(seed, 2, 3)
+    dag = furnished(seed, schedule, 4)
+    laws, work = laws_of(dag.profile, seed), work_of(seed, schedule.microbatches)
+    planner = BatchPlanner.of_dag(dag, laws, max_changes=2)
+    target_s = 1.1 * planner.full_clocks_s(work)
+    plan = planner.plan(work, target_s)
+    changes = [1 + sum(a != b for a, b in itertools.pairwise(rank)) for rank in plan.clocks_mhz]
+    assert plan.time_s <= target_s
+    assert max(changes) <= 2 or plan == planner.one_clock(work, target_s)
+
+
 def test_equal_batches_give_equal_bytes():
     profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
     work = work_of(7, 6)
