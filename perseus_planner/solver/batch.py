@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Key = tuple[int, str]
 
-_EFFORT = 8  #: plans that are tried
+_EFFORT = 32  #: plans that are tried
 _RANDOM_ORDERS = 40  #: of microbatches that are tried
 _LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -224,6 +228,29 @@ def test_equal_batches_give_equal_bytes():
     assert plans[0] == plans[1]
     tables = [[plan.latest_starts(rank) for rank in range(3)] for plan in plans]
     assert tables[0] == tables[1]
+
+
+def test_other_processes_make_the_same_plans():
+    program = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from test_batch import *
+profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
+planner = BatchPlanner(profile, schedule, laws_of(profile, 0), max_changes=4)
+plan = planner.plan(work_of(7, 6), 1.1 * planner.full_clocks_s(work_of(7, 6)))
+print(plan, [plan.latest_starts(rank) for rank in range(3)])
+"""
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program, *folders],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1
 
 
 def test_a_large_iteration_is_planned_on_thinned_hulls():
