@@ -10,6 +10,7 @@ from pathlib import Path
 
 import autopilot
 import autopilot_noise
+import batches
 import budget_optima
 import cluster_replay
 import controller_latency
@@ -75,6 +76,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     inference_caps.NUMBER: inference_caps.measure,
     large_jobs.NUMBER: large_jobs.measure,
     whole_training.NUMBER: whole_training.measure,
+    batches.NUMBER: batches.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

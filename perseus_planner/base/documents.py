@@ -29,6 +29,8 @@ _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError)
 _MAX_DEPTH = 20
 _FORMAT = re.compile(rb"""^format\s*:\s*["']?perseus-planner/([a-z]+)\b""", re.MULTILINE)
 _HEAD_BYTES = 4096
+#: a header with microbatches, behind blank lines and comments
+_LENGTHS = re.compile(rb"(\xef\xbb\xbf)?(\s*(#.*)?\n)*[^\n]*\bmicrobatch")
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,8 @@ def kind_of(path: Path) -> str | None:
     """Return what kind of file of the planner's stands at `path`, judged by how it begins.
 
     Returns:
-        "run" for a folder, "frontier" for an archive, "profile" for a CSV; for a YAML file the last
+        "run" for a folder, "frontier" for an archive; "lengths" for a CSV whose header has
+        microbatches, "profile" for any other; for a YAML file the last
         part of its `format`, such as "profile", "plan" or "job", or None if it has none.
 
     Raises:
@@ -261,7 +264,7 @@ def kind_of(path: Path) -> str | None:
     if head.startswith(b"PK"):  # a zip archive, as .npz is
         return "frontier"
     if path.suffix.lower() == ".csv":
-        return "profile"
+        return "lengths" if _LENGTHS.match(head) else "profile"
     if format_match := _FORMAT.search(
         head
     ):  # the planner writes it first; a plan can be large, so it is not parsed for this

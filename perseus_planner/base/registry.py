@@ -24,7 +24,10 @@ ACCEPT = "perseus_planner.acceptance.command:accept"
 MEASURE_KERNELS = "perseus_planner.estimate.command:measure_kernels_of"
 """What `planner calibrate --kernels` runs."""
 SHOWN: Mapping[str, str] = MappingProxyType(
-    {"inference": "perseus_planner.inference.views:show_plan"}
+    {
+        "inference": "perseus_planner.inference.views:show_plan",
+        "lengths": "perseus_planner.cluster.views:show_lengths",
+    }
 )
 """Kind of file -> a function of its path that returns its summary, its text, and what draws it."""
 REPORTED: Mapping[str, str] = MappingProxyType(

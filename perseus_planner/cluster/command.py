@@ -1,4 +1,6 @@
-"""`planner simulate`: replays a job on a cluster with stragglers, under several policies."""
+"""`planner simulate`: replays a job on a cluster with stragglers, or with microbatches that differ,
+under several policies.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,26 @@ _DEFAULT = ("one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
     "planner simulate frontier.npz --pipelines 128 --csv gpus.csv",
     "planner simulate frontier.npz --pipelines 16 --stragglers stragglers.csv --reaction-delay "
     "5s --csv gpus.csv",
+    "planner simulate frontier.npz --lengths lengths.csv",
 )
 def simulate(
     frontier: Path,
     *,
-    pipelines: Annotated[int, "Number of data-parallel pipelines.", Option(metavar="N")],
+    pipelines: Annotated[
+        int | None,
+        "Number of data-parallel pipelines.  [default: those of --lengths]",
+        Option(metavar="N"),
+    ],
     iterations: Annotated[
-        int, "Number of iterations of the job.", Option(metavar="N", default=1000)
+        int | None,
+        "Number of iterations of the job.  [default: 1000, or those of --lengths]",
+        Option(metavar="N"),
+    ],
+    lengths: Annotated[
+        Path | None,
+        "CSV with the lengths of a job whose microbatches differ: a row for each sequence, with "
+        "the columns step, pipeline, microbatch and length (tokens); or one for each pipeline, "
+        "with its microbatches' work as microbatch_0, microbatch_1 and so on.",
     ],
     stragglers: Annotated[
         Path | None,
@@ -53,7 +68,20 @@ def simulate(
         Option(default="1.0"),
     ],
     policies: Annotated[
-        tuple[Literal["max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner"], ...],
+        tuple[
+            Literal[
+                "max",
+                "one-clock",
+                "per-stage",
+                "envpipe",
+                "planner-fixed",
+                "planner",
+                "on-time",
+                "own-time",
+                "batch",
+            ],
+            ...,
+        ],
         "Policy that chooses clocks; can be repeated.  [default: all that apply]",
         Option("--policy"),
     ],
@@ -64,12 +92,27 @@ def simulate(
     ],
     as_json: AsJson,
 ) -> None:
-    """Replay a job on a cluster, with stragglers, under several policies.
+    """Replay a job on a cluster, with stragglers or unlike microbatches, under several policies.
 
     FRONTIER is a file that `planner solve` wrote; all pipelines are alike and end each iteration
     together. The policy max, all clocks at maximum, is always included as the baseline of the
-    others.
+    others. With --lengths a computation takes as long as measured for a microbatch of mean work,
+    and for others in proportion. Its policies are max, planner-fixed, on-time, own-time, one-clock
+    and batch.
     """
+    if lengths is not None:
+        given = {"--pipelines": pipelines, "--stragglers": stragglers, "--csv": table}
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(f"{name}: does not go with --lengths; leave it out")
+        _simulate_lengths(frontier, lengths, iterations, slowdown, policies, as_json=as_json)
+        return
+    if pipelines is None:
+        raise UsageError(
+            "--pipelines: is missing; give the number of data-parallel pipelines, or --lengths "
+            "with a file that has them"
+        )
+    iterations = 1000 if iterations is None else iterations
     from perseus_planner.base.files import write_file
     from perseus_planner.cluster.replay import Cluster
     from perseus_planner.cluster.stragglers import read_stragglers
@@ -97,6 +140,36 @@ def simulate(
         write_file(table, gpu_csv(outcomes), UsageError)
     summary = summarize_cluster(cluster, outcomes, slowdown, left_out)
     console.report(summary, cluster_text(summary), [table] if table else [], as_json=as_json)
+
+
+def _simulate_lengths(
+    frontier: Path,
+    path: Path,
+    iterations: int | None,
+    slowdown: float,
+    policies: Sequence[str],
+    *,
+    as_json: bool,
+) -> None:
+    """Replay a job whose microbatches differ, and print what it comes to."""
+    from perseus_planner.base.units import COUNT
+    from perseus_planner.cluster.lengths import POLICIES, UnlikeJob, read_lengths
+    from perseus_planner.cluster.views import lengths_text, summarize_lengths
+    from perseus_planner.solver.frontier import Frontier
+
+    lengths = read_lengths(path)
+    if iterations is not None:
+        lengths = lengths.first(COUNT.check(iterations, "iterations"))
+    job = UnlikeJob(Frontier.load(frontier), lengths, slowdown)
+    with console.progress("Simulating") as progress:
+        names = tuple(dict.fromkeys((_BASELINE, *(policies or POLICIES))))
+        outcomes = []
+        for name in names:
+            outcomes.append(job.outcome(name))
+            if progress is not None:
+                progress(len(outcomes), len(names))
+    summary = summarize_lengths(job, outcomes, slowdown)
+    console.report(summary, lengths_text(summary), [], as_json=as_json)
 
 
 def _outcomes(

@@ -1,21 +1,30 @@
 """A job on a cluster under several policies: what `planner simulate` prints, and its CSV with a
-row for each GPU.
+row for each GPU; what `planner show` prints of a file of lengths.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.views.context import context_of_profile, pipeline_text, share
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+    from perseus_planner.cluster.lengths import BatchOutcome, Lengths, UnlikeJob
     from perseus_planner.cluster.replay import Cluster, Outcome
 
+_SHOWN_GPU = "simulated:a100-sxm"
+_SHOWN_STAGES = 1, 4, 8  #: of the pipelines that `planner show` replays a file of lengths on
+_MOST_PLANS = 320  #: that it makes for each of them
 _HEADER = "policy,pipeline,rank,gpu,energy_j,busy_s,idle_s\n"
 
 
@@ -114,3 +123,168 @@ def _gpu_rows(outcome: Outcome) -> Iterator[str]:
             figures = f"{energy_j!r},{busy_s!r},{idle_s!r}\n"
             for gpu in range(outcome.gpus_per_stage):
                 yield f"{outcome.policy},{pipeline},{rank},{gpu},{figures}"
+
+
+def summarize_lengths(
+    job: UnlikeJob, outcomes: Sequence[BatchOutcome], slowdown: float
+) -> dict[str, Any]:
+    """Summarize a job of unlike microbatches under several policies.
+
+    Args:
+        job: the job.
+        outcomes: its outcomes; the first is that of the policy `max`, the baseline of the others.
+        slowdown: the target.
+    """
+    frontier, baseline = job.frontier, outcomes[0]
+    as_is_s, reordered_s = job.reordered_s()
+    return {
+        "context": context_of_profile(frontier.profile, frontier.dag.iteration),
+        "lengths": _spread_of(job.lengths),
+        "slowdown": slowdown,
+        "policies": [
+            {
+                "policy": each.policy,
+                "iteration_s": math.fsum(each.times_s) / len(each.times_s),
+                "later_share": math.fsum(each.times_s) / math.fsum(baseline.times_s) - 1.0,
+                "worst_share": max(
+                    time_s / before_s - 1.0
+                    for time_s, before_s in zip(each.times_s, baseline.times_s, strict=True)
+                ),
+                "energy_j": each.energy_j,
+                "saved_share": share(baseline.energy_j - each.energy_j, baseline.energy_j),
+            }
+            for each in outcomes
+        ],
+        "reordered_share": 1.0 - reordered_s / as_is_s,
+    }
+
+
+def _spread_of(lengths: Lengths) -> dict[str, Any]:
+    iterations, pipelines, microbatches = lengths.work.shape
+    return {
+        "iterations": iterations,
+        "pipelines": pipelines,
+        "microbatches": microbatches,
+        "of_sequences": lengths.of_sequences,
+        "spread": lengths.spread,
+        "longest": float(lengths.work.max()),
+        "slowest": lengths.slowest,
+        "moves": lengths.moves,
+    }
+
+
+def lengths_text(summary: dict[str, Any]) -> str:
+    """Return the text that `planner simulate --lengths` prints: a row for each policy."""
+    context = summary["context"]
+    columns = lay_out(
+        summary["policies"],
+        Column("policy", "policy", "<"),
+        Column("iteration {}", "iteration_s", "s"),
+        Column("later %", lambda row: _rounded(row["later_share"]), "%"),
+        Column("worst %", lambda row: _rounded(row["worst_share"]), "%"),
+        Column("energy {}", "energy_j", "J"),
+        Column("saved %", "saved_share", "%"),
+    )
+    notes = [
+        f"Baseline of time and saving: {ALL_MAXIMUM} (max), in the same iterations; the target is "
+        f"{summary['slowdown']:g}x of it.",
+        *_spread_notes(summary["lengths"]),
+        _order_note(summary["reordered_share"]),
+    ]
+    spread = summary["lengths"]
+    return Sheet(
+        f"{spread['pipelines']} pipelines of unlike microbatches, each {pipeline_text(context)}",
+        f"{origin_text(context.origin)}, in simulated time: {spread['iterations']} iterations; the "
+        "work of each batch is known before it runs.",
+        columns,
+        "\n".join(notes),
+    ).text()
+
+
+def _rounded(part: float) -> float:
+    """Return a part to be shown, never as -0.00 %."""
+    return round(part, 4) + 0.0
+
+
+def _spread_notes(spread: dict[str, Any]) -> list[str]:
+    from perseus_planner.cluster.lengths import WORK_OF_LENGTHS
+
+    notes = [
+        f"Microbatches: work spreads by {100 * spread['spread']:.1f} %, the longest has "
+        f"{spread['longest']:.2f} times the mean.",
+        f"Pipelines: the slowest has {spread['slowest']:.2f} times the mean work, and is another "
+        f"one than before in {100 * spread['moves']:.0f} % of iterations.",
+    ]
+    if spread["of_sequences"]:
+        notes.append(f"Work of a microbatch: {WORK_OF_LENGTHS}.")
+    return notes
+
+
+def _order_note(reordered_share: float) -> str:
+    return (
+        "Order: with the microbatches inside each pipeline in another order, iterations take "
+        f"{100 * reordered_share:.1f} % less time at maximum clocks."
+    )
+
+
+def show_lengths(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]:
+    """Return a file of lengths as `planner show` wants it: what plans of the batch would bring, on
+    pipelines of a simulated GPU.
+    """
+    from perseus_planner.cluster.lengths import UnlikeJob, read_lengths
+    from perseus_planner.profiler.simulated_pipeline import profile_simulated
+    from perseus_planner.solver.frontier import solve
+
+    def refuse() -> Figure:
+        raise UsageError(f"{path}: has no figure; leave --plot out")
+
+    lengths = read_lengths(path)
+    summary: dict[str, Any] = {"lengths": _spread_of(lengths), "gpu": _SHOWN_GPU}
+    replayed = lengths.first(max(1, _MOST_PLANS // lengths.work.shape[1]))
+    summary["replayed_iterations"] = len(replayed.work)
+    summary["pipelines"] = rows = []
+    for stages in _SHOWN_STAGES:
+        frontier = solve(
+            profile_simulated(_SHOWN_GPU, stages), "1f1b", microbatches=lengths.work.shape[2]
+        )
+        job = UnlikeJob(frontier, replayed)
+        outcomes = [job.outcome(name) for name in ("max", "planner-fixed", "one-clock", "batch")]
+        found = summarize_lengths(job, outcomes, 1.0)
+        _, static, one, batch = found["policies"]
+        rows.append(
+            {
+                "stages": stages,
+                "static_later_share": static["later_share"],
+                "one_clock_saved_share": one["saved_share"],
+                "batch_saved_share": batch["saved_share"],
+                "batch_later_share": batch["later_share"],
+                "reordered_share": found["reordered_share"],
+            }
+        )
+    columns = lay_out(
+        rows,
+        Column("stages", "stages"),
+        Column("static plan: later %", "static_later_share", "%"),
+        Column("one clock: saved %", "one_clock_saved_share", "%"),
+        Column("plan of the batch: saved %", "batch_saved_share", "%"),
+        Column("later %", lambda row: _rounded(row["batch_later_share"]), "%"),
+        Column("other order: less time %", "reordered_share", "%"),
+    )
+    spread = summary["lengths"]
+    notes = [
+        *_spread_notes(spread),
+        "Static plan: for microbatches that are alike. One clock, and the plan of the batch, are "
+        "chosen for each pipeline and iteration from the work of all pipelines.",
+        "Other order: of the microbatches inside each pipeline, at maximum clocks. It changes the "
+        "order in which gradients are summed.",
+        "For your own pipeline: planner simulate frontier.npz --lengths FILE",
+    ]
+    title = (
+        f"Lengths of {spread['iterations']} iterations x {spread['pipelines']} pipelines x "
+        f"{spread['microbatches']} microbatches"
+    )
+    source = (
+        f"What plans of the batch would bring on {_SHOWN_GPU} (simulated: no GPU was touched), "
+        f"1F1B, replayed: {len(replayed.work)} iterations"
+    )
+    return summary, Sheet(title, source, columns, "\n".join(notes)).text(), refuse

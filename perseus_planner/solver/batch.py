@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from perseus_planner.base.errors import ProfileError, UsageError
+from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import COUNT, FINITE, TIME
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.schedules.dag import PipelineDag
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Key = tuple[int, str]
 
-_EFFORT = 8  #: plans that are tried
+_EFFORT = 32  #: plans that are tried
 _RANDOM_ORDERS = 40  #: of microbatches that are tried
 _LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
@@ -139,7 +139,9 @@ class BatchPlanner:
     """Makes the plans of one pipeline, a new one for each batch.
 
     It is built once for a schedule with its number of microbatches. Equal input gives equal plans,
-    bit by bit, on every rank.
+    bit by bit, on every rank. A computation takes a 64th of its measured time at least, however
+    little its work is. Plans are for the work as it is said: where that may be off by a few
+    percent, aim at a target that is earlier by a third of it, and catch up.
 
     Args:
         profile: the cost of each (stage, kind) at each clock.
@@ -219,7 +221,7 @@ class BatchPlanner:
         Raises:
             UsageError: If `work` is not like that.
         """
-        makespan_s = self._replay(self._scales(work) * self._full_s)[0]
+        makespan_s = self._replay(self.computation_s(work))[0]
         return makespan_s + self.dag.profile.overhead_s
 
     def replay(
@@ -266,6 +268,19 @@ class BatchPlanner:
             tuple(calls.tolist()),
         )
 
+    def computation_s(self, work: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of each computation at full clocks, rank by rank in program order:
+        (computations,).
+
+        Args:
+            work: as `full_clocks_s` takes it.
+
+        Raises:
+            UsageError: If `work` is not like that.
+        """
+        seconds: Floats = self._scales(work) * self._full_s
+        return seconds
+
     def plan_of(
         self, work: NDArray[np.float64], clocks_mhz: Sequence[int] | None, target_s: float
     ) -> BatchPlan:
@@ -300,12 +315,11 @@ class BatchPlanner:
         Raises:
             UsageError: If `work` is not like that.
         """
-        seconds = self._scales(work) * self._full_s
+        seconds = self.computation_s(work)
         longest_first = np.argsort(-np.bincount(self._microbatch, seconds), kind="stable")
         as_is = np.arange(len(work))
         orders = np.array([as_is, longest_first, longest_first[::-1], *self._random_orders])
-        of_kind = np.array([self._scales(work[order]) for order in orders])
-        makespan_s = self._replay_all(of_kind * self._full_s)
+        makespan_s = self._replay_all(np.array([self.computation_s(work[o]) for o in orders]))
         return tuple(orders[int(np.argmin(makespan_s))].tolist())
 
     @cached_property
@@ -361,23 +375,21 @@ class BatchPlanner:
         points = self._scaled.scaled_points(node_scale)
         chosen = self._scaled.choose(points, node_scale, deadline_s, tries)
         column = self._column_of_point[chosen[self._problem.node]]
-        if self._most is not None:
-            self._merge(scale, column, deadline_s, self._most)
-        plan = self._plan_of(scale, column, max(target_s, full_s + overhead_s))
-        one = self.one_clock(work, max(target_s, full_s + overhead_s))
-        return (
-            plan
-            if plan.time_s <= max(target_s, full_s + overhead_s) and plan.energy_j < one.energy_j
-            else one
-        )
+        until_s = max(target_s, full_s + overhead_s)
+        one = self.one_clock(work, until_s)
+        if self._most is not None and not self._merge(scale, column, deadline_s, self._most):
+            return one
+        plan = self._plan_of(scale, column, until_s)
+        return plan if plan.time_s <= until_s and plan.energy_j < one.energy_j else one
 
-    def _merge(self, scale: Floats, column: Integers, deadline_s: float, most: int) -> None:
+    def _merge(self, scale: Floats, column: Integers, deadline_s: float, most: int) -> bool:
         """Merge the clocks of neighbours upward until no rank has more than `most` segments; then
-        lower what has room again.
+        lower what has room again. Return False if the classes of a rank have too few clocks in
+        common for that.
         """
         problem, count = self._problem, len(column)
         scratch, cost_j = np.empty((2, count + 1), dtype=np.int64), np.empty(count + 1)
-        _merge(
+        merged = _merge(
             problem.rank_start,
             problem.member,
             scale,
@@ -389,6 +401,8 @@ class BatchPlanner:
             scratch[1],
             cost_j,
         )
+        if not merged:
+            return False
         _, duration_s, end_s = self._replay(scale * problem.time_s[problem.member, column])
         _lower(
             problem.before_start,
@@ -405,6 +419,7 @@ class BatchPlanner:
             duration_s,
             end_s,
         )
+        return True
 
     def _set_laws(self, laws: Mapping[Key, Law]) -> None:
         keys = self.dag.iteration.keys
@@ -442,7 +457,7 @@ class BatchPlanner:
             scale += self._per_work_s[:, feature] * work[self._microbatch, feature]
         scale /= self._full_s
         if not np.isfinite(scale).all():
-            raise ProfileError("work: is too large to plan with; give it in larger units")
+            raise UsageError("work: is too large to plan with; give it in larger units")
         np.maximum(scale, _LEAST_SCALE, out=scale)
         return scale
 
@@ -604,9 +619,9 @@ def _merge(
     begin: Integers,
     raised: Integers,
     added_j: Floats,
-) -> None:
+) -> bool:
     """Merge neighbouring segments of one clock, those first that cost least, until no rank has
-    more than `most`.
+    more than `most`; return whether that was possible.
 
     `begin`, `raised` and `added_j` are scratch space: where each segment of a rank begins, and the
     clock and cost of it with the one before.
@@ -628,7 +643,7 @@ def _merge(
                 if raised[s] >= 0 and (best == 0 or added_j[s] < added_j[best]):
                     best = s
             if best == 0:
-                return
+                return False
             for i in range(begin[best - 1], begin[best + 1]):
                 column[i] = raised[best]
             count -= 1
@@ -638,6 +653,7 @@ def _merge(
                 raised[s], added_j[s] = _raised_to(
                     member, scale, time_s, cost_j, column, begin[s - 1], begin[s + 1]
                 )
+    return True
 
 
 @kernel

@@ -16,6 +16,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
 from perseus_planner.cluster.command import simulate as command
+from perseus_planner.cluster.lengths import POLICIES as LENGTHS_POLICIES
 from perseus_planner.cluster.policies import POLICIES
 from perseus_planner.cluster.replay import Cluster, simulate
 from perseus_planner.cluster.stragglers import read_stragglers
@@ -44,7 +45,7 @@ def work(folder: Path, frontier: Frontier) -> Path:
 
 def test_it_offers_every_policy():
     choice = next(option.type for option in command.params if option.name == "policies")
-    assert tuple(choice.choices) == POLICIES
+    assert tuple(dict.fromkeys((*POLICIES, *LENGTHS_POLICIES))) == tuple(choice.choices)
 
 
 def test_text_and_json_are_what_the_library_says(work: Path, frontier: Frontier):
@@ -135,6 +136,14 @@ REFUSED = {
     f"{SIMULATE} --slowdown 5%": (
         "--slowdown: '5%' is not a slowdown: write a number above 0, where 1 is as fast as all "
         "clocks at maximum, such as 1.05"
+    ),
+    "simulate frontier.npz": (
+        "--pipelines: is missing; give the number of data-parallel pipelines, or --lengths with a "
+        "file that has them"
+    ),
+    f"{SIMULATE} --policy batch": (
+        "policy 'batch' is unknown; choose from max, one-clock, per-stage, envpipe, planner-fixed, "
+        "planner"
     ),
     f"{SIMULATE} --csv slow.csv": "--csv slow.csv: is the file that is read; name another",
 }

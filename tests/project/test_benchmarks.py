@@ -30,6 +30,7 @@ SOAKS = {
     "budgets": [21],
     "autopilot": [22],
     "estimates": range(24, 28),
+    "batches": [32],
 }  #: what takes long even at a small size
 
 
