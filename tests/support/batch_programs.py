@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
 from batch_world import COST, KINDS, LEARNT, MEASURED, MICROBATCHES, WHOLE_COST, drawn
@@ -22,8 +24,11 @@ from torch import nn
 
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
+from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime import Runtime, planner_runtime
+from perseus_planner.runtime.batches.exchange import OwnTime
+from perseus_planner.runtime.batches.leader import Leader
 
 GPU = "emulated:a100-sxm?call=1ms"
 
@@ -34,11 +39,15 @@ class Worked:
     Attributes:
         iteration: The number of the iteration.
         work: (iterations, microbatches) of this rank's pipeline.
+
+    Args:
+        scale: How large computations are; 0 to take no time.
     """
 
     work: Any
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
         opened = open_gpu(gpu_text(GPU, torch.device("cpu")))
         assert isinstance(opened, EmulatedGpu)
         self.gpu, self.iteration = opened, 0
@@ -50,8 +59,13 @@ class Worked:
         return pipeline
 
     def __call__(self, stage: int, kind: str, microbatch: int) -> None:
+        self.run(COST[kind], kind, float(self.work[self.iteration, microbatch]))
+
+    def run(self, cost: OpCost, kind: str, work: float) -> None:
+        """Take as long as a computation of this mean cost and kind does with its work."""
         fixed, slope = KINDS[kind]
-        self.gpu.run(COST[kind] * (fixed + slope * float(self.work[self.iteration, microbatch])))
+        if self._scale:
+            self.gpu.run(cost * (self._scale * (fixed + slope * work)))
 
 
 class Packed(Torch):
@@ -113,8 +127,7 @@ class DataParallel:
         with nullcontext() if runtime is None else runtime.iteration():
             if runtime is not None and number + 1 < len(work):
                 runtime.batch(list(work[number + 1]))
-            fixed, slope = KINDS["F"]
-            self._worked.gpu.run(WHOLE_COST * (fixed + slope * float(work[number].mean())))
+            self._worked.run(WHOLE_COST, "F", float(work[number].mean()))
             loss = self._model(data).square().mean()
             loss.backward()
             self._optimizer.step()
@@ -172,25 +185,22 @@ def first_number(microbatch: Any) -> float:
     return float((microbatch[0] if isinstance(microbatch, tuple) else microbatch)[0, 0])
 
 
-def trained(state: str, name: str) -> None:
-    """Train with clocks that follow the batch, and then without."""
+def trained(state: str, name: str, scale: str = "1") -> None:
+    """Train with clocks that follow the batch, then at full clocks, and then without all that."""
     with job(state) as result:
-        warning_log, results = WarningLog(), {}
-        for follows in (True, False):
-            worked, clocks = Worked(), set[tuple[int, ...]]()
+        warning_log, results, used = WarningLog(), {}, {}
+        for mode in ("followed", "full", "plain"):
+            worked, clocks = Worked(0.0 if mode == "plain" else float(scale)), set[Any]()
             training = MADE[name](worked)
             pipeline = worked.place(training.sides)
+            settings: dict[str, Any] = {"gpu": GPU, "learn": False, "state": "profile.yaml"}
             with (
-                planner_runtime(
-                    training.engine,
-                    gpu=GPU,
-                    work=first_number,
-                    learn=False,
-                    state="profile.yaml",
-                    max_slowdown=0.05,
-                )
-                if follows
-                else nullcontext() as runtime
+                mock.patch.object(Leader, "own", _paying) if mode == "full" else nullcontext(),
+                nullcontext()
+                if mode == "plain"
+                else planner_runtime(
+                    training.engine, work=first_number, max_slowdown=0.05, **settings
+                ) as runtime,
             ):
                 losses: list[Any] = []
                 for number in range(LEARNT + MEASURED):
@@ -199,15 +209,22 @@ def trained(state: str, name: str) -> None:
                         dist.barrier()
                         begun_s, begun_j = time.monotonic(), worked.gpu.energy_j()
                     losses += training.step(runtime)
-                    if number >= LEARNT and runtime is not None:
+                    if number >= LEARNT and mode == "followed":
                         assert runtime.pipeline == pipeline
                         clocks.add(runtime._follower.program.clocks)
                 dist.barrier()
-                used = worked.gpu.energy_j() - begun_j, time.monotonic() - begun_s
-            results[follows] = [*losses, *training.state()], used
-            if follows:
+                used[mode] = worked.gpu.energy_j() - begun_j, time.monotonic() - begun_s
+            results[mode] = [*losses, *training.state()]
+            if mode == "followed":
                 result["clocks"], result["warnings"] = len(clocks), warning_log.taken()
                 result["after"] = worked.gpu.locked_mhz
-        (found, followed), (expected, full) = results[True], results[False]
-        result["equal"] = equal(found, expected)
-        result["energy_j"], result["time_s"] = zip(followed, full, strict=True)
+        result["equal"] = equal(results["followed"], results["plain"])
+        result["energy_j"], result["time_s"] = zip(used["followed"], used["full"], strict=True)
+
+
+def _paying(leader: Leader, iteration: int, work: Any) -> OwnTime:
+    """Have all pipelines run at full clocks."""
+    return msgspec.structs.replace(_own(leader, iteration, work), pays=True)
+
+
+_own = Leader.own

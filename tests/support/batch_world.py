@@ -30,9 +30,9 @@ def drawn(pipelines: int, microbatches: int = MICROBATCHES, seed: int = 5) -> An
     return np.clip(work, 0.4, 3.0)
 
 
-def profile_of(stages: int) -> Profile:
-    """Return what a mean computation costs on such a GPU, at every third clock; with 0 stages, an
-    iteration without a pipeline.
+def profile_of(stages: int, scale: float = 1.0) -> Profile:
+    """Return what a mean computation costs on such a GPU, at every third clock, if it is `scale`
+    times as large; with 0 stages, an iteration without a pipeline.
     """
     kinds = ("F", "B") if stages else ("F",)
     rows: dict[str, list[Measurement]] = {kind: [] for kind in kinds}
@@ -41,10 +41,10 @@ def profile_of(stages: int) -> Profile:
         gpu.block(60.0)
         for clock in [each for each in gpu.supported_clocks_mhz if each >= 600][::3]:
             gpu.set_clock_mhz(clock)
-            gpu.run(COST["B"], 3)  # until the clock is in force
+            gpu.run(COST["B"] * scale, 3)  # until the clock is in force
             for kind in kinds:
                 before_s, before_j = gpu.now_s(), gpu.energy_j()
-                gpu.run(COST[kind] if stages else WHOLE_COST, 20)
+                gpu.run((COST[kind] if stages else WHOLE_COST) * scale, 20)
                 time_s, energy_j = gpu.now_s() - before_s, gpu.energy_j() - before_j
                 rows[kind].append(Measurement(clock, time_s / 20, energy_j / 20))
         gpu.reset_clocks()
