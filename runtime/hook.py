@@ -259,8 +259,8 @@ class Hook:
         """End the computation, and request the next clock."""
         self._marks.end()
         self._position = position = self._position + 1
-        if self._awaits and self._deviation is None:
-            self._ask_again()
+        if self._awaits and self._deviation is None and position < self._count:
+            self._ask_again(position)
         if not self._is_unclocked:
             if position < self._count:
                 self._marks.request(position)
@@ -299,10 +299,15 @@ class Hook:
         self._marks.end_iteration()
         self._source.on_end(self._iteration, None, None, None)
 
-    def _ask_again(self) -> None:
-        program = self._source.program_for(self._iteration)
-        if program is not None and program is not self._program:
-            self._load(program)
+    def _ask_again(self, position: int) -> None:
+        """Go on by another program of the same computations, if there is one now."""
+        before, program = self._program, self._source.program_for(self._iteration)
+        if program is None or program is before or before is None:
+            return
+        ran = before.clocks[:position]
+        if program.clocks[:position] != ran:
+            program = replace(program, clocks=(*ran, *program.clocks[position:]))
+        self._load(program)
 
     def _load(self, program: Program | None) -> None:
         self._program = program

@@ -517,6 +517,7 @@ def _batches(
     Raises:
         UsageError: If it cannot be known what the rank runs, or ranks cannot tell each other.
         ProfileError: If the profile does not fit what it runs.
+        RankError: If rank 0 has no function for the work.
     """
     from perseus_planner.runtime.batches.batches import Batches  # they load numba
     from perseus_planner.runtime.batches.exchange import Exchange, Seat, sent_profile
@@ -544,7 +545,7 @@ def _batches(
         Exchange(store, seat),
         seat,
         order,
-        sent_profile(store, RENDEZVOUS_S),
+        sent_profile(store),
         options.autopilot,
         options.work,
         warnings.warn,

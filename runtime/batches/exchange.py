@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from perseus_planner.base.wires import Record, decode, encode
+from perseus_planner.base.errors import RankError
+from perseus_planner.base.wires import Record, decode, encode, read_key
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation
 from perseus_planner.solver.batch import Law
@@ -210,14 +211,16 @@ def send_profile(store: Store, path: Path) -> None:
     store.set(_PROFILE, encode(texts))
 
 
-def sent_profile(store: Store, timeout_s: float) -> Profile:
-    """Return what `send_profile` wrote.
+def sent_profile(store: Store) -> Profile:
+    """Return what `send_profile` has written before this rank was told its part.
 
     Raises:
-        RuntimeError: If it was not written in time.
+        RankError: If it is not there.
     """
-    store.wait([_PROFILE], timedelta(seconds=timeout_s))
-    text, table = decode(store.get(_PROFILE), tuple[str, str])
+    data = read_key(store, _PROFILE)
+    if data is None:
+        raise RankError("rank 0 has no work=, and this rank has; give planner_runtime work= on all")
+    text, table = decode(data, tuple[str, str])
     with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
         Path(folder, "profile.csv").write_text(table)
         Path(folder, "profile.yaml").write_text(text)

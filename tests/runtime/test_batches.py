@@ -17,13 +17,20 @@ from launching import results_of
 from waiting import LONG_S, eventually
 
 from perseus_planner import schedules
-from perseus_planner.base.errors import PlannerError, ProfileError
+from perseus_planner.base.errors import PlannerError, ProfileError, RankError
 from perseus_planner.runs import IterationRecord
 from perseus_planner.runs.straggler import StragglerDetector
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
 from perseus_planner.runtime.batches.batches import Batches
-from perseus_planner.runtime.batches.exchange import Exchange, OwnTime, Seat, Slowest
+from perseus_planner.runtime.batches.exchange import (
+    Exchange,
+    OwnTime,
+    Seat,
+    Slowest,
+    send_profile,
+    sent_profile,
+)
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
 
@@ -263,6 +270,18 @@ def test_a_gpu_is_slow_against_its_own_work(two: Pipelines):
         if detection is not None:
             found.append(detection.slowdown)
     assert found == [pytest.approx(1.2, rel=0.01)]
+
+
+def test_the_profile_comes_from_rank_0(tmp_path: Path):
+    store = torch.distributed.HashStore()
+    with pytest.raises(RankError) as refused:
+        sent_profile(store)
+    assert str(refused.value) == (
+        "rank 0 has no work=, and this rank has; give planner_runtime work= on all"
+    )
+    PROFILE.save(tmp_path / "profile.yaml")
+    send_profile(store, tmp_path / "profile.yaml")
+    assert sent_profile(store) == PROFILE
 
 
 def batches_of(seat: Seat, order: Any) -> Batches:

@@ -4,7 +4,7 @@ does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
@@ -23,7 +23,7 @@ from perseus_planner.runtime.marks import (
     clock_request,
     parse_clock_request,
 )
-from perseus_planner.schedules import Computation
+from perseus_planner.schedules import WHOLE, Computation, one_f_one_b
 
 
 @cache
@@ -292,3 +292,54 @@ def test_an_iteration_that_raises_is_no_deviation_and_the_next_one_has_its_clock
     assert source.endings == [(0, None, None)]
     hook.begin_iteration()
     assert shared[0] == clock_request(0, program.clocks[0])
+
+
+def test_a_program_that_comes_while_an_iteration_runs_counts_from_the_next_computation():
+    order = one_f_one_b(1, 2).ranks[0]
+    full = Program(1, order, (9, 9, 9, 9), 1.0, top=9)
+    awaits, lower = replace(full, awaits=True), replace(full, clocks=(5, 6, 6, 7), then=9)
+    shared, source = memoryview(bytearray(8)).cast("Q"), Recorder([awaits, awaits])
+    hook = Hook(Marks(shared), source, None)
+    hook.begin_iteration()
+    seen = []
+    for place, computation in enumerate(order):
+        hook.begin(*computation)
+        seen.append(parse_clock_request(shared[0]))
+        if place == 1:
+            source.programs[0] = lower
+        hook.end()
+    assert seen == [(0, 9), (1, 9), (2, 6), (3, 7)]
+    assert shared[0] == clock_request(0, 9)
+    hook.end_iteration()
+    assert shared[0] == clock_request(0, 9) | OUTSIDE
+    assert source.endings == [(0, replace(lower, clocks=(9, 9, 6, 7)), None)]
+    assert source.asked == [0, 0, 0]
+    hook.begin_iteration()
+    assert shared[0] == clock_request(0, 9)
+
+
+def test_a_program_that_comes_in_the_only_computation_comes_too_late():
+    full = Program(1, WHOLE.ranks[0], (9,), 1.0, top=9)
+    awaits, lower = replace(full, awaits=True), replace(full, clocks=(5,), then=9)
+    shared, source = memoryview(bytearray(8)).cast("Q"), Recorder([awaits, lower])
+    hook = Hook(Marks(shared), source, None)
+    for clock in (9, 5):
+        hook.begin_iteration()
+        hook.begin(*WHOLE.ranks[0][0])
+        assert parse_clock_request(shared[0]) == (0, clock)
+        hook.end()
+        hook.end_iteration()
+        assert parse_clock_request(shared[0]) == (0, 9)
+    assert [program for _, program, _ in source.endings] == [awaits, lower]
+
+
+def test_the_microbatches_of_an_iteration_are_shown_to_who_asks():
+    shown = []
+    program = Program(1, one_f_one_b(1, 2).ranks[0], (9,) * 4, 1.0)
+    for show in (None, lambda batch: shown.append(batch())):
+        source = Recorder([program, program])
+        hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None, show)
+        hook.begin_iteration(2, lambda: ["a", "b"])
+        hook.end_iteration()
+        hook.begin_iteration(2)
+    assert shown == [["a", "b"]]
