@@ -188,7 +188,7 @@ def first_number(microbatch: Any) -> float:
 def trained(state: str, name: str, scale: str = "1") -> None:
     """Train with clocks that follow the batch, then at full clocks, and then without all that."""
     with job(state) as result:
-        warning_log, results, used = WarningLog(), {}, {}
+        warning_log, results, seen = WarningLog(), {}, {}
         for mode in ("followed", "full", "plain"):
             worked, clocks = Worked(0.0 if mode == "plain" else float(scale)), set[Any]()
             training = MADE[name](worked)
@@ -199,27 +199,25 @@ def trained(state: str, name: str, scale: str = "1") -> None:
                 nullcontext()
                 if mode == "plain"
                 else planner_runtime(
-                    training.engine, work=first_number, max_slowdown=0.05, **settings
+                    training.engine, work=first_number, max_slowdown=1.0, **settings
                 ) as runtime,
             ):
-                losses: list[Any] = []
+                losses, readings = list[Any](), list[tuple[float, float]]()
                 for number in range(LEARNT + MEASURED):
                     worked.iteration = number
-                    if number == LEARNT:
-                        dist.barrier()
-                        begun_s, begun_j = time.monotonic(), worked.gpu.energy_j()
+                    readings.append((time.monotonic(), worked.gpu.energy_j()))
                     losses += training.step(runtime)
                     if number >= LEARNT and mode == "followed":
                         assert runtime.pipeline == pipeline
                         clocks.add(runtime._follower.program.clocks)
-                dist.barrier()
-                used[mode] = worked.gpu.energy_j() - begun_j, time.monotonic() - begun_s
+                readings.append((time.monotonic(), worked.gpu.energy_j()))
+            seen[mode] = readings[LEARNT:]
             results[mode] = [*losses, *training.state()]
             if mode == "followed":
                 result["clocks"], result["warnings"] = len(clocks), warning_log.taken()
                 result["after"] = worked.gpu.locked_mhz
         result["equal"] = equal(results["followed"], results["plain"])
-        result["energy_j"], result["time_s"] = zip(used["followed"], used["full"], strict=True)
+        result["readings"] = [seen["followed"], seen["full"]]
 
 
 def _paying(leader: Leader, iteration: int, work: Any) -> OwnTime:
