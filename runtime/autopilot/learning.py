@@ -32,6 +32,7 @@ _FOLLOWS = 0.02
 _UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
 _FEW = 3  #: computations of a row, or of a GPU, that say nothing of the others
+_LAST = 12  #: computations of a row, three quarters of which must differ from it before it changes
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 3  #: how many observations one of its times counts for
 
@@ -82,6 +83,8 @@ class Learner:
         ]
         self._tables: TimeTables | None = None
         self._doubted: dict[tuple[int, int], Floats] = {}  # times that are asked for again
+        # by how much the last computations of each row were longer than it, logarithms
+        self._last: dict[tuple[int, int], Floats] = {}
         #: by how much all times of the last iteration were longer than at first, logarithm
         self.common = self._level = 0.0
         top_j = top_s = 0.0
@@ -217,7 +220,7 @@ class Learner:
         top = known & (clock == 0)
         self.common = usual if apart or top.sum() < _TOPS else float(np.median(miss[top]))
         value -= self.common
-        known &= ~self._forgotten(row, clock, value, known)
+        known &= ~self._changed(row, clock, value, known)
         for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
             same = pipeline * (1 + microbatch.max()) + microbatch == place
             few = (value - times.mean[row, clock])[same & known]
@@ -247,11 +250,13 @@ class Learner:
                 values = np.sort(np.concatenate([before, values]))[: len(values)]
         times.add(row, clock, values)
 
-    def _forgotten(
+    def _changed(
         self, row: Integers, clock: Integers, value: Floats, known: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Forget rows that changed while others did not, as after a change of the power limit, and
-        return whose times are of one.
+        """Learn anew the rows that changed while others did not, as after a change of the power
+        limit, and return whose times are of one.
+
+        A few computations can be longer together by chance, so most of the last ones must be.
         """
         times, changed = self.times, np.zeros(len(row), dtype=bool)
         miss = value - times.mean[row, clock]
@@ -259,10 +264,15 @@ class Learner:
         spread = 1.48 * float(np.median(np.abs(miss[known] - usual))) if known.any() else 0.0
         for r, c in sorted(set(zip(row[known].tolist(), clock[known].tolist(), strict=True))):
             same = (row == r) & (clock == c)
-            error = math.sqrt(1 / same.sum() + 1 / times.count[r, c])
+            last = np.append(self._last.get((r, c), np.empty(0)), miss[same])[-_LAST:]
+            self._last[r, c] = last
+            error = math.sqrt(1 / len(last) + 1 / times.count[r, c])
             limit = max(_OUTLIER, 4 * max(times.noise, spread) * error)
-            if same.sum() >= _FEW and abs(float(np.median(miss[same]))) > limit:
+            low, high = np.quantile(last, (0.25, 0.75))
+            if len(last) == _LAST and (low > limit or high < -limit):
+                mean = times.mean[r, c]
                 times.forget(r, c)
+                times.add(r, c, mean + self._last.pop((r, c)))
                 changed |= same
         return changed
 
