@@ -38,17 +38,22 @@ class AutopilotStatus:
     trials: int = 0  #: Number of operating points that the iteration tries
     #: Number of operating points that a plan might use and that were not measured yet.
     unknown: int = 0
+    #: CPU time of its process since it began, as a share of that of one core; None before.
+    core_share: float | None = None
 
     def __str__(self) -> str:
         if self.reference_s is None or self.saving is None:
             return self.phase
         error = "" if self.saving_stderr is None else f" ± {100 * self.saving_stderr:.1f}"
+        uses = (
+            "" if self.core_share is None else f", it uses {100 * self.core_share:.0f} % of a core"
+        )
         return (
             f"{self.phase}, planned to save {100 * self.saving:.1f}{error} % of the energy at full "
             "clocks, "
             f"{self.trials} operating points tried in iteration {self.iteration} and "
             f"{self.unknown} not known yet, the ledger owes {si(self.owed_s, 's', 3)} of at most "
-            f"{si(self.burst_s, 's', 3)}"
+            f"{si(self.burst_s, 's', 3)}{uses}"
         )
 
 

@@ -13,6 +13,8 @@ from collections import deque
 from statistics import median
 
 _SHARE = 0.004  #: of iterations that begin an audit
+#: at first more, as least is known then: so much more, over how many iterations were planned
+_EARLY_SHARE, _EARLY = 0.3, 10
 _SUSPECTED_SHARE = 0.1  #: likewise while planned iterations seem longer
 _AROUND = 4  #: planned iterations on each side of an audit
 _RECENT = 32  #: planned iterations from which their noise is known
@@ -37,12 +39,15 @@ class Audits:
         self._after: list[float] = []
         self._differences: deque[float] = deque(maxlen=_PAIRS)
         self._unsure = 0  # planned iterations since it was last known that they are not longer
+        self._number = 0  # of planned iterations
         self._full = 0  # iterations at full clocks, one after the other
 
     @property
     def share(self) -> float:
         """The share of iterations that should begin an audit now."""
-        return _SUSPECTED_SHARE if self._is_suspected else _SHARE
+        if self._is_suspected:
+            return _SUSPECTED_SHARE
+        return _SHARE + _EARLY_SHARE / (_EARLY + self._number)
 
     def add(self, unexplained: float, *, full_clocks: bool) -> float:
         """Take in an iteration; return what is owed for planned iterations, in iterations.
@@ -60,6 +65,7 @@ class Audits:
                 self._audited.append(unexplained)
             return 0.0
         self._full = 0
+        self._number += 1
         self._planned.append(unexplained)
         self._unsure += 1
         owed = self.longer

@@ -48,6 +48,7 @@ _EARLY, _ENOUGH = (
 #: how much longer than agreed iterations may be before plans leave more time; by how much more they
 #: leave for what is longer, and where that is owed; and how much at most: shares of the reference
 _ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.002, 0.3, 1.5, 0.3
+_MOST_LESS = 0.02  #: how much less than rows and their errors say, likewise, where that is too much
 _MOST_LATE = 0.01  #: what one iteration counts for at most
 _AUDIT = 2  #: iterations of an audit
 _FIRST_AUDIT = 16  #: when the reference of a profile that was given is compared
@@ -226,7 +227,7 @@ class Autopilot:
                 is_owed = self._ledger is not None and self._ledger.owed_s > 0.0
                 gain = _GAIN_IF_OWED if is_owed and late > 0.0 else _GAIN
                 margin = (self._margin or 0.0) + gain * late
-                self._margin = min(max(margin, 0.0), _MOST_MARGIN)
+                self._margin = min(max(margin, -_MOST_LESS), _MOST_MARGIN)
             self._ratios.append(time_s * full_s / ran_s / self._replayed_s)
         self._full_s.append(time_s - (longer_s or 0.0))
         reference_s = median(self._full_s)
@@ -322,8 +323,8 @@ class Autopilot:
         run = list(programs)
         if settings.learn:
             self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
-            safe = self._learner.costs("safe", margin=margin)
-            doubt = self._learner.costs("doubt", margin=margin)
+            safe = self._learner.costs("safe", margin=max(margin, 0.0))
+            doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
             doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
             for pipeline, program in enumerate(programs):
                 wanted, is_open = self._wanted(iteration, pipeline, is_early=is_early)

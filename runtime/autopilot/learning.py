@@ -31,7 +31,8 @@ _FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
 _FOLLOWS = 0.02
 _UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
-_FEW = 3  #: computations of a row, or of a GPU, that say nothing of the others
+_FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say nothing of others
+_LAST = 12  #: likewise, where a few times are much longer
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 3  #: how many observations one of its times counts for
 
@@ -82,6 +83,10 @@ class Learner:
         ]
         self._tables: TimeTables | None = None
         self._doubted: dict[tuple[int, int], Floats] = {}  # times that are asked for again
+        # by how much each GPU seems slower than others, in iterations one after the other, and
+        # by how much the last computations of each row were longer than it, logarithms
+        self._apart: dict[int, tuple[float, ...]] = {}
+        self._last: dict[tuple[int, int], Floats] = {}
         #: by how much all times of the last iteration were longer than at first, logarithm
         self.common = self._level = 0.0
         top_j = top_s = 0.0
@@ -96,6 +101,13 @@ class Learner:
     def is_ready(self) -> bool:
         """Whether every class was measured at full clocks, and energy was observed."""
         return bool(self.times.count[:, 0].all()) and self.powers.top_w > 0.0
+
+    @property
+    def _enough(self) -> int:
+        """How many computations tell that a row has changed, or a GPU: where a few times are much
+        longer, several can be so together.
+        """
+        return _LAST if self.times.has_tails else _FEW
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from one iteration.
@@ -201,23 +213,27 @@ class Learner:
         value = np.log([each[5] for each in told]) - np.log(times.factor[gpu])
         known = times.count[row, clock] >= _FEW
         miss = np.where(known, value - times.mean[row, clock], np.nan)
-        of_gpus = {int(g): miss[known & (gpu == g)] for g in np.unique(gpu)}
+        well = times.count[row, clock] >= self._enough
+        of_gpus = {int(g): miss[well & (gpu == g)] for g in np.unique(gpu)}
         medians = {g: float(np.median(m)) for g, m in of_gpus.items() if len(m) >= _FEW}
         # What has become slower is told from others by all rows, the faster GPUs being as before;
         # what an iteration has in common is told by full clocks, as lower ones may be wrong alike.
         usual = sorted(medians.values())[(len(medians) - 1) // 2] if medians else 0.0
-        apart = {
-            g: m - usual
+        self._apart = {
+            g: (*self._apart.get(g, ()), m - usual)
             for g, m in medians.items()
             if abs(m - usual) > max(_OUTLIER, 6 * times.noise / math.sqrt(len(of_gpus[g])))
         }
-        for g, more in apart.items():
-            times.factor[g] *= math.exp(more)
-            value[gpu == g] -= more
+        for g, more in self._apart.items():
+            is_sure = abs(more[-1]) > _FAR_OVER or not times.has_tails
+            if is_sure or len(more) >= _FEW:
+                times.factor[g] *= math.exp(float(np.median(more)))
+                value[gpu == g] -= float(np.median(more))
+                self._apart[g] = ()
         top = known & (clock == 0)
-        self.common = usual if apart or top.sum() < _TOPS else float(np.median(miss[top]))
+        self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
         value -= self.common
-        known &= ~self._forgotten(row, clock, value, known)
+        known &= ~self._changed(row, clock, value, known)
         for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
             same = pipeline * (1 + microbatch.max()) + microbatch == place
             few = (value - times.mean[row, clock])[same & known]
@@ -247,11 +263,12 @@ class Learner:
                 values = np.sort(np.concatenate([before, values]))[: len(values)]
         times.add(row, clock, values)
 
-    def _forgotten(
+    def _changed(
         self, row: Integers, clock: Integers, value: Floats, known: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Forget rows that changed while others did not, as after a change of the power limit, and
-        return whose times are of one.
+        """Learn anew the rows that changed while others did not, as after a change of the power
+        limit, and return whose times are of one.
+
         """
         times, changed = self.times, np.zeros(len(row), dtype=bool)
         miss = value - times.mean[row, clock]
@@ -259,10 +276,16 @@ class Learner:
         spread = 1.48 * float(np.median(np.abs(miss[known] - usual))) if known.any() else 0.0
         for r, c in sorted(set(zip(row[known].tolist(), clock[known].tolist(), strict=True))):
             same = (row == r) & (clock == c)
-            error = math.sqrt(1 / same.sum() + 1 / times.count[r, c])
+            before = self._last.get((r, c), np.empty(0))
+            last = np.append(before if times.has_tails else before[:0], miss[same])[-_LAST:]
+            self._last[r, c] = last
+            error = math.sqrt(1 / len(last) + 1 / times.count[r, c])
             limit = max(_OUTLIER, 4 * max(times.noise, spread) * error)
-            if same.sum() >= _FEW and abs(float(np.median(miss[same]))) > limit:
+            low, high = np.quantile(last, (0.25, 0.75))
+            if len(last) >= self._enough and (low > limit or high < -limit):
+                mean = times.mean[r, c]
                 times.forget(r, c)
+                times.add(r, c, mean + self._last.pop((r, c)))
                 changed |= same
         return changed
 

@@ -23,6 +23,7 @@ _REMEMBERED = 20  #: iterations from which the noise is known
 _LONGEST = 0.3  #: a time that is longer by more, relative, is a pause
 _NOISE = 0.006  #: standard deviation of an observed time, relative, before it is known
 _LEAST_NOISE = 1e-4
+_TAILS = 2.0  #: times the noise; a tail that is larger is not noise
 _BENDS, _STEPS = (
     (0.01, 0.03, 0.1),
     (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15),
@@ -72,6 +73,8 @@ class TimeRows:
         self.count, self.mean = np.zeros(shape), np.zeros(shape)
         self.factor = np.ones(gpus)
         self.noise, self.spread = _NOISE, _NOISE
+        #: by how much the mean of a few times is longer than that of those that are not the longest
+        self.excess = 0.0
         self._noted = 0  # iterations whose noise was noted
         self._scales: dict[int, tuple[float, float]] = {}
         self._fitted_rows = 0  # how many were known when the scales were found
@@ -81,8 +84,9 @@ class TimeRows:
         all taken out that is not the row's.
         """
         count = min(self.count[row, clock], _MEMORY)
-        cut = len(values) // 5
+        cut = max(len(values) // 4, int(len(values) > 2))
         value = float(np.sort(values)[cut : len(values) - cut].mean())
+        value -= self.excess if not cut else 0.0
         total = count + len(values)
         if count:
             miss = value - self.mean[row, clock]
@@ -98,6 +102,7 @@ class TimeRows:
         weight = 1 / min(self._noted, _REMEMBERED)
         clipped = np.clip(misses, -_LONGEST, _LONGEST)
         for name, found in (
+            ("excess", float(clipped.mean())),
             ("noise", 1.48 * float(np.median(np.abs(misses)))),
             ("spread", float(np.sqrt(np.mean(clipped**2)))),
         ):
@@ -108,6 +113,11 @@ class TimeRows:
     def tail(self) -> float:
         """How much more times spread than by their noise, as a few are much longer; relative."""
         return math.sqrt(max(0.0, self.spread**2 - self.noise**2))
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether a few times are longer by much more than noise."""
+        return self.tail > _TAILS * self.noise
 
     def _variance(self, count: float) -> float:
         """Return the variance of the logarithm of a row of so many times: what is trimmed of

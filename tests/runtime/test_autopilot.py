@@ -101,7 +101,7 @@ def test_what_it_learns_is_near_the_truth_and_a_profile(trained: Training, tmp_p
         assert m.evidence is not None
         assert abs(m.time_s / truth.time_s - 1) < 0.003 + 4 * m.evidence.time_stderr_s / m.time_s
         misses.append(m.energy_j / truth.energy_j - 1)
-        assert m.energy_j == pytest.approx(truth.energy_j, rel=0.12)
+        assert abs(m.energy_j - truth.energy_j) < 2 * m.evidence.energy_stderr_j
     assert np.sqrt(np.mean(np.square(misses))) < 0.06
     assert learned.blocking_w(0) == pytest.approx(LARGER.blocking_w(0), rel=0.6)
 
@@ -225,14 +225,15 @@ def test_pipelines_that_wait_for_a_slower_one_slow_down_until_it_is_over():
         waiting.append([each._replace(version=decision.version) for each in ran.observations])
         phases.append(decision.phase)
         times_s.append(ran.time_s)
-        if number == 9:
+        if 9 <= number < 12 and decision.phase != "audit":
             mine, others = (
                 np.mean([np.mean(rank) for rank in clocks]) for clocks in decision.clocks
             )
             assert mine > 1.05 * others
     full_s = steady(TRUTH, job_of(TRUTH, 6).iteration, Physics(), full_clocks(TRUTH))[0]
     assert max(times_s[2:6] + times_s[13:]) < 1.01 * full_s
-    assert 1.15 * full_s < min(times_s[7:12])
+    waiting_s = zip(times_s[7:12], phases[7:12], strict=True)
+    assert 1.15 * full_s < min(time_s for time_s, phase in waiting_s if phase != "audit")
     assert max(times_s) < 1.22 * full_s
     assert "paying" not in phases  # the iterations that were ahead of its end are not owed either
 

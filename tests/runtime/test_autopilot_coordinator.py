@@ -5,6 +5,9 @@ the process ends.
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from perseus_planner.base.wires import decode, encode
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import AutopilotSettings
 from perseus_planner.runtime.autopilot.ranks import coordinator as module
+from perseus_planner.runtime.autopilot.ranks.__main__ import _taken
 from perseus_planner.runtime.autopilot.ranks.coordinator import (
     NOTHING,
     Coordinator,
@@ -25,6 +29,7 @@ from perseus_planner.runtime.autopilot.ranks.coordinator import (
     rank_key,
 )
 from perseus_planner.runtime.autopilot.ranks.messages import (
+    End,
     Frame,
     FromProcess,
     JobDescription,
@@ -242,3 +247,16 @@ def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_
     job.begun = 1
     assert list(map(type, job.look())) == [JobDescription, Observations]
     assert len(job.started) == 2
+
+
+def test_while_the_process_rests_observations_wait_and_all_else_ends_its_rest():
+    received: queue.SimpleQueue[ToProcess] = queue.SimpleQueue()
+    observed = Observations(3, ())
+    received.put(observed)
+    threading.Timer(0.05, received.put, [observed]).start()
+    begun_s = time.monotonic()
+    assert _taken(received, begun_s + 0.5) == [observed, observed]
+    assert time.monotonic() - begun_s >= 0.5
+    for message in (observed, observed, End()):
+        received.put(message)
+    assert _taken(received, time.monotonic() + 1000) == [observed, observed, End()]

@@ -16,10 +16,17 @@ import time
 from perseus_planner.base.processes import WatchedProcess, is_readable
 from perseus_planner.base.wires import StreamChannel
 from perseus_planner.runtime.autopilot.ranks.coordinator import DESCRIPTOR
-from perseus_planner.runtime.autopilot.ranks.messages import End, LogLine, ToProcess
+from perseus_planner.runtime.autopilot.ranks.messages import (
+    End,
+    LogLine,
+    Observations,
+    ToProcess,
+)
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
 
 _SAVE_S = 60.0
+_CORE_SHARE = 0.25  #: CPU time that the process takes at most, as a share of that of one core
+_FIRST_S = 20.0  #: and so much more, at first: CPU seconds
 _OWNER_S = 0.5  #: between two looks at the process of rank 0
 _END_S = 5.0  #: for the end of a plan that is being made
 
@@ -46,9 +53,11 @@ def main() -> int:
     channel = StreamChannel(socket.socket(fileno=DESCRIPTOR), ToProcess)
     received: queue.SimpleQueue[ToProcess] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, owner, received), daemon=True).start()
-    planner, saved_s = Planner(), time.monotonic()
+    planner, begun_s = Planner(), time.monotonic()
+    saved_s = begun_s
     while True:
-        messages = _taken(received)
+        rests_until_s = begun_s + (time.process_time() - _FIRST_S) / _CORE_SHARE
+        messages = _taken(received, rests_until_s)
         try:
             replies = planner.take(messages)
         except Exception as error:  # a fault of the planner: training goes on with its last program
@@ -87,13 +96,16 @@ def _receive(
     os._exit(1)
 
 
-def _taken(received: queue.SimpleQueue[ToProcess]) -> list[ToProcess]:
-    """Wait for a message, and return all that are there."""
-    messages = []
+def _taken(received: queue.SimpleQueue[ToProcess], rests_until_s: float) -> list[ToProcess]:
+    """Wait for a message, and return all that are there; observations wait until then."""
+    messages: list[ToProcess] = []
     try:
         messages.append(received.get(timeout=_SAVE_S))
         while True:
-            messages.append(received.get_nowait())
+            rest_s = 0.0
+            if all(isinstance(message, Observations) for message in messages):
+                rest_s = max(0.0, rests_until_s - time.monotonic())
+            messages.append(received.get(timeout=rest_s))
     except queue.Empty:
         return messages
 

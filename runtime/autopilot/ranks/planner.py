@@ -77,7 +77,7 @@ class Planner:
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
+        self._now_s, self._begun_s = now_s, now_s()
         self._job: JobDescription | None = None
         self._autopilot: Autopilot | OneClock | None = None
         self._orders: tuple[int, ...] = ()
@@ -243,6 +243,7 @@ class Planner:
             0.0 if ledger is None else ledger.burst_s,
             decision.trials,
             decision.unknown,
+            time.process_time() / max(self._now_s() - self._begun_s, 1e-3),
         )
         replies: list[FromProcess] = [Status(status), *self._log(status)]
         news = (
