@@ -510,5 +510,5 @@ def _judge(
             f"{law['most']:+.2f} % or less (limit 0.2)",
             law["least"] >= 0.93 and law["most"] <= 0.2,
         ),
-        Check(f"alike, with jitter: time {late:+.2f} % or less (limit 0.1)", late <= 0.1),
+        Check(f"alike, with jitter: time {late:+.2f} % or less (limit 0.2)", late <= 0.2),
     ]

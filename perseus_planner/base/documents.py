@@ -30,7 +30,7 @@ _MAX_DEPTH = 20
 _FORMAT = re.compile(rb"""^format\s*:\s*["']?perseus-planner/([a-z]+)\b""", re.MULTILINE)
 _HEAD_BYTES = 4096
 #: a header with microbatches, behind blank lines and comments
-_LENGTHS = re.compile(rb"(\xef\xbb\xbf)?(\s*(#.*)?\n)*[^\n]*\bmicrobatch")
+_LENGTHS = re.compile(rb"(\xef\xbb\xbf)?([ \t\r]*(#.*)?\n)*(?![ \t\r]*#).*\bmicrobatch")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from commands import done, run
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
+from perseus_planner.base.documents import kind_of
 from perseus_planner.cluster import views
 from perseus_planner.cluster.lengths import POLICIES, UnlikeJob, read_lengths
 from perseus_planner.profiles.measurement import ClockChange
@@ -43,6 +44,21 @@ def work(folder: Path, frontier: Frontier) -> Path:
     Path("work.csv").write_text("\n".join(rows) + "\n")
     Path("lengths.csv").write_text("\n".join(sequences) + "\n")
     return folder
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        ("step,pipeline,microbatch,length\n", "lengths"),
+        ("\ufeff# of a job\r\n\r\nstep,pipeline,microbatch_0\r\n", "lengths"),
+        ("microbatch,step,pipeline,length\n", "lengths"),
+        (" # per microbatch\nstage,instruction,frequency,time,energy\n", "profile"),
+        ("\n" * 5000 + "microbatch\n", "profile"),
+    ],
+)
+def test_a_file_of_lengths_is_known_by_its_header(folder: Path, head: str, kind: str):
+    Path("file.csv").write_text(head)
+    assert kind_of(Path("file.csv")) == kind
 
 
 def test_lengths_are_added_up_for_each_microbatch(folder: Path):
