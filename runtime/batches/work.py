@@ -136,6 +136,15 @@ def checked_work(rows: Sequence[Work]) -> Floats:
     Raises:
         UsageError: If they are not finite numbers of 0 or more, as many for each microbatch.
     """
+    try:  # at once, as this runs on the training thread; one by one only to say what is wrong
+        table = np.asarray(rows, dtype=np.float64)
+    except (TypeError, ValueError):
+        table = np.empty(0)
+    if table.ndim == 1:
+        table = table[:, None]
+    is_table = table.ndim == 2 and len(table) > 0 and 1 <= table.shape[1] <= _MOST
+    if is_table and np.isfinite(table).all() and (table >= 0.0).all():
+        return table
     try:
         arrays = [np.atleast_1d(np.asarray(row, dtype=np.float64)) for row in rows]
     except (TypeError, ValueError) as error:

@@ -103,6 +103,7 @@ def test_bad_work_is_refused(microbatches: list[Any], function: Any, message: st
 def test_work_is_an_array_of_microbatches_and_numbers():
     assert work_of([3, 4], lambda length: (length, length**2)).tolist() == [[3, 9], [4, 16]]
     assert checked_work([3, 4]).tolist() == [[3.0], [4.0]]
+    assert checked_work([3, (4,)]).tolist() == [[3.0], [4.0]]
 
 
 @pytest.mark.parametrize("seed", range(20))
