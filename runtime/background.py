@@ -33,6 +33,7 @@ from perseus_planner.runtime.marks import NO_REQUEST, Marks
 
 if TYPE_CHECKING:
     from perseus_planner.runs import IterationRecord
+    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.attachment import Reattachment
     from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.runtime.batches.batches import Batches
@@ -108,6 +109,7 @@ class BackgroundWork:
         batches: Batches | None = None,
     ) -> None:
         self._batches = batches
+        self._status: AutopilotStatus | None = None  #: that was recorded last
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
         self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
         #: what keeps clocks from being set: "final", "controller", "gpu" or "fault" -> why
@@ -136,7 +138,7 @@ class BackgroundWork:
             if self._autopilot is not None:
                 self._autopilot.look(times, messages)
             if self._batches is not None:
-                self._batches.observe(times)
+                self._follow_batches(self._batches, times)
             self._follower.look()
             self._report_straggling(self._telemetry.update(times, messages))
             self._report_counts()
@@ -161,6 +163,13 @@ class BackgroundWork:
         self._telemetry.close()
         self._report_counts()
         self._warn()
+
+    def _follow_batches(self, batches: Batches, times: Sequence[IterationTimes]) -> None:
+        batches.observe(times)
+        status = batches.status
+        if status is not None and status != self._status:
+            self._status = status
+            self._telemetry.on_status(status)
 
     def _times(self) -> list[IterationTimes]:
         """Return the times of the iterations that the device has ended; after an error of the

@@ -40,6 +40,7 @@ from perseus_planner.solver.batch import BatchPlanner, Law
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.batches.laws import Key
     from perseus_planner.runtime.marks import IterationTimes
@@ -157,6 +158,13 @@ class Batches:
     def leads(self) -> bool:
         """Whether this rank has the batch of its pipeline, and decides its clocks."""
         return self._leader is not None
+
+    @property
+    def status(self) -> AutopilotStatus | None:
+        """What is known, for the record of the run; None but for the first rank of pipeline 0."""
+        if self._leader is None or self._seat.pipeline:
+            return None
+        return self._leader.status
 
     def start(self) -> None:
         """Start the thread of the exchange."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot.job import Ledger
 from perseus_planner.runtime.batches.exchange import Batch, OwnTime, RankLaws, Slowest, runs_of
 from perseus_planner.schedules import Computation, Schedule
@@ -64,6 +65,19 @@ class Leader:
     def is_ready(self) -> bool:
         """Whether all ranks of the pipeline have told their laws."""
         return self._planner is not None
+
+    @property
+    def status(self) -> AutopilotStatus:
+        """What is known, for the record of the run."""
+        ledger = self._ledger
+        if self._planner is None:
+            return AutopilotStatus("watching")
+        if ledger is None or len(self._ratios) < _REFERENCES:
+            return AutopilotStatus("reference")
+        phase = "paying" if ledger.is_overdrawn else "following"
+        return AutopilotStatus(
+            phase, ledger.last, ledger.reference_s, owed_s=ledger.owed_s, burst_s=ledger.burst_s
+        )
 
     def learn(self, told: tuple[RankLaws, ...]) -> None:
         """Take in what all ranks of the pipeline have learnt.
