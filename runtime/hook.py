@@ -64,6 +64,9 @@ class Program:
     status: AutopilotStatus | None = None  #: What the autopilot knew
     #: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
     busy_s: float | None = None
+    #: Joules of this rank's GPU in such an iteration at full clocks, by the profile, where that is
+    #: known and iterations differ; else None.
+    full_j: float | None = None
     sent: Sent | None = field(default=None, repr=False, compare=False)  #: What all ranks were sent
     #: Whether the source may have another one of the same computations while the iteration runs.
     awaits: bool = False

@@ -334,7 +334,8 @@ class Batches:
     def _decide(self, iteration: int, batch: Batch, work: Floats | None, slowest: Slowest) -> None:
         program, rank = self._full, self._seat.rank
         busy_s = batch.busy_s[rank] if batch.busy_s else None
-        program = replace(program, time_s=batch.time_s, busy_s=busy_s)
+        full_j = batch.full_j[rank] if batch.full_j else None
+        program = replace(program, time_s=batch.time_s, busy_s=busy_s, full_j=full_j)
         if batch.clocks:
             clocks = tuple(clock for clock, count in batch.clocks[rank] for _ in range(count))
             if len(clocks) == len(self._order):

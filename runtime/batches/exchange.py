@@ -88,6 +88,9 @@ class Batch(Record, frozen=True, array_like=True):
     #: For each rank, the seconds that it computes, were its GPU as fast as at first; empty if not
     #: known.
     busy_s: tuple[float, ...] = ()
+    #: For each rank, the joules of one of its GPUs at full clocks in an iteration of `time_s`, by
+    #: the profile; empty if not known.
+    full_j: tuple[float, ...] = ()
 
 
 class RankLaws(Record, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from perseus_planner.runs.autopilot import AutopilotStatus
@@ -125,15 +125,12 @@ class Leader:
         """
         if work is None:
             return Batch()
-        rows = tuple(map(tuple, work.tolist()))
         if self._planner is None or not slowest.time_s:
-            return Batch(rows)
+            return Batch(tuple(map(tuple, work.tolist())))
         if slowest.pays:
-            return Batch(rows, (), slowest.time_s, self._busy_s(work, None))
+            return self._batch(work, slowest.time_s)
         plan = self._planner.plan(work, slowest.time_s * self._settings.slowdown)
-        clocks = tuple(map(runs_of, plan.clocks_mhz))
-        time_s = max(plan.time_s, slowest.time_s)
-        return Batch(rows, clocks, time_s, self._busy_s(work, plan.clocks_mhz))
+        return self._batch(work, max(plan.time_s, slowest.time_s), plan.clocks_mhz)
 
     def account(self, iteration: int, time_s: float, slowest: Slowest) -> None:
         """Note how long an iteration took.
@@ -157,23 +154,34 @@ class Leader:
         longer_s = 0.0 if slowest.pays else min(max(time_s - reference_s, -most_s), most_s)
         self._ledger = ledger.add(reference_s + longer_s, longer_s=longer_s)
 
-    def _busy_s(
-        self, work: Floats, clocks_mhz: Sequence[Sequence[int]] | None
-    ) -> tuple[float, ...]:
-        """Return the seconds that each rank computes; nothing if that is not known."""
-        if self._is_whole:
-            return ()
-        rows, busy_s = work.tolist(), []
+    def _batch(
+        self,
+        work: Floats,
+        time_s: float,
+        clocks_mhz: Sequence[Sequence[int]] | None = None,
+    ) -> Batch:
+        """Return what ranks are told of clocks, None for full ones, and an iteration time."""
+        rows, busy_s, full_j = work.tolist(), [], []
+        profile = self._profile
         for rank, order in enumerate(self._orders):
             clocks = [None] * len(order) if clocks_mhz is None else clocks_mhz[rank]
-            total_s = 0.0
+            rank_s = rank_j = 0.0
             for (stage, kind, microbatch), clock in zip(order, clocks, strict=True):
-                law = self._laws[stage, kind]
+                law, row = self._laws[stage, kind], profile.measurements[stage, kind][0]
                 full_s = law.fixed_s + sum(
                     slope_s * each
                     for slope_s, each in zip(law.per_work_s, rows[microbatch], strict=True)
                 )
                 ratio = 1.0 if clock is None else self._ratio.get(((stage, kind), clock), 1.0)
-                total_s += full_s * ratio
-            busy_s.append(total_s)
-        return tuple(busy_s)
+                rank_s += full_s * ratio
+                rank_j += full_s * (row.energy_j / row.time_s - profile.blocking_w(stage))
+            waiting_w = fmean(profile.blocking_w(c.stage) for c in order)
+            busy_s.append(rank_s)
+            full_j.append((rank_j + waiting_w * time_s) / profile.gpus_per_stage)
+        return Batch(
+            tuple(map(tuple, rows)),
+            () if clocks_mhz is None else tuple(map(runs_of, clocks_mhz)),
+            time_s,
+            () if self._is_whole else tuple(busy_s),
+            tuple(full_j),
+        )

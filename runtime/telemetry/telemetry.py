@@ -183,7 +183,7 @@ class Telemetry:
         # Of the previous iteration:
         self._program: Program | None = None
         self._is_at_full_clocks = False
-        self._at_full_j: deque[float] = deque(
+        self._at_full_j: deque[tuple[float, float | None]] = deque(
             maxlen=_FULL
         )  #: energies of the last iterations at full clocks
         self._unlocked, self._is_unlocked = Account(), True  #: before a clock was first requested
@@ -364,10 +364,10 @@ class Telemetry:
             )
         elif program is not None and plan is None and deviation is None:
             if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:
-                self._at_full_j.append(energy_j)
+                self._at_full_j.append((energy_j, program.full_j))
             self._is_at_full_clocks = program.decision == 0
             planned_busy_s = program.busy_s
-            baseline_j = fmean(self._at_full_j) if self._at_full_j else None
+            baseline_j = self._baseline_j(program.full_j)
         return IterationRecord(
             **change_statistics(computations),
             iteration=times.number,
@@ -390,6 +390,18 @@ class Telemetry:
             host_load=os.getloadavg()[0] / (os.cpu_count() or 1),
             gpu=None if self._gpu is None else self._gpu.name or None,
         )
+
+    def _baseline_j(self, full_j: float | None) -> float | None:
+        """Return the mean energy of the last iterations at full clocks; where iterations differ,
+        what they drew over what the profile says, times what it says of this one.
+        """
+        alike = [each for each in self._at_full_j if (each[1] is None) == (full_j is None)]
+        if not alike:
+            return None
+        drawn_j = fmean(energy_j for energy_j, _ in alike)
+        if full_j is None:
+            return drawn_j
+        return drawn_j * full_j / fmean(by_profile_j or 0.0 for _, by_profile_j in alike)
 
     def _next_ns(self, times: IterationTimes) -> int | None:
         """Return when the next iteration began; None for the last one, and if the next was not
