@@ -22,6 +22,7 @@ from perseus_planner.base.units import COUNT, FINITE, TIME
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.clock_problem import (
+    ClockState,
     change_cost,
     clock_problem_of,
     load_state,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Schedule
+    from perseus_planner.solver.clock_problem import ClockProblem
     from perseus_planner.solver.network import Floats, Integers
 
 Key = tuple[int, str]
@@ -221,7 +223,7 @@ class BatchPlanner:
         Raises:
             UsageError: If `work` is not like that.
         """
-        makespan_s = self._replay(self.computation_s(work))[0]
+        makespan_s = replay(self._problem, self._state(self.computation_s(work)))
         return makespan_s + self.dag.profile.overhead_s
 
     def replay(
@@ -345,7 +347,7 @@ class BatchPlanner:
         scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
         problem = self._problem
         of_class = np.bincount(problem.member, scale, len(self._one_j))
-        cost_j = of_class @ self._one_j
+        cost_j = (of_class[:, None] * self._one_j).sum(axis=0)
         makespan_s = self._replay_all((scale[:, None] * self._one_s[problem.member]).T)
         cost_j[makespan_s + self.dag.profile.overhead_s > target_s] = np.inf
         best = int(np.argmin(cost_j)) if np.isfinite(cost_j).any() else 0
@@ -368,7 +370,7 @@ class BatchPlanner:
         """
         scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
         overhead_s, tries = self.dag.profile.overhead_s, COUNT.check(effort, "effort")
-        full_s = self._replay(scale * self._full_s)[0]
+        full_s = replay(self._problem, self._state(scale * self._full_s))
         deadline_s = max(full_s, target_s - overhead_s)
         node_scale = np.ones(len(self.dag.order))
         node_scale[self._problem.node] = scale
@@ -387,38 +389,11 @@ class BatchPlanner:
         lower what has room again. Return False if the classes of a rank have too few clocks in
         common for that.
         """
-        problem, count = self._problem, len(column)
-        scratch, cost_j = np.empty((2, count + 1), dtype=np.int64), np.empty(count + 1)
-        merged = _merge(
-            problem.rank_start,
-            problem.member,
-            scale,
-            problem.time_s,
-            problem.cost_j,
-            most,
-            column,
-            scratch[0],
-            scratch[1],
-            cost_j,
-        )
-        if not merged:
+        scratch, cost_j = np.empty((2, len(column) + 1), dtype=np.int64), np.empty(len(column) + 1)
+        if not _merge(self._problem, scale, most, column, scratch[0], scratch[1], cost_j):
             return False
-        _, duration_s, end_s = self._replay(scale * problem.time_s[problem.member, column])
-        _lower(
-            problem.before_start,
-            problem.before,
-            problem.before_lag_s,
-            problem.node,
-            problem.rank_start,
-            problem.member,
-            scale,
-            problem.time_s,
-            problem.cost_j,
-            deadline_s,
-            column,
-            duration_s,
-            end_s,
-        )
+        state = self._state(scale * self._problem.time_s[self._problem.member, column], column)
+        _lower(self._problem, scale, deadline_s, state)
         return True
 
     def _set_laws(self, laws: Mapping[Key, Law]) -> None:
@@ -463,44 +438,27 @@ class BatchPlanner:
 
     def _replay_all(self, computation_s: Floats) -> Floats:
         """Return the makespan of each row of durations, seconds: (rows, m)."""
-        problem, makespan_s = self._problem, np.empty(len(computation_s))
-        _makespans(
-            problem.before_start,
-            problem.before,
-            problem.before_lag_s,
-            problem.node,
-            np.ascontiguousarray(computation_s),
-            problem.fixed_s.copy(),
-            np.empty(len(problem.fixed_s)),
-            makespan_s,
-        )
+        state, makespan_s = self._state(computation_s[0]), np.empty(len(computation_s))
+        _makespans(self._problem, state, np.ascontiguousarray(computation_s), makespan_s)
         return makespan_s
 
-    def _replay(self, computation_s: Floats) -> tuple[float, Floats, Floats]:
-        """Return the makespan, and the duration and end of each node, seconds."""
-        problem = self._problem
-        duration_s, end_s = problem.fixed_s.copy(), np.empty(len(problem.fixed_s))
-        duration_s[problem.node] = computation_s
-        makespan_s = _ends(
-            problem.before_start, problem.before, problem.before_lag_s, duration_s, end_s
-        )
-        return makespan_s, duration_s, end_s
+    def _state(self, computation_s: Floats, column: Integers | None = None) -> ClockState:
+        """Return a state of computations that take so long, not yet replayed; its clocks are those
+        columns.
+        """
+        duration_s = self._problem.fixed_s.copy()
+        duration_s[self._problem.node] = computation_s
+        clock = self._problem.member if column is None else column
+        return ClockState(clock, duration_s, np.empty_like(duration_s), np.zeros(1, dtype=np.int64))
 
     def _plan_of(self, scale: Floats, column: Integers, target_s: float) -> BatchPlan:
         """Return the replayed plan of one clock, given as its column, for each computation."""
         problem, overhead_s = self._problem, self.dag.profile.overhead_s
-        makespan_s, duration_s, end_s = self._replay(scale * problem.time_s[problem.member, column])
-        time_s = makespan_s + overhead_s
+        state = self._state(scale * problem.time_s[problem.member, column])
+        time_s = replay(problem, state) + overhead_s
         until_s = max(time_s, target_s)
-        latest_s = np.empty_like(end_s)
-        _latest_ends(
-            problem.before_start,
-            problem.before,
-            problem.before_lag_s,
-            duration_s,
-            until_s - overhead_s,
-            latest_s,
-        )
+        latest_s = np.empty_like(state.end_s)
+        _latest_ends(problem, state, until_s - overhead_s, latest_s)
         effective_j = float((scale * problem.cost_j[problem.member, column]).cumsum()[-1])
         clocks_mhz = [self._clocks_mhz[i] for i in column.tolist()]
         return BatchPlan(
@@ -519,80 +477,42 @@ class BatchPlanner:
         )
 
 
-@inner_kernel
-def _longest(
-    before_start: Integers, before: Integers, lag_s: Floats, duration_s: Floats, end_s: Floats
-) -> float:
-    """Fill `end_s` with the end of each node; return the makespan, seconds."""
-    makespan_s = 0.0
-    for k in range(len(end_s)):
-        start_s = 0.0
-        for i in range(before_start[k], before_start[k + 1]):
-            start_s = max(start_s, end_s[before[i]] + lag_s[i])
-        end_s[k] = start_s + duration_s[k]
-        makespan_s = max(makespan_s, end_s[k])
-    return makespan_s
-
-
-@kernel
-def _ends(
-    before_start: Integers, before: Integers, lag_s: Floats, duration_s: Floats, end_s: Floats
-) -> float:
-    """Do as `_longest` does, for Python."""
-    return _longest(before_start, before, lag_s, duration_s, end_s)
-
-
 @kernel
 def _latest_ends(
-    before_start: Integers,
-    before: Integers,
-    lag_s: Floats,
-    duration_s: Floats,
-    deadline_s: float,
-    latest_s: Floats,
+    problem: ClockProblem, state: ClockState, deadline_s: float, latest_s: Floats
 ) -> None:
     """Fill `latest_s` with the latest end of each node after which all others still end by
     `deadline_s`.
     """
+    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
     for k in range(len(latest_s)):
         latest_s[k] = deadline_s
     for k in range(len(latest_s) - 1, -1, -1):
-        start_s = latest_s[k] - duration_s[k]
+        start_s = latest_s[k] - state.duration_s[k]
         for i in range(before_start[k], before_start[k + 1]):
             latest_s[before[i]] = min(latest_s[before[i]], start_s - lag_s[i])
 
 
 @kernel
 def _makespans(
-    before_start: Integers,
-    before: Integers,
-    lag_s: Floats,
-    node: Integers,
-    computation_s: Floats,
-    duration_s: Floats,
-    end_s: Floats,
-    makespan_s: Floats,
+    problem: ClockProblem, state: ClockState, computation_s: Floats, makespan_s: Floats
 ) -> None:
     """Fill `makespan_s` with that of each row of `computation_s`: (rows, m)."""
     for row in range(len(makespan_s)):
-        for i in range(len(node)):
-            duration_s[node[i]] = computation_s[row, i]
-        makespan_s[row] = _longest(before_start, before, lag_s, duration_s, end_s)
+        for i in range(len(problem.node)):
+            state.duration_s[problem.node[i]] = computation_s[row, i]
+        state.touched[0] = 0
+        makespan_s[row] = replay(problem, state)
 
 
 @inner_kernel
 def _raised_to(
-    member: Integers,
-    scale: Floats,
-    time_s: Floats,
-    cost_j: Floats,
-    column: Integers,
-    first: int,
-    stop: int,
+    problem: ClockProblem, scale: Floats, column: Integers, first: int, stop: int
 ) -> tuple[int, float]:
     """Return the lowest clock found at which no computation from `first` to before `stop` takes
     longer than now, and what that costs, joules; -1 if there is none.
     """
+    member, time_s, cost_j = problem.member, problem.time_s, problem.cost_j
     clock = column[first]
     for i in range(first, stop):
         clock = min(clock, column[i])
@@ -609,11 +529,8 @@ def _raised_to(
 
 @kernel
 def _merge(
-    rank_start: Integers,
-    member: Integers,
+    problem: ClockProblem,
     scale: Floats,
-    time_s: Floats,
-    cost_j: Floats,
     most: int,
     column: Integers,
     begin: Integers,
@@ -626,6 +543,7 @@ def _merge(
     `begin`, `raised` and `added_j` are scratch space: where each segment of a rank begins, and the
     clock and cost of it with the one before.
     """
+    rank_start = problem.rank_start
     for rank in range(len(rank_start) - 1):
         first, stop, count = rank_start[rank], rank_start[rank + 1], 0
         for i in range(first, stop):
@@ -634,9 +552,7 @@ def _merge(
                 count += 1
         begin[count] = stop
         for s in range(1, count):
-            raised[s], added_j[s] = _raised_to(
-                member, scale, time_s, cost_j, column, begin[s - 1], begin[s + 1]
-            )
+            raised[s], added_j[s] = _raised_to(problem, scale, column, begin[s - 1], begin[s + 1])
         while count > most:
             best = 0
             for s in range(1, count):
@@ -651,28 +567,21 @@ def _merge(
                 begin[s], raised[s], added_j[s] = begin[s + 1], raised[s + 1], added_j[s + 1]
             for s in range(max(best - 1, 1), min(best + 1, count)):
                 raised[s], added_j[s] = _raised_to(
-                    member, scale, time_s, cost_j, column, begin[s - 1], begin[s + 1]
+                    problem, scale, column, begin[s - 1], begin[s + 1]
                 )
     return True
 
 
 @kernel
-def _lower(
-    before_start: Integers,
-    before: Integers,
-    lag_s: Floats,
-    node: Integers,
-    rank_start: Integers,
-    member: Integers,
-    scale: Floats,
-    time_s: Floats,
-    cost_j: Floats,
-    deadline_s: float,
-    column: Integers,
-    duration_s: Floats,
-    end_s: Floats,
-) -> None:
+def _lower(problem: ClockProblem, scale: Floats, deadline_s: float, state: ClockState) -> None:
     """Lower the clock of one segment after the other, as long as that saves and all is in time."""
+    rank_start, member, node = problem.rank_start, problem.member, problem.node
+    time_s, cost_j, column, duration_s = (
+        problem.time_s,
+        problem.cost_j,
+        state.clock,
+        state.duration_s,
+    )
     lowered = True
     while lowered:
         lowered = False
@@ -690,7 +599,8 @@ def _lower(
                         continue
                     for i in range(first, stop):
                         duration_s[node[i]] = scale[i] * time_s[member[i], clock]
-                    if _longest(before_start, before, lag_s, duration_s, end_s) <= deadline_s:
+                    state.touched[0] = 0
+                    if replay(problem, state) <= deadline_s:
                         for i in range(first, stop):
                             column[i] = clock
                         lowered = True
