@@ -142,7 +142,7 @@ class DeepSpeedPipeline:
             if not torch.is_grad_enabled():  # an evaluation; DeepSpeed refuses to train like this
                 return execute(schedule)
             given = engine.data_iterator if engine.is_first_stage() and not self._is_v else None
-            ahead = None if given is None else _ReadAhead(given)
+            ahead = None if given is None else ReadAhead(given)
             count = schedule.num_micro_batches
             hook.begin_iteration(count, None if ahead is None else partial(ahead.read, count))
             if ahead is not None and ahead.has_read:
@@ -221,7 +221,7 @@ class DeepSpeedPipeline:
         return execute_hooked
 
 
-class _ReadAhead:
+class ReadAhead:
     """Gives what was read ahead of an iterator, in its order, and raises where it raised."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -241,7 +241,7 @@ class _ReadAhead:
                 break
         return list(self._read)
 
-    def __iter__(self) -> _ReadAhead:
+    def __iter__(self) -> ReadAhead:
         return self
 
     def __next__(self) -> Any:

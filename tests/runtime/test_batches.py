@@ -26,6 +26,7 @@ from waiting import LONG_S, eventually
 
 from perseus_planner import Profile, schedules
 from perseus_planner.base.errors import PlannerError, ProfileError, RankError
+from perseus_planner.engines.deepspeed import ReadAhead
 from perseus_planner.runs import IterationRecord
 from perseus_planner.runs.straggler import StragglerDetector
 from perseus_planner.runtime import planner_runtime
@@ -399,3 +400,24 @@ def test_training_by_the_batch_saves_energy_at_no_time(engine: str, stages: int,
     virtual, _ = predicted(profile, schedule, work if stages else work.mean(axis=2, keepdims=True))
     assert 0.7 * virtual < saved < 1.2 * virtual
     assert longer < 0.02
+
+
+def test_what_is_read_ahead_comes_in_its_order_and_ends_where_it_ended():
+    def drawn_until_it_fails() -> Any:
+        yield from "abc"
+        raise KeyError("lost")
+
+    ahead = ReadAhead(drawn_until_it_fails())
+    assert ahead.read(2) == ["a", "b"]
+    assert [next(ahead), next(ahead), next(ahead)] == ["a", "b", "c"]
+    with pytest.raises(KeyError):
+        next(ahead)
+    for count, read in ((3, ["a", "b", "c"]), (5, ["a", "b", "c"])):
+        ahead = ReadAhead(iter("abc"))
+        assert ahead.read(count) == read
+        assert list(ahead) == read
+    ahead = ReadAhead(drawn_until_it_fails())
+    assert ahead.read(5) == ["a", "b", "c"]
+    assert [next(ahead), next(ahead), next(ahead)] == ["a", "b", "c"]
+    with pytest.raises(KeyError, match="lost"):
+        next(ahead)
