@@ -25,7 +25,7 @@ from torch import nn
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.megatron import MegatronModel
-from perseus_planner.runtime.hook import Hook
+from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.schedules import interleaved_1f1b
 
 
@@ -166,7 +166,7 @@ def changes() -> None:
             training = Training(virtual)
             seat = training.engine.pipeline_rank
             schedule = interleaved_1f1b(seat.ranks, virtual or 1, 4)
-            hooked = RecordedMarks(_Program(schedule, seat.rank))
+            hooked = RecordedMarks(_program(schedule, seat.rank))
             with training.engine.attached(Hook(hooked, hooked, hooked.program)):
                 for microbatches in (4, 6, 4, 4):
                     training.step(microbatches)
@@ -179,13 +179,9 @@ def changes() -> None:
             assert hooked.wants == [0, *in_order, -1, 0, *in_order], hooked.wants
 
 
-class _Program:
-    """The attributes of a `Program` that the hook reads."""
-
-    def __init__(self, schedule: Any, rank: int) -> None:
-        self.computations = schedule.ranks[rank]
-        self.clocks = (1000,) * len(self.computations)
-        self.microbatches = schedule.microbatches
+def _program(schedule: Any, rank: int) -> Program:
+    computations = schedule.ranks[rank]
+    return Program(1, computations, (1000,) * len(computations), 1.0)
 
 
 def unknown() -> None:
@@ -278,7 +274,7 @@ def dies() -> None:
     with parallel():
         training, seat = Training(), MegatronModel([]).pipeline_rank
         schedule = interleaved_1f1b(seat.ranks, 1, 2)
-        hooked = RecordedMarks(_Program(schedule, seat.rank))
+        hooked = RecordedMarks(_program(schedule, seat.rank))
         with training.engine.attached(Hook(hooked, hooked, hooked.program)):
             handle = training.chunks[0].register_forward_pre_hook(_fail)
             with suppress(ZeroDivisionError):
