@@ -57,9 +57,11 @@ _DOUBT, _MORE_DOUBT = (
     0.01,
     0.002,
 )  #: how much longer it may be if rows are over the bound; and while trials are ahead
-_AGAIN = (
-    4  #: iterations between two solutions for the same rows, whose powers are known better by then
-)
+#: iterations between two solutions for the same rows, whose powers are known better by then
+_AGAIN = 4
+#: a search for the same costs waits for the next iteration; later for that share of all of them.
+#: Costs are the same if none differs by more, relative
+_REST, _SAME = 1 / 64, 0.001
 _REPEAT = 6  #: iterations before a trial is tried again
 _GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
 
@@ -110,6 +112,8 @@ class Autopilot:
         self._solved_rows = self._target_rows = (
             0.0  # how many rows were known when they were solved for
         )
+        self._solved = self._searched = -_AGAIN  # iterations
+        self._searched_s: Floats | None = None  # seconds of rows for which it was searched
         self._last = (self._search.full(),) * job.pipelines
         self._version = 0
         self._ahead: dict[int, _Ran] = {}
@@ -306,23 +310,30 @@ class Autopilot:
         agreed_s = reference_s * (settings.slowdown + _TIGHT)
         deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
         programs: list[Integers] = []
-        solve = rows >= _GROWTH * self._solved_rows or iteration % _AGAIN == 0
+        rest = max(1, int(iteration * _REST))
+        solve = rows >= _GROWTH * self._solved_rows or iteration - self._solved >= _AGAIN * rest
+        is_due = solve or iteration - self._searched >= rest or self._is_new(plan)
         plans: dict[tuple[float, ...], Integers] = {}
         for pipeline, costs in enumerate(plan):
             group, deadline_s = self._group(pipeline), deadlines_s[pipeline]
-            if group not in plans:
+            if not is_due and group in self._plan:
+                plans[group] = self._plan[group]
+            elif group not in plans:
                 plans[group] = self._best(
                     group, costs, mean[pipeline], deadline_s, iteration, solve=solve
                 )
             programs.append(plans[group])
         self._plan = plans
         if solve:
-            self._solved_rows = rows
+            self._solved_rows, self._solved = rows, iteration
+        if is_due:
+            self._searched, self._searched_s = iteration, np.array([each.time_s for each in plan])
         more = _TRIAL if is_early else _LATE_TRIAL
         trials, limit_s = 0, reference_s * (settings.slowdown + more)
         run = list(programs)
         if settings.learn:
-            self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
+            if is_due:
+                self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
             safe = self._learner.costs("safe", margin=max(margin, 0.0))
             doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
             doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
@@ -349,6 +360,13 @@ class Autopilot:
             trials=trials,
             time_s=time_s * median(self._ratios or [1.0]),
             saving=(saving, error),
+        )
+
+    def _is_new(self, plan: Sequence[Costs]) -> bool:
+        """Whether a row costs something else than when plans were last searched."""
+        times_s = np.array([each.time_s for each in plan])
+        return self._searched_s is None or not np.allclose(
+            times_s, self._searched_s, rtol=_SAME, atol=0.0
         )
 
     def _trials_seen(self) -> bool:

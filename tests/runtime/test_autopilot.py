@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from perseus_planner.runtime.autopilot import (
     ComputationObservation,
     RankObservation,
 )
+from perseus_planner.runtime.autopilot.planning import Searcher
 
 TRUTH = smooth_profile(3, step_mhz=45)
 LARGER = smooth_profile(4, step_mhz=45)  #: with 8 microbatches
@@ -171,6 +173,35 @@ def test_a_stage_that_becomes_slower_is_planned_for_at_once(late: int):
     assert done.decisions[-1].ledger.reference_s == pytest.approx(full_s, rel=0.005)
     last_j = steady(slower, job_of(TRUTH, 6).iteration, Physics(), done.programs[-1][0])[1]
     assert 1 - last_j / full_j > 0.05
+
+
+def test_it_rests_while_nothing_changes_and_searches_at_once_when_something_does(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    searches: list[int] = []
+    polish = Searcher.polish
+
+    def counted(search: Searcher, *given: Any) -> Any:
+        searches.append(1)
+        return polish(search, *given)
+
+    monkeypatch.setattr(Searcher, "polish", counted)
+    job = job_of(TRUTH, 6)
+    world, autopilot = World(TRUTH, job.iteration, QUIET), Autopilot(job, prior=TRUTH)
+
+    def run(first: int, count: int) -> int:
+        before = len(searches)
+        for number in range(first, first + count):
+            decision = autopilot.decide(number)
+            ran = world.run(decision.clocks, [decision.version])
+            autopilot.observe([seen._replace(iteration=number) for seen in ran.observations])
+        return len(searches) - before
+
+    run(20_000, 60)
+    assert run(20_060, 40) <= 15  # of 80 if it searched before each
+    world.set_truth(scaled(TRUTH, 1, 1.15))
+    run(20_100, 1)  # it learns of it after this one
+    assert run(20_101, 1) > 0
 
 
 def test_rows_that_become_slower_while_others_do_not_are_learnt_anew():
