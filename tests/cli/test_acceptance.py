@@ -21,9 +21,9 @@ from waiting import LONG_S
 
 from perseus_planner.acceptance.command import AcceptanceReport, page
 from perseus_planner.acceptance.ranks import Rank
-from perseus_planner.acceptance.steps import alike, mark_error_s
+from perseus_planner.acceptance.steps import CHECKS, Acceptance, alike, mark_error_s
 from perseus_planner.acceptance.training import Layout
-from perseus_planner.base.checks import CheckResult
+from perseus_planner.base.checks import CheckResult, run_check
 from perseus_planner.base.errors import GpuError, RankError
 
 pytest.importorskip("torch")
@@ -89,6 +89,21 @@ def test_eight_ranks_with_emulated_gpus_are_accepted(tmp_path: Path):
     accepted(tmp_path, 8)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it is imported
+def test_what_looks_at_a_node_sets_nothing_and_leases_nothing(
+    nvml: StandIn, state: Path, tmp_path: Path
+):
+    nvml.set("energy_step_ms", 5)
+    acceptance = Acceptance(Rank("dry-run:nvml:0", read_only=True, folder=tmp_path))
+    trains = ("training", "profile")  # as the whole command does below
+    checks = [check for check in CHECKS if check.name not in trains]
+    results = {check.name: run_check(check, acceptance).result for check in checks}
+    assert results == dict.fromkeys(results, "not checked") | {"node": "passed", "clocks": "passed"}
+    assert nvml.settings() == []
+    assert not list(state.rglob("*.json")), "a lease leaves a record"
+
+
+@pytest.mark.soak
 def test_read_only_sets_nothing_and_leases_nothing(nvml: StandIn, state: Path, tmp_path: Path):
     nvml.set("energy_step_ms", 5)
     command = started([*COMMAND, "--read-only", "nvml:0", "--into", "read"], tmp_path)

@@ -14,7 +14,8 @@ from perseus_planner.runtime.switching.agreement import Acceptance
 @pytest.mark.parametrize(
     ("ranks", "lasts_s", "within"),
     [
-        (16_384, 0.5, 6),
+        (2_048, 0.5, 6),
+        pytest.param(16_384, 0.5, 6, marks=pytest.mark.soak),
         pytest.param(16_384, 1.5, 3, marks=pytest.mark.soak),
     ],
 )
