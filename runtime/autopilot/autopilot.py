@@ -61,7 +61,7 @@ _DOUBT, _MORE_DOUBT = (
 _AGAIN = 4
 #: a search for the same costs waits for the next iteration; later for that share of all of them.
 #: Costs are the same if none differs by more, relative
-_REST, _SAME = 1 / 64, 0.001
+_REST, _SAME = 1 / 200, 0.001
 _REPEAT = 6  #: iterations before a trial is tried again
 _GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
 
