@@ -396,6 +396,25 @@ def test_a_service_is_told_what_is_learnt(tmp_path: Path):
     assert sum(map(len, measured.values())) == 4
 
 
+def test_a_service_is_told_at_once_of_many_new_rows_and_after_a_minute_of_any():
+    clock = Mock(return_value=0.0)
+    planner = Planner(clock)
+    planner.take([description(is_shared=True)])
+
+    def told(iteration: int, *mhz: int) -> list[int]:
+        replies = planner.take([observed(iteration, 1, [[each] * 6 for each in mhz])])
+        return [each.rows for each in replies if isinstance(each, Learnt)]
+
+    assert [told(iteration, TOP_MHZ, TOP_MHZ) for iteration in range(2)] == [[4], []]
+    assert told(2, 1200, 1200) == [8]
+    planner._told_rows = 7  # one row is new
+    assert told(3, TOP_MHZ, TOP_MHZ) == []
+    clock.return_value = 61.0
+    assert told(4, TOP_MHZ, TOP_MHZ) == [8]
+    clock.return_value = 200.0
+    assert told(5, TOP_MHZ, TOP_MHZ) == [], "nothing is new"
+
+
 def test_there_is_a_line_a_minute_while_clocks_are_tried_and_then_silence():
     clock = Mock(return_value=0.0)
     planner, lines = Planner(clock), list[float]()

@@ -55,8 +55,8 @@ CALL_S = 0.0045
 A800.
 """
 TOLD_GROWTH = 1.25
-"""How many times as many rows are known before a service is told again, if not a minute has gone
-by.
+"""How many times as many rows are known before a service is told again, if no minute has gone by;
+after a minute, any more rows will do.
 """
 COUNTER_STEP_S = 0.1
 """How often the energy counters of NVIDIA's GPUs move, in seconds; those of simulated GPUs do so
@@ -91,7 +91,8 @@ class Planner:
         self._is_silent = False
         self._schedule = ""  #: as a text grid
         self._saving: tuple[float, float] | None = None  #: of the last plan, and its standard error
-        self._told_rows = 0  #: how many rows were known when the service was told of them last
+        #: how many rows were known when the service was told of them last, and when
+        self._told_rows, self._told_s = 0, 0.0
 
     def take(self, messages: Sequence[ToProcess]) -> list[FromProcess]:
         """Take messages, and return the answers.
@@ -254,8 +255,10 @@ class Planner:
         )
         job = self._autopilot.job
         rows = len(set(job.iteration.keys)) * len(job.clocks_mhz) - decision.unknown
-        if self._saving is not None and rows >= TOLD_GROWTH * self._told_rows:
-            self._told_rows = rows
+        told, now_s = self._told_rows, self._now_s()
+        is_new = rows >= TOLD_GROWTH * told or (rows > told and now_s - self._told_s >= LOG_S)
+        if self._saving is not None and is_new:
+            self._told_rows, self._told_s = rows, now_s
             replies += self._learnt_message(self._learned())
         if news != self._sent:
             self._sent = news
