@@ -308,14 +308,13 @@ def quantities(
 
 
 def ranges(name: str, unit: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
-    """Write a column of pairs as "first to last"; its heading and its unit are as for
-    `quantities`.
+    """Write a column of pairs of numbers of 0 or more as "first-last", with four digits; its
+    heading and its unit are as for `quantities`.
     """
-    (heading, *cells), *_ = quantities([name], unit, [value for pair in pairs for value in pair])
+    values = [value for pair in pairs for value in pair]
+    (heading, *cells), *_ = quantities([name], unit, values, digits=4)
     first, last = (list(map(str.strip, half)) for half in (cells[::2], cells[1::2]))
-    return column(
-        heading.strip(), [f"{one} to {other}" for one, other in zip(first, last, strict=True)]
-    )
+    return column(heading.strip(), list(map("-".join, zip(first, last, strict=True))))
 
 
 def column(name: str, cells: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,13 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     from perseus_planner.solver.kernels import when_compiling
 
     with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task(what, total=None)
-        once = f"{what} (compiling once, about 10 s; see planner warm-up)"
-        with when_compiling(lambda: bars.update(bar, description=once)):
-            yield lambda done, total: bars.update(bar, completed=done, total=total)
+        bar, number = bars.add_task(what, total=None), count(1)
+
+        def compiling() -> None:
+            once = f"compiling once: function {next(number)}, about 20 s of CPU in all"
+            bars.update(bar, description=f"{what} ({once})")
+
+        with when_compiling(compiling):
+            yield lambda done, total: bars.update(
+                bar, completed=done, total=total, description=what
+            )

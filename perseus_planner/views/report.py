@@ -181,10 +181,11 @@ def report_text(report: EnergyReport) -> str:
     accounts = "".join(
         f"{name}: {account_text(run.total, saves=True)}\n" for name, run in report.runs.items()
     )
+    origins = "; ".join(f"{saving.name}: {saving.energy_origin}" for saving in report.savings)
     return (
         f"{verdicts}{sentences}\n{table(lay_out(report.savings, *_SAVINGS))}\n\n"
-        f"Compared with {ALL_MAXIMUM}, a run in as much time; kWh, money and CO2e are at the "
-        "meter, for a day of such iterations.\n"
+        f"Energy of {origins}.\nCompared with {ALL_MAXIMUM}, a run in as much time; kWh, money "
+        "and CO2e are at the meter, for a day of such iterations.\n"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
         f"kWh, PUE {rates.pue:g}.\n{accounts}"
     )
@@ -192,13 +193,12 @@ def report_text(report: EnergyReport) -> str:
 
 _SAVINGS = (
     Column("", "name", "<"),
-    Column("iteration {}", "time_s", "s"),
-    Column("energy {}", "energy_j", "J"),
+    Column("iteration {}", "time_s", "s4"),
+    Column("energy {}", "energy_j", "J4"),
     Column("saved %", "saved_share", "%"),
-    Column("kWh a day", "per_day.kwh", "#"),
-    Column("USD a day", "per_day.usd", "#"),
-    Column("kg CO2e a day", "per_day.co2e_kg", "#"),
-    Column("  energy is", "energy_origin", "<"),
+    Column("kWh/day", "per_day.kwh", ".4g"),
+    Column("USD/day", "per_day.usd", ".4g"),
+    Column("kg CO2e/day", "per_day.co2e_kg", ".4g"),
 )
 
 

@@ -53,11 +53,11 @@ def test_the_profile_is_a_row_per_computation_from_its_highest_clock_to_its_lowe
         == """\
 Profile of 2 stages, test GPU (measured); blocking power 100 W
 
-stage  computation  clocks           MHz              time s            energy J
-    0      forward       2  1400 to 1000  1.00000 to 1.25000  300.000 to 250.000
-    0     backward       2  1400 to 1000  2.00000 to 2.50000  600.000 to 500.000
-    1      forward       2  1400 to 1000  1.25000 to 1.50000  375.000 to 320.000
-    1     backward       2  1400 to 1000  2.50000 to 3.00000  750.000 to 640.000
+computation  rows        MHz       time s     energy J
+0 forward       2  1400-1000  1.000-1.250  300.0-250.0
+0 backward      2  1400-1000  2.000-2.500  600.0-500.0
+1 forward       2  1400-1000  1.250-1.500  375.0-320.0
+1 backward      2  1400-1000  2.500-3.000  750.0-640.0
 """
     )
 
@@ -319,10 +319,10 @@ Profile of 2 stages, test GPU (measured; power limits were set); blocking power 
 Warnings: MIG is on: turn it off
 Measured while too hot: F at 1400 MHz
 
-stage  computation  clocks             W              time s            energy J  time +- %  energy +- %  throttled
-    0      forward       2  1400 to 1000  1.00000 to 1.25000  300.000 to 250.000       0.20         0.25          1
-    0     backward       2  1400 to 1000  2.00000 to 2.50000  600.000 to 500.000          -            -          0
-    1      forward       2  1400 to 1000  1.25000 to 1.50000  375.000 to 320.000          -            -          0
-    1     backward       2  1400 to 1000  2.50000 to 3.00000  750.000 to 640.000          -            -          0
-"""  # noqa: E501
+computation  rows          W       time s  +- %     energy J  +- %  throttled
+0 forward       2  1400-1000  1.000-1.250  0.20  300.0-250.0  0.25          1
+0 backward      2  1400-1000  2.000-2.500     -  600.0-500.0     -          0
+1 forward       2  1400-1000  1.250-1.500     -  375.0-320.0     -          0
+1 backward      2  1400-1000  2.500-3.000     -  750.0-640.0     -          0
+"""
     )
