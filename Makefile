@@ -15,7 +15,7 @@ demo: .venv/installed-plot ## profile a simulated GPU, solve, plan and report; w
 	$(BIN)/planner report demo/frontier.npz demo/plan.yaml demo/profile.yaml -o demo/report.html
 	@echo
 	@$(BIN)/python -c "from perseus_planner import Plan; plan = Plan.load('demo/plan.yaml'); \
-		print(f'Saved: {1 - plan.energy_j / plan.baseline_energy_j:.1%} of the energy, at', \
+		print(f'Saved: {100 * (1 - plan.energy_j / plan.baseline_energy_j):.1f} % of the energy, at', \
 		f'{plan.time_s / plan.baseline_time_s:.4f}x the time of full clocks ({plan.origin}).')"
 	@echo "Look:  demo/report.html shows where the energy goes, and what the plan changes."
 	@echo "Next:  source $(BIN)/activate, and then the README, from \"Install\" on."

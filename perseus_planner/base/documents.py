@@ -251,7 +251,7 @@ def kind_of(path: Path) -> str | None:
 
     Returns:
         "run" for a folder, "frontier" for an archive; "lengths" for a CSV whose header has
-        microbatches, "profile" for any other; for a YAML file the last
+        microbatches, "profile" for any other; "page" for HTML; for a YAML file the last
         part of its `format`, such as "profile", "plan" or "job", or None if it has none.
 
     Raises:
@@ -263,6 +263,8 @@ def kind_of(path: Path) -> str | None:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"PK"):  # a zip archive, as .npz is
         return "frontier"
+    if head.lower().startswith(b"<!doctype html"):
+        return "page"
     if path.suffix.lower() == ".csv":
         return "lengths" if _LENGTHS.match(head) else "profile"
     if format_match := _FORMAT.search(

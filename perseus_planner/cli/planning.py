@@ -27,6 +27,7 @@ from perseus_planner.cli.options import (
     Overhead,
     Power,
     Slowdown,
+    SourceFile,
     Stages,
     Time,
     Tolerance,
@@ -172,7 +173,7 @@ class SettingOptions:
     "planner solve job.yaml --slow 1=1.15 -o slow.npz",
 )
 def solve(
-    profile_or_job: Path,
+    profile_or_job: Annotated[Path, SourceFile("profile", "job")],
     *,
     options: SettingOptions,
     output: Annotated[
@@ -273,7 +274,7 @@ class PlanLimits:
     "planner plan frontier.npz slow.npz --replicas 3,1 --slowdown 1.00 -o replicas.yaml",
 )
 def plan(
-    frontier: Annotated[tuple[Path, ...], Option(required=True)],
+    frontier: Annotated[tuple[Annotated[Path, SourceFile("frontier")], ...], Option(required=True)],
     *,
     target: Target,
     limits: PlanLimits,

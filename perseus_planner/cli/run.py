@@ -16,14 +16,17 @@ from click.core import ParameterSource
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.cli.options import Gpu, Natural, Option, Share, Slowdown, command
+from perseus_planner.cli.options import Gpu, Natural, Option, Share, Slowdown, SourceFile, command
 
 
 @dataclass(frozen=True)
 class RuntimeOptions:
     """Arguments of `planner_runtime`."""
 
-    plan: Annotated[Path | None, "Plan to train by; without one, training plans itself."]
+    plan: Annotated[
+        Annotated[Path, SourceFile("plan")] | None,
+        "Plan to train by; without one, training plans itself.",
+    ]
     slowdown: Annotated[
         Slowdown | None,
         "Without a plan: how long an iteration may take, as a multiple of that at full clocks.  "

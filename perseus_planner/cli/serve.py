@@ -15,6 +15,7 @@ import click
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.files import read_text
+from perseus_planner.base.prefixes import counted
 from perseus_planner.cli.options import Option, command
 
 
@@ -143,5 +144,5 @@ def _listening(url: str, tokens: int, database: str) -> str:
     from sqlalchemy import make_url
 
     shown = make_url(database).render_as_string() if "://" in database else database
-    who = f"{tokens} token{'s' * (tokens > 1)}" if tokens else "no tokens"
+    who = counted(tokens, "token") if tokens else "no tokens"
     return f"Listening at {url}, {who}, database {shown}"

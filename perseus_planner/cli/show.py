@@ -20,6 +20,7 @@ from perseus_planner.cli.options import (
     Number,
     Option,
     OutputFile,
+    SourceFile,
     command,
     output_file,
     refuse_same,
@@ -53,7 +54,7 @@ class _View(NamedTuple):
     "planner show profile.yaml --plot curves.png",
 )
 def show(
-    file: Path,
+    file: Annotated[Path, SourceFile()],
     *,
     plot: Annotated[
         Path | None,
@@ -247,7 +248,7 @@ class SizeOptions:
     "report.html",
 )
 def report(
-    source: Annotated[tuple[Path, ...], Option(required=True)],
+    source: Annotated[tuple[Annotated[Path, SourceFile()], ...], Option(required=True)],
     *,
     price: Annotated[float, "Price of a kWh, US dollars.", Option(metavar="USD")] = 0.12,
     pue: Annotated[

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, ranges
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.measurement import OperatingPoint, lower_hull, pareto_front
@@ -121,7 +121,7 @@ def profile_text(summary: ProfileSummary) -> str:
         "power-limit": "; power limits were set",
         "observed": "; no clock was set",
     }[context.control]
-    stages = f"{context.stages} stages" + (
+    stages = counted(context.stages, "stage") + (
         f" of {context.gpus_per_stage} GPUs" if context.gpus_per_stage > 1 else ""
     )
     title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({origin}); "

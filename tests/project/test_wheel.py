@@ -169,7 +169,7 @@ def test_the_demo_runs_with_the_installed_package(environment: Path, tmp_path: P
     saved, look, then = printed.splitlines()[-3:]
     share = 1 - plan.energy_j / plan.baseline_energy_j
     assert share > 0.1
-    assert saved.startswith(f"Saved: {share:.1%} of the energy, at 1.000")
+    assert saved.startswith(f"Saved: {100 * share:.1f} % of the energy, at 1.000")
     assert look.startswith("Look:  demo/report.html ")
     assert then.startswith("Next:  source ")
     wide = [line for line in printed.splitlines() if len(line) > 80]
