@@ -299,9 +299,13 @@ def plan(
     """
     if limits.as_measured and (limits.on_time or limits.tolerance) is not None:
         given = "--tolerance" if limits.on_time is None else "--on-time"
-        raise UsageError(f"{given}: is of plans with a margin; leave it or --as-measured out")
+        raise UsageError(
+            f"{given}: applies to plans with a margin; leave out this option, or --as-measured"
+        )
     if limits.tolerance is not None and target.power_budget_w is not None:
-        raise UsageError("--tolerance: is of a time; leave it out, or give --slowdown instead")
+        raise UsageError(
+            "--tolerance: applies to a time; leave out --tolerance, or give --slowdown instead"
+        )
     if target.power_budget_w is not None and len(frontier) > 1:
         raise UsageError(
             "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "

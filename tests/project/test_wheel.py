@@ -14,6 +14,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 from command_options import ROOT
 from packaging.metadata import Metadata
 
@@ -127,6 +128,8 @@ def test_the_changelog_begins_with_this_version():
         r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
     )
     assert releases[0] == __version__
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == __version__
 
 
 def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):

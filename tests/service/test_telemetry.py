@@ -512,7 +512,7 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         assert refusal(f"status gpt --totals --service {url}") == (
             2,
             "",
-            "Error: --totals: is of all jobs, once; leave out the name of a job and --watch\n",
+            "Error: --totals: shows all jobs, once; leave out the name of a job, and --watch\n",
         )
         assert client.pipelines("gpt") == service.pipelines("gpt")[1]
         points, curve = client.frontier("gpt"), service.curve("gpt")

@@ -164,6 +164,7 @@ const charts = (() => {
    *             xErrors?: [..] (+- on x), steps?: false (a value lasts until the next)}],
    *   marks?: (the most important first) [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the
    *             legend, or null to leave it out, from?: {x, y} previous position, to animate a move}],
+   *   events?: [{x, text}], each a dotted line over the whole height,
    *   table?: true for the numbers below, legend?: false to leave it out, height?: px,
    *   compact?: true for one of many small charts, whose axes are described once
    * }
@@ -178,7 +179,8 @@ const charts = (() => {
       const yRange = chart.y.range ?? range([...chart.series.flatMap((each) => each.y), ...marks.map((mark) => mark.y), ...lows, ...highs]);
       const xTicks = ticks(...xRange, chart.compact ? 2 : width < NARROW ? 4 : 8);
       const plane = frame(width, chart, xRange, yRange, xTicks.values.map((at) => ({ at, text: number(at, xTicks.digits) })));
-      const parts = [...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, chart.series, isNew)];
+      const happened = (chart.events ?? []).map(({ x, text }) => svg("path", { class: "event", d: `M${plane.x(x)} ${plane.box.top}V${plane.box.bottom}` }, svg("title", {}, text)));
+      const parts = [...happened, ...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, chart.series, isNew)];
       isNew = false;
       const readout = html("p", { class: "readout", "aria-hidden": "true" }); // for the pointer; the table has the same for everybody
       const image = picture(plane, chart, parts);
@@ -284,9 +286,11 @@ const charts = (() => {
     return [...ofSeries, ...ofMarks];
   }
 
-  function nearest(image, event, plane, chart, marks) {
+  function nearest(image, pointer, plane, chart, marks) {
     const box = image.getBoundingClientRect();
-    const [px, py] = [((event.clientX - box.left) * plane.width) / box.width, ((event.clientY - box.top) * plane.height) / box.height];
+    const [px, py] = [((pointer.clientX - box.left) * plane.width) / box.width, ((pointer.clientY - box.top) * plane.height) / box.height];
+    const event = (chart.events ?? []).find(({ x }) => Math.abs(plane.x(x) - px) < 3);
+    if (event) return event.text;
     let best = { distance: 40, text: "" }; // px; points farther away do not count
     const look = (name, x, y, favour) => {
       const distance = Math.hypot(plane.x(x) - px, plane.y(y) - py) - favour;
