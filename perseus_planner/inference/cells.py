@@ -67,6 +67,13 @@ class Configuration(NamedTuple):
     setting: int
 
 
+class Point(NamedTuple):
+    """An instance under load."""
+
+    tokens_per_s: float  #: input and output tokens of all its requests in a second
+    power_w: float  #: power of all its GPUs, watts
+
+
 class Cell(NamedTuple):
     """An instance under load, as measured."""
 
@@ -76,6 +83,26 @@ class Cell(NamedTuple):
     ttft_s: float | None = None  #: time to the first token, seconds; None if unknown
     tbt_s: float | None = None  #: time between tokens, seconds; None if unknown
     idle_w: float = 0.0  #: watts of the instance without requests; 0 if unknown
+    #: joules and seconds of the instance for an input token, and for an output token after the
+    #: first; None if unknown.
+    input_token_j: float | None = None
+    output_token_j: float | None = None
+    input_token_s: float | None = None
+    output_token_s: float | None = None
+    requests: float | None = None  #: how many it serves at once; None if unknown
+
+    def carried(self, input_tokens: float, output_tokens: float) -> Point:
+        """Return what it carries of requests of so many tokens each, on average: like those that
+        were measured, unless the costs of tokens are known.
+        """
+        tokens, after = input_tokens + output_tokens, max(0.0, output_tokens - 1.0)
+        energy_j, tokens_per_s = self.energy_j or 0.0, self.tokens_per_s
+        if self.input_token_j is not None and self.output_token_j is not None:
+            energy_j = input_tokens * self.input_token_j + after * self.output_token_j
+        if self.input_token_s is not None and self.output_token_s is not None:
+            seconds = input_tokens * self.input_token_s + after * self.output_token_s
+            tokens_per_s = tokens / seconds
+        return Point(tokens_per_s, energy_j * tokens_per_s / tokens)
 
 
 @dataclass(frozen=True)
