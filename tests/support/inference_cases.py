@@ -39,6 +39,13 @@ input,output,tensor_degree,clock_mhz,tokens_per_s,energy_j,idle_w
 """
 RATES = "input,output,requests_per_s,tokens_per_s\n256,100,20,4000\n4096,100,2,5000\n"
 
+VLLM = {
+    "request_rate": "inf", "max_concurrency": 8, "completed": 10, "request_throughput": 2.0,
+    "total_input_tokens": 2560, "total_output_tokens": 1000, "median_ttft_ms": 90.0,
+    "p99_ttft_ms": 120.0, "median_tpot_ms": 20.0, "p99_tpot_ms": 25.0,
+}  # fmt: skip
+"""What `vllm bench serve --save-result` writes, as far as it is read."""
+
 
 def write_trace(path: Path, requests: Sequence[tuple[float, int, int]]) -> Path:
     lines = [f"{time_s!r},{inputs},{outputs}\n" for time_s, inputs, outputs in requests]
