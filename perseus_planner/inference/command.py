@@ -24,7 +24,6 @@ from perseus_planner.cli.options import (
     Option,
     OutputFile,
     Time,
-    Tolerance,
     command,
     examples,
     output_file,
@@ -363,13 +362,10 @@ def simulate(
         "What a period is predicted from: the one before, or itself.",
         Option(default="last"),
     ],
-    mispredicted: Annotated[
-        Tolerance,
-        "Share of requests whose output is predicted one class too long or too short.",
-        Option(default="0%"),
-    ],
-    burst_s: Annotated[
-        Lag, "Over how long the load of an instance may be averaged.", Option(default="60s")
+    epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
+    chunk: Annotated[int, "Most input tokens of an iteration.", Option(metavar="N", default=2048)],
+    most: Annotated[
+        int, "Most requests of a server at once.", Option("--batch", metavar="N", default=256)
     ],
     policies: Annotated[
         tuple[str, ...],
@@ -383,7 +379,8 @@ def simulate(
     """Replay a trace through pools that are planned again and again.
 
     PROFILE is that of `planner inference plan`, TRACE a CSV of requests. The policy highest is
-    always included as the baseline of the others.
+    always included as the baseline of the others. Instances are servers with continuous batching if
+    the profile says what tokens cost; else only their power is replayed.
     """
     from perseus_planner.base.errors import InfeasibleGpus
     from perseus_planner.inference import views
@@ -403,9 +400,10 @@ def simulate(
     settings = Settings(
         gpus=service.gpus,
         costs=costs,
+        epoch_s=epoch_s,
         prediction=prediction,
-        mispredicted=mispredicted,
-        burst_s=burst_s,
+        chunk_tokens=chunk,
+        most_requests=most,
     )
     requests, replays, left_out = read_trace(trace), [], list[str]()
     with console.progress("Replaying") as progress:

@@ -350,6 +350,7 @@ class _Meter:
                 "longer"
             )
         self.achieved_mhz = fmean(clocks_mhz)
+        time_s = sum(end_s - begin_s for begin_s, end_s in edges_s)
         ttfts_s = [answer.ttft_s for answer in within]
         tbts_s = [answer.tbt_s for answer in within if answer.tbt_s is not None]
         return ServedRow(
@@ -358,7 +359,7 @@ class _Meter:
             rate_per_s=rate_per_s,
             tensor_degree=len(self._gpus),
             setting=round(self.achieved_mhz) if setting is None else setting,
-            requests_per_s=served / sum(end_s - begin_s for begin_s, end_s in edges_s),
+            requests_per_s=served / time_s,
             energy_j=energy_j / served,
             error_j=error_j / served,
             ttft_p50_s=_quantile(ttfts_s, 0.5),
