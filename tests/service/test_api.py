@@ -557,8 +557,8 @@ def test_metrics_count_requests_by_route_and_show_jobs():
         )
         assert 'planner_http_requests_total{method="GET",route="other",status="404"} 1.0' in lines
         assert not any("BREW" in line for line in lines)
-        assert 'planner_job_version{job="gpt3"} 1.0' in lines
-        assert 'planner_job_expected_saving_watts{job="gpt3"} 12.5' in lines
+        assert 'planner_job_version{training_job="gpt3"} 1.0' in lines
+        assert 'planner_job_expected_saving_watts{training_job="gpt3"} 12.5' in lines
         assert "planner_jobs 1.0" in lines
         assert not any(line.startswith("planner_job_version_taken{") for line in lines)
         assert not any(line.startswith("python_") for line in lines)  # of its own registry alone
