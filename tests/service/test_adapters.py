@@ -109,7 +109,7 @@ def test_a_callback_of_the_resiliency_extension_needs_two_lines():
         Report({0: 1.0, 1: 0.9}),
         Report({0: 1.0, 1: 0.99}),
     ]
-    full = (503, {"error": {"code": "unavailable", "message": "full"}})
+    full = (503, {"code": "unavailable", "detail": "full"})
     with stand_in(answers(full)) as service, Client(service.address) as client:
         feed = Feed(client, "gpt3", resiliency_reports, ttl_s=60.0)
         for report in reports:
@@ -123,7 +123,7 @@ def test_a_callback_of_the_resiliency_extension_needs_two_lines():
 
 
 def test_what_could_not_be_said_of_a_recovery_is_said_the_next_time():
-    away = (503, {"error": {"code": "unavailable", "message": "full"}})
+    away = (503, {"code": "unavailable", "detail": "full"})
     with stand_in(answers((202, EFFECT), away)) as service, Client(service.address) as client:
         feed = Feed(client, "gpt3", resiliency_reports)
         feed(Report({1: 0.5}))

@@ -21,12 +21,12 @@ from starlette.exceptions import HTTPException
 
 from perseus_planner.base import __version__
 from perseus_planner.service import alertmanager, answers, schemas
-from perseus_planner.service.answers import Answer, Error, History, JobStatus, Registered
+from perseus_planner.service.answers import Answer, History, JobStatus, Problem, Registered
 from perseus_planner.service.curves import Curve
 from perseus_planner.service.http.auth import Role, check_role
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import CONTENT_TYPE
-from perseus_planner.service.http.pages import Page
+from perseus_planner.service.http.pages import page_response
 from perseus_planner.service.model import PlanSet, UnknownJob
 from perseus_planner.service.worker import Unsolved
 
@@ -131,7 +131,7 @@ def add_route(
     """
     statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
-        status: {"model": Error, "description": HTTPStatus(status).phrase} for status in statuses
+        status: {"model": Problem, "description": HTTPStatus(status).phrase} for status in statuses
     }
     dependencies = [] if role is None else [Security(_Bearer(role))]
     return router.api_route(
@@ -183,7 +183,7 @@ _NOTHING_NEWER: Mapping[int | str, Any] = {204: {"description": "Nothing newer w
 
 
 def _page(value: Any, request: Request) -> Response:
-    return Page.of(schemas.to_json(value)).answer(request)
+    return page_response(request, schemas.to_json(value))
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -225,7 +225,7 @@ async def register(request: Request, sent: schemas.Registration, live: Live) -> 
 async def jobs(request: Request, live: Live) -> Response:
     """List all running jobs with their status."""
     pages = request.app.state.pages
-    return await live.call(lambda: pages.of(live.service.jobs()).answer(request))
+    return await live.call(lambda: page_response(request, pages.of(live.service.jobs())))
 
 
 @_get("/v1/totals", "read", answers.Totals, also=_UNCHANGED)
@@ -407,9 +407,19 @@ async def me(request: Request) -> Response:
     return _json(answers.Me(request.state.role, request.state.name))
 
 
+@_get("/livez", None, answers.Health)
+@router.head("/livez", include_in_schema=False)
+async def livez() -> Response:
+    """Return whether the service answers at all; needs no token."""
+    return _json(answers.Health("ok", __version__))
+
+
 @_get("/healthz", None, answers.Health)
-async def healthz(live: Live) -> Response:
-    """Return whether the service is healthy; needs no token."""
+@router.head("/healthz", include_in_schema=False)
+@_get("/readyz", None, answers.Health)
+@router.head("/readyz", include_in_schema=False)
+async def readyz(live: Live) -> Response:
+    """Return whether the service can take what it is sent; needs no token."""
     if live.problem is not None:
         raise HTTPException(503, f"the service is stuck: {live.problem}; see its log")
     return _json(answers.Health("ok", __version__))
