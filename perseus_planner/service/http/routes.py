@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from perseus_planner.base import __version__
-from perseus_planner.service import alertmanager, answers, schemas
+from perseus_planner.service import answers, schemas
+from perseus_planner.service.alertmanager import read_alert, rule_of
 from perseus_planner.service.answers import Answer, History, JobStatus, Problem, Registered
 from perseus_planner.service.curves import Curve
 from perseus_planner.service.http.auth import Role, check_role
@@ -288,23 +289,28 @@ async def clear(
     return _json(await live.change(live.service.clear, job, key))
 
 
-@_post("/v1/alerts", "report", answers.AlertAnswers, description=alertmanager.__doc__)
+@_post("/v1/alerts", "report", answers.AlertAnswers)
 async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Response:
-    """Take the alerts that Alertmanager posts.
+    """Take the alerts that Prometheus' Alertmanager posts.
 
+    Each reports the GPU (label `UUID`) or node (`Hostname`, `node`, `nodename` or `instance`) that
+    it names, in every job that has it, with the annotation or label `slowdown` or `score`.
     Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is
     refused.
     """
-    received = await live.call(alertmanager.read_alerts, sent.alerts, request.app.state.now_s())
-    effects = await live.change(
-        live.service.alert, [alert.report for alert in received if alert.report is not None]
-    )
-    ignored = alertmanager.ignored_alerts(received, effects.ignored)
+    now_s = request.app.state.now_s()
+    received = await live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
+    reports = [each for each in received if not isinstance(each, str)]
+    effects = await live.change(live.service.alert, reports)
+    ignored = []
+    for index, (alert, each) in enumerate(zip(sent.alerts, received, strict=True)):
+        problem = each if isinstance(each, str) else effects.ignored.get(each.key)
+        if problem is not None:
+            ignored.append(answers.IgnoredAlert(index, rule_of(alert), problem))
+        if isinstance(each, str):
+            _log.warning("An alert of the rule %r cannot be used: %s", rule_of(alert), problem)
     request.app.state.metrics.count_alerts(len(received), len(ignored))
-    for alert in received:
-        if alert.report is None:
-            _log.warning("An alert of the rule %r cannot be used: %s", alert.name, alert.problem)
-    return _json(answers.AlertAnswers(effects.answers, ignored))
+    return _json(answers.AlertAnswers(effects.answers, tuple(ignored)))
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
