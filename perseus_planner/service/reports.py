@@ -115,14 +115,12 @@ def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int
 
 def concerned_by(job: RegisteredJob, reports: Iterable[Report]) -> list[Report]:
     """Return those of the reports about GPUs and nodes that `job` has."""
-    gpus, nodes = {place.gpu for place in job.places}, {place.node for place in job.places}
-    names = frozenset[str]().union(*map(_names, nodes))
+    nodes = {place.node for place in job.places}
+    names = {place.gpu for place in job.places}.union(*map(_names, nodes))
     return [
         report
         for report in reports
-        if (report.scope.kind == "gpu" and report.scope.value in gpus)
-        or (report.scope.kind == "node" and report.scope.value in names)
-        or (report.scope.kind == "node" and not nodes.isdisjoint(_names(report.scope.value)))
+        if report.scope.value in names or not nodes.isdisjoint(_names(report.scope.value))
     ]
 
 
@@ -167,11 +165,9 @@ def _held_by(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
 
 def _is_in(place: Place, scope: Scope) -> bool:
     value = str(getattr(place, scope.kind))
-    return value == scope.value or (
-        scope.kind == "node"
-        and value != ""
-        and (value in _names(scope.value) or scope.value in _names(value))
-    )
+    if scope.kind != "node" or not value:
+        return value == scope.value
+    return value in _names(scope.value) or scope.value in _names(value)
 
 
 def _pipeline_of_stage(job: RegisteredJob, scope: Scope) -> int:

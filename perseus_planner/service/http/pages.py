@@ -65,13 +65,13 @@ class StatusPages:
 
     def of(self, jobs: Sequence[JobStatus]) -> bytes:
         """Return the page with these jobs; from any thread."""
-        before = self._parts
-        self._parts = parts = {}
+        parts = {}
         for status in jobs:
-            part = before.get(status.job.name)
+            part = self._parts.get(status.job.name)
             if part is None or part[0] is not status:
                 part = status, to_json(status)
             parts[status.job.name] = part
+        self._parts = parts
         return b'{"jobs":[' + b",".join(content for _, content in parts.values()) + b"]}"
 
 
