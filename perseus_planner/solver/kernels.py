@@ -67,9 +67,8 @@ def _compiled(function: F, **options: Any) -> F:
     except RuntimeError:  # Numba found no folder for its cache
         setattr(config, "CACHE_DIR", str(_temporary_cache()))  # noqa: B010  # its module has no types
         compiled = njit(**options)(function)
-    if options["cache"]:
-        source = Path(function.__code__.co_filename).parent
-        _copy_what_is_kept(source / "__pycache__", Path(compiled.stats.cache_path))
+    if (used := compiled.stats.cache_path) is not None:
+        _copy_what_is_kept(Path(function.__code__.co_filename).with_name("__pycache__"), Path(used))
     return cast("F", compiled)
 
 

@@ -142,9 +142,44 @@ def test_prometheus_answers_each_query_of_the_dashboard_for_each_job(
     assert promtool("check", "metrics", text=text) == ""
 
 
-def test_the_documented_rules_are_ones_that_prometheus_takes(
+def test_the_documented_rule_fires_for_a_gpu_that_is_throttled_and_not_for_a_planned_one(
     tmp_path: Path, promtool: Callable[..., str]
 ):
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(yaml.safe_dump(documented("api.md", "planner-rules.yaml")))
-    assert "SUCCESS: 1 rules found" in promtool("check", "rules", rules)
+    """Series as DCGM's exporter has them; the clock falls from 1980 MHz, reason 32 is heat."""
+    rules = documented("api.md", "planner-rules.yaml")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+
+    def series(name: str, gpu: str, value: int) -> dict[str, str]:
+        labels = f'UUID="{gpu}",Hostname="node1",instance="node1:9400",job="dcgm"'
+        return {"series": f"DCGM_FI_DEV_{name}{{{labels}}}", "values": f"{value}x20"}
+
+    gpus = {"GPU-hot": (1320, 32), "GPU-planned": (1320, 2), "GPU-braked": (990, 128 + 1)}
+    ((rule,),) = (group["rules"] for group in rules["groups"])
+    fired = [
+        {
+            "exp_labels": {
+                "UUID": gpu,
+                "Hostname": "node1",
+                "instance": "node1:9400",
+                "job": "dcgm",
+            },
+            "exp_annotations": {"slowdown": slowdown, "cause": "compute"},
+        }
+        for gpu, slowdown in (("GPU-hot", "1.5"), ("GPU-braked", "2"))
+    ]
+    test = {
+        "interval": "15s",
+        "input_series": [
+            series(name, gpu, value)
+            for gpu, values in gpus.items()
+            for name, value in zip(("SM_CLOCK", "CLOCK_THROTTLE_REASONS"), values, strict=True)
+        ],
+        "alert_rule_test": [
+            {"eval_time": "4m", "alertname": rule["alert"], "exp_alerts": fired},
+            {"eval_time": "30s", "alertname": rule["alert"], "exp_alerts": []},
+        ],
+    }
+    (tmp_path / "test.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]})
+    )
+    assert "SUCCESS" in promtool("test", "rules", tmp_path / "test.yaml")

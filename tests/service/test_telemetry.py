@@ -476,7 +476,7 @@ def test_counts_that_contradict_each_other_are_refused_and_nothing_is_added(
         "POST", "/v1/jobs/gpt/telemetry", content=body, headers={"Content-Type": "application/json"}
     )
     assert answer.status_code in (400, 422)
-    assert complaint in answer.json()["error"]["message"]
+    assert complaint in answer.json()["detail"]
     assert told(ask) is None
 
 
