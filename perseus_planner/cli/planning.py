@@ -87,7 +87,7 @@ class SettingOptions:
     schedule: Annotated[
         str | None,
         f"Order of the computations: {', '.join(SCHEDULES)}; or a text grid (.csv or .txt) with a "
-        "line for each rank and cells such as 3F17.  [default: the one that a profile.yaml was "
+        "line for each rank and cells such as 3F17.  [default: the schedule that the profile was "
         "measured in]",
         Option(metavar="NAME|GRID"),
         _COMPLETED,

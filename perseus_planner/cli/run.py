@@ -106,8 +106,8 @@ def run(
 
     Training plans itself, or follows a plan. The script stays as it is: the runtime attaches when a
     DeepSpeed PipelineEngine, a schedule of torch.distributed.pipelining or Megatron-core first
-    trains, and leaves when the process exits. Where it cannot, it says so once, and training goes
-    on without it. The exit code is that of COMMAND.
+    trains, and leaves when the process exits. If it cannot attach, rank 0 logs why, and training
+    goes on without it. The exit code is that of COMMAND.
 
     Each option can be given as an environment variable too, such as PLANNER_PLAN for --plan.
     """

@@ -259,7 +259,7 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
         )
     if not sure.jitter:
         notes.append(
-            "It is so without jitter of computations, which `planner calibrate` takes from a run."
+            "Jitter of computations is left out; `planner calibrate` takes it from a recorded run."
         )
     return notes
 

@@ -179,7 +179,7 @@ const charts = (() => {
       const yRange = chart.y.range ?? range([...chart.series.flatMap((each) => each.y), ...marks.map((mark) => mark.y), ...lows, ...highs]);
       const xTicks = ticks(...xRange, chart.compact ? 2 : width < NARROW ? 4 : 8);
       const plane = frame(width, chart, xRange, yRange, xTicks.values.map((at) => ({ at, text: number(at, xTicks.digits) })));
-      const happened = (chart.events ?? []).map(({ x, text }) => svg("path", { class: "event", d: `M${plane.x(x)} ${plane.box.top}V${plane.box.bottom}` }, svg("title", {}, text)));
+      const happened = (chart.events ?? []).filter(({ x }) => x >= xRange[0] && x <= xRange[1]).map(({ x, text }) => svg("path", { class: "event", d: `M${plane.x(x)} ${plane.box.top}V${plane.box.bottom}` }, svg("title", {}, text)));
       const parts = [...happened, ...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, chart.series, isNew)];
       isNew = false;
       const readout = html("p", { class: "readout", "aria-hidden": "true" }); // for the pointer; the table has the same for everybody
