@@ -231,7 +231,7 @@ class Reader:
             assert (result.exit_code, result.stderr) == (0, ""), f"{place}: {line}\n{result.output}"
         else:
             said = _bash(line, place)
-            assert '{"error"' not in said, f"{place}: {line}\n{said}"
+            assert '{"title":' not in said, f"{place}: {line}\n{said}"
 
     def _serve(self, line: str, place: str) -> None:
         """Start a service instead of the one before, and wait until it listens."""
