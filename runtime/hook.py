@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from perseus_planner.base.errors import PlanError
 from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
 from perseus_planner.profiles.modes import OWN
-from perseus_planner.runtime.marks import Marks, clock_request
+from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks, clock_request
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class Program:
     #: The value to go on with after its last computation, as another program is next; 0 for that of
     #: its first one.
     then: int = 0
+    #: Number of the table by which this rank catches up (`controller.latest`); 0 if it does not.
+    table: int = 0
     #: The mode of each computation; empty if all run in the training's own way.
     modes: tuple[str, ...] = field(default=(), repr=False)
 
@@ -269,6 +271,8 @@ class Hook:
                     f"{planned or 'nothing more'}"
                 )
             self._noted.append((stage, kind, microbatch))
+        elif self._shows_begins:
+            self._marks.request(position, BEGUN)
 
     def end(self) -> None:
         """End the computation, and request the next clock."""
@@ -331,12 +335,15 @@ class Hook:
     def _load(self, program: Program | None) -> None:
         self._program = program
         self._awaits = program is not None and program.awaits
+        self._shows_begins = program is not None and bool(program.awaits or program.table)
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
         self._modes = program.modes if program is not None else ()
         self._is_unclocked = program is None
+        table = 0 if program is None else program.table
         requests = [
-            clock_request(i, clock) for i, clock in enumerate(program.clocks if program else ())
+            clock_request(i, clock, table=table)
+            for i, clock in enumerate(program.clocks if program else ())
         ]
         self._turns, self._first = int(self._count == 1), 0
         if program is not None and self._turns:
@@ -353,7 +360,7 @@ class Hook:
             self._marks.request(_NO_REQUEST_INDEX)
         else:
             index = self._next if ends and self._next is not None else self._first
-            self._marks.request(index, outside=outside)
+            self._marks.request(index, outside * OUTSIDE)
 
     def _deviate(self, what: str) -> None:
         self._deviation, self._is_unclocked = what, True

@@ -218,6 +218,7 @@ class _Session:
             self._files(options.record),
             own_plans=context.part.pipelines > 1,
             warn=lambda text: warnings.warn("record", text),
+            planned_busy_s=None if context.batches is None else context.batches.planned_busy_s,
         )
         self._telemetry.update([], [] if self._gpu is None else [self._gpu])
         marks = _make_marks(context.engine, self._connection, stack)
@@ -274,7 +275,8 @@ class _Session:
         """Begin what runs beside the training."""
         self._background.start()
         if self._context.batches is not None:
-            self._context.batches.start()
+            connection = self._connection
+            self._context.batches.start(None if connection is None else connection.latest)
         runtime = Runtime(
             self._context,
             self._follower,

@@ -253,8 +253,9 @@ def kind_of(path: Path) -> str | None:
 
     Returns:
         "run" for a folder, or "kareus" if plans of Kareus are below it; "frontier" for an archive;
-        "lengths" for a CSV whose header has microbatches, "profile" for any other; for a YAML file
-        the last part of its `format`, such as "profile", "plan" or "job", or None if it has none.
+        "lengths" for a CSV whose header has microbatches, "profile" for any other; "page" for HTML;
+        for a YAML file the last part of its `format`, such as "profile", "plan" or "job", or None
+        if it has none.
 
     Raises:
         UsageError: If the file cannot be read.
@@ -265,6 +266,8 @@ def kind_of(path: Path) -> str | None:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"PK"):  # a zip archive, as .npz is
         return "frontier"
+    if head.lower().startswith(b"<!doctype html"):
+        return "page"
     if path.suffix.lower() == ".csv":
         return "lengths" if _LENGTHS.match(head) else "profile"
     if format_match := _FORMAT.search(

@@ -83,6 +83,7 @@ class Rule(NamedTuple):
 
 INDEX = Rule(int, True, "a whole number of 0 or more")
 STAGE = Rule(int, True, "a stage number: write 0 for the first stage, 1 for the next, and so on")
+RATE = Rule(float, False, "a rate: write requests per second above 0, such as 2.5")
 COUNT = Rule(int, False, "a whole number of at least 1")
 CHANGES = Rule(int, True, "a number of clock changes: give a whole number of 0 or more")
 CLOCK = Rule(int, False, "a clock: write whole MHz above 0, such as 1410")

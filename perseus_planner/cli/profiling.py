@@ -20,6 +20,7 @@ from perseus_planner.cli.options import (
     Option,
     OutputFile,
     Quantity,
+    SourceFile,
     Stages,
     check_writable,
     command,
@@ -119,7 +120,7 @@ class RowOptions:
     "profile.yaml",
 )
 def profile(
-    job: Path | None,
+    job: Annotated[Path, SourceFile("job")] | None,
     *,
     wanted: StageOptions,
     sweep: SweepOptions,
@@ -151,6 +152,7 @@ def profile(
         _rehearse(_stages(wanted, settings), folder)
         return
     target = output or _profile_of(job, settings)
+    check_writable(target.with_suffix(".csv"), "--output: the table beside it,")
     stages = _stages(wanted, settings)
     with console.progress("Profiling") as progress:
         try:

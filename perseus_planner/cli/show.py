@@ -21,6 +21,7 @@ from perseus_planner.cli.options import (
     Number,
     Option,
     OutputFile,
+    SourceFile,
     command,
     output_file,
     refuse_same,
@@ -54,7 +55,7 @@ class _View(NamedTuple):
     "planner show profile.yaml --plot curves.png",
 )
 def show(
-    file: Path,
+    file: Annotated[Path, SourceFile()],
     *,
     plot: Annotated[
         Path | None,
@@ -88,9 +89,9 @@ def show(
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
     FILE is a profile, .yaml or .csv, a file that `planner solve`, `planner plan` or
-    `planner inference plan` wrote, a run folder, or a folder with plans of Kareus. The run may
-    still be going on. Its figure shows the last iteration that ran as planned on all ranks; its
-    trace has all iterations whose computations were kept.
+    `planner inference plan` wrote, a run folder, also of a run that still goes on, or a folder with
+    plans of Kareus. The figure of a run shows the last iteration that ran as planned on all ranks.
+    The trace of a run has all iterations whose computations were kept.
     """
     if figure is not None and plot is None:
         raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
@@ -263,7 +264,7 @@ class SizeOptions:
     "report.html",
 )
 def report(
-    source: Annotated[tuple[Path, ...], Option(required=True)],
+    source: Annotated[tuple[Annotated[Path, SourceFile()], ...], Option(required=True)],
     *,
     price: Annotated[float, "Price of a kWh, US dollars.", Option(metavar="USD")] = 0.12,
     pue: Annotated[
@@ -290,7 +291,7 @@ def report(
     planners, and the profile to see standard errors. A plan of `planner inference plan` has a
     report of its own.
 
-    The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give
+    The page is one file and opens offline. The price, the PUE and the carbon are assumptions: give
     the numbers of the place where your GPUs are.
     """
     from perseus_planner.base import registry

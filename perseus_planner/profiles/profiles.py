@@ -25,7 +25,7 @@ import yaml
 from perseus_planner.base.documents import Document, read_document
 from perseus_planner.base.errors import PlannerError, ProfileError, shown
 from perseus_planner.base.fields import Checked, CheckedBy, Choice, dump, restore, rules, types
-from perseus_planner.base.files import sha256, write_file
+from perseus_planner.base.files import replacing, sha256
 from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Share, Watts
 from perseus_planner.profiles.csv_file import (
@@ -291,6 +291,9 @@ class Profile(Checked, error=ProfileError):
                 f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml"
             )
         table = path.with_suffix(".csv")
+        for file in (path, table):
+            if file.is_dir():
+                raise ProfileError(f"{file}: is a folder; name another file")
         document = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -299,8 +302,10 @@ class Profile(Checked, error=ProfileError):
         }
         document.pop("control", None)  # the header of the table has it
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
-        write_file(table, self._csv(), ProfileError)
-        write_file(path, text, ProfileError)
+        # Both are there or neither: each is whole on the disk before one takes its name.
+        with replacing(path, ProfileError) as rest, replacing(table, ProfileError) as rows:
+            rest.write(text.encode())
+            rows.write(self._csv())
 
     def rest(self) -> dict[str, Any]:
         """Return everything but the measurements as plain values; rarely used fields are left

@@ -22,16 +22,18 @@ from perseus_planner.base.loops import Loop
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.autopilot.ranks.programs import order_number
+from perseus_planner.runtime.batches.catching_up import CatchingUp
 from perseus_planner.runtime.batches.exchange import (
     Batch,
     Exchange,
     OwnTime,
     RankLaws,
+    RankPlan,
     Seat,
     Slowest,
 )
 from perseus_planner.runtime.batches.laws import LawLearner
-from perseus_planner.runtime.batches.leader import Leader
+from perseus_planner.runtime.batches.leader import Leader, Ran
 from perseus_planner.runtime.batches.work import WorkFunction, checked_work, work_of
 from perseus_planner.runtime.hook import Program
 from perseus_planner.schedules import WHOLE
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.batches.laws import Key
+    from perseus_planner.runtime.controller.latest import LatestStarts
+    from perseus_planner.runtime.controller.protocol import ToRank
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.schedules import Computation
 
@@ -65,6 +69,16 @@ class _Asked:
     iteration: int
     work: Floats | None = None  #: of its batch; None if it is not known, or elsewhere
     problem: str | None = None  #: why it is not known
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What this rank was told of an iteration."""
+
+    work: Floats | None  #: of its batch
+    slowest: Slowest
+    plan: RankPlan | None = None
+    full_s: tuple[float, ...] = ()  #: of each computation at full clocks; empty without laws
 
 
 class Batches:
@@ -119,6 +133,8 @@ class Batches:
             _load_kernels()
             self._leader = Leader(profile, settings, is_whole=self._is_whole)
         self._learner = LawLearner([(c.stage, c.kind) for c in order])
+        self._catching_up = CatchingUp(order, profile)
+        self._latest: LatestStarts | None = None
         # Written by the training thread:
         self._iteration = -1  #: that has begun last
         self._asked = _Asked(-1)
@@ -127,12 +143,13 @@ class Batches:
         self._decided: dict[int, Program] = {}
         self._is_decided = threading.Event()
         self._handled = -1
-        self._batches: dict[int, tuple[Floats | None, Slowest]] = {}
+        self._known: dict[int, _Known] = {}
         # Written by the background thread:
         self._times: deque[IterationTimes] = deque(maxlen=_KEPT)
         self._clock = 0  #: of the last computation of the iteration before
         self._lasts_s = 0.0
         self._unsent: RankLaws | None = None
+        self._busy_s: dict[int, float] = {}
         self._loop = Loop(self._round, "perseus-planner batches")
         self._is_stopped = False
 
@@ -166,8 +183,9 @@ class Batches:
             return None
         return self._leader.status
 
-    def start(self) -> None:
-        """Start the thread of the exchange."""
+    def start(self, latest: LatestStarts | None = None) -> None:
+        """Start the thread of the exchange; write latest starts, if there is a controller."""
+        self._latest = latest
         self._loop.start()
 
     def stop(self, limit_s: float) -> None:
@@ -223,8 +241,15 @@ class Batches:
         self._ended[iteration] = None if deviation else program
         self._ended.pop(iteration - _KEPT, None)
 
-    def observe(self, times: Iterable[IterationTimes]) -> None:
-        """Learn from the times of iterations."""
+    def planned_busy_s(self, iteration: int) -> float | None:
+        """Return how long the rank had computed in an iteration that was observed, were its GPU as
+        fast as at first, at the clocks that it had; None if that is not known.
+        """
+        return self._busy_s.get(iteration)
+
+    def observe(self, times: Iterable[IterationTimes], messages: Iterable[ToRank] = ()) -> None:
+        """Learn from the times of iterations, and what the controller says of clocks."""
+        self._catching_up.take(messages)
         self._times.extend(times)
         while self._times:
             number = self._times[0].number
@@ -234,7 +259,8 @@ class Batches:
             self._learn(seen, self._ended.get(number))
 
     def _learn(self, seen: IterationTimes, program: Program | None) -> None:
-        work, slowest = self._batches.get(seen.number, (None, Slowest()))
+        known = self._known.get(seen.number, _Known(None, Slowest()))
+        work, slowest = known.work, known.slowest
         before, self._clock = self._clock, 0
         if program is None or len(seen.spans_ns) != len(self._order):
             return
@@ -243,8 +269,11 @@ class Batches:
         if seen.number < _SETTLING:
             return
         self._lasts_s = time_s
+        ran = Ran(seen.number, time_s, slowest)
+        if known.full_s and not self._is_whole:
+            ran = self._compared(ran, seen, program, known, before)
         if self._leader is not None:
-            self._leader.account(seen.number, time_s, slowest)
+            self._leader.account(ran)
         if work is None or not self._seat.is_first:
             return
         told = self._told(seen, program, work, before)
@@ -253,6 +282,19 @@ class Batches:
             told = [((0, "F"), np.array(slowest.work), time_s)] if is_full and slowest.work else []
         if self._learner.add(told) and self._learner.laws is not None:
             self._unsent = RankLaws.of(self._order, self._learner.laws)
+
+    def _compared(
+        self, ran: Ran, seen: IterationTimes, program: Program, known: _Known, before: int
+    ) -> Ran:
+        """Return with it how its computations came."""
+        came_s = self._catching_up.at_full_clocks_s(seen, program.clocks)
+        if known.plan is not None and program.decision == 0 and before == program.top:
+            self._catching_up.see_full_clocks(seen, known.plan)
+        busy_s = sum(end_ns - begin_ns for begin_ns, end_ns in seen.spans_ns) / 1e9
+        self._busy_s[seen.number] = busy_s * sum(known.full_s) / max(sum(came_s), 1e-9)
+        self._busy_s.pop(seen.number - _KEPT, None)
+        pairs = tuple(zip(came_s, known.full_s, strict=True))
+        return replace(ran, work=known.work, at_full_clocks_s=pairs)
 
     def _told(
         self, seen: IterationTimes, program: Program, work: Floats, before: int
@@ -332,23 +374,36 @@ class Batches:
                 return
 
     def _decide(self, iteration: int, batch: Batch, work: Floats | None, slowest: Slowest) -> None:
-        program, rank = self._full, self._seat.rank
-        busy_s = batch.busy_s[rank] if batch.busy_s else None
-        full_j = batch.full_j[rank] if batch.full_j else None
-        program = replace(program, time_s=batch.time_s, busy_s=busy_s, full_j=full_j)
-        if batch.clocks:
-            clocks = tuple(clock for clock, count in batch.clocks[rank] for _ in range(count))
-            if len(clocks) == len(self._order):
-                is_full = min(clocks) == program.top
-                decision = 0 if is_full else 1
-                program = replace(
-                    program, clocks=clocks, decision=decision, then=decision * program.top
+        program = replace(self._full, time_s=batch.time_s)
+        known = _Known(work, slowest)
+        if batch.ranks:
+            plan, laws = batch.ranks[self._seat.rank], self._learner.laws
+            program = replace(program, full_j=plan.full_j)
+            if work is not None and laws is not None:
+                rows = work.tolist()
+                full_s = tuple(
+                    laws[c.stage, c.kind].full_s(rows[c.microbatch]) for c in self._order
                 )
-        self._batches[iteration] = work, slowest
-        self._batches.pop(iteration - _KEPT, None)
+                known = replace(known, plan=plan, full_s=full_s)
+            clocks = tuple(clock for clock, count in plan.clocks for _ in range(count))
+            if len(clocks) == len(self._order) and min(clocks) < program.top:
+                table = self._write_latest(iteration, clocks, plan, known.full_s)
+                program = replace(program, clocks=clocks, decision=1, then=program.top, table=table)
+        self._known[iteration] = known
+        self._known.pop(iteration - _KEPT, None)
         self._decided[iteration] = program
         self._decided.pop(iteration - _KEPT, None)
         self._is_decided.set()
+
+    def _write_latest(
+        self, iteration: int, clocks: tuple[int, ...], plan: RankPlan, full_s: tuple[float, ...]
+    ) -> int:
+        """Write the latest starts of an iteration; return the number of the table, 0 for none."""
+        if self._latest is None or not full_s or self._is_whole:
+            return 0
+        has_begun = self._iteration >= iteration
+        rows = self._catching_up.rows(clocks, full_s, plan, has_begun=has_begun)
+        return self._latest.write(iteration, rows) if rows else 0
 
 
 def _load_kernels() -> None:

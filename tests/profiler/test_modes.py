@@ -54,7 +54,7 @@ def test_a_stage_is_measured_in_every_mode_and_its_profile_is_planned_on(folder:
     assert "stage,instruction,mode,frequency" in (folder / "p.csv").read_text()
     done("solve p.yaml --schedule 1f1b --microbatches 3 -o f.npz")
     plan = done("plan f.npz --slowdown 1.0 -o plan.yaml")
-    assert "12 computations run in the mode keep." in plan
+    assert "In the mode keep: 12 computations." in plan
 
 
 def test_modes_without_an_own_way_are_refused_and_the_own_way_is_left_at_the_end() -> None:

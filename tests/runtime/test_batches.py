@@ -5,6 +5,7 @@ whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -35,13 +36,16 @@ from perseus_planner.runtime.batches.batches import Batches
 from perseus_planner.runtime.batches.exchange import (
     Exchange,
     OwnTime,
+    RankLaws,
     Seat,
     Slowest,
     send_profile,
     sent_profile,
 )
+from perseus_planner.runtime.batches.leader import Leader, Ran
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
+from perseus_planner.solver.batch import BatchPlanner, Law
 
 torch = pytest.importorskip("torch")
 
@@ -87,14 +91,18 @@ class Pipelines:
         for each in self.batches:
             each.start()
 
-    def run(self, work: Any, shown: Any = None, *, slow: float = 1.0) -> list[Program]:
+    def run(
+        self, work: Any, shown: Any = None, *, slow: float = 1.0, hampered: float = 1.0
+    ) -> list[Program]:
         """Run one iteration with its (pipelines, microbatches) work; return the last programs. It
-        takes `slow` times as long if a clock is lower.
+        takes `slow` times as long if a clock is lower, and rank 1 computes `hampered` times as
+        long.
         """
         self.iteration += 1
         for number, each in enumerate(self.batches):
             if each.leads:
-                rows = list(work[number // 2]) if shown is None else shown
+                rows = work if shown is None else shown
+                rows = list(rows[number // 2] if np.ndim(rows) == 2 else rows)
                 each.show(lambda rows=rows: rows)
             each.program_for(self.iteration)
         programs = []
@@ -107,7 +115,8 @@ class Pipelines:
         )
         slow = slow if any(program.decision for program in programs) else 1.0
         for number, (each, program) in enumerate(zip(self.batches, programs, strict=True)):
-            ends = np.cumsum([0, *times_s_of(program, work[number // 2])]) * 1e9 * slow
+            slower = slow * (hampered if number == 1 else 1.0)
+            ends = np.cumsum([0, *times_s_of(program, work[number // 2])]) * 1e9 * slower
             spans = tuple(pairwise(ends.astype(int).tolist()))
             each.on_end(self.iteration, program, None)
             each.observe([IterationTimes(self.iteration, 0, spans, int(ran_s * slow * 1e9))])
@@ -172,9 +181,9 @@ def test_clocks_follow_the_batch_once_its_laws_are_known(
             lower += sum(followed)
             limit_s = full_s(*pairs[slowest])
             assert max(replayed_s(*pair) for pair in pairs) <= limit_s * 1.0001
-            for program in programs:
-                ran_s = sum(times_s_of(program, work[iteration][programs.index(program) // 2]))
-                assert program.busy_s == pytest.approx(ran_s, rel=1e-3)
+            for number, (program, rank) in enumerate(zip(programs, two.batches, strict=True)):
+                ran_s = sum(times_s_of(program, work[iteration][number // 2]))
+                assert rank.planned_busy_s(iteration) == pytest.approx(ran_s, rel=1e-3)
                 assert program.then == (program.top if program.decision else 0)
     assert lower >= 10
     assert two.said == []
@@ -259,13 +268,37 @@ def test_iterations_that_are_longer_than_agreed_are_paid_at_full_clocks(two: Pip
     assert followed.count(0) >= 12
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_work_that_is_told_wrong_is_not_charged_to_clocks(is_known: bool):
+    work, rng = np.tile(drawn(1)[:, 0, :, None], (10, 1, 1)), np.random.default_rng(1)
+    leader, paid = Leader(PROFILE, SETTINGS, is_whole=False), 0
+    laws = {
+        (s, kind): Law(fixed * mean_s(kind), (slope * mean_s(kind),))
+        for s in range(2)
+        for kind, (fixed, slope) in KINDS.items()
+    }
+    leader.learn(tuple(RankLaws.of(rank, laws) for rank in SCHEDULE.ranks))
+    planner = BatchPlanner(PROFILE, SCHEDULE, laws)
+    for iteration, each in enumerate(work):
+        own = leader.own(iteration, each)
+        slowest = Slowest(own.time_s, True, own.pays, came=own.came)
+        leader.decide(each, slowest)
+        wrong = np.exp(0.05 * rng.normal(size=MICROBATCHES))
+        by_law = [laws[c.stage, c.kind].full_s(each[c.microbatch]) for c in SCHEDULE.ranks[0]]
+        as_came = [wrong[c.microbatch] * s for c, s in zip(SCHEDULE.ranks[0], by_law, strict=True)]
+        pairs = tuple(zip(as_came, by_law, strict=True))
+        ran = Ran(iteration, 1.02 * planner.full_clocks_s(each, wrong), slowest)
+        leader.account(replace(ran, work=each, at_full_clocks_s=pairs) if is_known else ran)
+        paid += own.pays
+    assert paid == 12 if is_known else paid > 40  # 3 references, one more, and 8 audits
+    assert not is_known or leader.error == pytest.approx(0.05, rel=0.2)
+
+
 def test_a_gpu_is_slow_against_its_own_work(two: Pipelines):
     work, detector, found = drawn(2), StragglerDetector(), list[float]()
     for iteration in range(44):
-        program = two.run(work[iteration])[1]
-        if program.busy_s is None:
-            continue
-        slower = 1.2 if iteration >= 34 else 1.0
+        hampered = 1.2 if iteration >= 34 else 1.0
+        program = two.run(work[iteration], hampered=hampered)[1]
         record = IterationRecord(
             iteration=iteration,
             version=None,
@@ -273,8 +306,8 @@ def test_a_gpu_is_slow_against_its_own_work(two: Pipelines):
             pipeline_rank=1,
             begin_s=0.0,
             end_s=1.0,
-            busy_s=slower * sum(times_s_of(program, work[iteration][0])),
-            planned_busy_s=program.busy_s,
+            busy_s=hampered * sum(times_s_of(program, work[iteration][0])),
+            planned_busy_s=two.batches[1].planned_busy_s(iteration),
         )
         detector, detection = detector.after(record)
         if detection is not None:

@@ -26,6 +26,7 @@ from torch import nn
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.megatron import MegatronModel
 from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import OUTSIDE
 from perseus_planner.schedules import interleaved_1f1b
 
 
@@ -40,8 +41,8 @@ class RecordedMarks:
     def load(self, words: Any) -> None:
         self.words = words
 
-    def request(self, index: int, *, outside: bool = False) -> None:
-        if not outside and self.wants[-1:] != [index]:
+    def request(self, index: int, part: int = 0) -> None:
+        if part != OUTSIDE and self.wants[-1:] != [index]:
             self.wants.append(index)
 
     def program_for(self, iteration: int) -> Any:
