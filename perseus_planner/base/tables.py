@@ -324,7 +324,7 @@ def html_table(columns: Sequence[Sequence[str]]) -> str:
     first = _cell("th", corner, scope="col") if corner.strip() else "<td></td>"
     names = first + "".join(_cell("th", name, scope="col") for name in heading)
     lines = (
-        _cell("th", name, scope="row")
+        _cell("th", name, corner, scope="row")
         + "".join(_cell("td", *each) for each in zip(cells, heading, strict=True))
         for name, *cells in rows
     )
@@ -336,8 +336,8 @@ def html_table(columns: Sequence[Sequence[str]]) -> str:
 
 def _cell(tag: str, text: str, label: str = "", scope: str = "") -> str:
     """Return a cell; a narrow page shows its `label` instead of the heading."""
-    named = f" scope={scope}" if scope else f' data-label="{escape(label.strip())}"'
-    return f"<{tag}{named}>{escape(text.strip())}</{tag}>"
+    named = f' data-label="{escape(label.strip())}"' if label.strip() else ""
+    return f"<{tag}{named}{scope and f' scope={scope}'}>{escape(text.strip())}</{tag}>"
 
 
 def _decimals(largest: float, digits: int = _DIGITS) -> int:

@@ -407,7 +407,9 @@ def test_a_reader_that_goes_away_is_no_error(frontier: Frontier, work: Path):
 
 
 @pytest.mark.parametrize("arguments", ["--help", "show frontier.npz", "show frontier.npz --json"])
-def test_output_that_cannot_be_written_is_said_in_a_line(work: Path, arguments: str):
+def test_output_that_cannot_be_written_is_said_in_a_line(
+    frontier: Frontier, work: Path, arguments: str
+):
     with open("/dev/full", "w") as full:
         command = subprocess.run(
             [*PLANNER, *arguments.split()], stdout=full, stderr=subprocess.PIPE, timeout=300

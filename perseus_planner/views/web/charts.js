@@ -161,7 +161,7 @@ const charts = (() => {
    *   description: text for screen readers,
    *   x: {label, unit, range?: [low, high]}, y: the same,
    *   series: [{name, color: 1..8, x: [..], y: [..], line?: true, dashed?: false, dots?: false, errors?: [..] (+- on y),
-   *             xErrors?: [..] (+- on x), steps?: false (a value lasts until the next)}],
+   *             xErrors?: [..] (+- on x)}],
    *   marks?: (the most important first) [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the
    *             legend, or null to leave it out, from?: {x, y} previous position, to animate a move}],
    *   events?: [{x, text}], each a dotted line over the whole height,
@@ -195,7 +195,7 @@ const charts = (() => {
     const points = series.x.map((x, index) => [plane.x(x), plane.y(series.y[index])]);
     const parts = [];
     if (series.line ?? true) {
-      const path = points.map(([x, y], index) => index === 0 ? `M${x.toFixed(1)} ${y.toFixed(1)}` : `${series.steps ? `H${x.toFixed(1)}` : ""}L${x.toFixed(1)} ${y.toFixed(1)}`);
+      const path = points.map(([x, y], index) => `${index === 0 ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`);
       parts.push(svg("path", { class: series.dashed ? "line dashed" : "line", d: path.join("") || null }));
     }
     (series.errors ?? []).forEach((error, index) => {
@@ -218,7 +218,7 @@ const charts = (() => {
     const size = 7; // px, of half a mark
     const spots = marks.map((mark) => ({ mark, x: plane.x(mark.x), y: plane.y(mark.y), texts: [] }));
     for (const { mark, x, y } of spots) {
-      if (mark.label) spots.find((other) => Math.hypot(x - other.x, y - other.y) < size).texts.push(mark.label);
+      if (mark.label) spots.find((other) => Math.hypot(x - other.x, y - other.y) < 1.5 * size).texts.push(mark.label);
     }
     const taken = spots.map(({ x, y }) => ({ left: x - size, right: x + size, top: y - size, bottom: y + size }));
     const lines = series.flatMap((each) => (each.line ?? true) ? segments(each.x.map((x, index) => [plane.x(x), plane.y(each.y[index])])) : []);
@@ -368,5 +368,5 @@ const charts = (() => {
       svg("path", { d: "M0 0V5", stroke: "currentColor", "stroke-width": 3 }));
   }
 
-  return { html, svg, number, quantity, ticks, range, table, line, bars, shape };
+  return { html, svg, number, quantity, ticks, range, table, line, bars };
 })();
