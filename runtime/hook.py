@@ -189,8 +189,8 @@ class Hook:
         marks: Requests clocks and takes times.
         source: Decides which program each iteration runs by.
         first: Program of the first iteration.
-        show: Called with what returns the microbatches of an iteration that begins, where the
-            engine has them; None if nobody asks for them.
+        show: Called with the number of microbatches of an iteration that begins, and with what
+            returns them where the engine has them; None if nobody asks for them.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Hook:
         marks: Marks,
         source: ProgramSource,
         first: Program | None,
-        show: Callable[[Microbatches], None] | None = None,
+        show: Callable[[int | None, Microbatches | None], None] | None = None,
     ) -> None:
         self._marks, self._source, self._show = marks, source, show
         self._iteration = -1
@@ -228,8 +228,8 @@ class Hook:
         """See `IterationHook.begin_iteration`."""
         if self._is_inside:
             self.end_iteration()
-        if self._show is not None and batch is not None:
-            self._show(batch)
+        if self._show is not None:
+            self._show(microbatches, batch)
         self._is_inside = True
         self._iteration += 1
         program = self._source.program_for(self._iteration)
