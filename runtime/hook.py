@@ -194,8 +194,8 @@ class Hook:
         marks: Requests clocks and takes times.
         source: Decides which program each iteration runs by.
         first: Program of the first iteration.
-        show: Called with what returns the microbatches of an iteration that begins, where the
-            engine has them; None if nobody asks for them.
+        show: Called with the number of microbatches of an iteration that begins, and with what
+            returns them where the engine has them; None if nobody asks for them.
         switch: Enters the mode of each computation; None if the training has no modes.
     """
 
@@ -204,7 +204,7 @@ class Hook:
         marks: Marks,
         source: ProgramSource,
         first: Program | None,
-        show: Callable[[Microbatches], None] | None = None,
+        show: Callable[[int | None, Microbatches | None], None] | None = None,
         switch: ModeSwitch | None = None,
     ) -> None:
         self._marks, self._source, self._show, self._switch = marks, source, show, switch
@@ -235,8 +235,8 @@ class Hook:
         """See `IterationHook.begin_iteration`."""
         if self._is_inside:
             self.end_iteration()
-        if self._show is not None and batch is not None:
-            self._show(batch)
+        if self._show is not None:
+            self._show(microbatches, batch)
         self._is_inside = True
         self._iteration += 1
         program = self._source.program_for(self._iteration)

@@ -518,7 +518,7 @@ def _batches(
     """Return this rank's part in clocks that follow the batch.
 
     Raises:
-        UsageError: If it cannot be known what the rank runs, or ranks cannot tell each other.
+        UsageError: If ranks cannot tell each other.
         ProfileError: If the profile does not fit what it runs.
         RankError: If rank 0 has no function for the work.
     """
@@ -526,12 +526,7 @@ def _batches(
     from perseus_planner.runtime.batches.exchange import Exchange, Seat, sent_profile
 
     assert options.work is not None
-    order, position = engine.order(), engine.pipeline_rank
-    if order is None:
-        raise UsageError(
-            f"work=: {engine.name} does not say what this rank runs before it runs; train with a "
-            "number of microbatches that does not change"
-        )
+    position = engine.pipeline_rank
     clone = getattr(job.store, "clone", None)
     if clone is None and job.ranks > 1:
         raise UsageError("work=: the store of this torch takes no second connection; use torch 2.6")
@@ -547,7 +542,7 @@ def _batches(
     return Batches(
         Exchange(store, seat),
         seat,
-        order,
+        engine.order(),
         sent_profile(store),
         options.autopilot,
         options.work,

@@ -240,7 +240,7 @@ class _Session:
             self._exchange = None if link is None else ServiceExchange()
             self._autopilot = self._begin_autopilot(options)
         batches = context.batches
-        show = batches.show if batches is not None and batches.leads else None
+        show = None if batches is None else batches.show
         self._modes = options.modes
         switch = None
         if options.modes:
