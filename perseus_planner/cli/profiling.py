@@ -90,6 +90,13 @@ class RowOptions:
     split_backward: Annotated[
         bool, "Also measure the gradients of inputs and of weights separately."
     ]
+    modes: Annotated[
+        str | None,
+        "Measure every mode of the stages: a function that is given a built module and returns its "
+        "modes, name -> function that enters it, with own for how training runs without a plan; "
+        "such as perseus_planner.engines.recompute:recompute_modes.",
+        Option(metavar="MODULE:FUNCTION"),
+    ]
     blocking_power_w: Annotated[
         BlockingPower | None,
         "Power of a waiting GPU, instead of measuring it; required for a single stage, which has "
@@ -259,6 +266,7 @@ def _measure(
             split_backward=rows.split_backward,
             blocking_power_w=rows.blocking_power_w,
             resume=rows.resume,
+            modes=rows.modes,
         )
     from perseus_planner.gpu import check_back_end
 
@@ -272,6 +280,7 @@ def _measure(
         "--tensor-parallel": wanted.tensor_parallel != 1,
         "--blocking-power": rows.blocking_power_w,
         "--resume": rows.resume,
+        "--modes": rows.modes,
     }.items():
         if is_given:
             raise UsageError(f"{option} needs a stage that can run; add --stage MODULE:FUNCTION")

@@ -111,7 +111,8 @@ class LogLine(logging.Formatter):
         fields["msg"] = _quoted(record.getMessage())
         line = " ".join(f"{key}={value}" for key, value in fields.items())
         trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
-        return "\n  ".join([line, *(_quoted(each)[1:-1] for each in trace)])
+        safe = (each if each.isprintable() else _quoted(each)[1:-1] for each in trace)
+        return "\n  ".join([line, *safe])
 
 
 def _quoted(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.point_problem import lay_out_waits
 
@@ -137,7 +138,16 @@ def with_usable(problem: ClockProblem, usable: NDArray[np.bool_]) -> ClockProble
 
 
 def clock_problem_of(dag: PipelineDag) -> tuple[ClockProblem, list[int]]:
-    """Lay out `dag` with every measured clock; also return the clocks, MHz, highest first."""
+    """Lay out `dag` with every measured clock; also return the clocks, MHz, highest first.
+
+    Raises:
+        UsageError: If its modes are open, as only clocks are chosen here.
+    """
+    if dag.has_open_modes:
+        raise UsageError(
+            "modes: clocks that follow the batch are for one way of running; leave the other modes "
+            "out of the profile"
+        )
     tables = {
         key: rows
         for key, rows in dag.profile.measurements.items()

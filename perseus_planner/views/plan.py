@@ -5,7 +5,8 @@ iteration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,9 @@ class PlanSummary(Comparison):
     #: the comparison where both wait for the straggler that the plan was made for, or None.
     beside_straggler: Comparison | None
     on_time: OnTime | None  #: how sure the plan is, if it was made for a probability, or None
+    #: mode -> number of computations that run in it, besides those that run in the training's own
+    #: way.
+    modes: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +121,7 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         if straggler_time_s is None
         else _beside_straggler(plan, straggler_time_s),
         on_time=plan.on_time,
+        modes=Counter(plan.modes.values()),
     )
 
 
@@ -199,6 +204,10 @@ def plan_text(summary: PlanSummary) -> str:
         f"compared with {summary.baseline} and waiting.",
         _bound_note(summary),
         f"No GPU changes its clock{changes}.",
+    ]
+    notes += [
+        f"In the mode {mode}: {counted(count, 'computation')}."
+        for mode, count in summary.modes.items()
     ]
     if summary.on_time is not None:
         notes += _certainty_notes(summary.on_time, summary.baseline, waits=beside is not None)

@@ -16,7 +16,7 @@ Keys of the store:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -106,19 +106,22 @@ class Batch(Record, frozen=True, array_like=True):
 class RankLaws(Record, frozen=True, array_like=True):
     """What a rank runs, and how long that takes by work."""
 
-    order: tuple[tuple[int, str, int], ...]  #: Stage, kind and microbatch of its computations
+    #: Stage, kind and microbatch of its computations, for each number of microbatches.
+    orders: tuple[tuple[tuple[int, str, int], ...], ...]
     #: Stage, kind, seconds without work, and seconds for each unit of each number of work.
     laws: tuple[tuple[int, str, float, tuple[float, ...]], ...]
 
     @classmethod
-    def of(cls, order: Sequence[Computation], laws: Mapping[Key, Law]) -> RankLaws:
+    def of(cls, orders: Iterable[Sequence[Computation]], laws: Mapping[Key, Law]) -> RankLaws:
         """Return what a rank tells."""
         told = tuple((*key, law.fixed_s, law.per_work_s) for key, law in laws.items())
-        return cls(tuple((c.stage, c.kind, c.microbatch) for c in order), told)
+        plain = (tuple((c.stage, c.kind, c.microbatch) for c in order) for order in orders)
+        return cls(tuple(plain), told)
 
-    def computations(self) -> tuple[Computation, ...]:
-        """Return the order of computations."""
-        return tuple(Computation(*each) for each in self.order)
+    def by_microbatches(self) -> dict[int, tuple[Computation, ...]]:
+        """Return number of microbatches -> order of computations."""
+        orders = (tuple(Computation(*each) for each in order) for order in self.orders)
+        return {1 + max(c.microbatch for c in order): order for order in orders}
 
     def by_key(self) -> dict[Key, Law]:
         """Return (stage, kind) -> law."""

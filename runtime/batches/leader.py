@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
+MOST_COUNTS = 32
+"""Numbers of microbatches for which clocks follow; with others, iterations run at full clocks."""
+
 _REFERENCES = 3  #: iterations at full clocks before the first plan, which tell how long they are
 _REMEMBERED = 20  #: of them, and iterations that tell how wrong work is
 _BURST = 0.04  #: what may be owed, as a share of an iteration
@@ -80,8 +83,9 @@ class Leader:
     def __init__(self, profile: Profile, settings: AutopilotSettings, *, is_whole: bool) -> None:
         self._profile, self._settings, self._is_whole = profile, settings, is_whole
         self._told: tuple[RankLaws, ...] = ()
-        self._planner: BatchPlanner | None = None
-        self._orders: tuple[tuple[Computation, ...], ...] = ()
+        #: of all ranks, by the number of microbatches
+        self._orders: dict[int, tuple[tuple[Computation, ...], ...]] = {}
+        self._planners: dict[int, BatchPlanner | None] = {}  #: None if there can be none
         self._laws: dict[Key, Law] = {}
         self._ran: deque[Ran] = deque()  #: that is not looked at yet
         self._pending: dict[int, Ran] = {}  #: that waits for what the others tell
@@ -99,13 +103,13 @@ class Leader:
     @property
     def is_ready(self) -> bool:
         """Whether all ranks of the pipeline have told their laws."""
-        return self._planner is not None
+        return bool(self._told)
 
     @property
     def status(self) -> AutopilotStatus:
         """What is known, for the record of the run."""
         ledger = self._ledger
-        if self._planner is None:
+        if not self._planners:
             return AutopilotStatus("watching")
         if ledger is None or len(self._by_law) < _REFERENCES:
             return AutopilotStatus("reference")
@@ -127,22 +131,36 @@ class Leader:
         return math.sqrt(max(shared, 0.0))
 
     def learn(self, told: tuple[RankLaws, ...]) -> None:
-        """Take in what all ranks of the pipeline have learnt.
+        """Take in what all ranks of the pipeline have learnt."""
+        if told == self._told:
+            return
+        laws = {key: law for rank in told for key, law in rank.by_key().items()}
+        if laws != self._laws:
+            self._planners.clear()
+        self._told, self._laws = told, laws
+        orders = [rank.by_microbatches() for rank in told]
+        everywhere = orders[0].keys() & set.intersection(*map(set, orders))
+        self._orders = {count: tuple(rank[count] for rank in orders) for count in everywhere}
+
+    def lacks(self, work: Floats | None) -> bool:
+        """Whether there is nothing yet to plan so many microbatches by."""
+        return work is not None and len(work) not in self._planners
+
+    def prepare(self, work: Floats | None) -> None:
+        """Lay out what plans as many microbatches, or else another number of them that was told.
+
+        That takes up to a second, so it is done after an iteration was decided, one at a time.
 
         Raises:
             PlannerError: If the ranks cannot be planned.
         """
-        if told == self._told:
+        wanted = [count for count in self._orders if count not in self._planners]
+        if not wanted or len(self._planners) == MOST_COUNTS:
             return
-        self._told, self._planner = told, None
-        self._orders = tuple(rank.computations() for rank in told)
-        self._laws = {key: law for rank in told for key, law in rank.by_key().items()}
-        self._planner = BatchPlanner(
-            self._profile,
-            Schedule("as trained", self._orders),
-            self._laws,
-            max_changes=self._settings.max_changes,
-        )
+        count = len(work) if work is not None and len(work) in wanted else wanted[0]
+        self._planners[count] = None
+        schedule, most = Schedule("as trained", self._orders[count]), self._settings.max_changes
+        self._planners[count] = BatchPlanner(self._profile, schedule, self._laws, max_changes=most)
 
     def account(self, ran: Ran) -> None:
         """Note an iteration that has ended."""
@@ -159,12 +177,13 @@ class Leader:
         if work is None:
             return OwnTime(came=came)
         row = tuple(work[0].tolist()) if self._is_whole else ()
-        if self._planner is None:
-            return OwnTime(work=row)
+        planner = self._planners.get(len(work))
+        if planner is None:
+            return OwnTime(work=row, came=came)
         ledger = self._ledger
         pays = ledger is not None and ledger.is_overdrawn
         pays |= len(self._by_law) < _REFERENCES or iteration % _AUDIT == 0
-        return OwnTime(self._planner.full_clocks_s(work), pays, row, came)
+        return OwnTime(planner.full_clocks_s(work), pays, row, came)
 
     def decide(self, work: Floats | None, slowest: Slowest) -> Batch:
         """Return what the ranks of the pipeline are told of a batch.
@@ -179,13 +198,14 @@ class Leader:
         self._settle(slowest.came)
         if work is None:
             return Batch()
-        if self._planner is None or not slowest.time_s:
+        planner = self._planners.get(len(work))
+        if planner is None or not slowest.time_s:
             return Batch(tuple(map(tuple, work.tolist())))
         if slowest.pays:
-            return self._batch(work, slowest.time_s)
+            return self._batch(planner, work, slowest.time_s)
         target_s = slowest.time_s * self._settings.slowdown * (1.0 - margin_of(self.error))
-        plan = self._planner.plan(work, target_s)
-        return self._batch(work, max(plan.time_s, slowest.time_s), plan)
+        plan = planner.plan(work, target_s)
+        return self._batch(planner, work, max(plan.time_s, slowest.time_s), plan)
 
     def _look(self) -> None:
         """Look at iterations that have ended since."""
@@ -194,14 +214,20 @@ class Leader:
             if not ran.slowest.time_s:
                 continue
             self._pending[ran.iteration] = ran
-            if ran.work is not None and self._planner is not None:
-                self._came.append((ran.iteration, self._came_s(self._planner, ran.work, ran)))
+            if ran.work is None:
+                continue
+            planner = self._planners.get(len(ran.work))
+            if planner is not None:
+                order = self._orders[len(ran.work)][0]
+                came_s = self._came_s(planner, order, ran.work, ran)
+                self._came.append((ran.iteration, came_s))
 
-    def _came_s(self, planner: BatchPlanner, work: Floats, ran: Ran) -> float:
+    def _came_s(
+        self, planner: BatchPlanner, order: tuple[Computation, ...], work: Floats, ran: Ran
+    ) -> float:
         """Return the seconds of this pipeline at full clocks, as its computations came: those of
         this rank tell the work of all.
         """
-        order = self._orders[0]
         came_s, told_s = np.zeros((2, 2, len(work)))  # of forwards and the rest
         for c, each in zip(order, ran.at_full_clocks_s, strict=True):
             place = int(c.kind != "F"), c.microbatch
@@ -247,12 +273,13 @@ class Leader:
         longer_s = 0.0 if slowest.pays else min(max(ran.time_s - reference_s, -most_s), most_s)
         self._ledger = ledger.add(reference_s + longer_s, longer_s=longer_s)
 
-    def _batch(self, work: Floats, time_s: float, plan: BatchPlan | None = None) -> Batch:
+    def _batch(
+        self, planner: BatchPlanner, work: Floats, time_s: float, plan: BatchPlan | None = None
+    ) -> Batch:
         """Return what ranks are told of a plan, None for full clocks, and an iteration time."""
-        assert self._planner is not None
         rows, ranks, profile = work.tolist(), [], self._profile
-        full = self._planner.plan_of(work, None, time_s)
-        for rank, order in enumerate(self._orders):
+        full = planner.plan_of(work, None, time_s)
+        for rank, order in enumerate(self._orders[len(work)]):
             rank_j, at_full_clocks = 0.0, full.times(rank)
             for stage, kind, microbatch in order:
                 row = profile.measurements[stage, kind][0]

@@ -4,7 +4,7 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -58,6 +58,9 @@ SCALE = 2.0  #: of computations of which the energy is told
 KNOWN = 20  #: iterations after which clocks follow
 
 
+TOP = PROFILE.measurements[0, "F"][0].clock_mhz
+
+
 def mean_s(kind: str) -> float:
     return PROFILE.measurements[0, kind][0].time_s
 
@@ -70,7 +73,7 @@ class Pipelines:
     def __init__(
         self,
         pipelines: int,
-        function: Callable[[Any], Any] = float,
+        orders: Sequence[Any] = SCHEDULE.ranks,
     ) -> None:
         self.said: list[tuple[str, str]] = []
         store, self.iteration = torch.distributed.HashStore(), -1
@@ -78,7 +81,7 @@ class Pipelines:
             Batches(
                 Exchange(store, seat),
                 seat,
-                SCHEDULE.ranks[rank],
+                orders[rank],
                 PROFILE,
                 SETTINGS,
                 float,
@@ -99,16 +102,21 @@ class Pipelines:
         long.
         """
         self.iteration += 1
+        ranks = schedules.one_f_one_b(2, len(work[0])).ranks
         for number, each in enumerate(self.batches):
-            if each.leads:
-                rows = work if shown is None else shown
-                rows = list(rows[number // 2] if np.ndim(rows) == 2 else rows)
-                each.show(lambda rows=rows: rows)
+            rows = work if shown is None else shown
+            rows = list(rows[number // 2] if np.ndim(rows) == 2 else rows)
+            each.show(len(work[0]), (lambda rows=rows: rows) if each.leads else None)
             each.program_for(self.iteration)
         programs = []
         for each in self.batches:
-            eventually(lambda each=each: not each.program_for(self.iteration).awaits)
+            eventually(lambda each=each: self.iteration in each._known)
             programs.append(each.program_for(self.iteration))
+        came = list(programs)
+        for number, program in enumerate(programs):
+            if program is None:
+                order = ranks[number % 2]
+                programs[number] = Program(1, order, (TOP,) * len(order), 0.0, top=TOP)
         ran_s = max(
             replayed_s(programs[number : number + 2], work[number // 2])
             for number in range(0, len(programs), 2)
@@ -118,7 +126,10 @@ class Pipelines:
             slower = slow * (hampered if number == 1 else 1.0)
             ends = np.cumsum([0, *times_s_of(program, work[number // 2])]) * 1e9 * slower
             spans = tuple(pairwise(ends.astype(int).tolist()))
-            each.on_end(self.iteration, program, None)
+            if came[number] is None:
+                each.on_end(self.iteration, None, None, [(*c,) for c in program.computations])
+            else:
+                each.on_end(self.iteration, program, None, None)
             each.observe([IterationTimes(self.iteration, 0, spans, int(ran_s * slow * 1e9))])
         return programs
 
@@ -189,6 +200,26 @@ def test_clocks_follow_the_batch_once_its_laws_are_known(
     assert two.said == []
 
 
+def test_numbers_of_microbatches_that_change_are_learnt_from_what_runs(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in ("_LEAST_TIMEOUT_S", "_MOST_TIMEOUT_S"):
+        monkeypatch.setattr(f"perseus_planner.runtime.batches.batches.{name}", LONG_S)
+    two = Pipelines(2, (None, None))  # as no order is known before
+    of_4, of_6 = drawn(2), drawn(2, 6)
+    for iteration in range(KNOWN):
+        programs = two.run(of_4[iteration])
+        assert [p.awaits or p.order > 0 for p in programs] == [iteration > 0] * 4
+    assert any(p.decision for p in programs)
+    assert not any(p.decision for p in two.run(of_6[0]))  # full clocks, and its order is noted
+    assert any(p.decision for p in two.run(of_4[KNOWN]))
+    followed = [[p.decision for p in two.run(of_6[i])] for i in range(1, 24)]
+    assert [any(each) for each in followed].index(True) <= 12
+    assert all(any(each) for each in followed[12:])
+    assert two.said == []
+    two.stop()
+
+
 @pytest.mark.parametrize(
     ("shown", "said"),
     [
@@ -247,7 +278,7 @@ def test_a_pipeline_that_tells_nothing_in_time_is_not_waited_for(
     alone = two.batches[:2]
     for each in alone:
         if each.leads:
-            each.show(lambda: list(work[KNOWN][0]))
+            each.show(MICROBATCHES, lambda: list(work[KNOWN][0]))
         each.program_for(KNOWN)
     for each in alone:
         eventually(lambda each=each: not each.program_for(KNOWN).awaits)
@@ -277,7 +308,8 @@ def test_work_that_is_told_wrong_is_not_charged_to_clocks(is_known: bool):
         for s in range(2)
         for kind, (fixed, slope) in KINDS.items()
     }
-    leader.learn(tuple(RankLaws.of(rank, laws) for rank in SCHEDULE.ranks))
+    leader.learn(tuple(RankLaws.of([rank], laws) for rank in SCHEDULE.ranks))
+    leader.prepare(None)
     planner = BatchPlanner(PROFILE, SCHEDULE, laws)
     for iteration, each in enumerate(work):
         own = leader.own(iteration, each)

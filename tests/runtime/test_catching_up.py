@@ -170,17 +170,18 @@ def test_latest_starts_are_in_the_time_that_iterations_take():
     order = schedules.one_f_one_b(2, MICROBATCHES).ranks[0]
     rows = {kind: profile.measurements[0, kind] for kind in ("F", "B")}
     full_s = [rows[c.kind][0].time_s for c in order]
-    catching_up = CatchingUp(order, profile)
+    catching_up = CatchingUp(profile)
     total_us = round(2e6 * sum(full_s))
     latest_us = tuple(total_us * (i + 1) // len(order) for i in range(len(order)))
     plan = RankPlan(1.0, ((900, len(order)),), (1000, 1000 + total_us // 2), 1500, latest_us)
-    clocks = [rows[c.kind][4].clock_mhz for c in order]
-    assert catching_up.rows(clocks, full_s, plan, has_begun=True) == []
+    clocks = tuple(rows[c.kind][4].clock_mhz for c in order)
+    program = Program(1, order, clocks, 1.0)
+    assert catching_up.rows(program, full_s, plan, has_begun=True) == []
     for number in range(3):  # at full clocks, 10 % of what the plan lasts longer
         end_ns = round(1e3 * (total_us // 2 + 0.1 * (total_us - 1000)))
-        times = IterationTimes(number, 0, ((0, 1), (2, end_ns)), end_ns)
+        times = IterationTimes(number, 0, ((0, 1), *[(2, end_ns)] * (len(order) - 1)), end_ns)
         catching_up.see_full_clocks(times, plan)
-    found = catching_up.rows(clocks, full_s, plan, has_begun=True)
+    found = catching_up.rows(program, full_s, plan, has_begun=True)
     for c, row, each_us, each_s in zip(order, found, latest_us, full_s, strict=True):
         measured = {m.clock_mhz: m.time_s / rows[c.kind][0].time_s for m in rows[c.kind][:5]}
         assert row[0][0] == rows[c.kind][4].clock_mhz

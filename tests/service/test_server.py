@@ -18,9 +18,11 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -572,6 +574,40 @@ def test_a_connection_without_a_whole_head_is_closed(monkeypatch: pytest.MonkeyP
         with suppress(ConnectionResetError):
             while client.recv(1000):  # until it is closed; else this times out
                 pass
+
+
+def test_a_head_that_waits_while_the_service_computes_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A request comes at the end of its connection's time, and before the service looks."""
+    monkeypatch.setattr(server, "HEAD_S", 2.0)
+    service = StandIn()
+    service.register(RegisteredJob("gpt3", 2, ""), b"PK")
+    plans = service.plans
+    request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with (
+        serving(service, Address(port=0)) as url,
+        socket.create_connection(where(url), timeout=LONG_S) as idle,
+    ):
+
+        def slow_plans(job: str, after: int) -> Any:
+            asyncio.get_running_loop().call_later(0.0, idle.sendall, request)  # before the limit
+            time.sleep(2.1)  # computes, until after it
+            return plans(job, after)
+
+        monkeypatch.setattr(service, "plans", slow_plans)
+        idle.sendall(request)
+        assert status_of_next(idle) == 200  # its time begins anew
+        assert httpx.get(f"{url}/v1/jobs/gpt3/plans", timeout=LONG_S).status_code == 200
+        assert status_of_next(idle) == 200
+
+
+def status_of_next(connection: socket.socket) -> int:
+    """Read an answer."""
+    answer = HTTPResponse(connection)
+    answer.begin()
+    answer.read()
+    return answer.status
 
 
 def test_a_body_that_stays_out_is_answered_and_a_long_poll_is_not_cut_short(

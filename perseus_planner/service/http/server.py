@@ -12,6 +12,7 @@ import math
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import ssl
@@ -54,6 +55,7 @@ _GRACE_S = 5  # how long requests may still take when the server ends
 _BACKLOG = 2048
 # a thread that computes for long gives way this often; a report waits for that a few times
 _SWITCH_S = 0.0005
+_LAG_S = 0.1
 HEAD_S = 10.0  # within which the head of a request must have come
 _DESCRIPTORS = 2**16  # each long poll is one
 _OWN_DESCRIPTORS = 64  # for the database and planning processes
@@ -204,7 +206,15 @@ class _Connection(H11Protocol):
     def _expect_head(self) -> None:
         if self._late is not None:
             self._late.cancel()
-        self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._late = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _give_up(self) -> None:
+        unread = select.poll()
+        unread.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        if unread.poll(0):  # the head waits, as the loop lags
+            self._late = self.loop.call_later(_LAG_S, self._give_up)
+        else:
+            self.transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -254,6 +264,7 @@ def _server(
         ws="none",
         # so many are accepted before others get a turn; the queue of the socket itself is longer
         backlog=1,
+        timeout_keep_alive=_VANISHED_S,  # `HEAD_S` ends it before
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=address.certificate,
         ssl_keyfile=address.key,
