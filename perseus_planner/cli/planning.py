@@ -27,6 +27,7 @@ from perseus_planner.cli.options import (
     Overhead,
     Power,
     Slowdown,
+    SourceFile,
     Stages,
     Time,
     Tolerance,
@@ -86,7 +87,7 @@ class SettingOptions:
     schedule: Annotated[
         str | None,
         f"Order of the computations: {', '.join(SCHEDULES)}; or a text grid (.csv or .txt) with a "
-        "line for each rank and cells such as 3F17.  [default: the one that a profile.yaml was "
+        "line for each rank and cells such as 3F17.  [default: the schedule that the profile was "
         "measured in]",
         Option(metavar="NAME|GRID"),
         _COMPLETED,
@@ -172,7 +173,7 @@ class SettingOptions:
     "planner solve job.yaml --slow 1=1.15 -o slow.npz",
 )
 def solve(
-    profile_or_job: Path,
+    profile_or_job: Annotated[Path, SourceFile("profile", "job")],
     *,
     options: SettingOptions,
     output: Annotated[
@@ -273,7 +274,7 @@ class PlanLimits:
     "planner plan frontier.npz slow.npz --replicas 3,1 --slowdown 1.00 -o replicas.yaml",
 )
 def plan(
-    frontier: Annotated[tuple[Path, ...], Option(required=True)],
+    frontier: Annotated[tuple[Annotated[Path, SourceFile("frontier")], ...], Option(required=True)],
     *,
     target: Target,
     limits: PlanLimits,
@@ -298,9 +299,13 @@ def plan(
     """
     if limits.as_measured and (limits.on_time or limits.tolerance) is not None:
         given = "--tolerance" if limits.on_time is None else "--on-time"
-        raise UsageError(f"{given}: is of plans with a margin; leave it or --as-measured out")
+        raise UsageError(
+            f"{given}: applies to plans with a margin; leave out this option, or --as-measured"
+        )
     if limits.tolerance is not None and target.power_budget_w is not None:
-        raise UsageError("--tolerance: is of a time; leave it out, or give --slowdown instead")
+        raise UsageError(
+            "--tolerance: applies to a time; leave out --tolerance, or give --slowdown instead"
+        )
     if target.power_budget_w is not None and len(frontier) > 1:
         raise UsageError(
             "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "

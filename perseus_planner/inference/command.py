@@ -4,7 +4,7 @@ latency objectives.
 
 from __future__ import annotations
 
-import sys
+import os
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from perseus_planner.cli.options import (
     Option,
     OutputFile,
     Time,
-    Tolerance,
     command,
     examples,
     output_file,
@@ -83,6 +82,23 @@ def _checked_bounds(
 
 _Bounds = Annotated[
     tuple[int, ...], Listed(units.COUNT, "tokens"), Option(callback=_checked_bounds)
+]
+
+
+def _read_key(_: click.Context, __: click.Parameter, key: str | None) -> str | None:
+    """Return the key that is given or stands in a file, or that of the environment."""
+    if key is None or not key.startswith("@"):
+        return key or os.environ.get("OPENAI_API_KEY")
+    try:
+        return Path(key[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key: cannot read {key[1:]} ({error}); name a file") from error
+
+
+_Key = Annotated[
+    str | None,
+    "Key of the server, or @FILE that has it.  [default: OPENAI_API_KEY]",
+    Option("--api-key", metavar="KEY", callback=_read_key),
 ]
 
 
@@ -154,12 +170,10 @@ class _Service:
 
 @command(
     "planner inference profile http://127.0.0.1:8000/v1 --gpu nvml:0 --class 256/100 --class "
-    "1024/350 --batch 1,8 -o inference.csv",
-    "planner inference profile serving:generate --gpu nvml:0 --class 256/100 --at "
-    "1980,1590,1200 -o inference.csv",
+    "1024/350 --concurrency 1,8,32 --rate 1,2,4 -o inference.csv",
 )
 def profile(
-    target: str,
+    server: str,
     *,
     gpus: Annotated[
         tuple[str, ...],
@@ -171,7 +185,15 @@ def profile(
         "Class of requests: input and output tokens; repeat it for several.",
         Option("--class", metavar="IN/OUT", required=True),
     ],
-    batches: Annotated[Counts, "Requests at once.", Option("--batch", default="1")],
+    concurrencies: Annotated[
+        Counts, "Closed loops: requests in flight.", Option("--concurrency", default=())
+    ],
+    rates: Annotated[
+        tuple[float, ...],
+        Listed(units.RATE, "requests/s"),
+        "Open loops: requests that arrive in a second, at random.",
+        Option("--rate", default=()),
+    ],
     control: Annotated[
         Literal["clock", "power-limit", "observed"],
         "What is set; observed sets nothing.",
@@ -182,37 +204,85 @@ def profile(
         "Clocks in MHz, or power limits in W.  [default: six, down to 40 % of the highest]",
         Option("--at", default=()),
     ],
-    window_s: Annotated[Time, "Least time of a window.", Option(default="10s")],
+    window_s: Annotated[Time, "Time of a window.", Option(default="10s")],
     windows: Annotated[int, click.IntRange(1), "Windows a row.", Option(metavar="N", default=3)],
     model: Annotated[
         str | None, "Model of the server.  [default: its first]", Option(metavar="NAME")
     ],
+    chat: Annotated[bool, "Ask for chat completions."],
+    text: Annotated[bool, "Send prompts as text, not as numbers of tokens."],
+    key: _Key,
+    limit_s: Annotated[
+        Time, "Most time between two events of an answer.", Option("--timeout", default="10min")
+    ],
     output: Annotated[Path, output_file("inference profile", ".csv")],
     as_json: AsJson,
 ) -> None:
-    """Measure what requests cost at several clocks: energy, throughput and latency, prefill and
-    decode apart.
+    """Measure what requests to a server cost under traffic, at several clocks: energy, throughput
+    and latency, input and output tokens apart.
 
-    TARGET is the address of a server on this machine that speaks OpenAI's completions API, or
-    module:function for a function f(batch, input_tokens, output_tokens) that yields after each
-    token.
+    SERVER is the address of a server on this machine that speaks OpenAI's API. Each row is written
+    as it is measured.
     """
     from perseus_planner.gpu import open_gpu
     from perseus_planner.inference.serving import ServingSettings, measure_serving, save_served
-    from perseus_planner.inference.targets import open_target
+    from perseus_planner.inference.targets import Server
 
-    sys.path.insert(0, "")
-    chosen = ServingSettings(shapes, batches, control, settings, window_s, windows)
+    chosen = ServingSettings(shapes, concurrencies, rates, control, settings, window_s, windows)
+    rows: list[ServedRow] = []
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_gpu(text)) for text in gpus]
-        served = stack.enter_context(closing(open_target(target, model)))
-        rows = measure_serving(
-            served, opened, chosen, stack.enter_context(console.progress("Measuring"))
-        )
+        opened = [stack.enter_context(open_gpu(gpu)) for gpu in gpus]
+        target = Server(server, model, chat=chat, text=text, key=key, limit_s=limit_s)
+        stack.enter_context(closing(target))
+        progress = stack.enter_context(console.progress("Measuring"))
+        measured = measure_serving(target, opened, chosen, progress)
         origin = opened[0].origin
-    save_served(rows, control, origin, output)
+        for row in stack.enter_context(closing(measured)):
+            rows.append(row)
+            save_served(rows, control, origin, output)
     summary = {"origin": origin, "control": control, "rows": [asdict(row) for row in rows]}
     console.report(summary, _text(rows, control, origin), [output], as_json=as_json)
+
+
+@command(
+    "planner inference read 1410@312W=profile_export_genai_perf.json --degree 1 -o inference.csv",
+)
+def read(
+    results: Annotated[tuple[str, ...], Option(required=True, metavar="MHZ[@WATTS]=FILE...")],
+    *,
+    degree: Annotated[
+        int, click.IntRange(1), "GPUs of the server.", Option(metavar="N", default=1)
+    ],
+    shape: Annotated[
+        Annotated[Any, _Class()] | None,
+        "Class of the requests.  [default: their mean tokens]",
+        Option("--class", metavar="IN/OUT"),
+    ],
+    output: Annotated[Path, output_file("inference profile", ".csv")],
+    as_json: AsJson,
+) -> None:
+    """Make an inference profile of what genai-perf, guidellm or `vllm bench serve` measured.
+
+    Each file has the clock in MHz that was set, and the mean power of the server's GPUs meanwhile,
+    for example as `planner measure` prints it. Rows without a power have no energy.
+    """
+    from perseus_planner.inference.results import read_results
+    from perseus_planner.inference.serving import save_served
+
+    rows: list[ServedRow] = []
+    for each in results:
+        setting, _, file = each.partition("=")
+        clock, _, power = setting.partition("@")
+        clock_mhz = units.CLOCK.parse(clock)
+        power_w = units.POWER_BUDGET.read(power, each) if power else None
+        if clock_mhz is None or not file:
+            raise UsageError(f"{each!r} is no result; write MHZ=FILE or MHZ@WATTS=FILE")
+        rows += read_results(Path(file), clock_mhz, degree, power_w, shape)
+    save_served(rows, "clock", "read", output)
+    if any(row.energy_j is None for row in rows):
+        click.echo("planner: rows without an energy count as too slow; give MHZ@WATTS", err=True)
+    summary = {"rows": [asdict(row) for row in rows]}
+    console.report(summary, _text(rows, "clock", "read from files"), [output], as_json=as_json)
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
@@ -221,7 +291,10 @@ def _text(rows: list[ServedRow], control: str, origin: str) -> str:
     columns = lay_out(
         rows,
         Column("class", lambda row: "{}/{}".format(*row.shape)),
-        Column("batch", "batch"),
+        Column(
+            "load",
+            lambda row: f"{row.rate_per_s:g}/s" if row.concurrency is None else row.concurrency,
+        ),
         Column("W" if control == "power-limit" else "MHz", "setting"),
         Column("J/request", "energy_j", ".4g"),
         Column("+- J", "error_j", ".2g"),
@@ -289,13 +362,10 @@ def simulate(
         "What a period is predicted from: the one before, or itself.",
         Option(default="last"),
     ],
-    mispredicted: Annotated[
-        Tolerance,
-        "Share of requests whose output is predicted one class too long or too short.",
-        Option(default="0%"),
-    ],
-    burst_s: Annotated[
-        Lag, "Over how long the load of an instance may be averaged.", Option(default="60s")
+    epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
+    chunk: Annotated[int, "Most input tokens of an iteration.", Option(metavar="N", default=2048)],
+    most: Annotated[
+        int, "Most requests of a server at once.", Option("--batch", metavar="N", default=256)
     ],
     policies: Annotated[
         tuple[str, ...],
@@ -309,7 +379,8 @@ def simulate(
     """Replay a trace through pools that are planned again and again.
 
     PROFILE is that of `planner inference plan`, TRACE a CSV of requests. The policy highest is
-    always included as the baseline of the others.
+    always included as the baseline of the others. Instances are servers with continuous batching if
+    the profile says what tokens cost; else only their power is replayed.
     """
     from perseus_planner.base.errors import InfeasibleGpus
     from perseus_planner.inference import views
@@ -329,9 +400,10 @@ def simulate(
     settings = Settings(
         gpus=service.gpus,
         costs=costs,
+        epoch_s=epoch_s,
         prediction=prediction,
-        mispredicted=mispredicted,
-        burst_s=burst_s,
+        chunk_tokens=chunk,
+        most_requests=most,
     )
     requests, replays, left_out = read_trace(trace), [], list[str]()
     with console.progress("Replaying") as progress:
@@ -352,5 +424,5 @@ def simulate(
     console.report(result, views.simulation_text(result), [plot] if plot else [], as_json=as_json)
 
 
-for _command in (profile, plan, simulate):
+for _command in (profile, read, plan, simulate):
     inference.add_command(_command)

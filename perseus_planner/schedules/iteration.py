@@ -61,8 +61,8 @@ class Iteration:
     #: the node; empty if all are 0.
     lags_s: tuple[tuple[float, ...], ...] = ()
     operations: tuple[Operation, ...] = ()  #: the nodes that are neither forward nor backward
-    #: the kind of each computation in the profile, such as "B.sync"; empty if they are those of the
-    #: schedule.
+    #: the kind of each computation in the profile, such as "B.sync", with the mode that a plan has
+    #: chosen, as in "B@recompute"; empty if they are those of the schedule.
     kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Iteration:
             )
         object.__setattr__(self, "lags_s", self._checked_lags_s())
         own = tuple(c.kind for c in self.computations)
-        if self.kinds and tuple(str(kind).split(".")[0] for kind in self.kinds) != own:
+        if self.kinds and tuple(re.split("[.@]", str(kind))[0] for kind in self.kinds) != own:
             raise ScheduleError(
                 "kinds: are not those of the computations, with or without a suffix such as .sync"
             )

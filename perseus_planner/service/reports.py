@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError, shown
@@ -10,7 +11,7 @@ from perseus_planner.base.errors import UsageError, shown
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from perseus_planner.service.model import RegisteredJob, Report, Scope
+    from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
 
 
 def lasting_reports(
@@ -112,6 +113,25 @@ def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int
     return parts
 
 
+def concerned_by(job: RegisteredJob, reports: Iterable[Report]) -> list[Report]:
+    """Return those of the reports about GPUs and nodes that `job` has."""
+    nodes = {place.node for place in job.places}
+    names = {place.gpu for place in job.places}.union(*map(_names, nodes))
+    return [
+        report
+        for report in reports
+        if report.scope.value in names or not nodes.isdisjoint(_names(report.scope.value))
+    ]
+
+
+@lru_cache(maxsize=2**16)
+def _names(node: str) -> frozenset[str]:
+    """Return the names of a node with all of its domain, with a part of it, and without it."""
+    parts = node.split(".")
+    whole = len(parts) if parts[-1].isdigit() else 1  # an address has no domain
+    return frozenset(".".join(parts[:count]) for count in range(whole, len(parts) + 1))
+
+
 def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
     """Check that a scope exists in a job whose pipelines have this many stages.
 
@@ -127,11 +147,7 @@ def _held_by(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
     """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a
     rank's are unknown.
     """
-    places = [
-        place
-        for place in job.places
-        if scope.value and str(getattr(place, scope.kind)) == scope.value
-    ]
+    places = [place for place in job.places if scope.value and _is_in(place, scope)]
     if not places:
         raise UsageError(
             f"scope: job {shown(job.name)} has no known {scope.kind} {shown(scope.value)}; "
@@ -145,6 +161,13 @@ def _held_by(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
         pipeline: frozenset() if pipeline in unknown else stages
         for pipeline, stages in held.items()
     }
+
+
+def _is_in(place: Place, scope: Scope) -> bool:
+    value = str(getattr(place, scope.kind))
+    if scope.kind != "node" or not value:
+        return value == scope.value
+    return value in _names(scope.value) or scope.value in _names(value)
 
 
 def _pipeline_of_stage(job: RegisteredJob, scope: Scope) -> int:

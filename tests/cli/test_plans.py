@@ -159,11 +159,11 @@ REFUSED = {
         "above 0% and up to 99%, such as 95%"
         for text in ("100%", "0%", "0.95", "sure")
     },
-    "plan fast.npz --power-budget 1kW --tolerance 0.1% -o plan.yaml": "--tolerance: is of a time; "
-    "leave it out, or give --slowdown instead",
+    "plan fast.npz --power-budget 1kW --tolerance 0.1% -o plan.yaml": "--tolerance: applies to a "
+    "time; leave out --tolerance, or give --slowdown instead",
     **{
-        f"{ALONE} --as-measured {option} {text}": f"{option}: is of plans with a margin; leave it "
-        "or --as-measured out"
+        f"{ALONE} --as-measured {option} {text}": f"{option}: applies to plans with a "
+        "margin; leave out this option, or --as-measured"
         for option, text in (("--tolerance", "0.1%"), ("--on-time", "95%"))
     },
     f"{ALONE} --on-time 95% --tolerance 0.001": "--tolerance: '0.001' is not a tolerance: write a "
