@@ -158,7 +158,7 @@ def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
     asked = [
         (time_s, "") for time_s in times_s if least_s * (1 + _NEAR) < time_s < most_s * (1 - _NEAR)
     ]
-    last = [(most_s, "slower than this, it waits")] if most_s > least_s * (1 + _NEAR) else []
+    last = [(most_s, "then it waits")] if most_s > least_s * (1 + _NEAR) else []
     for time_s, mark in [*asked, *last]:
         waiting_j = frontier.baseline_energy_j + waiting_w * (time_s - frontier.baseline_time_s)
         comparison = compare(

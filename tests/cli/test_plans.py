@@ -224,7 +224,7 @@ def test_a_plan_can_be_made_for_a_probability(folder: Path):
         "estimated.\n" in text
     )
     assert "no standard errors" not in text
-    assert text.count("without jitter of computations, which `planner calibrate` takes") == 1
+    assert text.count("Jitter of computations is left out; `planner calibrate` takes") == 1
     text = done("plan frontier.npz --power-budget 420.5W --on-time 90% -o plan.yaml")
     assert "It draws at most 420.5 W with a probability of 90 % or more.\n" in text
 

@@ -89,7 +89,7 @@ def test_slower_plans_than_that_of_least_energy_are_compared_with_waiting_for_a_
     summary = summarize_frontier(frontier)
     assert frontier.least_energy_time_s == frontier.min_time_s == summary.points[-1].time_s
     last = summary.beside_stragglers[-1]
-    assert (last.time_s, last.mark) == (frontier.max_time_s, "slower than this, it waits")
+    assert (last.time_s, last.mark) == (frontier.max_time_s, "then it waits")
     for point in summary.beside_stragglers:
         waiting_j = 2 * 290.0 * (point.time_s - frontier.baseline_time_s)
         assert point.baseline_energy_j == pytest.approx(frontier.baseline_energy_j + waiting_j)
