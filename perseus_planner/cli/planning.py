@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.plans.settings import Settings
+    from perseus_planner.solver.frontier import Frontier
     from perseus_planner.solver.replicas import Replicas
 
 #: the names in `schedules.NAMES`, which is not loaded for --help
@@ -339,6 +340,13 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
         (frontier,) = pipelines.frontiers
         return (frontier.plan_within_power(target.power_budget_w, **limits.arguments()),)
     source = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else pipelines
+    if any(frontier.dag.has_tied_modes for frontier in pipelines.frontiers):
+        if len(pipelines.frontiers) > 1:
+            raise UsageError(
+                "modes that are tied to each other are planned for one kind of pipeline; give one "
+                "frontier"
+            )
+        return (_plan_tied(pipelines.frontiers[0], target, limits),)
     # More, as rounding may refuse exactly that time.
     least_s = max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
     fastest_s = source.least_deadline_s(limits.arguments().get("on_time", ON_TIME))
@@ -360,6 +368,20 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
         )
         wanted_s = max(least_s, fastest_s)
     return pipelines.plans_for(wanted_s, **limits.arguments())
+
+
+def _plan_tied(frontier: Frontier, target: Target, limits: PlanLimits) -> Plan:
+    """Return a plan whose modes are tied to each other: which time takes the least energy depends
+    on those that are chosen.
+    """
+    arguments = limits.arguments()
+    if target.straggler_time_s is not None:
+        return frontier.plan_beside_straggler(target.straggler_time_s, **arguments)
+    if target.slowdown is not None:
+        return frontier.plan_for(target.slowdown * frontier.baseline_time_s, **arguments)
+    if target.deadline_s is not None:
+        return frontier.plan_for(target.deadline_s, **arguments)
+    return frontier.plan_for_least_energy(**arguments)
 
 
 def _given(options: DataclassInstance) -> dict[str, Any]:

@@ -196,11 +196,10 @@ def _plan_view(file: Path) -> _View:
         return figures.draw_gantt([chart_plan(str(plan.schedule), plan, subtitle)], plan.control)
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
-        from perseus_planner.plans.replay import all_maximum
         from perseus_planner.views.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
-        before = None if frontier is None else frontier.plan_of(all_maximum(frontier.dag))
+        before = None if frontier is None else frontier.baseline_plan
         trace_plan(plan, path, before)
 
     return _View(summary, timeline_text(summary), draw, write_trace)

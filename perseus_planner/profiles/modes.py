@@ -144,7 +144,7 @@ class Modes(Checked, error=ProfileError, prefix="modes, "):
         ]
 
     @property
-    def is_coupled(self) -> bool:
+    def are_tied(self) -> bool:
         """Whether the mode of a computation depends on those of others."""
         return self.shared_by != "computation" or self.memory_bytes is not None or self.change_s > 0
 

@@ -72,6 +72,12 @@ class PipelineDag:
         """Whether each computation may run in any mode of the profile."""
         return self.profile.modes is not None and self.base is None
 
+    @property
+    def has_tied_modes(self) -> bool:
+        """Whether modes are open, and those of computations depend on each other."""
+        modes = self.profile.modes
+        return self.has_open_modes and modes is not None and modes.are_tied
+
     def with_profile(self, profile: Profile) -> PipelineDag:
         """Return the same iteration, in the same modes, with other measurements."""
         return PipelineDag(profile, self.iteration, self.base)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -130,6 +130,11 @@ class Iteration:
         """The (stage, kind with any suffix) by which the profile knows each computation."""
         kinds = self.kinds or tuple(c.kind for c in self.computations)
         return tuple((c.stage, kind) for c, kind in zip(self.computations, kinds, strict=True))
+
+    @property
+    def without_modes(self) -> Iteration:
+        """The same iteration with each computation in the training's own way."""
+        return replace(self, kinds=tuple(kind.partition("@")[0] for kind in self.kinds))
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:

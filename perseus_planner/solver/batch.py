@@ -299,6 +299,19 @@ class BatchPlanner:
         seconds: Floats = self._scales(work) * self._full_s
         return seconds
 
+    def microbatch_s(self, work: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of all computations of each microbatch at full clocks:
+        (microbatches,).
+
+        Args:
+            work: as `full_clocks_s` takes it.
+
+        Raises:
+            UsageError: If `work` is not like that.
+        """
+        seconds = np.bincount(self._microbatch, self.computation_s(work))
+        return np.asarray(seconds, dtype=np.float64)
+
     def plan_of(
         self, work: NDArray[np.float64], clocks_mhz: Sequence[int] | None, target_s: float
     ) -> BatchPlan:
@@ -333,8 +346,7 @@ class BatchPlanner:
         Raises:
             UsageError: If `work` is not like that.
         """
-        seconds = self.computation_s(work)
-        longest_first = np.argsort(-np.bincount(self._microbatch, seconds), kind="stable")
+        longest_first = np.argsort(-self.microbatch_s(work), kind="stable")
         as_is = np.arange(len(work))
         orders = np.array([as_is, longest_first, longest_first[::-1], *self._random_orders])
         makespan_s = self._replay_all(np.array([self.computation_s(work[o]) for o in orders]))

@@ -19,8 +19,8 @@ from perseus_planner.base.errors import InfeasiblePower, PlanError, UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import make_frame
 from perseus_planner.base.units import CHANGES, ON_TIME, POWER, PROBABILITY, SHARE, TIME
-from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
-from perseus_planner.profiles.modes import OWN
+from perseus_planner.plans.replay import ALL_MAXIMUM, all_maximum, origin_text
+from perseus_planner.profiles.modes import OWN, mode_of
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
@@ -204,6 +204,15 @@ class Frontier(TimeEnergyCurve):
             chosen.append(clock)
         return self._planner.plan_of(chosen, None)
 
+    @property
+    def baseline_plan(self) -> Plan:
+        """The iteration with all clocks at their maximum, with which plans are compared."""
+        dag = baseline(self.dag)
+        if dag is self.dag:
+            return self.plan_of(all_maximum(dag))
+        modes = tuple(mode_of(kind) for _, kind in dag.iteration.keys)
+        return self._of_modes(self._fixed(modes).plan_of(all_maximum(dag)))
+
     def point_bound_j(self, deadline_s: float) -> float:
         """Return a bound on the energy of an iteration of that time in which every clock is a
         measured one, joules.
@@ -338,7 +347,7 @@ class Frontier(TimeEnergyCurve):
         """Return the best modes for a deadline."""
         if deadline_s not in self._choices:
             problem = self._mode_problem
-            if problem.modes.is_coupled:
+            if problem.modes.are_tied:
                 choice = problem.choose(deadline_s)
             else:  # rounding picks mode and clock
                 points = self._planner.points(max(deadline_s, self.min_time_s))

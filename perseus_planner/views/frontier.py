@@ -183,6 +183,11 @@ def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
 
 def _remarks(frontier: Frontier) -> Iterator[str]:
     profile, options = frontier.profile, frontier.dag.points
+    if frontier.dag.has_tied_modes:
+        yield (
+            "Modes are chosen for each plan, within memory and with what ties them to each other; "
+            "the bound leaves these ties out."
+        )
     most_waiting_w = max(map(profile.blocking_w, range(profile.stages)))
     power = si(most_waiting_w, "W", 6)
     if all(len(rows) == 1 for rows in profile.measurements.values()):

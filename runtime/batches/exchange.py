@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -70,6 +71,7 @@ class OwnTime(Record, frozen=True, array_like=True):
     work: tuple[float, ...] = ()  #: Of its batch, without a pipeline; else empty
     #: Number and seconds of its last iterations, had they run at full clocks as they came.
     came: tuple[tuple[int, float], ...] = ()
+    ordered_s: float = 0.0  #: As `time_s`, in the best order of microbatches; 0 if not looked at
 
 
 class Slowest(Record, frozen=True, array_like=True):
@@ -81,6 +83,8 @@ class Slowest(Record, frozen=True, array_like=True):
     work: tuple[float, ...] = ()  #: What the slowest has told of its work
     #: Number of iterations, and the longest that was told, of those that all have told.
     came: tuple[tuple[int, float], ...] = ()
+    mean_s: float = 0.0  #: Mean time of those that were told
+    ordered_s: float = 0.0  #: The longest in the best orders; 0 if one has not looked
 
 
 class RankPlan(Record, frozen=True, array_like=True):
@@ -152,9 +156,9 @@ class Exchange:
         """
         seat, store, key = self._seat, self._store, f"batch/{iteration}/slowest"
         is_whole = seat.pipelines == 1 and own.time_s > 0.0
-        alone = Slowest(own.time_s, is_whole, own.pays, own.work)
+        alone = Slowest(own.time_s, is_whole, own.pays, own.work, mean_s=own.time_s)
         if seat.pipelines == 1:
-            return replace(alone, came=own.came)
+            return replace(alone, came=own.came, ordered_s=own.ordered_s)
         keys = [f"batch/{iteration}/time/{pipeline}" for pipeline in range(seat.pipelines)]
         store.set(keys[seat.pipeline], encode(own))
         if seat.pipeline == 0:
@@ -163,8 +167,17 @@ class Exchange:
             told = [decode(each, OwnTime) for each in store.multi_get(keys)]
             last = max(told, key=lambda each: (each.time_s, each.work))
             is_whole = len(told) == seat.pipelines and min(each.time_s for each in told) > 0.0
-            pays = any(each.pays for each in told)
-            slowest = Slowest(last.time_s, is_whole, pays, last.work, self._came(told))
+            times_s = [each.time_s for each in told if each.time_s]
+            ordered_s = [each.ordered_s for each in told]
+            slowest = Slowest(
+                last.time_s,
+                is_whole,
+                any(each.pays for each in told),
+                last.work,
+                self._came(told),
+                fmean(times_s) if times_s else 0.0,
+                max(ordered_s) if is_whole and min(ordered_s) > 0.0 else 0.0,
+            )
             store.set(key, encode(slowest))
             return slowest
         if not self._wait([key], 2.0 * timeout_s):

@@ -11,8 +11,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runs.autopilot import AutopilotStatus, BatchStatus
 from perseus_planner.runtime.autopilot.job import Ledger
 from perseus_planner.runtime.batches.exchange import (
     Batch,
@@ -44,6 +45,8 @@ _BURST = 0.04  #: what may be owed, as a share of an iteration
 _MOST = 0.02  #: what one iteration is charged at most, likewise
 _AUDIT = 64  #: one iteration of so many is at full clocks, and tells again how long they are
 _CAME = 8  #: iterations of which the others are told how they came, and which wait for theirs
+_SHOWN = 256  #: iterations that tell how unequal batches are
+_ORDERED = 16  #: in one iteration of so many, other orders are looked at
 _OUTLIER = 0.2  #: logarithm of a factor, beyond which it counts as that
 
 
@@ -99,6 +102,9 @@ class Leader:
         self._by_law: deque[float] = deque(maxlen=_REMEMBERED)  #: ratios of times at full clocks
         self._as_come: deque[float] = deque(maxlen=_REMEMBERED)  #: likewise
         self._ledger: Ledger | None = None
+        #: waiting and spread of an iteration; slowest time, and that in the best orders
+        self._unequal: deque[tuple[float, float]] = deque(maxlen=_SHOWN)
+        self._ordered: deque[tuple[float, float]] = deque(maxlen=_SHOWN)
 
     @property
     def is_ready(self) -> bool:
@@ -115,8 +121,25 @@ class Leader:
             return AutopilotStatus("reference")
         phase = "paying" if ledger.is_overdrawn else "following"
         return AutopilotStatus(
-            phase, ledger.last, ledger.reference_s, owed_s=ledger.owed_s, burst_s=ledger.burst_s
+            phase,
+            ledger.last,
+            ledger.reference_s,
+            owed_s=ledger.owed_s,
+            burst_s=ledger.burst_s,
+            batches=self._batch_status,
         )
+
+    @property
+    def _batch_status(self) -> BatchStatus | None:
+        unequal, ordered = list(self._unequal), list(self._ordered)
+        if not unequal:
+            return None
+        waiting, spread = map(fmean, zip(*unequal, strict=True))
+        if self._is_whole:
+            return BatchStatus(waiting)
+        as_is_s, ordered_s = map(sum, zip(*ordered, strict=True)) if ordered else (0.0, 0.0)
+        order = max(0.0, 1.0 - ordered_s / as_is_s) if as_is_s else None
+        return BatchStatus(waiting, spread, self.error if any(self._errors) else None, order)
 
     @property
     def error(self) -> float:
@@ -183,7 +206,11 @@ class Leader:
         ledger = self._ledger
         pays = ledger is not None and ledger.is_overdrawn
         pays |= len(self._by_law) < _REFERENCES or iteration % _AUDIT == 0
-        return OwnTime(planner.full_clocks_s(work), pays, row, came)
+        own = OwnTime(planner.full_clocks_s(work), pays, row, came)
+        if iteration % _ORDERED or self._is_whole:
+            return own
+        ordered = work[list(planner.best_order(work))]
+        return replace(own, ordered_s=planner.full_clocks_s(ordered))
 
     def decide(self, work: Floats | None, slowest: Slowest) -> Batch:
         """Return what the ranks of the pipeline are told of a batch.
@@ -201,6 +228,12 @@ class Leader:
         planner = self._planners.get(len(work))
         if planner is None or not slowest.time_s:
             return Batch(tuple(map(tuple, work.tolist())))
+        took_s = planner.microbatch_s(work)
+        self._unequal.append(
+            (1.0 - slowest.mean_s / slowest.time_s, float(took_s.std() / took_s.mean()))
+        )
+        if slowest.ordered_s:
+            self._ordered.append((slowest.time_s, slowest.ordered_s))
         if slowest.pays:
             return self._batch(planner, work, slowest.time_s)
         target_s = slowest.time_s * self._settings.slowdown * (1.0 - margin_of(self.error))

@@ -197,6 +197,17 @@ def test_clocks_follow_the_batch_once_its_laws_are_known(
                 assert rank.planned_busy_s(iteration) == pytest.approx(ran_s, rel=1e-3)
                 assert program.then == (program.top if program.decision else 0)
     assert lower >= 10
+    status = two.batches[0].status
+    assert status is not None
+    said = status.batches
+    assert said is not None
+    full = [[sum(times_s_of(program, each)) for each in pair] for pair in work[13:]]
+    assert 0.5 * np.std(full) < said.waiting * np.mean(full) < 1.5 * np.std(full)
+    assert 0.25 < said.spread < 0.5
+    assert said.error == pytest.approx(0.0, abs=1e-3)
+    assert 0.0 <= said.order < 0.3
+    assert str(status).startswith("following, clocks follow the batch: microbatches differ by ")
+    assert two.batches[2].status is None
     assert two.said == []
 
 
@@ -411,16 +422,23 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], sa
 def test_slowest_is_the_longest_that_was_told_in_time():
     store = torch.distributed.HashStore()
     first, second = (Exchange(store, Seat(number, 0, 1, 2)) for number in (0, 1))
-    assert first.slowest(0, OwnTime(3.0), 0.01) == Slowest(3.0)
-    assert second.slowest(0, OwnTime(2.0), 0.01) == Slowest(3.0)
-    assert second.slowest(1, OwnTime(2.0, pays=True), 0.01) == Slowest(2.0, pays=True)
-    assert first.slowest(1, OwnTime(1.0), 0.01) == Slowest(2.0, is_whole=True, pays=True)
-    assert first.slowest(2, OwnTime(1.0), 0.01) == Slowest(1.0)
-    assert second.slowest(2, OwnTime(4.0), 0.01) == Slowest(4.0)
+    assert first.slowest(0, OwnTime(3.0), 0.01) == Slowest(3.0, mean_s=3.0)
+    assert second.slowest(0, OwnTime(2.0), 0.01) == Slowest(3.0, mean_s=3.0)
+    alone = Slowest(2.0, pays=True, mean_s=2.0)
+    assert second.slowest(1, OwnTime(2.0, pays=True), 0.01) == alone
+    both = Slowest(2.0, is_whole=True, pays=True, mean_s=1.5)
+    assert first.slowest(1, OwnTime(1.0), 0.01) == both
+    assert first.slowest(2, OwnTime(1.0), 0.01) == Slowest(1.0, mean_s=1.0)
+    assert second.slowest(2, OwnTime(4.0), 0.01) == Slowest(4.0, mean_s=1.0)
     assert second.slowest(3, OwnTime(), 0.01) == Slowest()
-    assert first.slowest(3, OwnTime(1.0), 0.01) == Slowest(1.0)
-    alone = Exchange(store, Seat(0, 0, 1, 1))
-    assert alone.slowest(3, OwnTime(1.0), 0.01) == Slowest(1.0, is_whole=True)
+    assert first.slowest(3, OwnTime(1.0), 0.01) == Slowest(1.0, mean_s=1.0)
+    told = OwnTime(4.0, came=((2, 5.0), (3, 6.0)), ordered_s=3.0)
+    second.slowest(4, told, 0.01)
+    found = first.slowest(4, OwnTime(2.0, came=((1, 9.0), (2, 7.0)), ordered_s=2.0), 0.01)
+    assert (found.came, found.mean_s, found.ordered_s) == (((2, 7.0),), 3.0, 3.0)
+    one = Exchange(store, Seat(0, 0, 1, 1))
+    whole = Slowest(4.0, is_whole=True, came=told.came, mean_s=4.0, ordered_s=3.0)
+    assert one.slowest(3, told, 0.01) == whole
 
 
 ENGINES = [

@@ -18,11 +18,13 @@ from strategies import any_schedule, furnished, pipeline, recomputed, smooth_pro
 
 from perseus_planner.base.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.base.files import sha256
+from perseus_planner.cluster.replay import Cluster
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.modes import Mode, Modes, in_mode, mode_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.service.curves import Curve
 from perseus_planner.solver.clock_problem import clock_problem_of
 from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 from perseus_planner.solver.modes import ModeProblem, baseline, in_modes
@@ -270,6 +272,10 @@ def test_the_other_ways_to_ask_for_a_plan(frontier: Frontier) -> None:
     capped = frontier.plan_within_power(0.8 * frontier.baseline_energy_j / base_s, on_time=None)
     assert capped.power_w <= 0.8 * frontier.baseline_energy_j / base_s
     assert frontier.with_point_bound(slow).point_bound_j <= slow.energy_j + 1e-9  # type: ignore[operator]
+    before = frontier.baseline_plan
+    assert (before.time_s, before.energy_j) == (base_s, frontier.baseline_energy_j)
+    with pytest.raises(UsageError, match="the service plans along frontiers alone"):
+        Curve.of(frontier)
     own = frontier.plan_of(dict.fromkeys(slow.clocks, 1410))
     assert not own.modes
     assert own.time_s == pytest.approx(base_s)
@@ -316,6 +322,8 @@ def test_what_is_wrong_or_cannot_be_done_is_refused(frontier: Frontier) -> None:
         assert str(raised.value) == text
     with pytest.raises(UsageError, match="one way of running"):
         clock_problem_of(frontier.dag)
+    with pytest.raises(UsageError, match="a cluster is replayed in one way of running"):
+        Cluster(frontier, 2, 10)
 
 
 def test_a_mode_that_changes_sums_is_used_only_where_it_may(frontier: Frontier) -> None:

@@ -51,6 +51,7 @@ def torch_engine(state: str) -> None:
         _refusals(Torch("1f1b", MICROBATCHES).engine)
         create = partial(Torch, layer=lambda: checkpoint_wrapper(Layer()), has_shapes=True)
         result.update(_trained_in_modes(create))
+        result.update(_failed())
 
 
 def deepspeed_engine(state: str) -> None:
@@ -153,17 +154,16 @@ def _refusals(engine: Any) -> None:
         pass
 
 
-def fails(state: str) -> None:
-    """A mode that raises: training goes on in its own way, and says so once."""
-    with job(state) as result:
-        log, ran = WarningLog(), []
+def _failed() -> dict[str, Any]:
+    """A mode that raises."""
+    log, entered = WarningLog(), []
 
-        def fail() -> None:
-            raise ArithmeticError("no")
+    def fail() -> None:
+        raise ArithmeticError("no")
 
-        pipeline = Torch("1f1b", MICROBATCHES)
-        modes = {"own": lambda: ran.append("own"), "keep": fail}
-        with planned(pipeline, plan_in_modes(), modes=modes) as runtime:
-            for _ in range(2):
-                pipeline.step()
-        result.update({"ran": ran, **outcome(runtime, log)})
+    pipeline = Torch("1f1b", MICROBATCHES)
+    modes = {"own": lambda: entered.append("own"), "keep": fail}
+    with planned(pipeline, plan_in_modes(), modes=modes) as runtime:
+        for _ in range(2):
+            pipeline.step()
+    return {"entered": entered, "failed": outcome(runtime, log)}
