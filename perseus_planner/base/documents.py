@@ -27,6 +27,7 @@ _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError)
 # The C parser overruns its stack on deep nesting, so deep nesting is refused before anything is
 # built.
 _MAX_DEPTH = 20
+_TOO_DEEP = f"is nested more than {_MAX_DEPTH} levels deep; write one `key: value` a line"
 _FORMAT = re.compile(rb"""^format\s*:\s*["']?perseus-planner/([a-z]+)\b""", re.MULTILINE)
 _HEAD_BYTES = 4096
 #: a header with microbatches, behind blank lines and comments
@@ -379,10 +380,7 @@ def _check_events(path: Path, text: str, error: type[PlannerError]) -> None:
             event, yaml.CollectionEndEvent
         )
         if depth > _MAX_DEPTH:
-            raise error(
-                f"{path}: is nested more than {_MAX_DEPTH} levels deep; write one `key: value` a "
-                "line"
-            )
+            raise error(f"{path}: {_TOO_DEEP}")
 
 
 def _yaml_complaint(path: Path, reason: Exception) -> str:
@@ -391,6 +389,8 @@ def _yaml_complaint(path: Path, reason: Exception) -> str:
         f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else f"{path}"
     )
     problem = " ".join(str(getattr(reason, "problem", None) or reason).split())
+    if "nesting depth" in problem:  # of libyaml, which since PyYAML 6.0.4 ends at 1,000 levels
+        return f"{path}: {_TOO_DEEP}"
     if isinstance(reason, yaml.constructor.ConstructorError):
         return f"{place}: {problem}; write plain values, without tags such as !!python/object"
     return f"{place}: is not valid YAML: {problem}; correct that line"
