@@ -15,7 +15,7 @@ import click
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.files import read_text
-from perseus_planner.cli.options import Option, command
+from perseus_planner.cli.options import Option, Time, command
 
 
 @command(
@@ -54,6 +54,11 @@ def serve(
         "Number of processes that solve and plan.",
         Option(type=click.IntRange(1, 64), metavar="N"),
     ] = 1,
+    lease: Annotated[
+        Time,
+        "After a job was not heard of for so long, it has no share of the power budget of all jobs "
+        "and no metrics, until it is heard of.",
+    ] = 180.0,
     tokens: Annotated[
         Path | None,
         "File with a line `token role name` for each client; roles are read, report and operate. "
@@ -90,7 +95,7 @@ def serve(
     with (
         listening(address, read_tokens(tokens)) as listener,
         Storage(database := database or _default_database()) as storage,
-        Service(storage, workers=workers) as service,
+        Service(storage, workers=workers, lease_s=lease) as service,
     ):
         text = _listening(listener.url, len(listener.tokens), database)
         serve_at(service, listener, ready=lambda: click.echo(text))

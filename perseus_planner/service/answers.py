@@ -20,6 +20,7 @@ from perseus_planner.service.model import (
     ProfileOrigin,
     RegisteredJob,
     Report,
+    Slowing,
     Taken,
     shared,
 )
@@ -129,6 +130,9 @@ class JobStatus:
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.
     verdict: str | None = None
     gpus: int = 0  #: Number of GPUs of all pipelines; 0 from services that do not say it.
+    #: Since when the job has not been heard of for its lease, so that it has no share of the power
+    #: budget of all jobs, seconds since the epoch; null if it is heard of.
+    silent_since_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ class PipelineStatus:
     target_s: float  #: Deadline of an iteration by the current decision, seconds.
     slow_stages: Mapping[int, float]  #: Slow stage -> slowdown.
     report: str | None  #: Key of the report that counts for the pipeline; null for none.
+    reason: Slowing | None = None  #: Why it is planned for its target, as in the decision.
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from perseus_planner.service.answers import (
 from perseus_planner.service.curves import Curve
 from perseus_planner.service.model import PlanSet, PowerStep, Report
 from perseus_planner.service.schemas import (
+    LEASE,
     Counters,
     DeadlineRequest,
     PowerRequest,
@@ -88,6 +89,9 @@ class Client:
     ) -> None:
         self.address = address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
         self._timeout_s = timeout_s
+        #: For how many seconds the plans hold after the last answer to `plans`, if no other comes;
+        #: None if they do not end.
+        self.lease_s: float | None = None
         sent = os.environ.get(TOKEN_VARIABLE, "").strip() if token is None else token
         self._http = _connected(self.address, sent, timeout_s)
 
@@ -163,6 +167,10 @@ class Client:
         """
         params, timeout_s = {"after": after, "wait_s": wait_s}, wait_s + self._timeout_s
         response = self._send("GET", _path(job, "plans"), params=params, timeout=timeout_s)
+        try:
+            self.lease_s = max(float(response.headers[LEASE]), 0.0)
+        except (KeyError, ValueError):
+            self.lease_s = None
         if response.status_code == HTTPStatus.NO_CONTENT:
             return None
         return self._read(PlanSet, response)

@@ -24,6 +24,8 @@ from perseus_planner.plans.plan import Plan
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "unknown"]
 Origin = Literal["measured", "simulated"]
+Slowing = Literal["straggler", "job budget", "cluster budget", "GPU limit", "deadline"]
+"""Why a pipeline is planned for another time than that of all clocks at maximum."""
 ProfileOrigin = Literal["measured", "simulated", "unknown"]
 
 REMEMBERED = 256
@@ -221,6 +223,8 @@ class Target:
     power_w: float | None = None
     #: Power limit of each GPU, watts; clocks that it would cap are not used.
     gpu_power_limit_w: float | None = None
+    #: Why it is for this time; null if that is the time of all clocks at maximum.
+    reason: Slowing | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,8 @@ class Decision:
     since_s: float  #: Since when these targets hold.
     look_again_s: Moment  #: When time alone may change the decision; null for never.
     reason: str  #: One sentence for people.
+    #: What a pipeline would do that waits for no straggler; null if none waits for one.
+    own: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -244,6 +250,9 @@ class PlanSet:
     texts: Annotated[tuple[str, ...], Field(alias="plans")] = field(repr=False)
     of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its plan in `plans`.
     made_s: Annotated[float, Field(exclude=True)] = 0.0  #: When the version was published.
+    #: If pipelines wait for a straggler, the index in `plans` of what they run when that is over:
+    #: the job's own plan, within its budgets. null if none waits for one.
+    own: int | None = None
 
     def text(self, pipeline: int) -> str:
         """Return the plan of one pipeline as text."""

@@ -192,8 +192,10 @@ class Planning:
         cache.
         """
         for plan_set, decision in versions:
-            for pipeline, request in enumerate(requests_of(job, curve, decision)):
-                self._texts.put(request, plan_set.text(pipeline))
+            indices = (*plan_set.of_pipeline, plan_set.own)
+            for request, index in zip(requests_of(job, curve, decision), indices, strict=False):
+                if index is not None:
+                    self._texts.put(request, plan_set.texts[index])
 
     def _made(
         self, request: PlanRequest, make: Callable[..., str], content: Callable[[str], bytes]
@@ -206,8 +208,8 @@ class Planning:
 
 
 def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[PlanRequest, ...]:
-    """Return the plan to request for each pipeline; beyond the frontier's slow end, slower plans
-    save nothing.
+    """Return the plan to request for each pipeline, and then that for `decision.own` if there is
+    one; beyond the frontier's slow end, slower plans save nothing.
     """
 
     @cache  # most pipelines have the same target
@@ -229,7 +231,8 @@ def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[P
         request(
             target.time_s, slow_of(target.slow_stages), target.power_w, target.gpu_power_limit_w
         )
-        for target in decision.targets
+        for target in (*decision.targets, decision.own)
+        if target is not None
     )
 
 

@@ -54,7 +54,14 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.service.model import Decision, Numbers, RegisteredJob, Report, Target
+from perseus_planner.service.model import (
+    Decision,
+    Numbers,
+    RegisteredJob,
+    Report,
+    Slowing,
+    Target,
+)
 from perseus_planner.service.reports import active_reports, next_turn_s, parts_concerned
 
 if TYPE_CHECKING:
@@ -110,6 +117,7 @@ def decide(
     settings: PolicySettings = PolicySettings(),
     *,
     iteration: int | None = None,
+    reason: Slowing | None = None,
 ) -> Decision:
     """Decide what the pipelines of a job are to do now.
 
@@ -128,6 +136,7 @@ def decide(
         settings: When to slow down.
         iteration: The first iteration that can still be changed; None if unknown, so that no report
             that waits for an iteration has begun.
+        reason: Why the job's own target is not the time of all clocks at maximum; None if it is.
 
     Raises:
         UsageError: If a report concerns what the job does not have; `reports.check_scope` finds
@@ -143,23 +152,23 @@ def decide(
     )
     calm_s = _own_s(numbers, _target_s(job, numbers))
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    slowing = _Slowing(
-        pipelines, time_s, tuple(planned_s), power_w, job.gpu_power_limit_w, settings
+    others = _Others(
+        pipelines, time_s, tuple(planned_s), power_w, job.gpu_power_limit_w, settings, reason
     )
     held = (
         before is not None
         and before.since_s > job.since_s
         and now_s < before.since_s + settings.holding_s
     )
-    refusal = slowing.refusal(now_s, held)
-    targets = slowing.targets(slowing.kept_s if refusal else slowing.wanted_s)
+    refusal = others.refusal(now_s, held)
+    targets = others.targets(others.kept_s if refusal else others.wanted_s)
     stragglers = {
         number: pipeline.worst.key for number, pipeline in enumerate(pipelines) if pipeline.worst
     }
     since_s = _since_s(job, before, targets, stragglers, now_s)
     turns_s = [next_turn_s(reports, now_s, iteration)]
     if refusal == _HELD:
-        turns_s += [since_s + settings.holding_s, slowing.pays_until_s()]
+        turns_s += [since_s + settings.holding_s, others.pays_until_s()]
     return Decision(
         targets,
         time_s,
@@ -167,6 +176,9 @@ def decide(
         since_s,
         min(turns_s),
         _reason(pipelines, time_s, calm_s, refusal),
+        Target(calm_s, {}, *others.limits_w, reason)
+        if any(target.reason == "straggler" for target in targets)
+        else None,
     )
 
 
@@ -193,7 +205,7 @@ _HELD = "plans were changed a moment ago"
 
 
 @dataclass(frozen=True)
-class _Slowing:
+class _Others:
     """Whether to slow pipelines down beside one that takes `time_s`, after plans of `planned_s`.
 
     Each pipeline may draw `power_w`, and each GPU `gpu_power_limit_w`.
@@ -205,6 +217,11 @@ class _Slowing:
     power_w: float | None
     gpu_power_limit_w: float | None
     settings: PolicySettings
+    reason: Slowing | None
+
+    @property
+    def limits_w(self) -> tuple[float | None, float | None]:
+        return self.power_w, self.gpu_power_limit_w
 
     @cached_property
     def wanted_s(self) -> tuple[float, ...]:
@@ -217,8 +234,15 @@ class _Slowing:
 
     def targets(self, times_s: Sequence[float]) -> tuple[Target, ...]:
         pairs = zip(self.pipelines, times_s, strict=True)
-        limits_w = (self.power_w, self.gpu_power_limit_w)
-        return tuple(Target(time_s, pipeline.slow_stages, *limits_w) for pipeline, time_s in pairs)
+        return tuple(
+            Target(
+                time_s,
+                pipeline.slow_stages,
+                *self.limits_w,
+                "straggler" if time_s > pipeline.own_s else self.reason,
+            )
+            for pipeline, time_s in pairs
+        )
 
     def refusal(self, now_s: float, held: bool) -> str | None:
         """Return why no pipeline is slowed down although some could be; None to use the wanted

@@ -34,7 +34,12 @@ from perseus_planner.service.model import (
     UnknownReport,
 )
 from perseus_planner.service.planning import Ending, Planning, Processes, Replanner
-from perseus_planner.service.power import begin_budgets, set_budget, share_power
+from perseus_planner.service.power import (
+    begin_budgets,
+    set_budget,
+    share_least_power,
+    share_power,
+)
 from perseus_planner.service.state import (
     JobState,
     answer_registration,
@@ -48,6 +53,7 @@ from perseus_planner.service.state import (
     is_other_limit,
     is_same,
     last_moment_s,
+    lease_s,
     next_look_s,
     prepare,
     recognize,
@@ -69,6 +75,8 @@ if TYPE_CHECKING:
     from perseus_planner.service.storage import Storage
 
 
+JOB_LEASE_S = 180.0
+"""After a job was not heard of for so long, it has no share of the power budget of all jobs."""
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
 
 _log = logging.getLogger(__name__)
@@ -94,6 +102,7 @@ class Service:
         now_s: Callable[[], float] | None = None,
         workers: int = 1,
         run: Callable[..., Any] | None = None,
+        lease_s: float = JOB_LEASE_S,
     ) -> None:
         """Recover everything that `storage` holds.
 
@@ -102,6 +111,8 @@ class Service:
             now_s: Returns seconds since the epoch; by default a `SteadyClock`.
             workers: Number of processes that solve and plan.
             run: Calls a function with arguments, in place of those processes.
+            lease_s: After a job was not heard of for so long, it has no share of the power budget
+                of all jobs.
 
         Raises:
             StorageError: If the storage cannot be read.
@@ -113,7 +124,8 @@ class Service:
         self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
-        self._timers = Timers()
+        self._timers, self._leases = Timers(), Timers()
+        self._lease_s, self._heard_s = lease_s, dict.fromkeys(stored.jobs, self._now_s())
         self._subscribers: tuple[Callable[[str, int], None], ...] = ()
         self._subscribing = threading.Lock()
         self._storage = storage
@@ -124,6 +136,7 @@ class Service:
         self._statuses = Statuses()
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
+            self._leases.set(name, self._heard_s[name] + lease_s)
             self._set_timer(name, state)
             self._planning.remember(state.job, state.curve, stored.versions[name])
 
@@ -182,9 +195,16 @@ class Service:
         return state.published.version, pipeline_statuses(state)
 
     def plans(self, job: str, after: int) -> PlanSet | None:
-        """Return a job's newest plans; None if their version is not above `after`."""
+        """Return a job's newest plans; None if their version is not above `after`. The job asks for
+        them.
+        """
+        self._hear_of(job)
         published = self._state(job).published
         return published if published.version > after else None
+
+    def lease_s(self, job: str) -> float | None:
+        """Return for how long the job's plans hold if it hears nothing more, as `state.lease_s`."""
+        return lease_s(self._state(job), self._now_s())
 
     def history(self, job: str) -> History:
         """Return what has happened to a job, and how its figures went."""
@@ -240,6 +260,7 @@ class Service:
                 budget of all jobs.
         """
         job = replace(job, frontier=sha256(frontier), since_s=self._now_s())
+        self._hear_of(job.name)
         state = self._writer.jobs.get(job.name)
         if state is not None and (not take_over or is_same(state, job)):
             return recognize(state, job)
@@ -404,6 +425,7 @@ class Service:
         Raises:
             Conflict: If there is no such version yet.
         """
+        self._hear_of(job)
 
         def command(draft: Draft) -> None:
             state = draft.state(job)
@@ -429,6 +451,7 @@ class Service:
         Raises:
             Conflict: If they contradict what the same run sent before.
         """
+        self._hear_of(job)
         state, limit_w = self._state(job), sent.gpu_power_limit_w
         version = None if state.taken is None else state.taken.version
         self._telemetry.add(state.job, sent, self._now_s(), version)
@@ -474,13 +497,21 @@ class Service:
             for never.
         """
         now_s = self._now_s()
-        due = self._timers.take_due(now_s)
+        due, unheard = self._timers.take_due(now_s), self._leases.take_due(now_s)
+        silent = []
+        for name in unheard:
+            end_s = self._heard_s.get(name, now_s) + self._lease_s
+            if end_s <= now_s:
+                silent.append(name)
+            else:
+                self._leases.set(name, end_s)
         try:
-            if due or self._budget_s <= now_s:
-                self._writer.do(partial(self._carry_out, due, now_s))
+            if due or silent or self._budget_s <= now_s:
+                self._writer.do(partial(self._carry_out, due, silent, now_s))
         except PlannerError:
-            for name in due:
-                self._timers.set(name, now_s)
+            for timers, names in ((self._timers, due), (self._leases, silent)):
+                for name in names:
+                    timers.set(name, now_s)
             raise
         if self._telemetry.write_s <= now_s:
             self._write_telemetry()
@@ -493,7 +524,8 @@ class Service:
         """
         if self.problem:
             return -math.inf
-        return min(self._timers.next_s(), self._telemetry.write_s, self._budget_s)
+        timers_s = self._timers.next_s(), self._leases.next_s()
+        return min(*timers_s, self._telemetry.write_s, self._budget_s)
 
     @property
     def _budget_s(self) -> float:
@@ -501,12 +533,38 @@ class Service:
         schedule = self._writer.budget.schedule
         return schedule[0].start_s if schedule else math.inf
 
-    def _carry_out(self, names: Sequence[str], now_s: float, draft: Draft) -> None:
-        """Begin the budgets that are due, and reconcile these jobs."""
+    def _carry_out(
+        self, names: Sequence[str], silent: Sequence[str], now_s: float, draft: Draft
+    ) -> None:
+        """Begin the budgets that are due, take the shares of silent jobs back, and reconcile
+        these jobs.
+        """
+        for state in map(draft.find, silent):
+            if state is not None and state.silent_since_s is None:
+                draft.put(replace(state, silent_since_s=now_s))
+                self._share_power(draft, state.job.name)
         begin_budgets(draft, names, now_s, partial(self._share_power, draft))
         for state in map(draft.find, names):
             if state is not None:
                 self._reconcile(draft, state)
+
+    def _hear_of(self, name: str) -> None:
+        """Note that a job has sent something, which gives it its share of the power again."""
+        state = self._writer.jobs.get(name)
+        if state is None:
+            return
+        self._heard_s[name] = now_s = self._now_s()
+        if state.silent_since_s is None:
+            return
+
+        def command(draft: Draft) -> None:
+            state = draft.find(name)
+            if state is not None and state.silent_since_s is not None:
+                draft.put(replace(state, silent_since_s=None))
+                share_least_power(draft, name, partial(self._reconcile, draft))
+
+        self._leases.set(name, now_s + self._lease_s)
+        self._writer.submit(command)
 
     def _state(self, name: str) -> JobState:
         state = self._writer.jobs.get(name)
@@ -572,6 +630,12 @@ class Service:
         """Set timers, request plans and notify subscribers after a change is on disk."""
         for name, (before, after) in changed.items():
             self._set_timer(name, after)
+            if before is None:
+                self._heard_s[name] = now_s = self._now_s()
+                self._leases.set(name, now_s + self._lease_s)
+            elif after is None:
+                self._heard_s.pop(name, None)
+                self._leases.set(name, math.inf)
             _log_events(name, before, after)
             if after is not None and not after.is_planned:
                 self._replanner.request(name)

@@ -21,6 +21,7 @@ from perseus_planner.service.model import (
     PlanSet,
     RegisteredJob,
     Report,
+    Slowing,
     Taken,
     check_name,
 )
@@ -44,6 +45,7 @@ class Share:
 
     time_s: float  #: Iteration time within the budget
     power_w: float  #: Average power of all its GPUs at that time
+    reason: Slowing | None = None  #: The budget that makes it take longer; None if none does
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class JobState:
     taken: Taken | None = None  #: The version that the job runs; None if it has not reported one
     share: Share | None = None  #: The job's share of the power budgets; None if there are none
     events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
+    silent_since_s: float | None = None  #: As in `JobStatus`
 
     @property
     def is_planned(self) -> bool:
@@ -123,14 +126,14 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     without_budget = replace(job, power_w=None)  # power is shared once the job is known
     decision = decide(without_budget, (), planning.numbers(job, curve), None, job.since_s)
     asked = requests_of(job, curve, decision)
-    texts, of_pipeline = deduplicated(planning.first_plan(request, frontier) for request in asked)
+    texts = (planning.first_plan(request, frontier) for request in asked)
     return JobState(
         registered=job,
         job=job,
         curve=curve,
         decision=decision,
         saving_w=0.0,  # the pipelines do what they would do anyway
-        published=PlanSet(1, texts, of_pipeline, job.since_s),
+        published=plan_set(1, texts, decision, job.since_s),
         planned=decision,
         promised=1,
     )
@@ -203,8 +206,32 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     known_texts = [text for text in texts if text is not None]
     if len(known_texts) < len(texts):
         return replace(state, promised=version)
-    published = PlanSet(version, *deduplicated(known_texts), now_s)
+    published = plan_set(version, known_texts, decision, now_s)
     return replace(state, published=published, planned=decision, promised=version)
+
+
+def plan_set(version: int, texts: Iterable[str], decision: Decision, now_s: float) -> PlanSet:
+    """Return a version of plans, given the text of each of the decision's `requests_of`."""
+    distinct, indices = deduplicated(texts)
+    own = None if decision.own is None else indices[-1]
+    return PlanSet(version, distinct, indices[: len(decision.targets)], now_s, own)
+
+
+LEASE_S = 60.0
+"""How long at most plans that wait for a straggler hold after the service was last heard of."""
+
+
+def lease_s(state: JobState, now_s: float) -> float | None:
+    """Return for how many seconds from now the plans hold if the service is not heard of any more:
+    until the first report that they rest on expires. None if they rest on none.
+    """
+    decision = state.decision
+    if decision.own is None and state.published.own is None:
+        return None
+    ends_s = (
+        state.reports[key].expires_s for key in decision.stragglers.values() if key in state.reports
+    )
+    return min(max(min(ends_s, default=math.inf) - now_s, 0.0), LEASE_S)
 
 
 def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
@@ -328,11 +355,24 @@ def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
     Raises:
         NotSolved: If slow stages have to be solved first.
     """
-    numbers = planning.numbers(state.job, state.curve)
-    reports, iteration = state.reports.values(), _iteration(state, now_s)
     return decide(
-        _within_budgets(state), reports, numbers, state.decision, now_s, iteration=iteration
+        _within_budgets(state),
+        state.reports.values(),
+        planning.numbers(state.job, state.curve),
+        state.decision,
+        now_s,
+        iteration=_iteration(state, now_s),
+        reason=_own_reason(state),
     )
+
+
+def _own_reason(state: JobState) -> Slowing | None:
+    """Return why the job's own target is not the time of all clocks at maximum; None if it is."""
+    if state.share is not None and state.share.reason is not None:
+        return state.share.reason
+    if state.job.deadline_s is not None:
+        return "deadline"
+    return None if state.job.gpu_power_limit_w is None else "GPU limit"
 
 
 def _without_forgotten(state: JobState, now_s: float) -> JobState:

@@ -99,6 +99,12 @@ def _changes(before: JobState | None, after: JobState) -> list[str]:
             if limit_w
             else "no power limit is set on the GPUs any more"
         )
+    if (since_s := after.silent_since_s) != before.silent_since_s:
+        changes.append(
+            "heard of again"
+            if since_s is None
+            else "not heard of for its lease: it has no share of the power budget of all jobs"
+        )
     if after.decision is not before.decision:
         changes += _stragglers(before, after)
         if after.published.version > before.published.version and after.planned is before.planned:
@@ -183,6 +189,7 @@ def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStat
         unlike_plan=None if telemetry is None else telemetry.latest.unlike_plan,
         verdict=None if telemetry is None else telemetry.latest.verdict,
         gpus=state.job.pipelines * state.curve.gpus,
+        silent_since_s=state.silent_since_s,
     )
 
 
@@ -240,6 +247,7 @@ def pipeline_statuses(state: JobState) -> tuple[PipelineStatus, ...]:
             target.time_s,
             target.slow_stages,
             decision.stragglers.get(number),
+            target.reason,
         )
         for number, (costs, target) in enumerate(zip(of_pipeline, decision.targets, strict=True))
     )

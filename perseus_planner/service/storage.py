@@ -323,6 +323,7 @@ def _versions(connection: Connection) -> dict[str, Versions]:
             tuple(texts[digest] for digest in record.plans),
             record.of_pipeline,
             record.made_s,
+            record.own,
         )
         by_job.setdefault(row.job, []).append((plan_set, record.decision))
     return by_job
@@ -334,7 +335,9 @@ def _add_version(connection: Connection, state: JobState) -> dict[str, str]:
     """
     name, published = state.job.name, state.published
     digests = [_digest(text) for text in published.texts]
-    record = VersionRecord(published.made_s, state.planned, published.of_pipeline, tuple(digests))
+    record = VersionRecord(
+        published.made_s, state.planned, published.of_pipeline, tuple(digests), published.own
+    )
     key = {"job": name, "version": published.version}
     connection.execute(insert(versions).values(**key, content=to_json(record).decode()))
     connection.execute(

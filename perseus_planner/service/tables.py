@@ -92,6 +92,7 @@ class VersionRecord:
     decision: Decision  #: The decision that it was planned for
     of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its plan in `plans`
     plans: tuple[str, ...]  #: Digests of the plans
+    own: int | None = None  #: As in `PlanSet`
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class StateRecord:
     gpu_power_limit_w: float | None = None
     power_schedule: tuple[PowerStep, ...] = ()
     events: tuple[Event, ...] = ()
+    silent_since_s: float | None = None
 
     @classmethod
     def of(cls, state: JobState) -> StateRecord:

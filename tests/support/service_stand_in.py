@@ -223,6 +223,10 @@ class StandIn:
             else None
         )
 
+    def lease_s(self, job: str) -> float | None:
+        self._check(job)
+        return None
+
     def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
         self.callbacks.append(callback)
         return lambda: self.callbacks.remove(callback)

@@ -4,6 +4,7 @@ for plans.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,8 +90,13 @@ class Clock:
 def service_at(
     place: str | Path, clock: Callable[[], float] | None = None, run: Any = at_once
 ) -> Iterator[Service]:
-    """A service with its database at `place`, by the true time without a clock."""
-    with Storage(place) as storage, Service(storage, now_s=clock, run=run) as service:
+    """A service with its database at `place`, by the true time without a clock; it never stops
+    hearing of a job.
+    """
+    with (
+        Storage(place) as storage,
+        Service(storage, now_s=clock, run=run, lease_s=math.inf) as service,
+    ):
         yield service
 
 

@@ -309,9 +309,17 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
 async def plans(job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
-    """Return the plans of all pipelines of a job, as soon as their version is above `after`."""
+    """Return the plans of all pipelines of a job, as soon as their version is above `after`.
+
+    The header `Planner-Lease` says for how many seconds plans that wait for a straggler hold if the
+    service is not heard of any more. The job then runs the plan `own` in all pipelines.
+    """
     newer = await live.newer(job, after, wait_s)
-    return Response(status_code=204) if newer is None else _json(newer)
+    answer = Response(status_code=204) if newer is None else _json(newer)
+    lease_s = live.service.lease_s(job)
+    if lease_s is not None:
+        answer.headers[schemas.LEASE] = f"{lease_s:.3f}"
+    return answer
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
@@ -396,8 +404,9 @@ async def power_budget(request: Request, live: Live) -> Response:
     response_class=Response,
 )
 async def metrics(request: Request, live: Live) -> Response:
-    """Return metrics for Prometheus."""
-    text = await live.call(lambda: request.app.state.metrics.text(live.service.jobs()))
+    """Return metrics for Prometheus, of jobs that are heard of."""
+    jobs = [each for each in live.service.jobs() if each.silent_since_s is None]
+    text = await live.call(request.app.state.metrics.text, jobs)
     return Response(text, media_type=CONTENT_TYPE)
 
 
