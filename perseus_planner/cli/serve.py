@@ -85,7 +85,7 @@ def serve(
         from perseus_planner.service.http.server import Address, listening
         from perseus_planner.service.http.server import serve as serve_at
         from perseus_planner.service.service import Service
-        from perseus_planner.service.storage import Storage
+        from perseus_planner.service.store import Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
     _log_to_stderr(log_level)

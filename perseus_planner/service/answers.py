@@ -6,6 +6,7 @@ classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -23,6 +24,7 @@ from perseus_planner.service.model import (
     Slowing,
     Taken,
     shared,
+    split_at,
 )
 
 Effect = Literal["planning", "next iteration", "already"]
@@ -49,7 +51,9 @@ class JobSummary:
     @classmethod
     def of(cls, job: RegisteredJob) -> JobSummary:
         """Summarize `job`."""
-        next_power = next(iter(job.power_schedule), None)
+        next_power = next(
+            (step for step in job.power_schedule if step.start_s > job.power_since_s), None
+        )
         return cls(**shared(cls, job), ranks=len(job.places), next_power=next_power)
 
 
@@ -192,6 +196,30 @@ class PowerBudget:
 
     power_w: float | None  #: Upper bound on their average power, watts; null for none.
     schedule: tuple[PowerStep, ...]  #: What replaces it later, in order.
+    #: The moment of the step of a schedule that is in force. Inside the service, `schedule` has all
+    #: steps, the first one with what held before it.
+    since_s: Annotated[float, Field(exclude=True)] = 0.0
+
+    @classmethod
+    def of(cls, power_w: float | None, schedule: tuple[PowerStep, ...]) -> PowerBudget:
+        """Return a budget with all steps of its schedule."""
+        return cls(power_w, (PowerStep(0.0, power_w), *schedule) if schedule else ())
+
+    @property
+    def later(self) -> PowerBudget:
+        """The budget with those steps of its schedule that come later."""
+        return replace(
+            self, schedule=tuple(step for step in self.schedule if step.start_s > self.since_s)
+        )
+
+    def next_s(self, now_s: float, wall_s: float) -> float:
+        """Return when another step is in force, by a clock that says `now_s` when it is `wall_s`;
+        `now_s` if it is that now, infinite for never.
+        """
+        due, later = split_at(self.schedule, wall_s)
+        if due is not None and due.start_s != self.since_s:
+            return now_s
+        return now_s + (later[0].start_s - wall_s) if later else math.inf
 
 
 @dataclass(frozen=True)

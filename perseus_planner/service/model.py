@@ -161,8 +161,9 @@ class RegisteredJob(Checked):
     #: The least power limit, watts, that something else than the planner has set on one of its
     #: GPUs, as the job reports it; None if none is below its default.
     gpu_power_limit_w: float | None = None
-    #: The budgets that replace `power_w` later, by their moment.
+    #: The budgets of a schedule, by their moment; the first one is that from before it.
     power_schedule: tuple[PowerStep, ...] = ()
+    power_since_s: float = 0.0  #: The moment of the one that is in force, as `power_w`
 
     def __post_init__(self) -> None:
         check_name("name", self.name)

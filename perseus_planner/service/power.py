@@ -211,7 +211,7 @@ def share_least_power(draft: Draft, job: str, reconcile: Callable[[JobState], ob
 
 
 def begin_budgets(
-    draft: Draft, names: Iterable[str], now_s: float, share: Callable[[str | None], None]
+    draft: Draft, names: Iterable[str], wall_s: float, share: Callable[[str | None], None]
 ) -> None:
     """Put the scheduled budgets of all jobs together, and of these jobs, in force that are due.
 
@@ -220,19 +220,20 @@ def begin_budgets(
     Args:
         draft: Has the jobs.
         names: Of jobs; those that do not run are skipped.
-        now_s: Seconds since the epoch.
+        wall_s: Seconds since the epoch, by the machine's clock.
         share: Shares power anew, as `share_power` does.
     """
     for name in (None, *names):
         if name is None:
             before = draft.budget
         elif (state := draft.find(name)) is not None:
-            before = PowerBudget(state.job.power_w, state.job.power_schedule)
+            before = state.budget
         else:
             continue
-        due, later = split_at(before.schedule, now_s)
-        if due is not None:
-            _begin(draft, name, before, PowerBudget(due.power_w, later), share)
+        due, _ = split_at(before.schedule, wall_s)
+        if due is not None and due.start_s != before.since_s:
+            now = PowerBudget(due.power_w, before.schedule, due.start_s)
+            _begin(draft, name, before, now, share)
 
 
 def set_budget(draft: Draft, name: str | None, budget: PowerBudget) -> None:
@@ -240,8 +241,13 @@ def set_budget(draft: Draft, name: str | None, budget: PowerBudget) -> None:
     if name is None:
         draft.budget = budget
     else:
-        bounded = draft.state(name).with_job(power_w=budget.power_w, power_schedule=budget.schedule)
-        draft.put(bounded)
+        draft.put(
+            draft.state(name).with_job(
+                power_w=budget.power_w,
+                power_schedule=budget.schedule,
+                power_since_s=budget.since_s,
+            )
+        )
 
 
 def _begin(

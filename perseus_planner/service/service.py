@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,6 @@ from perseus_planner.service.state import (
     give_up,
     is_other_limit,
     is_same,
-    last_moment_s,
     lease_s,
     next_look_s,
     prepare,
@@ -62,6 +62,7 @@ from perseus_planner.service.state import (
     until_it_begins,
 )
 from perseus_planner.service.status import Statuses, current_reports, pipeline_statuses
+from perseus_planner.service.store import Change
 from perseus_planner.service.telemetry import TelemetryBook, totals_of
 from perseus_planner.service.worker import Unsolved, solve_profile
 from perseus_planner.service.writer import Changed, Draft, Writer, unknown_job
@@ -72,11 +73,12 @@ if TYPE_CHECKING:
 
     from perseus_planner.service.curves import Curve
     from perseus_planner.service.schemas import Counters
-    from perseus_planner.service.storage import Storage
+    from perseus_planner.service.store import Storage, Stored
 
 
 JOB_LEASE_S = 180.0
 """After a job was not heard of for so long, it has no share of the power budget of all jobs."""
+_CLOCK_SET_S = 0.5  # by which the machine's clock leaves the service's if somebody has set it
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
 
 _log = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class Service:
         storage: Storage,
         *,
         now_s: Callable[[], float] | None = None,
+        wall_s: Callable[[], float] | None = None,
         workers: int = 1,
         run: Callable[..., Any] | None = None,
         lease_s: float = JOB_LEASE_S,
@@ -108,7 +111,10 @@ class Service:
 
         Args:
             storage: Not used by any other service. It is left open.
-            now_s: Returns seconds since the epoch; by default a `SteadyClock`.
+            now_s: Returns seconds since the epoch, by which time passes; by default a
+                `SteadyClock`.
+            wall_s: The machine's clock, for moments that people give; by default `now_s` or the
+                true one.
             workers: Number of processes that solve and plan.
             run: Calls a function with arguments, in place of those processes.
             lease_s: After a job was not heard of for so long, it has no share of the power budget
@@ -117,9 +123,11 @@ class Service:
         Raises:
             StorageError: If the storage cannot be read.
         """
-        stored = storage.load()
-        last_s = max(map(last_moment_s, stored.jobs.values()), default=-math.inf)
-        self._now_s = now_s or SteadyClock(last_s)
+        self._wall_s = wall_s or now_s or time.time
+        self._now_s = now_s or SteadyClock(self._wall_s)
+        self._offset_s = 0.0
+        storage.now_s = self._now_s
+        stored = _by_clock(storage, storage.load(), self._now_s())
         self._processes, self._solver = Processes(workers), Processes(1)
         self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
@@ -224,7 +232,7 @@ class Service:
     @property
     def power_budget(self) -> PowerBudget:
         """The power budget of all jobs, and what replaces it later."""
-        return self._writer.budget
+        return self._writer.budget.later
 
     # Jobs
 
@@ -334,7 +342,7 @@ class Service:
 
         def command(draft: Draft) -> tuple[Answer, ...]:
             before = draft.jobs().values() if job is None else [draft.state(job)]
-            set_budget(draft, job, PowerBudget(power_w, schedule))
+            set_budget(draft, job, PowerBudget.of(power_w, schedule))
             self._share_power(draft, job)
             return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
 
@@ -496,7 +504,12 @@ class Service:
             When to call this again, unless a request comes first, seconds since the epoch; infinite
             for never.
         """
-        now_s = self._now_s()
+        now_s, wall_s = self._now_s(), self._wall_s()
+        if abs(wall_s - now_s - self._offset_s) > _CLOCK_SET_S:
+            self._offset_s = wall_s - now_s
+            for name, state in self._writer.jobs.items():
+                if state.job.power_schedule:
+                    self._set_timer(name, state)
         due, unheard = self._timers.take_due(now_s), self._leases.take_due(now_s)
         silent = []
         for name in unheard:
@@ -507,7 +520,7 @@ class Service:
                 self._leases.set(name, end_s)
         try:
             if due or silent or self._budget_s <= now_s:
-                self._writer.do(partial(self._carry_out, due, silent, now_s))
+                self._writer.do(partial(self._carry_out, due, silent, now_s, wall_s))
         except PlannerError:
             for timers, names in ((self._timers, due), (self._leases, silent)):
                 for name in names:
@@ -530,11 +543,15 @@ class Service:
     @property
     def _budget_s(self) -> float:
         """When the next scheduled budget of all jobs together begins; infinite if there is none."""
-        schedule = self._writer.budget.schedule
-        return schedule[0].start_s if schedule else math.inf
+        return self._writer.budget.next_s(self._now_s(), self._wall_s())
 
     def _carry_out(
-        self, names: Sequence[str], silent: Sequence[str], now_s: float, draft: Draft
+        self,
+        names: Sequence[str],
+        silent: Sequence[str],
+        now_s: float,
+        wall_s: float,
+        draft: Draft,
     ) -> None:
         """Begin the budgets that are due, take the shares of silent jobs back, and reconcile
         these jobs.
@@ -543,7 +560,7 @@ class Service:
             if state is not None and state.silent_since_s is None:
                 draft.put(replace(state, silent_since_s=now_s))
                 self._share_power(draft, state.job.name)
-        begin_budgets(draft, names, now_s, partial(self._share_power, draft))
+        begin_budgets(draft, names, wall_s, partial(self._share_power, draft))
         for state in map(draft.find, names):
             if state is not None:
                 self._reconcile(draft, state)
@@ -621,7 +638,7 @@ class Service:
         """
         look_s = math.inf
         if state is not None:
-            look_s = next_look_s(state, now_s := self._now_s())
+            look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
             if not state.is_planned and look_s <= now_s:
                 look_s = math.inf
         self._timers.set(name, look_s)
@@ -674,6 +691,19 @@ class Service:
                 self._write_telemetry()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
+
+
+def _by_clock(storage: Storage, stored: Stored, now_s: float) -> Stored:
+    """Return what is stored by this clock: if it is behind that of the last service, all that was
+    left of a time then is left now.
+    """
+    if stored.written_s <= now_s:
+        return stored
+    behind_s = stored.written_s - now_s
+    _log.warning("The clock is %.0f s behind that of the last service", behind_s)
+    jobs = {name: state.later(-behind_s) for name, state in stored.jobs.items()}
+    storage.commit(Change(jobs={name: (stored.jobs[name], state) for name, state in jobs.items()}))
+    return replace(stored, jobs=jobs)
 
 
 def _log_events(name: str, before: JobState | None, after: JobState | None) -> None:

@@ -7,12 +7,20 @@ Everything here takes a `JobState` and returns another one or an answer; nothing
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perseus_planner.base.errors import InfeasibleDeadline, UsageError, shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.service.answers import Answer, Effect, Event, JobSummary, Registered
+from perseus_planner.service.answers import (
+    Answer,
+    Effect,
+    Event,
+    JobSummary,
+    PowerBudget,
+    Registered,
+)
 from perseus_planner.service.curves import Curve, NotSolved
 from perseus_planner.service.model import (
     REMEMBERED,
@@ -34,9 +42,6 @@ from perseus_planner.service.reports import (
     lasting_reports,
     over_s,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,34 @@ class JobState:
     def is_planned(self) -> bool:
         """Whether all promised plans have been published."""
         return self.promised == self.published.version
+
+    @property
+    def budget(self) -> PowerBudget:
+        """The job's own power budget and its schedule."""
+        return PowerBudget(self.job.power_w, self.job.power_schedule, self.job.power_since_s)
+
+    def later(self, by_s: float) -> JobState:
+        """Return the state with all that ends or is compared in time later by so much."""
+
+        def moved(reports: Mapping[str, Report]) -> dict[str, Report]:
+            names = ("observed_s", "begins_s", "expires_s")
+            return {
+                key: replace(each, **{name: getattr(each, name) + by_s for name in names})
+                for key, each in reports.items()
+            }
+
+        decision, taken = self.decision, self.taken
+        return replace(
+            self,
+            decision=replace(
+                decision,
+                since_s=decision.since_s + by_s,
+                look_again_s=decision.look_again_s + by_s,
+            ),
+            reports=moved(self.reports),
+            past=moved(self.past),
+            taken=None if taken is None else replace(taken, at_s=taken.at_s + by_s),
+        )
 
     def with_job(self, **settings: Any) -> JobState:
         """Return the state with these fields of its job replaced."""
@@ -174,13 +207,19 @@ def take_over_job(state: JobState, first: JobState) -> JobState:
     return replace(
         first,
         registered=replace(first.registered, since_s=before.since_s),
-        job=replace(now, power_w=before.power_w, since_s=before.since_s),
+        job=replace(
+            now,
+            **{name: getattr(before, name) for name in _KEPT_SETTINGS},
+        ),
         published=replace(first.published, version=version),
         promised=version,
         reports=state.reports,
         past=state.past,
         taken=state.taken,
     )
+
+
+_KEPT_SETTINGS = ("power_w", "power_schedule", "power_since_s", "since_s")
 
 
 def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
@@ -308,17 +347,6 @@ def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
     return waits and f"{waits}; until then {state.decision.reason}"
 
 
-def last_moment_s(state: JobState) -> float:
-    """Return the last moment at which the state has changed or heard of something, as far as it
-    remembers.
-    """
-    taken_s = state.job.since_s if state.taken is None else state.taken.at_s
-    observed_s = (report.observed_s for report in state.reports.values())
-    return max(
-        state.job.since_s, state.decision.since_s, state.published.made_s, taken_s, *observed_s
-    )
-
-
 def is_other_limit(planned_w: float | None, told_w: float | None) -> bool:
     """Return whether a power limit of the GPUs differs so much from the one planned for that it is
     planned again.
@@ -331,9 +359,9 @@ def is_other_limit(planned_w: float | None, told_w: float | None) -> bool:
     return abs(told_w - planned_w) > _LIMIT_CHANGE * planned_w
 
 
-def next_look_s(state: JobState, now_s: float) -> float:
+def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
     """Return when time alone may change the decision; infinite for never."""
-    budget_s = state.job.power_schedule[0].start_s if state.job.power_schedule else math.inf
+    budget_s = state.budget.next_s(now_s, wall_s)
     return min(state.decision.look_again_s, _next_beginning_s(state, now_s), budget_s)
 
 

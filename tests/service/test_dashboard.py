@@ -25,7 +25,7 @@ from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, read_token
 from perseus_planner.service.http.server import Address, serving  # noqa: E402
 from perseus_planner.service.model import PowerStep  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
-from perseus_planner.service.storage import Storage  # noqa: E402
+from perseus_planner.service.store import Storage  # noqa: E402
 
 LIGHT, DARK = {"color_scheme": "light"}, {"color_scheme": "dark"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}

@@ -14,7 +14,7 @@ from perseus_planner import Plan
 from perseus_planner.service.schemas import Counters
 from perseus_planner.service.service import Service
 from perseus_planner.service.state import LEASE_S
-from perseus_planner.service.storage import Storage
+from perseus_planner.service.store import Storage
 
 JOB_LEASE_S = 180.0
 

@@ -42,7 +42,7 @@ from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.server import Address, listening, serving
 from perseus_planner.service.model import RegisteredJob
 from perseus_planner.service.service import Service
-from perseus_planner.service.storage import Storage
+from perseus_planner.service.store import Storage
 from perseus_planner.service.worker import Unsolved
 
 httpx = pytest.importorskip("httpx")

@@ -20,7 +20,7 @@ from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
 from perseus_planner.service.service import Service
-from perseus_planner.service.storage import Storage
+from perseus_planner.service.store import Storage
 
 PIPELINES, STAGES = 3, 2
 NOW_S = 1_800_000_000.0

@@ -24,7 +24,7 @@ from perseus_planner.service.worker import Unsolved
 
 _THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4
-_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 30.0
+_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 2.0
 _RETRY_S = 1.0
 
 P = ParamSpec("P")
