@@ -250,9 +250,10 @@ class Counters(Account):
     unlike_plan: Text | None = None
 
     def __post_init__(self) -> None:
-        for name in GROWING:
-            if not 0.0 <= getattr(self, name) <= 1e18:
-                raise UsageError(f"{name}: is not between 0 and 1e18")
+        for name in SUMS:
+            least = 0.0 if name in GROWING else -1e18
+            if not least <= getattr(self, name) <= 1e18:
+                raise UsageError(f"{name}: is not between {least:g} and 1e18")
         if self.energy_is not in (None, "measured", "simulated"):
             raise UsageError("energy_is: is neither measured nor simulated")
         if (self.energy_is is None) != (self.metered_s == 0.0):

@@ -618,6 +618,8 @@ def _postgres(location: str) -> Any:
     try:
         connection = psycopg.connect(location, autocommit=True, connect_timeout=_WAIT_S)
         connection.execute("SET synchronous_commit TO on")
+        for name, number in (("idle", 5), ("interval", 1), ("count", 3)):
+            connection.execute(f"SET tcp_keepalives_{name} TO {number}")
     except psycopg.Error as error:
         raise StorageError(
             f"{without_password(location)}: {_one_line(error)}; check that the server runs and "

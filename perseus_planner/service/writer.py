@@ -130,7 +130,6 @@ class Writer:
         self.budget = stored.budget
         self.problem: str | None = None
         self._written_s, self._failed_size = time.monotonic(), 0
-        self._checked_after_s = SHARED_CHECKED_AFTER_S if storage.is_shared else CHECKED_AFTER_S
         self._storage = storage
         self._committed = committed
         self._now_s = now_s
@@ -168,7 +167,8 @@ class Writer:
             StorageError: If it cannot.
         """
         failed = self._failed_size
-        if self.problem is None and time.monotonic() - self._written_s < self._checked_after_s:
+        after_s = SHARED_CHECKED_AFTER_S if self._storage.is_shared else CHECKED_AFTER_S
+        if self.problem is None and time.monotonic() - self._written_s < after_s:
             return
         try:
             self._storage.probe(2 * failed + _ROOM if failed else 1)

@@ -18,7 +18,7 @@ from services import at_once, frontier_file, job, service_at, small_frontier
 from waiting import LONG_S
 
 pytest.importorskip("fastapi")
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
 from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, read_tokens  # noqa: E402

@@ -31,6 +31,8 @@ _LINE = re.compile(r"(?P<secret>[!-~]{16,}) +(?P<role>\S+) +(?P<name>[A-Za-z0-9.
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _OPEN_PATHS = (
     "/healthz",
+    "/livez",
+    "/readyz",
     "/v1/me",
 )  # for supervisors and the dashboard; they reveal nothing about jobs
 _ELSEWHERE = (

@@ -416,9 +416,16 @@ async def me(request: Request) -> Response:
     return _json(answers.Me(request.state.role, request.state.name))
 
 
+@_get("/livez", None, answers.Health)
+async def livez() -> Response:
+    """Return that the service answers; needs no token."""
+    return _json(answers.Health("ok", __version__))
+
+
+@_get("/readyz", None, answers.Health)
 @_get("/healthz", None, answers.Health)
 async def healthz(live: Live) -> Response:
-    """Return whether the service is healthy; needs no token."""
+    """Return whether the service can write its database; needs no token."""
     if live.problem is not None:
         raise HTTPException(503, f"the service is stuck: {live.problem}; see its log")
     return _json(answers.Health("ok", __version__))
