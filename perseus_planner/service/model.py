@@ -9,7 +9,7 @@ is infinite here and null in JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
@@ -199,6 +199,11 @@ class Report:
     expires_s: Moment = math.inf  #: When it expires; null if it holds until it is cleared.
     cause: Cause = "unknown"
 
+    @cached_property
+    def about(self) -> tuple[str, ...]:
+        """Its source and scope: a later report about the same replaces it."""
+        return self.source, self.scope.kind, self.scope.value, str(self.scope.pipeline)
+
     def __post_init__(self) -> None:
         if (self.slowdown is None) == (self.iteration_s is None):
             raise UsageError(f"report {self.key}: give either a slowdown or an iteration time")
@@ -240,6 +245,16 @@ class Decision:
     reason: str  #: One sentence for people.
     #: What a pipeline would do that waits for no straggler; null if none waits for one.
     own: Target | None = None
+
+
+def distinct(targets: Iterable[Target]) -> list[tuple[Target, int]]:
+    """Return the targets that are other objects, in order of appearance, each with how many
+    pipelines have it. A decision has one object for equal targets.
+    """
+    counts: dict[int, list[Any]] = {}
+    for target in targets:
+        counts.setdefault(id(target), [target, 0])[1] += 1
+    return [(target, count) for target, count in counts.values()]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Everything here takes a `JobState` and returns another one or an answer; nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,10 +36,10 @@ from perseus_planner.service.model import (
 from perseus_planner.service.planning import Planning, deduplicated, requests_of
 from perseus_planner.service.policy import decide, saving_w
 from perseus_planner.service.reports import (
+    Look,
     check_places,
     check_scope,
     is_over,
-    lasting_reports,
     over_s,
 )
 
@@ -157,16 +157,17 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     check_places(job, curve.stages)
     check_deadline(job.deadline_s, curve)
     without_budget = replace(job, power_w=None)  # power is shared once the job is known
-    decision = decide(without_budget, (), planning.numbers(job, curve), None, job.since_s)
-    asked = requests_of(job, curve, decision)
-    texts = (planning.first_plan(request, frontier) for request in asked)
+    numbers = planning.numbers(job, curve)
+    decision = decide(without_budget, Look.at((), job.since_s), numbers, None, job.since_s)
+    asked, indices = requests_of(job, curve, decision)
+    texts = [planning.first_plan(request, frontier) for request in asked]
     return JobState(
         registered=job,
         job=job,
         curve=curve,
         decision=decision,
         saving_w=0.0,  # the pipelines do what they would do anyway
-        published=plan_set(1, texts, decision, job.since_s),
+        published=plan_set(1, texts, indices, decision, job.since_s),
         planned=decision,
         promised=1,
     )
@@ -228,9 +229,10 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     If all its plans are known, they are published. Otherwise their version is promised, and the
     caller has them made with `prepare`.
     """
-    state = _without_forgotten(state, now_s)
+    look = _look(state, now_s)
+    state = _without_forgotten(state, look, now_s)
     try:
-        decision = _decided(state, planning, now_s)
+        decision = _decided(state, look, planning, now_s)
     except NotSolved:
         return replace(state, promised=state.published.version + 1)
     saved_w = saving_w(_within_budgets(state), decision, planning.numbers(state.job, state.curve))
@@ -241,19 +243,25 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     if state.is_planned and asked == requests_of(state.job, state.curve, state.planned):
         return state
     version = state.published.version + 1
-    texts = [planning.text(request) for request in asked]
+    requests, indices = asked
+    texts = [planning.text(request) for request in requests]
     known_texts = [text for text in texts if text is not None]
     if len(known_texts) < len(texts):
         return replace(state, promised=version)
-    published = plan_set(version, known_texts, decision, now_s)
+    published = plan_set(version, known_texts, indices, decision, now_s)
     return replace(state, published=published, planned=decision, promised=version)
 
 
-def plan_set(version: int, texts: Iterable[str], decision: Decision, now_s: float) -> PlanSet:
-    """Return a version of plans, given the text of each of the decision's `requests_of`."""
-    distinct, indices = deduplicated(texts)
-    own = None if decision.own is None else indices[-1]
-    return PlanSet(version, distinct, indices[: len(decision.targets)], now_s, own)
+def plan_set(
+    version: int, texts: Sequence[str], indices: Sequence[int], decision: Decision, now_s: float
+) -> PlanSet:
+    """Return a version of plans, given the texts of the decision's `requests_of`, and its
+    indices.
+    """
+    plans, of_text = deduplicated(texts)
+    found = tuple([of_text[index] for index in indices])
+    own = None if decision.own is None else found[-1]
+    return PlanSet(version, plans, found[: len(decision.targets)], now_s, own)
 
 
 LEASE_S = 60.0
@@ -281,11 +289,11 @@ def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
         Whether more is needed.
     """
     try:
-        decision = _decided(state, planning, now_s)
+        decision = _decided(state, _look(state, now_s), planning, now_s)
     except NotSolved as missing:
         planning.solve(state.job, missing.slow)
         return True
-    asked = dict.fromkeys(requests_of(state.job, state.curve, decision))
+    asked, _ = requests_of(state.job, state.curve, decision)
     missing_plans = [request for request in asked if planning.text(request) is None]
     for request in missing_plans[:1]:
         planning.plan(request)
@@ -377,7 +385,11 @@ def expire(report: Report, now_s: float) -> Report:
     return replace(report, begins_s=begins_s, expires_s=now_s)
 
 
-def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
+def _look(state: JobState, now_s: float) -> Look:
+    return Look.at(state.reports.values(), now_s, _iteration(state, now_s))
+
+
+def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> Decision:
     """Decide what the job's pipelines are to do.
 
     Raises:
@@ -385,11 +397,10 @@ def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
     """
     return decide(
         _within_budgets(state),
-        state.reports.values(),
+        look,
         planning.numbers(state.job, state.curve),
         state.decision,
         now_s,
-        iteration=_iteration(state, now_s),
         reason=_own_reason(state),
     )
 
@@ -403,13 +414,14 @@ def _own_reason(state: JobState) -> Slowing | None:
     return None if state.job.gpu_power_limit_w is None else "GPU limit"
 
 
-def _without_forgotten(state: JobState, now_s: float) -> JobState:
-    lasting = lasting_reports(state.reports.values(), now_s, _iteration(state, now_s))
+def _without_forgotten(state: JobState, look: Look, now_s: float) -> JobState:
     oldest_s = (
         now_s - _FORGOTTEN_AFTER_S
     )  # by the service's clock: that of a source may be hours behind
     return state.keeping(
-        report for report in lasting if not is_over(report, now_s) or over_s(report) >= oldest_s
+        report
+        for report in look.lasting
+        if not is_over(report, now_s) or over_s(report) >= oldest_s
     )
 
 

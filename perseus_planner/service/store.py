@@ -27,6 +27,7 @@ from typing import Any, Literal, get_type_hints
 from uuid import uuid4
 
 from pydantic import TypeAdapter
+from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
 from typing_extensions import TypedDict
 
@@ -42,6 +43,7 @@ from perseus_planner.service.model import (
     RegisteredJob,
     Report,
     StorageError,
+    distinct,
 )
 from perseus_planner.service.schemas import from_json, to_json
 from perseus_planner.service.state import JobState
@@ -339,7 +341,7 @@ class Storage:
         }
         by_job: dict[str, Versions] = {}
         for job, content in self.execute("SELECT job, content FROM versions ORDER BY version"):
-            record = from_json(_Version, content)
+            record = from_json(_Version, _unpacked(content))
             distinct = tuple(texts[job, digest] for digest in record["digests"])
             plan_set = PlanSet(
                 record["version"], distinct, record["of_pipeline"], record["made_s"], record["own"]
@@ -458,6 +460,7 @@ class Storage:
         content = write_json(
             {
                 **{field: getattr(after, field) for field in _STATE},
+                "decision": _packed(after.decision),
                 **{field: getattr(after.job, field) for field in _SETTINGS},
             },
             inf_nan_mode="null",
@@ -506,7 +509,7 @@ class Storage:
         content = {
             "version": published.version,
             "made_s": published.made_s,
-            "decision": state.planned,
+            "decision": _packed(state.planned),
             "of_pipeline": published.of_pipeline,
             "own": published.own,
             "digests": digests,
@@ -565,6 +568,24 @@ class _Version(TypedDict):
     digests: tuple[str, ...]
 
 
+def _packed(decision: Decision) -> dict[str, Any]:
+    """Return the fields of a decision in which equal targets are listed once."""
+    targets = [target for target, _ in distinct(decision.targets)]
+    of_target = {id(target): index for index, target in enumerate(targets)}
+    of_pipeline = [of_target[id(target)] for target in decision.targets]
+    return {**vars(decision), "targets": targets, "of_pipeline": of_pipeline}
+
+
+def _unpacked(text: str) -> str | bytes:
+    """Return the JSON of a row with a target for each pipeline in its decision."""
+    content = read_json(text)
+    decision = content["decision"]
+    of_pipeline = decision.pop("of_pipeline", None)
+    if of_pipeline is not None:
+        decision["targets"] = [decision["targets"][index] for index in of_pipeline]
+    return write_json(content)
+
+
 def _state_of(
     registration: str,
     state: str,
@@ -576,7 +597,7 @@ def _state_of(
     for.
     """
     registered = from_json(RegisteredJob, registration)
-    stored = _state_adapter().validate_json(state)
+    stored = _state_adapter().validate_json(_unpacked(state))
     settings = {name: stored.pop(name) for name in _SETTINGS if name in stored}
     past, counting = reports or ({}, {})
     return JobState(

@@ -97,6 +97,8 @@ def test_every_address_is_in_the_table_above(ask):
     }
     assert documented - tried == {
         ("GET", "/healthz"),
+        ("GET", "/livez"),
+        ("GET", "/readyz"),
         ("GET", "/v1/me"),
     }
     assert tried <= documented
