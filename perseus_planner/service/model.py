@@ -182,6 +182,11 @@ class Scope:
     value: _ScopeValue  #: The number of the part, the UUID of the GPU or the node's name.
     pipeline: Number | None = None  #: The pipeline of that part; null for all that have it.
 
+    @cached_property
+    def part(self) -> tuple[str, str, int | None]:
+        """All of it, to look it up."""
+        return self.kind, self.value, self.pipeline
+
 
 @dataclass(frozen=True)
 class Report:
@@ -200,9 +205,9 @@ class Report:
     cause: Cause = "unknown"
 
     @cached_property
-    def about(self) -> tuple[str, ...]:
+    def about(self) -> tuple[Any, ...]:
         """Its source and scope: a later report about the same replaces it."""
-        return self.source, self.scope.kind, self.scope.value, str(self.scope.pipeline)
+        return self.source, *self.scope.part
 
     def __post_init__(self) -> None:
         if (self.slowdown is None) == (self.iteration_s is None):

@@ -62,7 +62,7 @@ from perseus_planner.service.model import (
     Target,
     distinct,
 )
-from perseus_planner.service.reports import Look, parts_concerned
+from perseus_planner.service.reports import Look, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -342,8 +342,9 @@ def _pipelines(
 ) -> tuple[_Pipeline, dict[int, _Pipeline]]:
     """Return a pipeline of which nothing is reported, and those of which something is."""
     concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
+    parts = parts_of(job)
     for report in active:
-        for pipeline, stages in parts_concerned(job, report.scope).items():
+        for pipeline, stages in parts.of(job, report.scope).items():
             concerning.setdefault(pipeline, []).append((report, stages))
     target_s = _target_s(job, numbers)
     calm_s = _own_s(numbers, target_s)
@@ -358,23 +359,23 @@ def _reported(
 ) -> _Pipeline:
     """Return a pipeline with its reports, each given with the stages that it concerns."""
     slow: dict[int, float] = {}
-    of_stages: list[tuple[float, str, Report]] = []  # (how bad it is, key to break ties, report)
-    of_all: list[tuple[float, str, Report]] = []
+    # (how bad it is, key to break ties, report)
+    of_stages: tuple[float, str, Report | None] = (0.0, "", None)
+    of_all: tuple[float, str, Report | None] = (0.0, "", None)
     for report, stages in reports:
         if report.slowdown is not None and stages and report.cause in _COMPUTING:
             slow |= {stage: max(report.slowdown, slow.get(stage, 1.0)) for stage in stages}
-            of_stages.append((report.slowdown, report.key, report))
+            if (report.slowdown, report.key) > of_stages[:2]:
+                of_stages = report.slowdown, report.key, report
         else:
-            of_all.append(
-                (report.iteration_s or calm.own_s * (report.slowdown or 1.0), report.key, report)
-            )
+            time_s = report.iteration_s or calm.own_s * (report.slowdown or 1.0)
+            if (time_s, report.key) > of_all[:2]:
+                of_all = time_s, report.key, report
     slow = dict(sorted(slow.items()))
     numbers = calm.numbers.slowed(slow) if slow else calm.numbers
     own_s = _own_s(numbers, target_s)
-    takes_s = max([own_s, *(time_s for time_s, *_ in of_all)])
-    ranked = of_all if takes_s > own_s else of_stages
-    worst = max(ranked, key=lambda each: each[:2])[2] if ranked else None
-    return _Pipeline(numbers, slow, own_s, takes_s, worst)
+    takes_s = max(own_s, of_all[0])
+    return _Pipeline(numbers, slow, own_s, takes_s, of_all[2] if takes_s > own_s else of_stages[2])
 
 
 def _since_s(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, shown
 
@@ -26,6 +26,7 @@ class Look:
 
     lasting: tuple[Report, ...]  #: Those that count, may count later, or keep older ones from it
     active: tuple[Report, ...]  #: Those by which something is slow now
+    idle: tuple[Report, ...]  #: The other lasting ones
     #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
     #: with an iteration are left out.
     next_s: float
@@ -40,7 +41,7 @@ class Look:
             iteration: The first iteration that can still be changed; None if unknown.
         """
         possible: list[tuple[Report, bool]] = []
-        newest_s: dict[tuple[str, ...], float] = {}
+        newest_s: dict[tuple[Any, ...], float] = {}
         for report in reports:
             if report.begins_iteration is None:
                 if report.begins_s >= report.expires_s:
@@ -53,18 +54,21 @@ class Look:
             possible.append((report, has_begun))
         lasting: list[Report] = []
         active: list[Report] = []
+        idle: list[Report] = []
         next_s = math.inf
         for report, has_begun in possible:
             if report.observed_s < newest_s.get(report.about, -math.inf):
                 continue
             lasting.append(report)
-            if not has_begun:
-                if report.begins_iteration is None:
-                    next_s = min(next_s, report.begins_s)
-            elif now_s < report.expires_s and report.slowdown != 1.0:
+            if has_begun and now_s < report.expires_s and report.slowdown != 1.0:
                 active.append(report)
-                next_s = min(next_s, report.expires_s)
-        return cls(tuple(lasting), tuple(active), next_s)
+                if report.expires_s < next_s:
+                    next_s = report.expires_s
+            else:
+                idle.append(report)
+                if not has_begun and report.begins_iteration is None:
+                    next_s = min(next_s, report.begins_s)
+        return cls(tuple(lasting), tuple(active), tuple(idle), next_s)
 
 
 def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
@@ -77,20 +81,23 @@ def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int
     Raises:
         UsageError: If the job has no such part.
     """
-    known = _parts_of(job)
-    key = (scope.kind, scope.value, scope.pipeline)
-    if key not in known.parts:
-        known.parts[key] = _parts(job, scope, known)
-    return known.parts[key]
+    return parts_of(job).of(job, scope)
 
 
-class _Parts:
+class Parts:
     """What is known of the parts of a job with these places."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = places
         self.parts: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
         self._places_of: dict[str, dict[str, list[Place]]] = {}
+
+    def of(self, job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
+        """Return the pipelines and stages in `scope`, as `parts_concerned` of that job."""
+        parts = self.parts.get(scope.part)
+        if parts is None:
+            parts = self.parts[scope.part] = _parts(job, scope, self)
+        return parts
 
     def places_of(self, kind: str, value: str) -> list[Place]:
         """Return the places of one rank, GPU or node."""
@@ -102,21 +109,22 @@ class _Parts:
         return self._places_of[kind].get(value, [])
 
 
-_known: OrderedDict[tuple[int, int], _Parts] = OrderedDict()
+_known: OrderedDict[tuple[int, int], Parts] = OrderedDict()
 _KNOWN_JOBS = 2048
 
 
-def _parts_of(job: RegisteredJob) -> _Parts:
+def parts_of(job: RegisteredJob) -> Parts:
+    """Return what is known of the parts of a job, found once for each."""
     key = (id(job.places), job.pipelines)
     known = _known.get(key)
     if known is None or known.places is not job.places:
-        known = _known[key] = _Parts(job.places)
+        known = _known[key] = Parts(job.places)
         while len(_known) > _KNOWN_JOBS:
             _known.pop(next(iter(_known)), None)
     return known
 
 
-def _parts(job: RegisteredJob, scope: Scope, known: _Parts) -> dict[int, frozenset[int]]:
+def _parts(job: RegisteredJob, scope: Scope, known: Parts) -> dict[int, frozenset[int]]:
     if scope.kind == "pipeline":
         parts = {_pipeline(job, scope.value): frozenset[int]()}
     elif scope.kind == "stage":
@@ -146,7 +154,7 @@ def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
             raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
 
 
-def _held_by(job: RegisteredJob, scope: Scope, known: _Parts) -> dict[int, frozenset[int]]:
+def _held_by(job: RegisteredJob, scope: Scope, known: Parts) -> dict[int, frozenset[int]]:
     """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a
     rank's are unknown.
     """

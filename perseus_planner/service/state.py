@@ -418,11 +418,12 @@ def _without_forgotten(state: JobState, look: Look, now_s: float) -> JobState:
     oldest_s = (
         now_s - _FORGOTTEN_AFTER_S
     )  # by the service's clock: that of a source may be hours behind
-    return state.keeping(
-        report
-        for report in look.lasting
-        if not is_over(report, now_s) or over_s(report) >= oldest_s
-    )
+    gone = {
+        report.key for report in look.idle if is_over(report, now_s) and over_s(report) < oldest_s
+    }
+    if not gone and len(look.lasting) == len(state.reports):
+        return state
+    return state.keeping(report for report in look.lasting if report.key not in gone)
 
 
 def _within_budgets(state: JobState) -> RegisteredJob:

@@ -487,17 +487,12 @@ class Storage:
         for counts, kind in enumerate(("past", "reports")):
             old: Mapping[str, Report] = {} if before is None else getattr(before, kind)
             new: Mapping[str, Report] = getattr(after, kind)
-            for key, report in () if old is new else new.items():
-                if old.get(key) is not report:
-                    self._report_number += 1
-                    self.execute(
-                        _WRITE_REPORT,
-                        name,
-                        key,
-                        self._report_number,
-                        counts,
-                        to_json(report).decode(),
-                    )
+            if old is new:
+                continue
+            for report in [each for key, each in new.items() if old.get(key) is not each]:
+                self._report_number += 1
+                row = (name, report.key, self._report_number, counts)
+                self.execute(_WRITE_REPORT, *row, to_json(report).decode())
         if before is not None and before.past is not after.past:
             for key in before.past.keys() - after.past.keys() - after.reports.keys():
                 self.execute("DELETE FROM reports WHERE job = ? AND key = ?", name, key)
