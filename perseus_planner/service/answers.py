@@ -137,6 +137,9 @@ class JobStatus:
     #: Since when the job has not been heard of for its lease, so that it has no share of the power
     #: budget of all jobs, seconds since the epoch; null if it is heard of.
     silent_since_s: float | None = None
+    #: Since when its GPUs have drawn over 2 % more than its power budgets allow, for a minute or
+    #: longer, seconds since the epoch; null if they do not.
+    over_budget_since_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ is infinite here and null in JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
@@ -104,8 +105,9 @@ _ScopeValue = Annotated[
         "validation",
     ),
 ]
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""For values that clients send: unknown fields and numbers that are not finite are refused."""
+STRICT = ConfigDict(extra="ignore", allow_inf_nan=False)
+"""For values that clients send: numbers that are not finite are refused, and fields that a newer
+client may send are ignored."""
 
 
 @dataclass(frozen=True)
@@ -252,14 +254,12 @@ class Decision:
     own: Target | None = None
 
 
-def distinct(targets: Iterable[Target]) -> list[tuple[Target, int]]:
+def distinct(targets: Sequence[Target]) -> list[tuple[Target, int]]:
     """Return the targets that are other objects, in order of appearance, each with how many
     pipelines have it. A decision has one object for equal targets.
     """
-    counts: dict[int, list[Any]] = {}
-    for target in targets:
-        counts.setdefault(id(target), [target, 0])[1] += 1
-    return [(target, count) for target, count in counts.values()]
+    of_id = dict(zip(map(id, targets), targets, strict=True))
+    return [(of_id[which], count) for which, count in Counter(map(id, targets)).items()]
 
 
 @dataclass(frozen=True)

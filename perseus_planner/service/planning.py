@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
+LONGEST_S = 300.0
+"""How long one call of a worker process may take: a solution or a plan."""
 # curves and plans; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
 _KEPT = 1024
 
@@ -61,15 +63,17 @@ class Processes:
             self._end()
 
     def run(
-        self, function: Callable[..., Result], *arguments: Any, timeout_s: float | None = None
+        self, function: Callable[..., Result], *arguments: Any, timeout_s: float = LONGEST_S
     ) -> Result:
         """Call a module-level function in a worker process and return its result.
 
-        If the process is killed, for example for lack of memory, a new one tries once more.
+        If the process is killed, for example for lack of memory, a new one tries once more. If it
+        takes longer than `timeout_s` seconds, the processes are started again, so that others do
+        not wait for it.
 
         Raises:
             NotPlanned: If the second process was killed too.
-            UsageError: If it takes longer than `timeout_s` seconds.
+            UsageError: If it takes too long.
             Ending: If the context has been left.
         """
         pool = None
@@ -80,6 +84,7 @@ class Processes:
             except (BrokenProcessPool, CancelledError):
                 continue
             except futures.TimeoutError as error:
+                self.restart()
                 raise UsageError(
                     f"solving takes longer than {timeout_s:g} s; run `planner solve` yourself and "
                     "register its frontier"
@@ -230,7 +235,7 @@ def requests_of(
             gpu_w,
         )
         of_target[id(target)] = requests.setdefault(request, len(requests))
-    return tuple(requests), tuple([of_target[id(target)] for target in targets])
+    return tuple(requests), tuple(map(of_target.__getitem__, map(id, targets)))
 
 
 def deduplicated(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:

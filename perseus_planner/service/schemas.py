@@ -41,6 +41,7 @@ NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it is part of a path
 MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree on
 MOST_SLOWDOWN = 1e6
+EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
 LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
 _MOST_ALERTS = 10_000
 _MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
 
 JOB_LEASE_S = 180.0
 """After a job was not heard of for so long, it has no share of the power budget of all jobs."""
+_OVER, _OVER_FOR_S = 1.02, 60.0  # a job that draws so much of its budget for so long is over it
 _CLOCK_SET_S = 0.5  # by which the machine's clock leaves the service's if somebody has set it
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
 
@@ -133,6 +135,8 @@ class Service:
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
         self._timers, self._leases = Timers(), Timers()
+        self._epoch = uuid4().hex
+        self._over_s: dict[str, float] = {}  #: since when jobs draw more than their budgets allow
         self._lease_s, self._heard_s = lease_s, dict.fromkeys(stored.jobs, self._now_s())
         self._subscribers: tuple[Callable[[str, int], None], ...] = ()
         self._subscribing = threading.Lock()
@@ -209,6 +213,12 @@ class Service:
         self._hear_of(job)
         published = self._state(job).published
         return published if published.version > after else None
+
+    def epoch(self, job: str) -> str:
+        """Return what the versions of a job's plans are numbered in: another one once the job was
+        registered anew, or the service started, perhaps with an older database.
+        """
+        return f"{self._epoch}-{self._state(job).job.since_s!r}"
 
     def lease_s(self, job: str) -> float | None:
         """Return for how long the job's plans hold if it hears nothing more, as `state.lease_s`."""
@@ -433,6 +443,10 @@ class Service:
         Raises:
             Conflict: If there is no such version yet.
         """
+        self.submit_taken(job, version, iteration).result()
+
+    def submit_taken(self, job: str, version: int, iteration: int) -> Future[None]:
+        """Record it as `taken` does, without waiting."""
         self._hear_of(job)
 
         def command(draft: Draft) -> None:
@@ -448,7 +462,7 @@ class Service:
                 taken = Taken(version, iteration, self._now_s())
                 self._reconcile(draft, replace(state, taken=taken))
 
-        self._writer.do(command)
+        return self._writer.submit(command)
 
     def telemetry(self, job: str, sent: Counters) -> None:
         """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk
@@ -459,6 +473,14 @@ class Service:
         Raises:
             Conflict: If they contradict what the same run sent before.
         """
+        limited = self.submit_telemetry(job, sent)
+        if limited is not None:
+            limited.result()
+
+    def submit_telemetry(self, job: str, sent: Counters) -> Future[None] | None:
+        """Add them as `telemetry` does, without waiting for the job to be planned again; None if it
+        is not.
+        """
         self._hear_of(job)
         state, limit_w = self._state(job), sent.gpu_power_limit_w
         version = None if state.taken is None else state.taken.version
@@ -468,7 +490,30 @@ class Service:
             self._reconcile(draft, draft.state(job).with_job(gpu_power_limit_w=limit_w))
 
         if is_other_limit(state.job.gpu_power_limit_w, limit_w):
-            self._writer.do(limit_gpus)
+            return self._writer.submit(limit_gpus)
+        self._compare_power(state)
+        return None
+
+    def _compare_power(self, state: JobState) -> None:
+        """Note whether a job has drawn more than its budgets allow for a minute, or does not any
+        more.
+        """
+        name, now_s, tally = state.job.name, self._now_s(), self._telemetry.of(state.job)
+        drawn_w, limit_w = None if tally is None else tally.power_w, state.power_limit_w
+        since_s = now_s
+        if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
+            since_s = self._over_s.setdefault(name, now_s)
+        else:
+            self._over_s.pop(name, None)
+        over_since_s = since_s if now_s - since_s >= _OVER_FOR_S else None
+
+        def command(draft: Draft) -> None:
+            state = draft.find(name)
+            if state is not None:
+                draft.put(replace(state, over_budget_since_s=over_since_s))
+
+        if (over_since_s is None) != (state.over_budget_since_s is None):
+            self._writer.submit(command)
 
     # News and time
 
@@ -652,6 +697,7 @@ class Service:
                 self._leases.set(name, now_s + self._lease_s)
             elif after is None:
                 self._heard_s.pop(name, None)
+                self._over_s.pop(name, None)
                 self._leases.set(name, math.inf)
             _log_events(name, before, after)
             if after is not None and not after.is_planned:

@@ -77,6 +77,7 @@ class JobState:
     share: Share | None = None  #: The job's share of the power budgets; None if there are none
     events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
     silent_since_s: float | None = None  #: As in `JobStatus`
+    over_budget_since_s: float | None = None  #: As in `JobStatus`
 
     @property
     def is_planned(self) -> bool:
@@ -110,6 +111,11 @@ class JobState:
             past=moved(self.past),
             taken=None if taken is None else replace(taken, at_s=taken.at_s + by_s),
         )
+
+    @property
+    def power_limit_w(self) -> float | None:
+        """The power that its budgets allow all its GPUs, watts; None if there are none."""
+        return None if self.share is None else self.share.power_w
 
     def with_job(self, **settings: Any) -> JobState:
         """Return the state with these fields of its job replaced."""

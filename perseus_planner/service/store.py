@@ -62,7 +62,16 @@ ENDED_SHOWN = 1000
 
 _WAIT_S = 10  # for another process that has locked the file
 _LOCK = 0x706C616E6E6572  # of PostgreSQL: names the writer's lock, which its connection holds
-_STATE = ("decision", "saving_w", "promised", "taken", "share", "events", "silent_since_s")
+_STATE = (
+    "decision",
+    "saving_w",
+    "promised",
+    "taken",
+    "share",
+    "events",
+    "silent_since_s",
+    "over_budget_since_s",
+)
 _SETTINGS = ("deadline_s", "power_w", "power_schedule", "power_since_s", "gpu_power_limit_w")
 
 
@@ -567,7 +576,7 @@ def _packed(decision: Decision) -> dict[str, Any]:
     """Return the fields of a decision in which equal targets are listed once."""
     targets = [target for target, _ in distinct(decision.targets)]
     of_target = {id(target): index for index, target in enumerate(targets)}
-    of_pipeline = [of_target[id(target)] for target in decision.targets]
+    of_pipeline = list(map(of_target.__getitem__, map(id, decision.targets)))
     return {**vars(decision), "targets": targets, "of_pipeline": of_pipeline}
 
 

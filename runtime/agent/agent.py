@@ -99,6 +99,7 @@ class Agent:
         self._open: tuple[PlanSet, Proposal, float] | None = (
             None  #: the last proposal, and when it was made
         )
+        self._proposed: PlanSet | None = None  #: the plans of it
         self._own: Plan | None = None  #: what the last plans say to run when they end
         self._ends_s: float | None = None  #: when they end, on the monotonic clock
         self._has_lapsed = False  #: they have ended, and the service has said nothing since
@@ -184,7 +185,8 @@ class Agent:
         plans = self._newer(service, self._wait_s)
         if plans is not None and not self._stopped.is_set():
             with self._lock:
-                self._propose(plans)
+                if plans != self._proposed:  # it was started again, and says the same
+                    self._propose(plans)
         return plans is None
 
     def _newer(self, service: Client, wait_s: float) -> PlanSet | None:
@@ -227,7 +229,7 @@ class Agent:
     def _lapse(self) -> None:
         """Propose the job's own plan to all ranks. The caller holds the lock."""
         if self._own is not None:
-            self._open = None
+            self._open = self._proposed = None
             with suppress(PlannerError):  # it was of this schedule when the service made it
                 self._switch_to(dict.fromkeys(range(self._pipelines), self._own))
 
@@ -259,7 +261,7 @@ class Agent:
         """Propose plans to all ranks, in place of an earlier proposal. The caller holds the
         lock.
         """
-        self._open = None
+        self._open, self._proposed = None, plans
         try:
             proposal = self._switch_to(dict(enumerate(plans.plans)))
         except PlannerError as error:

@@ -119,3 +119,27 @@ def test_a_job_that_is_not_heard_of_gives_its_power_back_until_it_is(
     dead, alive = service.jobs()
     assert dead.silent_since_s is None
     assert alive.decision.targets[0].time_s == shared_s
+
+
+def test_a_job_that_draws_more_than_its_budget_for_a_minute_is_said_to(
+    service: Service, clock: Clock
+):
+    power_w = service.status("gpt").expected.power_w
+    service.set_power("gpt", 0.9 * power_w)
+    planned(service)
+    drawn = [(30, 0.915), (60, 0.93), (90, 0.93), (119, 0.93), (120, 0.93), (150, 0.9)]
+    time_s = energy_j = before_s = 0.0
+    since = []
+    for at_s, ratio in drawn:
+        clock.now_s = NOW_S + at_s
+        time_s, energy_j = float(at_s), energy_j + (at_s - before_s) * ratio * power_w
+        before_s = at_s
+        metered = {"gpu_s": time_s, "metered_s": time_s, "energy_j": energy_j}
+        metered |= {"time_s": time_s, "windows": at_s, "energy_is": "simulated"}
+        service.telemetry("gpt", Counters(run="a", iterations=at_s, **metered))
+        service.set_deadline("gpt", None)  # waits until what came before is written
+        since.append(service.status("gpt").over_budget_since_s)
+    assert since == [None] * 4 + [NOW_S + 60, None]
+    texts = [each.text for each in service.history("gpt").events]
+    assert any(each.startswith("over its power budget of") for each in texts)
+    assert texts[-1] == "within its power budget again"

@@ -199,6 +199,11 @@ _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
         lambda status: status.telemetry.iteration_s if status.telemetry else None,
     ),
     (
+        "planner_job_over_budget",
+        "Whether a job has drawn over 2 % more than its power budgets allow for a minute.",
+        lambda status: float(status.over_budget_since_s is not None),
+    ),
+    (
         "planner_job_saved_joules",
         "Energy saved since a job was registered: its baseline minus its energy. It may fall.",
         lambda status: (
