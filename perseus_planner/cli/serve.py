@@ -16,6 +16,7 @@ import click
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.files import read_text
+from perseus_planner.base.prefixes import counted
 from perseus_planner.cli.options import Option, Time, command
 
 
@@ -121,18 +122,25 @@ def serve(
 
 class LogLine(logging.Formatter):
     """A line of `key=value` for people and programs (logfmt): the time in UTC, the level, the
-    job if any, and what.
+    job if any, and what. What others sent can neither begin a line nor control a terminal.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, and the traceback below it if there is one."""
+        """Return the line, and the traceback below it, indented, if there is one."""
         time_text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
         fields = {"time": time_text, "level": record.levelname.lower()}
         if (job := getattr(record, "job", None)) is not None:
-            fields["job"] = json.dumps(job, ensure_ascii=False)
-        fields["msg"] = json.dumps(record.getMessage(), ensure_ascii=False)
+            fields["job"] = _quoted(job)
+        fields["msg"] = _quoted(record.getMessage())
         line = " ".join(f"{key}={value}" for key, value in fields.items())
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
+        safe = (each if each.isprintable() else _quoted(each)[1:-1] for each in trace)
+        return "\n  ".join([line, *safe])
+
+
+def _quoted(text: str) -> str:
+    """Return a text in quotation marks, with what is not printable as JSON escapes it."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def _log_to_stderr(level: str) -> None:
@@ -161,5 +169,5 @@ def _default_database() -> str:
 
 def _listening(url: str, tokens: int, database: str) -> str:
     """Return the line that is printed when the service is ready."""
-    who = f"{tokens} token{'s' * (tokens > 1)}" if tokens else "no tokens"
+    who = counted(tokens, "token") if tokens else "no tokens"
     return f"Listening at {url}, {who}, database {database}"

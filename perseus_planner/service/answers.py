@@ -308,17 +308,12 @@ class Me:
 
 
 @dataclass(frozen=True)
-class ErrorContent:
-    """Why a request was not carried out."""
+class Problem:
+    """Why a request was not carried out, as RFC 9457 has it; the answer to every such request."""
 
-    code: str  #: For programs.
-    message: str  #: What is wrong and what to do, for people.
+    title: str  #: The status in words.
+    status: int  #: The HTTP status.
+    detail: str  #: What is wrong and what to do, for people.
+    code: str  #: What is wrong, for programs.
     least_power_w: float | None = None  #: The least feasible power budget, watts.
     least_deadline_s: float | None = None  #: The least feasible deadline, seconds.
-
-
-@dataclass(frozen=True)
-class Error:
-    """The answer to every request that was not carried out."""
-
-    error: ErrorContent

@@ -231,7 +231,7 @@ class Client:
 
     def check(self) -> None:
         """Raise an error unless the service is healthy."""
-        self._send("GET", "/healthz")
+        self._send("GET", "/readyz")
 
     def _send(
         self, method: str, path: str, *, body: bytes | None = None, **options: Any
@@ -288,8 +288,8 @@ class Client:
     def _refuse(self, path: str, response: httpx.Response) -> NoReturn:
         """Raise the error for a status that is not a success."""
         try:
-            error = response.json()["error"]
-            code, message = str(error["code"]), one_line(str(error["message"]), 400)
+            error = response.json()
+            code, message = str(error["code"]), one_line(str(error["detail"]), 400)
             least = error.get("least_power_w", error.get("least_deadline_s"))
             least = None if least is None else float(least)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):

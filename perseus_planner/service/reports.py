@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, shown
@@ -100,13 +101,19 @@ class Parts:
         return parts
 
     def places_of(self, kind: str, value: str) -> list[Place]:
-        """Return the places of one rank, GPU or node."""
+        """Return the places of one rank, GPU or node, which has its name with a domain or
+        without.
+        """
         if kind not in self._places_of:
             by_value: dict[str, list[Place]] = {}
             for place in self.places:
                 by_value.setdefault(str(getattr(place, kind)), []).append(place)
             self._places_of[kind] = by_value
-        return self._places_of[kind].get(value, [])
+        by_value = self._places_of[kind]
+        if kind != "node":
+            return by_value.get(value, [])
+        known, named = _names(value), [node for node in by_value if value in _names(node)]
+        return [place for node in {*known, *named} for place in by_value.get(node, [])]
 
 
 _known: OrderedDict[tuple[int, int], Parts] = OrderedDict()
@@ -141,6 +148,25 @@ def _parts(job: RegisteredJob, scope: Scope, known: Parts) -> dict[int, frozense
             f"{shown(job.name)}; correct one of them, or leave the pipeline out"
         )
     return parts
+
+
+def concerned_by(job: RegisteredJob, reports: Iterable[Report]) -> list[Report]:
+    """Return those of the reports about GPUs and nodes that `job` has."""
+    nodes = {place.node for place in job.places}
+    names = {place.gpu for place in job.places}.union(*map(_names, nodes))
+    return [
+        report
+        for report in reports
+        if report.scope.value in names or not nodes.isdisjoint(_names(report.scope.value))
+    ]
+
+
+@lru_cache(maxsize=2**16)
+def _names(node: str) -> frozenset[str]:
+    """Return the names of a node with all of its domain, with a part of it, and without it."""
+    parts = node.split(".")
+    whole = len(parts) if parts[-1].isdigit() else 1  # an address has no domain
+    return frozenset(".".join(parts[:count]) for count in range(whole, len(parts) + 1))
 
 
 def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:

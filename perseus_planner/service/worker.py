@@ -34,7 +34,6 @@ from perseus_planner.plans.settings import Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
-from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.curves import Curve, Slow
 from perseus_planner.solver.frontier import Frontier, solve_dag
 
@@ -201,9 +200,7 @@ def _changed(frontier: Frontier, slow: Slow, limit_w: float | None) -> Frontier:
     profile = frontier.profile if limit_w is None else within_power_limit(frontier.profile, limit_w)
     profile = slowed(profile, dict(slow)) if slow else profile
     return (
-        frontier
-        if profile is frontier.profile
-        else solve_dag(PipelineDag(profile, frontier.dag.iteration))
+        frontier if profile is frontier.profile else solve_dag(frontier.dag.with_profile(profile))
     )
 
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from math import isinf
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.views.context import share
@@ -124,7 +124,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
         ),
     )
     lines = [
-        f"Job {job.name}: {job.pipelines} pipeline{'s' * (job.pipelines > 1)}, {job.ranks} ranks "
+        f"Job {job.name}: {counted(job.pipelines, 'pipeline')}, {counted(job.ranks, 'rank')} "
         f"known, since {_moment(job.since_s)}; settings: {_settings(job)}",
         f"Plans: {_version(status)}; reports are expected to save "
         f"{si(status.expected_saving_w, 'W')}",

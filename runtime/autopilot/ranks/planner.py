@@ -32,13 +32,13 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     ToProcess,
     Waits,
 )
-from perseus_planner.runtime.autopilot.ranks.observer import SETTLE_NS
 from perseus_planner.runtime.autopilot.ranks.programs import (
     Programs,
     clock_runs,
     order_number,
     order_of,
 )
+from perseus_planner.runtime.controller.protocol import SETTLE_NS
 from perseus_planner.schedules import WHOLE, Schedule, check_pipeline
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.grid import grid_text

@@ -33,8 +33,8 @@ export function showPipelines(status, frontier, grouped) {
 }
 
 function row() {
-  return html("tr", {}, html("th", { scope: "row", "data-part": "numbers" }), html("td", { class: "number", "data-part": "time" }),
-    html("td", { class: "number", "data-part": "energy" }), html("td", { class: "why", "data-part": "why" }));
+  const cell = (name, label, type = "number") => html("td", { class: type, "data-part": name, "data-label": label });
+  return html("tr", {}, html("th", { scope: "row", "data-part": "numbers" }), cell("time", "Iteration"), cell("energy", "Energy"), cell("why", "Reason", "why"));
 }
 
 function fill(element, group, status, frontier, reports) {
