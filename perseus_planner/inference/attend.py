@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuNotSupported, UsageError
 from perseus_planner.gpu.lease.lease import lease_gpus
-from perseus_planner.inference.online import OnlineSettings, ServerClock
+from perseus_planner.inference.online import NO_ANSWER, OnlineSettings, ServerClock
 from perseus_planner.profiler.control import common_settings
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def attend(
             try:
                 state = reader.read()
             except (OSError, http.client.HTTPException, UsageError) as error:
-                chooser.fail()
-                if not failures or chooser.reason != "no answer":
+                if chooser.reason != NO_ANSWER:
                     tell(f"{reader.where}: does not answer ({error!r}); clocks are full")
+                chooser.fail()
                 failures += 1
             else:
                 chooser.observe(state, sum(gpu.energy_j() for gpu in gpus))

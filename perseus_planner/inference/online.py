@@ -44,7 +44,11 @@ _TOKENS = 20000.0  #: of whose share may be late at first
 _AUDIT_S, _AUDITS = 0.5, 0.015  #: of an audit; share of time
 _FORGET = 0.99  #: of what is known of iterations, with each window at full clocks
 _SCATTER = 0.1  #: of a window's times and powers, relative
+_STALE_S = 0.04  #: how old an energy counter's value is, a standard deviation
 _FADE_S = 10.0  #: in which what arrives is averaged
+
+NO_ANSWER = "no answer"
+"""Why clocks are full, if the server does not answer."""
 
 LateShare = Annotated[
     float,
@@ -104,7 +108,6 @@ class ServerClock:
         self._idle_w = 0.0
         self._before: ServerState | None = None
         self._begun: tuple[ServerState, float] | None = None  #: of the window; joules
-        self._running: list[float] = []  #: in the states of the window
         #: of the objectives, up to which a prediction will do: the first token, and between tokens.
         self._margins = np.array((_MARGIN, _MARGIN))
         self._audit_until_s = self._changed_s = -math.inf
@@ -127,7 +130,7 @@ class ServerClock:
     def fail(self) -> None:
         """Go to full clocks: the server did not answer."""
         self._before = self._begun = None
-        self._set(0, "no answer")
+        self._set(0, NO_ANSWER)
 
     def observe(self, state: ServerState, energy_j: float) -> int:
         """Learn from a state of the server and the energy counter of its GPUs; return the clock
@@ -180,21 +183,20 @@ class ServerClock:
         or never.
         """
         is_busy = state.running > 0
-        if self._begun is None or is_busy != (self._running[-1] > 0):
-            self._begun, self._running = (state, energy_j), [state.running]
+        if self._begun is None or is_busy != (self._begun[0].running > 0):
+            self._begun = state, energy_j
             return
         begin, begin_j = self._begun
-        self._running.append(state.running)
         length_s = state.time_s - begin.time_s
         if length_s < _WINDOW_S:
             return
-        self._begun, self._running = (state, energy_j), [state.running]
+        self._begun = state, energy_j
         power_w = (energy_j - begin_j) / length_s
         if not is_busy:
             self._idle_w = power_w if not self._idle_w else 0.9 * self._idle_w + 0.1 * power_w
             return
         tbt = state.tbt.since(begin.tbt)
-        if tbt.seen <= 0 or tbt.total <= 0:
+        if tbt.seen <= 0 or tbt.total <= 0 or power_w <= 0:
             return
         time_s = tbt.total / tbt.seen  # each request that decodes sees each iteration
         outputs = (state.output_tokens - begin.output_tokens) * time_s / length_s
@@ -210,7 +212,8 @@ class ServerClock:
             slower = math.log((time_s - prompts_s) / decode_s)
             self._slower.add(self.index, slower, _SCATTER**2)
         if self._top_w is not None:
-            self._power.add(self.index, math.log(power_w / self._top_w), _SCATTER**2)
+            variance = _SCATTER**2 + (_STALE_S / length_s) ** 2
+            self._power.add(self.index, math.log(power_w / self._top_w), variance)
 
     def _choose(self, state: ServerState) -> None:
         """Choose the clock from now on."""
@@ -226,9 +229,7 @@ class ServerClock:
             self._set(0, "audit")
         else:
             fits = self._fits(state, settings)
-            cost = self._costs(state)
-            cost[~fits] = np.inf
-            cost[0] = 0.0 if not fits.any() else cost[0] if fits[0] else np.inf
+            cost = np.where(fits, self._costs(state), np.inf)  # if none fits, the highest
             self._set(int(np.argmin(cost)), "following" if fits.any() else "full load")
         self._changed_s = now_s
 

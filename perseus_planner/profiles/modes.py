@@ -23,6 +23,15 @@ _NAME = re.compile(r"[a-z0-9_-]+")
 Bytes = Annotated[float, BYTES]
 
 
+def _checked_flag(value: Any, where: str, error: type[PlannerError]) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise error(f"{where}: {shown(value)} is not true or false; write one of them")
+
+
+Flag = Annotated[bool, CheckedBy(_checked_flag)]
+
+
 def mode_of(kind: str) -> str:
     """Return the mode of a kind such as "B.sync@recompute"; `OWN` if it names none."""
     return kind.partition("@")[2] or OWN
@@ -65,7 +74,7 @@ class Mode(Checked, error=ProfileError):
     #: number for each stage.
     backward_bytes: Bytes | tuple[Bytes, ...] = 0.0
     #: whether it may change the order of a sum, and so the last bits of losses.
-    reorders: bool = False
+    reorders: Flag = False
 
     def bytes_of(self, stage: int) -> tuple[float, float]:
         """Return what is kept, and what the backward takes besides, on each GPU of a stage."""
@@ -121,7 +130,7 @@ class Modes(Checked, error=ProfileError, prefix="modes, "):
     #: without a limit.
     memory_bytes: Bytes | tuple[Bytes, ...] | None = None
     #: whether plans may use modes that may change the order of a sum.
-    may_reorder: bool = False
+    may_reorder: Flag = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

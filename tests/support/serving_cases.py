@@ -91,3 +91,16 @@ def online(kind: str, length_s: float) -> tuple[Outcome, ServerClock]:
         return chooser.observe(world.state(), world.energy_j)
 
     return served(kind, length_s, choose), chooser
+
+
+if __name__ == "__main__":
+    for kind in SETTINGS:
+        fixed = [at_fixed(kind, 600.0, clock_mhz) for clock_mhz in CLOCKS]
+        best = min(
+            (each for each in fixed if each.late <= SETTINGS[kind].late),
+            key=lambda each: each.energy_j,
+        )
+        kept, chooser = online(kind, 600.0)
+        for name, outcome in (("best fixed clock", best), ("online", kept)):
+            saved = 100 * (1 - outcome.energy_j / fixed[0].energy_j)
+            print(f"{kind}: {name}: {saved:.1f} % less energy, {100 * outcome.late:.2f} % late")
