@@ -29,7 +29,8 @@ REFUSED = {
     f"{PROFILE} --gpu simulated:p4": (
         "GPU 'simulated:p4': there is no simulated GPU 'p4'; choose one of: simulated:v100, "
         "simulated:a100-pcie, simulated:a100-sxm, simulated:a40, simulated:l40s, "
-        "simulated:h100-sxm, simulated:h200, simulated:b200"
+        "simulated:h100-sxm, simulated:h200, simulated:b200, simulated:h100-nvl, simulated:h20, "
+        "simulated:gb200, simulated:b300, simulated:gb300, simulated:mi300x"
     ),
     f"{PROFILE} --gpu nvml:0": (
         "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a "
