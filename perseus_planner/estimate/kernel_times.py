@@ -190,7 +190,7 @@ def sum_s(size: float, gpus: int, system: System) -> float:
     near = min(gpus, system.gpus_per_node)
     nodes = gpus / near
     share = 1 - system.link_lost / near
-    inside_s = system.exchange_s + system.exchange_gpu_s * (near - 1)
+    inside_s = system.exchange_s + system.exchange_gpu_s * (near - 2)
     inside_s += 2 * (near - 1) / near * size / system.link_bytes_per_s / share
     if nodes <= 1:
         return inside_s

@@ -199,14 +199,15 @@ def _exchanges(
     if group is None:
         return lambda value: value, lambda value: value
     through = _through()
-    if shape.sequence_parallel:
-        steps = (_gathered, _scattered)
-    else:
-        steps = (lambda value, _: value.view_as(value), _summed)
+    before, after = (_gathered, _scattered) if shape.sequence_parallel else (_kept, _summed)
     return (
-        lambda value: through.apply(value, group, *steps),
-        lambda value: through.apply(value, group, *steps[::-1]),
+        lambda value: through.apply(value, group, before, after),
+        lambda value: through.apply(value, group, after, before),
     )
+
+
+def _kept(value: torch.Tensor, group: Any) -> torch.Tensor:
+    return value.view_as(value)
 
 
 def _summed(value: torch.Tensor, group: Any) -> torch.Tensor:
@@ -270,11 +271,12 @@ def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
     few, many = plan.exchange_bytes
     per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
     fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
+    usual_s = system.exchange_s + system.exchange_gpu_s * (ranks - 2)
     return replace(
         system,
         link_bytes_per_s=2 * (ranks - 1) / ranks / per_byte_s / (1 - system.link_lost / ranks),
-        exchange_s=fixed_s / (1 + system.exchange_gpu_s / system.exchange_s * (ranks - 1)),
-        exchange_gpu_s=fixed_s / (ranks - 1 + system.exchange_s / system.exchange_gpu_s),
+        exchange_s=fixed_s * system.exchange_s / usual_s,
+        exchange_gpu_s=fixed_s * system.exchange_gpu_s / usual_s,
     )
 
 

@@ -287,7 +287,12 @@ def system_of(gpu: str) -> System:
     return SYSTEMS[name]
 
 
-_OPTIONAL = tuple(each.name for each in fields(Transformer) if each.default is not MISSING)
+_SHOWN = ("tensor_degree", "microbatch", "recomputation")
+_OPTIONAL = tuple(
+    each.name
+    for each in fields(Transformer)
+    if each.default is not MISSING and each.name not in _SHOWN
+)
 _FORMAT = "perseus-planner/system"
 _VERSION = 1
 _DIMENSIONS = ("hidden", "heads", "vocabulary", "sequence")
