@@ -24,7 +24,8 @@ TARGETS = "--deadline, --slowdown, --straggler-time, --least-energy, --power-bud
 # A later option of the same name wins over the one in PROFILE, SOLVE or PLAN.
 REFUSED = {
     f"{PROFILE} --gpu simulated:h100": (
-        "GPU 'simulated:h100': there is no simulated GPU 'h100'; did you mean simulated:h100-sxm?"
+        "GPU 'simulated:h100': there is no simulated GPU 'h100'; did you mean simulated:h100-sxm "
+        "or simulated:h100-nvl?"
     ),
     f"{PROFILE} --gpu simulated:p4": (
         "GPU 'simulated:p4': there is no simulated GPU 'p4'; choose one of: simulated:v100, "

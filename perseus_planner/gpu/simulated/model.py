@@ -411,20 +411,20 @@ _MODELS = (
         bytes_per_s=3938e9,
         power_limits_w=(200.0, 400.0),
         idle_power_w=60.0,
-        capped_at=0.65,
+        capped_at=0.8,
         held_share=_HELD_SHARE,
     ),
     _model(
         "h20",
         # Datasheet: 148 TFLOPS dense, 4000 GB/s. 500 W in outputs of nvidia-smi; it has 78 SMs, but
-        # a sixth of the H100's FLOPS, so that its clock is not capped, assumed.
+        # a sixth of the H100's FLOPS, so that its clock is hardly capped, assumed.
         clocks_mhz=_steps(1980, 345),
         peak_flops=148e12,
         peak_mhz=1980,
         bytes_per_s=4000e9,
         power_limits_w=(200.0, 500.0),
         idle_power_w=75.0,
-        capped_at=1.0,
+        capped_at=0.94,
     ),
     _model(
         "gb200",
@@ -467,15 +467,15 @@ _MODELS = (
     ),
     _model(
         "mi300x",
-        # Datasheet: 1307.4 TFLOPS dense at 2100 MHz, 5300 GB/s, 750 W. Clocks, smallest limit and
-        # idle power assumed.
-        clocks_mhz=_steps(2100, 500, 100),
+        # Datasheet: 1307.4 TFLOPS dense at 2100 MHz, 5300 GB/s, 750 W. Clocks, smallest limit, idle
+        # power and cap assumed.
+        clocks_mhz=_steps(2100, 500, 20),
         peak_flops=1307.4e12,
         peak_mhz=2100,
         bytes_per_s=5300e9,
         power_limits_w=(300.0, 750.0),
         idle_power_w=140.0,
-        capped_at=0.7,
+        capped_at=0.8,
     ),
 )
 
