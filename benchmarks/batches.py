@@ -20,7 +20,7 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import ClockChange, Measurement
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration
-from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law
+from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law, margin_of
 from perseus_planner.solver.curve import TimeEnergyCurve
 
 NUMBER = 32
@@ -163,7 +163,7 @@ def measure(size: Size) -> Section:
             f"{1e3 * _CHANGE.settle_s:g} ms, ranks of a node on one lock. *Computations*: each is "
             "off beside the law, by itself; changes are free and not limited. *Work*: that of each "
             "microbatch is off, log-normal, on all stages alike; plans aim at a target that is "
-            "earlier by a third of that; changes are free and not limited.",
+            "earlier by what `margin_of` says of that; changes are free and not limited.",
             "Fourth table: all microbatches alike, and each computation longer or shorter by a "
             "normal jitter, free changes; *share* is of what the static plan saves that is on time "
             "with that jitter: where microbatches are alike, ordinary plans are the safer "
@@ -356,7 +356,7 @@ def _wrong(case: Case, job: _Job, exact: dict[str, Any]) -> list[dict[str, Any]]
     for error in _ERRORS:
         of_work = np.exp(error * rng.normal(size=job.work.shape))[:, :, _microbatches(planner)]
         name = f"work, {100 * error:.0f} %"
-        rows.append(_row(case, job, exact, name, planner, of_work, _FREE, margin=error / 3))
+        rows.append(_row(case, job, exact, name, planner, of_work, _FREE, margin=margin_of(error)))
     return rows
 
 

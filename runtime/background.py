@@ -138,7 +138,7 @@ class BackgroundWork:
             if self._autopilot is not None:
                 self._autopilot.look(times, messages)
             if self._batches is not None:
-                self._follow_batches(self._batches, times)
+                self._follow_batches(self._batches, times, messages)
             self._follower.look()
             self._report_straggling(self._telemetry.update(times, messages))
             self._report_counts()
@@ -164,8 +164,10 @@ class BackgroundWork:
         self._report_counts()
         self._warn()
 
-    def _follow_batches(self, batches: Batches, times: Sequence[IterationTimes]) -> None:
-        batches.observe(times)
+    def _follow_batches(
+        self, batches: Batches, times: Sequence[IterationTimes], messages: Sequence[ToRank]
+    ) -> None:
+        batches.observe(times, messages)
         status = batches.status
         if status is not None and status != self._status:
             self._status = status

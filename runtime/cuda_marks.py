@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.loops import in_background
 from perseus_planner.gpu.cuda_driver import CudaDriver
-from perseus_planner.runtime.marks import KEPT, OUTSIDE, IterationTimes, Marks
+from perseus_planner.runtime.marks import KEPT, IterationTimes, Marks
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -287,9 +287,9 @@ class CudaMarks(Marks):
         """See `Marks.ended_s`."""
         return
 
-    def request(self, index: int, *, outside: bool = False) -> None:
+    def request(self, index: int, part: int = 0) -> None:
         """See `Marks.request`; requests that are enqueued already stay as they are."""
-        self._owed = self._requests[index] | outside * OUTSIDE
+        self._owed = self._requests[index] | part
         try:
             self._enqueue_owed()
         except (GpuError, RuntimeError) as error:

@@ -211,7 +211,7 @@ class Follower:
     ) -> None:
         """See `ProgramSource.on_end`."""
         if self._batches is not None:
-            self._batches.on_end(iteration, program, deviation)
+            self._batches.on_end(iteration, program, deviation, order)
         if self.ledger is not None:
             self._account(self.ledger, iteration, None if deviation else program, order)
         elif deviation is not None:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
-from perseus_planner.runtime.marks import Marks, clock_request
+from perseus_planner.profiles.modes import OWN
+from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks, clock_request
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import Ledger
+    from perseus_planner.runtime.modes import ModeSwitch
 
 _NO_REQUEST_INDEX = -1
 
@@ -73,6 +75,10 @@ class Program:
     #: The value to go on with after its last computation, as another program is next; 0 for that of
     #: its first one.
     then: int = 0
+    #: Number of the table by which this rank catches up (`controller.latest`); 0 if it does not.
+    table: int = 0
+    #: The mode of each computation; empty if all run in the training's own way.
+    modes: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of_plan(cls, version: int, plan: Plan, rank: int, sent: Sent | None = None) -> Program:
@@ -88,7 +94,8 @@ class Program:
                 "pipeline; make the plan for the schedule that you train with"
             )
         clocks = tuple(plan.clocks[str(computation)] for computation in ranks[rank])
-        return cls(version, ranks[rank], clocks, plan.time_s, plan, sent=sent)
+        modes = tuple(plan.modes.get(str(c), OWN) for c in ranks[rank]) if plan.modes else ()
+        return cls(version, ranks[rank], clocks, plan.time_s, plan, sent=sent, modes=modes)
 
     @cached_property
     def changes(self) -> int:
@@ -187,8 +194,9 @@ class Hook:
         marks: Requests clocks and takes times.
         source: Decides which program each iteration runs by.
         first: Program of the first iteration.
-        show: Called with what returns the microbatches of an iteration that begins, where the
-            engine has them; None if nobody asks for them.
+        show: Called with the number of microbatches of an iteration that begins, and with what
+            returns them where the engine has them; None if nobody asks for them.
+        switch: Enters the mode of each computation; None if the training has no modes.
     """
 
     def __init__(
@@ -196,9 +204,10 @@ class Hook:
         marks: Marks,
         source: ProgramSource,
         first: Program | None,
-        show: Callable[[Microbatches], None] | None = None,
+        show: Callable[[int | None, Microbatches | None], None] | None = None,
+        switch: ModeSwitch | None = None,
     ) -> None:
-        self._marks, self._source, self._show = marks, source, show
+        self._marks, self._source, self._show, self._switch = marks, source, show, switch
         self._iteration = -1
         self._is_inside = False
         self._position = 0
@@ -226,8 +235,8 @@ class Hook:
         """See `IterationHook.begin_iteration`."""
         if self._is_inside:
             self.end_iteration()
-        if self._show is not None and batch is not None:
-            self._show(batch)
+        if self._show is not None:
+            self._show(microbatches, batch)
         self._is_inside = True
         self._iteration += 1
         program = self._source.program_for(self._iteration)
@@ -235,6 +244,7 @@ class Hook:
             self._load(program)
         elif self._deviation is not None and program is not None:
             self._order, self._count = program.computations, len(program.computations)
+            self._modes = program.modes
         self._position, self._deviation, self._noted = 0, None, []
         self._request_first()
         self._marks.begin_iteration(self._iteration)
@@ -247,16 +257,22 @@ class Hook:
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Begin a computation."""
-        self._marks.begin()
         position = self._position
         planned = self._order[position] if position < self._count else None
-        if planned != (stage, kind, microbatch):
+        is_planned = planned == (stage, kind, microbatch)
+        if self._switch is not None:
+            mode = self._modes[position] if is_planned and self._modes else None
+            self._switch.begin(stage, kind, microbatch, mode)
+        self._marks.begin()
+        if not is_planned:
             if self._deviation is None and self._program is not None:
                 self._deviate(
                     f"{Computation(stage, kind, microbatch)}, where the plan has "
                     f"{planned or 'nothing more'}"
                 )
             self._noted.append((stage, kind, microbatch))
+        elif self._shows_begins:
+            self._marks.request(position, BEGUN)
 
     def end(self) -> None:
         """End the computation, and request the next clock."""
@@ -281,6 +297,8 @@ class Hook:
         if not self._is_inside:
             return
         self._is_inside = False
+        if self._switch is not None:
+            self._switch.enter(OWN)
         if self._deviation is None and self._program is not None and self._position != self._count:
             self._deviate(f"{self._position} computations, and the plan has {self._count}")
         self._marks.end_iteration()
@@ -297,6 +315,8 @@ class Hook:
         if not self._is_inside:
             return
         self._is_inside = False
+        if self._switch is not None:
+            self._switch.enter(OWN)
         self._load(None)
         self._request_first()
         self._marks.end_iteration()
@@ -315,11 +335,15 @@ class Hook:
     def _load(self, program: Program | None) -> None:
         self._program = program
         self._awaits = program is not None and program.awaits
+        self._shows_begins = program is not None and bool(program.awaits or program.table)
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
+        self._modes = program.modes if program is not None else ()
         self._is_unclocked = program is None
+        table = 0 if program is None else program.table
         requests = [
-            clock_request(i, clock) for i, clock in enumerate(program.clocks if program else ())
+            clock_request(i, clock, table=table)
+            for i, clock in enumerate(program.clocks if program else ())
         ]
         self._turns, self._first = int(self._count == 1), 0
         if program is not None and self._turns:
@@ -336,10 +360,11 @@ class Hook:
             self._marks.request(_NO_REQUEST_INDEX)
         else:
             index = self._next if ends and self._next is not None else self._first
-            self._marks.request(index, outside=outside)
+            self._marks.request(index, outside * OUTSIDE)
 
     def _deviate(self, what: str) -> None:
         self._deviation, self._is_unclocked = what, True
+        self._modes = ()
         self._noted = list(self._order[: self._position])
         self._order, self._count = (), 0  # so that all that follows is noted
         self._marks.request(_NO_REQUEST_INDEX)

@@ -26,21 +26,30 @@ _AGAIN = 1 << 63
 OUTSIDE = 1 << 62
 """The part of a request that is written outside of computations, for the clock of the next one."""
 
+BEGUN = 1 << 61
+"""The part of a request that is written when its computation begins, if ranks catch up."""
 
-def clock_request(position: int, value: int, *, again: bool = False) -> int:
+
+def clock_request(position: int, value: int, *, again: bool = False, table: int = 0) -> int:
     """Pack a request for `value` (MHz or watts), for the computation at `position` of the rank's
     program.
 
     With `again` it is another number for the same: a program of one computation turns it with each
-    iteration, so that the controller sees them begin.
+    iteration, so that the controller sees them begin. `table` is the number of the table by which a
+    rank that is late gets a faster clock (`controller.latest`); 0 for none.
     """
-    return again * _AGAIN | (position + 1) << 32 | value
+    return again * _AGAIN | (position + 1) << 32 | table << 16 | value
 
 
 def parse_clock_request(request: int) -> tuple[int | None, int]:
     """Return the position and the value of a request; (None, 0) for `NO_REQUEST`."""
-    place = (request & ~(_AGAIN | OUTSIDE)) >> 32
-    return place - 1 if place else None, request & 0xFFFFFFFF
+    place = (request & ~(_AGAIN | OUTSIDE | BEGUN)) >> 32
+    return place - 1 if place else None, request & 0xFFFF
+
+
+def table_of(request: int) -> int:
+    """Return the number of the table that a request names; 0 for none."""
+    return request >> 16 & 0xFFFF
 
 
 def is_turned(request: int, before: int) -> bool:
@@ -89,11 +98,16 @@ class Marks:
         """Make `request(i)` mean `requests[i]` from now on."""
         self._requests = (*requests, NO_REQUEST)
 
-    def request(self, index: int, *, outside: bool = False) -> None:
+    def request(self, index: int, part: int = 0) -> None:
         """Write the clock request with this index, or `NO_REQUEST` for -1, when the device comes
-        to this point; with `outside` it is a clock for later, and other work comes first.
+        to this point.
+
+        Args:
+            index: Of a request that was loaded.
+            part: `OUTSIDE` for a clock for later, if other work comes first; `BEGUN` if its
+                computation begins; else 0.
         """
-        self._shared[0] = self._requests[index] | outside * OUTSIDE
+        self._shared[0] = self._requests[index] | part
 
     def begin_iteration(self, number: int) -> None:
         """Mark the begin of an iteration."""

@@ -102,6 +102,7 @@ PROBABILITY = Rule(
 )
 ON_TIME = 0.95
 """The probability of being on time that plans are made for unless another one is given."""
+BYTES = Rule(float, True, "a number of bytes: give one of 0 or more, such as 40e9")
 SHARE = Rule(float, True, "a share: give a number of 0 or more, such as 0.001")
 FACTOR = Rule(
     float, False, "a slowdown: give how many times as long it takes, above 0, such as 1.15"

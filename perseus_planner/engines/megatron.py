@@ -5,6 +5,10 @@ run.
 starts and stops the timer that it returns: `forward-backward` around an iteration,
 `forward-compute` around the forward and the loss of a microbatch, and `backward-compute` around its
 backward. Core 0.9 to 0.19 do so at the same points.
+
+A schedule draws microbatches one by one. Newer cores pack the sequences of a whole batch before an
+iteration (`wrap_data_iterator`), with another number of microbatches each time. Then every stage
+has their lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.engines.engine import EngineStage, IterationHook, PipelineRank
+from perseus_planner.engines.engine import EngineStage, IterationHook, PipelineRank, replaced
 from perseus_planner.engines.torch_state import preserve_attributes
 
 if TYPE_CHECKING:
@@ -177,6 +181,11 @@ class MegatronModel:
         events = _TimerEvents(hook, rank, len(self._chunks), self._group or rank.ranks)
         with ExitStack() as stack:
             stack.callback(events.stop)
+            packing = sys.modules.get("megatron.core.datasets.data_schedule")
+            create = getattr(packing, "create_data_iterator", None)
+            if create is not None and hasattr(packing, "wrap_data_iterator"):
+                packed = partial(_packed, create, events)
+                stack.enter_context(replaced(packing, create_data_iterator=packed))
             for owner, name in owners:
                 original = getattr(owner, name)
                 stack.callback(setattr, owner, name, original)
@@ -272,7 +281,10 @@ class _TimerEvents:
 
     Attributes:
         actions: Name of a timer -> what to call when it has started and before it stops.
+        packed: The microbatches that were packed last, if they are.
     """
+
+    packed: Sequence[Mapping[str, Any]] | None = None
 
     def __init__(self, hook: IterationHook, rank: PipelineRank, chunks: int, group: int) -> None:
         self._hook, self._rank, self._chunks, self._group = hook, rank, chunks, group
@@ -297,7 +309,9 @@ class _TimerEvents:
                 "F": self._in_order("F", chunks, microbatches or 0),
                 "B": self._in_order("B", chunks[::-1], microbatches or 0),
             }
-            self._hook.begin_iteration(microbatches)
+            packed = self.packed
+            batch = None if packed is None else partial(_with_lengths, packed)
+            self._hook.begin_iteration(microbatches, batch)
 
     def _end_iteration(self) -> None:
         if self._is_training:
@@ -334,6 +348,27 @@ class _TimerEvents:
                 for microbatch in range(begin, end):
                     yield Computation(chunk * self._rank.ranks + self._rank.rank, kind, microbatch)
             begin = end
+
+
+def _packed(create: Callable[..., Any], events: _TimerEvents, *args: Any, **kwargs: Any) -> Any:
+    """Note the packed microbatches of which an iterator is made, the first argument; the ranks that
+    share a stage get none, but for the first.
+    """
+    events.packed = args[0] if args else None
+    return create(*args, **kwargs)
+
+
+def _with_lengths(packed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return packed microbatches with their `cu_seqlens` on the CPU. They were computed before the
+    packing counted them there, so one copy of all waits for nothing more.
+    """
+    import torch
+
+    lengths = [each["cu_seqlens"] for each in packed]
+    if not lengths:
+        return []
+    on_cpu = torch.cat(lengths).cpu().split([len(each) for each in lengths])
+    return [{**each, "cu_seqlens": own} for each, own in zip(packed, on_cpu, strict=True)]
 
 
 class _NoTimer:

@@ -18,6 +18,38 @@ _STRICT = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes i
 
 
 @dataclass(frozen=True)
+class BatchStatus:
+    """How unequal the batches of the last iterations were, where clocks follow them; all are
+    shares.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    waiting: float  #: Of GPU time that waits for the slowest pipeline at full clocks
+    #: Standard deviation of the times of the first pipeline's microbatches, of their mean; None
+    #: without a pipeline.
+    spread: float | None = None
+    #: By how much the times of microbatches differ from what their work says (standard deviation);
+    #: None before that is known.
+    error: float | None = None
+    #: Of the time at full clocks by which iterations would be shorter if each pipeline ran its
+    #: microbatches in the best order that was tried; None without a pipeline.
+    order: float | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.spread is not None:
+            parts.append(f"microbatches differ by {100 * self.spread:.0f} %")
+        parts.append(f"pipelines wait {100 * self.waiting:.0f} % of the time for the slowest")
+        if self.error is not None:
+            parts.append(f"work tells times to {100 * self.error:.1f} %")
+        if self.order is not None:
+            shorter = f"{100 * self.order:.0f} % less"
+            parts.append(f"in another order of microbatches iterations take {shorter} time")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class AutopilotStatus:
     """What the autopilot knew when it made a program."""
 
@@ -40,8 +72,11 @@ class AutopilotStatus:
     unknown: int = 0
     #: CPU time of its process since it began, as a share of that of one core; None before.
     core_share: float | None = None
+    batches: BatchStatus | None = None  #: Where clocks follow the batch
 
     def __str__(self) -> str:
+        if self.batches is not None:
+            return f"{self.phase}, clocks follow the batch: {self.batches}"
         if self.reference_s is None or self.saving is None:
             return self.phase
         error = "" if self.saving_stderr is None else f" ± {100 * self.saving_stderr:.1f}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.point_problem import lay_out_waits
 
@@ -49,6 +50,9 @@ class ClockProblem(NamedTuple):
     #: (m,) when each computation runs, as a part of the iteration; never falls along a program
     wave: Floats
     last: Integers  #: nodes without successors
+    #: (draws, n) how many times as long each node is in iterations that were drawn; none if all are
+    #: alike
+    noise: Floats
 
 
 class ClockState(NamedTuple):
@@ -74,7 +78,7 @@ class ChangeCost(NamedTuple):
     queue_start: Integers  #: (ranks + 1,) where those of each rank begin
     computation: Integers  #: (n,) which computation each node is, -1 for an operation
     final: Integers  #: (ranks,) the last computation of each rank
-    seconds: Floats  #: (6, ranks) for the replay to write on
+    seconds: Floats  #: (7, ranks) for the replay to write on
     numbers: Integers  #: (7, ranks) likewise
     #: (calls,) likewise, of the calls of each rank, which begin at `call_start`
     call_settles_s: Floats
@@ -83,6 +87,7 @@ class ChangeCost(NamedTuple):
     #: (m, clocks) when each computation must start at the latest to end in time at each clock. A
     #: rank that is late then takes a faster clock. No rows for ranks that keep to their clocks.
     latest_start_s: Floats
+    first_start_s: Floats  #: (ranks,) when its first computation starts, which counts as in time
 
 
 def clock_problem(
@@ -122,6 +127,7 @@ def clock_problem(
         place=member,
         wave=np.zeros(len(member)),
         last=np.setdiff1d(np.arange(len(node_of)), before),
+        noise=np.ones((0, len(node_of))),
     )
     return with_usable(problem, np.array(usable))
 
@@ -136,7 +142,16 @@ def with_usable(problem: ClockProblem, usable: NDArray[np.bool_]) -> ClockProble
 
 
 def clock_problem_of(dag: PipelineDag) -> tuple[ClockProblem, list[int]]:
-    """Lay out `dag` with every measured clock; also return the clocks, MHz, highest first."""
+    """Lay out `dag` with every measured clock; also return the clocks, MHz, highest first.
+
+    Raises:
+        UsageError: If its modes are open, as only clocks are chosen here.
+    """
+    if dag.has_open_modes:
+        raise UsageError(
+            "modes: clocks that follow the batch are for one way of running; leave the other modes "
+            "out of the profile"
+        )
     tables = {
         key: rows
         for key, rows in dag.profile.measurements.items()
@@ -160,10 +175,12 @@ def change_cost(
     change: ClockChange,
     gpus_per_rank: int,
     latest_start_s: Floats | None = None,
+    first_start_s: Floats | None = None,
 ) -> ChangeCost:
     """Lay out what changes of clocks cost in `iteration`; ranks end with it.
 
-    `latest_start_s` is that of `ChangeCost`; None for ranks that keep to their clocks.
+    `latest_start_s` and `first_start_s` are those of `ChangeCost`; None for ranks that keep to
+    their clocks.
     """
     ranks = len(iteration.programs)
     # One call at most for each computation; one more for each that catches up.
@@ -183,13 +200,14 @@ def change_cost(
         final=np.array(
             [[i for i in each if i < len(iteration.keys)][-1] for each in iteration.programs]
         ),
-        seconds=np.zeros((6, ranks)),
+        seconds=np.zeros((7, ranks)),
         numbers=np.zeros((7, ranks), dtype=np.int64),
         call_settles_s=np.zeros(calls),
         call_clock=np.zeros(calls, dtype=np.int64),
         call_start=np.cumsum([0, *map(len, iteration.schedule.ranks)])[:-1]
         * (calls // len(iteration.keys)),
         latest_start_s=np.zeros((0, 1)) if latest_start_s is None else latest_start_s,
+        first_start_s=np.zeros(ranks) if first_start_s is None else first_start_s,
     )
 
 
@@ -232,6 +250,27 @@ def replay(problem: ClockProblem, state: ClockState) -> float:
     return makespan_s
 
 
+@kernel
+def noise_s(problem: ClockProblem, state: ClockState) -> float:
+    """Return by how much longer an iteration is in the mean of `problem.noise`, seconds, if clock
+    changes take no time. `state.end_s` is that without noise then; without any it is left alone.
+    """
+    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
+    end_s, draws, longer_s = state.end_s, len(problem.noise), 0.0
+    for draw in range(draws + 1 if draws else 0):
+        makespan_s = 0.0
+        for k in range(len(end_s)):
+            latest_s = 0.0
+            for i in range(before_start[k], before_start[k + 1]):
+                latest_s = max(latest_s, end_s[before[i]] + lag_s[i])
+            longer = problem.noise[draw, k] if draw < draws else 1.0
+            end_s[k] = latest_s + state.duration_s[k] * longer
+        for k in problem.last:
+            makespan_s = max(makespan_s, end_s[k])
+        longer_s += makespan_s / draws if draw < draws else -makespan_s
+    return longer_s
+
+
 @inner_kernel
 def _clock_in_time(latest_start_s: Floats, i: int, clock: int, now_s: float) -> int:
     """Return the slowest clock, `clock` or a faster one, at which a computation that starts now
@@ -257,8 +296,8 @@ def replay_changes(
     lock, hold_s, settle_s = change.lock, change.hold_s, change.settle_s
     # Of each rank: when its task starts or ends; since when it runs at the clock in force, or the
     # rank waits; the share that was left then; when the request was made that waits; when a clock
-    # settles. Of each lock: when it is free.
-    next_s, since_s, left, asked_s, settles_s, free_s = change.seconds
+    # settles. Of each lock: when it is free. Of each rank: how late its first computation was.
+    next_s, since_s, left, asked_s, settles_s, free_s, late_s = change.seconds
     position, running, in_force, set_last, wanted, call, settled = change.numbers
     call_settles_s, call_clock = change.call_settles_s, change.call_clock
     latest_start_s = change.latest_start_s
@@ -268,6 +307,7 @@ def replay_changes(
     for r in range(len(lock)):
         position[r], running[r], next_s[r], since_s[r] = queue_start[r], 0, never, 0.0
         asked_s[r], settles_s[r], free_s[lock[r]] = never, never, -never
+        late_s[r] = never
         in_force[r] = set_last[r] = wanted[r] = clock[change.final[r]]
         call[r] = settled[r] = change.call_start[r]
         i = computation[queue[queue_start[r]]]
@@ -309,19 +349,19 @@ def replay_changes(
                 next_s[r] = now_s + left[r] * time_s[c, call_clock[settled[r]]]
             in_force[r], settled[r] = call_clock[settled[r]], settled[r] + 1
             settles_s[r] = call_settles_s[settled[r]] if settled[r] < call[r] else never
-        elif running[r]:
+            continue
+        if running[r]:
             spent_j += left[r] * cost_j[c, in_force[r]] if i >= 0 else 0.0
             end_s[k], since_s[r], makespan_s = now_s, now_s, max(makespan_s, now_s)
             running[r], next_s[r], position[r] = 0, never, position[r] + 1
             i = computation[queue[position[r]]] if position[r] < queue_start[r + 1] else -1
-            next_clock = _clock_in_time(latest_start_s, i, clock[i], now_s) if i >= 0 else wanted[r]
-            if next_clock != wanted[r]:
-                wanted[r] = next_clock
-                asked_s[r] = never if wanted[r] == set_last[r] else min(asked_s[r], now_s)
         else:
-            next_clock = _clock_in_time(latest_start_s, i, clock[i], now_s) if i >= 0 else wanted[r]
-            if next_clock != wanted[r]:
-                wanted[r] = next_clock
-                asked_s[r] = never if wanted[r] == set_last[r] else min(asked_s[r], now_s)
             running[r], since_s[r], left[r] = 1, now_s, 1.0
             next_s[r] = now_s + (time_s[c, in_force[r]] if i >= 0 else fixed_s[k])
+            if i >= 0 and late_s[r] == never:
+                late_s[r] = now_s - change.first_start_s[r]
+        if i >= 0:
+            next_clock = _clock_in_time(latest_start_s, i, clock[i], now_s - late_s[r])
+            if next_clock != wanted[r]:
+                wanted[r] = next_clock
+                asked_s[r] = never if wanted[r] == set_last[r] else min(asked_s[r], now_s)

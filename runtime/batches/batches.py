@@ -21,17 +21,19 @@ from perseus_planner.base.errors import PlannerError, ProfileError, UsageError
 from perseus_planner.base.loops import Loop
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
-from perseus_planner.runtime.autopilot.ranks.programs import order_number
+from perseus_planner.runtime.autopilot.ranks.programs import order_number, order_of
+from perseus_planner.runtime.batches.catching_up import CatchingUp
 from perseus_planner.runtime.batches.exchange import (
     Batch,
     Exchange,
     OwnTime,
     RankLaws,
+    RankPlan,
     Seat,
     Slowest,
 )
 from perseus_planner.runtime.batches.laws import LawLearner
-from perseus_planner.runtime.batches.leader import Leader
+from perseus_planner.runtime.batches.leader import MOST_COUNTS, Leader, Ran
 from perseus_planner.runtime.batches.work import WorkFunction, checked_work, work_of
 from perseus_planner.runtime.hook import Program
 from perseus_planner.schedules import WHOLE
@@ -40,9 +42,13 @@ from perseus_planner.solver.batch import BatchPlanner, Law
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner.engines.engine import Microbatches
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.batches.laws import Key
+    from perseus_planner.runtime.controller.latest import LatestStarts
+    from perseus_planner.runtime.controller.protocol import ToRank
+    from perseus_planner.runtime.hook import Order
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.schedules import Computation
 
@@ -67,6 +73,16 @@ class _Asked:
     problem: str | None = None  #: why it is not known
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What this rank was told of an iteration."""
+
+    work: Floats | None  #: of its batch
+    slowest: Slowest
+    plan: RankPlan | None = None
+    full_s: tuple[float, ...] = ()  #: of each computation at full clocks; empty without laws
+
+
 class Batches:
     """Decides what each iteration of this rank runs by.
 
@@ -76,7 +92,8 @@ class Batches:
     Args:
         exchange: This rank's part in the exchange.
         seat: Where this rank sits.
-        order: What it runs.
+        order: What it runs; None if that is only known when it has run. With another number of
+            microbatches it runs without clocks once, and what it ran is its order from then on.
         profile: The cost of clocks.
         settings: What may be done.
         function: Returns the work of a microbatch.
@@ -88,53 +105,44 @@ class Batches:
         self,
         exchange: Exchange,
         seat: Seat,
-        order: tuple[Computation, ...],
+        order: tuple[Computation, ...] | None,
         profile: Profile,
         settings: AutopilotSettings,
         function: WorkFunction,
         warn: Callable[[str, str], None],
     ) -> None:
         self._profile = profile
-        missing = next((c for c in order if (c.stage, c.kind) not in profile.measurements), None)
-        if missing is not None:
-            raise ProfileError(
-                f"the profile has no {missing.kind} of stage {missing.stage}, which this training "
-                "runs; profile the stages that you train"
-            )
-        self._exchange, self._seat, self._order, self._warn = exchange, seat, order, warn
+        self._exchange, self._seat, self._warn = exchange, seat, warn
         self._function, self._is_whole = function, order == WHOLE.ranks[0]
-        self._microbatches = 1 + max(computation.microbatch for computation in order)
-        top = max(rows[0].clock_mhz for rows in profile.measurements.values())
-        self._full = Program(
-            version=1,
-            computations=order,
-            clocks=(top,) * len(order),
-            time_s=0.0,
-            order=order_number(order),
-            top=top,
-        )
-        self._first = replace(self._full, awaits=True)  #: until more is known
+        #: for each number of microbatches, what is run until more is known; replaced, never changed
+        self._first: dict[int, Program] = {}
         self._leader: Leader | None = None
         if seat.leads:
             _load_kernels()
             self._leader = Leader(profile, settings, is_whole=self._is_whole)
-        self._learner = LawLearner([(c.stage, c.kind) for c in order])
+        self._learner, self._catching_up = LawLearner(), CatchingUp(profile)
+        self._latest: LatestStarts | None = None
         # Written by the training thread:
         self._iteration = -1  #: that has begun last
         self._asked = _Asked(-1)
+        self._microbatches: int | None = None  #: of that iteration, if the engine knows
+        self._ran: deque[Order] = deque()  #: what iterations without a program have run
         self._ended: dict[int, Program | None] = {}  #: what iterations ran as planned
         # Written by the thread of the exchange:
         self._decided: dict[int, Program] = {}
         self._is_decided = threading.Event()
-        self._handled = -1
-        self._batches: dict[int, tuple[Floats | None, Slowest]] = {}
+        self._handled = self._asked
+        self._known: dict[int, _Known] = {}
         # Written by the background thread:
         self._times: deque[IterationTimes] = deque(maxlen=_KEPT)
         self._clock = 0  #: of the last computation of the iteration before
         self._lasts_s = 0.0
         self._unsent: RankLaws | None = None
+        self._busy_s: dict[int, float] = {}
         self._loop = Loop(self._round, "perseus-planner batches")
         self._is_stopped = False
+        if order is not None:
+            self._add(order)
 
     def check_gpu(self, name: str, control: str) -> None:
         """Refuse a profile of another kind of GPU, or of another control.
@@ -166,8 +174,9 @@ class Batches:
             return None
         return self._leader.status
 
-    def start(self) -> None:
-        """Start the thread of the exchange."""
+    def start(self, latest: LatestStarts | None = None) -> None:
+        """Start the thread of the exchange; write latest starts, if there is a controller."""
+        self._latest = latest
         self._loop.start()
 
     def stop(self, limit_s: float) -> None:
@@ -175,27 +184,35 @@ class Batches:
         self._is_stopped = True
         self._loop.stop(limit_s)
 
-    def show(self, microbatches: Callable[[], Sequence[Any]]) -> None:
-        """Take the microbatches of the iteration that begins, unless their work is given."""
-        if self._asked.iteration <= self._iteration:
-            self._take(lambda: work_of(microbatches(), self._function))
+    def show(self, count: int | None, microbatches: Microbatches | None) -> None:
+        """Take the microbatches of the iteration that begins, unless their work is given.
+
+        Args:
+            count: How many there are; None if the engine does not know.
+            microbatches: Returns them; None if it does not show them.
+        """
+        self._microbatches, asked = count, self._asked
+        if not self.leads:
+            return
+        if asked.iteration <= self._iteration:
+            if microbatches is not None:
+                self._take(lambda: work_of(microbatches(), self._function), count)
+        elif asked.work is not None and len(asked.work) != (count or len(asked.work)):
+            self._ask(_Asked(asked.iteration, None, _miscounted(asked.work, count)))
 
     def give(self, work: Sequence[Any]) -> None:
         """Take the work of each microbatch of the next iteration; what is given first counts."""
-        if self._seat.leads and self._asked.iteration <= self._iteration:
+        if self.leads and self._asked.iteration <= self._iteration:
             self._take(lambda: checked_work(work))
 
-    def _take(self, work: Callable[[], Floats]) -> None:
+    def _take(self, work: Callable[[], Floats], count: int | None = None) -> None:
         found, problem = None, None
         try:
             found = work()
             if self._is_whole:
                 found = found.sum(axis=0, keepdims=True)
-            if len(found) != self._microbatches:
-                problem = (
-                    f"the work of {len(found)} microbatches is given, and the iteration has "
-                    f"{self._microbatches}"
-                )
+            if len(found) != (count or len(found)):
+                problem = _miscounted(found, count)
         except UsageError as error:
             problem = str(error)
         except Exception as error:  # of where the batch comes from, which training meets again
@@ -206,8 +223,10 @@ class Batches:
         self._asked = asked
         self._loop.wake()
 
-    def program_for(self, iteration: int) -> Program:
-        """Return what an iteration runs by; may be called again while it runs."""
+    def program_for(self, iteration: int) -> Program | None:
+        """Return what an iteration runs by, None if it is not known what it will run; may be called
+        again while it runs.
+        """
         if iteration != self._iteration:
             self._iteration = iteration
             if self._asked.iteration != iteration:
@@ -216,15 +235,36 @@ class Batches:
                 self._is_decided.clear()
                 if iteration not in self._decided:
                     self._is_decided.wait(min(_WAIT * self._lasts_s, _MOST_WAIT_S))
-        return self._decided.get(iteration, self._first)
+        count, decided = self._microbatches, self._decided.get(iteration)
+        if decided is not None and count in (None, decided.microbatches):
+            return decided
+        if count is None and len(self._first) == 1:
+            return next(iter(self._first.values()))
+        return None if count is None else self._first.get(count)
 
-    def on_end(self, iteration: int, program: Program | None, deviation: str | None) -> None:
-        """Note how an iteration has ended."""
+    def on_end(
+        self, iteration: int, program: Program | None, deviation: str | None, order: Order | None
+    ) -> None:
+        """Note how an iteration has ended; arguments are those of `ProgramSource.on_end`."""
+        if order and program is None:
+            self._ran.append(order)
         self._ended[iteration] = None if deviation else program
         self._ended.pop(iteration - _KEPT, None)
 
-    def observe(self, times: Iterable[IterationTimes]) -> None:
-        """Learn from the times of iterations."""
+    def planned_busy_s(self, iteration: int) -> float | None:
+        """Return how long the rank had computed in an iteration that was observed, were its GPU as
+        fast as at first, at the clocks that it had; None if that is not known.
+        """
+        return self._busy_s.get(iteration)
+
+    def observe(self, times: Iterable[IterationTimes], messages: Iterable[ToRank] = ()) -> None:
+        """Learn from the times of iterations, and what the controller says of clocks."""
+        self._catching_up.take(messages)
+        while self._ran:
+            try:
+                self._add(order_of(self._ran.popleft()))
+            except ProfileError as error:
+                self._say("profile", str(error))
         self._times.extend(times)
         while self._times:
             number = self._times[0].number
@@ -233,18 +273,47 @@ class Batches:
             seen = self._times.popleft()
             self._learn(seen, self._ended.get(number))
 
+    def _add(self, order: tuple[Computation, ...]) -> None:
+        """Add what the rank runs with another number of microbatches.
+
+        Raises:
+            ProfileError: If the profile does not have it all.
+        """
+        rows = self._profile.measurements
+        missing = next((c for c in order if (c.stage, c.kind) not in rows), None)
+        if missing is not None:
+            raise ProfileError(
+                f"the profile has no {missing.kind} of stage {missing.stage}, which this training "
+                "runs; profile the stages that you train"
+            )
+        top = max(each[0].clock_mhz for each in rows.values())
+        number, clocks = order_number(order), (top,) * len(order)
+        program = Program(1, order, clocks, 0.0, order=number, top=top, awaits=True)
+        if len(self._first) < MOST_COUNTS:
+            self._first = {program.microbatches: program, **self._first}
+        if self._learner.laws is not None:
+            self._unsent = RankLaws.of(self._orders, self._learner.laws)
+
+    @property
+    def _orders(self) -> list[tuple[Computation, ...]]:
+        return [program.computations for program in self._first.values()]
+
     def _learn(self, seen: IterationTimes, program: Program | None) -> None:
-        work, slowest = self._batches.get(seen.number, (None, Slowest()))
+        known = self._known.get(seen.number, _Known(None, Slowest()))
+        work, slowest = known.work, known.slowest
         before, self._clock = self._clock, 0
-        if program is None or len(seen.spans_ns) != len(self._order):
+        if program is None or len(seen.spans_ns) != len(program.computations):
             return
         self._clock = program.clocks[-1]
         time_s = (seen.end_ns - seen.begin_ns) / 1e9
         if seen.number < _SETTLING:
             return
         self._lasts_s = time_s
+        ran = Ran(seen.number, time_s, slowest)
+        if known.full_s and not self._is_whole:
+            ran = self._compared(ran, seen, program, known, before)
         if self._leader is not None:
-            self._leader.account(seen.number, time_s, slowest)
+            self._leader.account(ran)
         if work is None or not self._seat.is_first:
             return
         told = self._told(seen, program, work, before)
@@ -252,7 +321,20 @@ class Batches:
             is_full = slowest.pays or not slowest.time_s
             told = [((0, "F"), np.array(slowest.work), time_s)] if is_full and slowest.work else []
         if self._learner.add(told) and self._learner.laws is not None:
-            self._unsent = RankLaws.of(self._order, self._learner.laws)
+            self._unsent = RankLaws.of(self._orders, self._learner.laws)
+
+    def _compared(
+        self, ran: Ran, seen: IterationTimes, program: Program, known: _Known, before: int
+    ) -> Ran:
+        """Return with it how its computations came."""
+        came_s = self._catching_up.at_full_clocks_s(seen, program)
+        if known.plan is not None and program.decision == 0 and before == program.top:
+            self._catching_up.see_full_clocks(seen, known.plan)
+        busy_s = sum(end_ns - begin_ns for begin_ns, end_ns in seen.spans_ns) / 1e9
+        self._busy_s[seen.number] = busy_s * sum(known.full_s) / max(sum(came_s), 1e-9)
+        self._busy_s.pop(seen.number - _KEPT, None)
+        pairs = tuple(zip(came_s, known.full_s, strict=True))
+        return replace(ran, work=known.work, at_full_clocks_s=pairs)
 
     def _told(
         self, seen: IterationTimes, program: Program, work: Floats, before: int
@@ -264,7 +346,7 @@ class Batches:
         return [
             ((c.stage, c.kind), work[c.microbatch], (end_ns - begin_ns) / 1e9)
             for c, (begin_ns, end_ns), clock, last in zip(
-                self._order,
+                program.computations,
                 seen.spans_ns,
                 program.clocks,
                 (before, *program.clocks[:-1]),
@@ -276,9 +358,9 @@ class Batches:
     def _round(self) -> None:
         """Do what is to be done for the iteration that is asked for."""
         asked = self._asked
-        if asked.iteration == self._handled or self._is_stopped:
+        if asked is self._handled or self._is_stopped:
             return
-        self._handled = asked.iteration
+        self._handled = asked
         try:
             if self._unsent is not None:
                 laws, self._unsent = self._unsent, None
@@ -318,10 +400,11 @@ class Batches:
         self._decide(iteration, batch, work, slowest)
         if problem is not None:
             self._say("work", problem)
-        if not leader.is_ready or iteration % _AGAIN == 0:
+        if not leader.is_ready or leader.lacks(work) or iteration % _AGAIN == 0:
             laws = self._exchange.laws()
             if laws is not None:
                 leader.learn(laws)
+        leader.prepare(work)
 
     def _follow(self, iteration: int) -> None:
         while not self._is_stopped and self._asked.iteration == iteration:
@@ -332,23 +415,46 @@ class Batches:
                 return
 
     def _decide(self, iteration: int, batch: Batch, work: Floats | None, slowest: Slowest) -> None:
-        program, rank = self._full, self._seat.rank
-        busy_s = batch.busy_s[rank] if batch.busy_s else None
-        full_j = batch.full_j[rank] if batch.full_j else None
-        program = replace(program, time_s=batch.time_s, busy_s=busy_s, full_j=full_j)
-        if batch.clocks:
-            clocks = tuple(clock for clock, count in batch.clocks[rank] for _ in range(count))
-            if len(clocks) == len(self._order):
-                is_full = min(clocks) == program.top
-                decision = 0 if is_full else 1
-                program = replace(
-                    program, clocks=clocks, decision=decision, then=decision * program.top
-                )
-        self._batches[iteration] = work, slowest
-        self._batches.pop(iteration - _KEPT, None)
-        self._decided[iteration] = program
+        count = self._microbatches if work is None else len(work)
+        first = self._first.get(count) if count else next(iter(self._first.values()), None)
+        known = _Known(work, slowest)
+        if first is not None:
+            program = replace(first, awaits=False, time_s=batch.time_s)
+            if batch.ranks and work is not None:
+                known = self._told_of(batch.ranks[self._seat.rank], program, known)
+                program = self._planned(iteration, program, known)
+            self._decided[iteration] = program
+        self._known[iteration] = known
+        self._known.pop(iteration - _KEPT, None)
         self._decided.pop(iteration - _KEPT, None)
         self._is_decided.set()
+
+    def _told_of(self, plan: RankPlan, program: Program, known: _Known) -> _Known:
+        laws = self._learner.laws
+        if known.work is None or laws is None:
+            return replace(known, plan=plan)
+        rows, order = known.work.tolist(), program.computations
+        full_s = tuple(laws[c.stage, c.kind].full_s(rows[c.microbatch]) for c in order)
+        return replace(known, plan=plan, full_s=full_s)
+
+    def _planned(self, iteration: int, program: Program, known: _Known) -> Program:
+        """Return the program at the clocks that this rank was told, and write its latest starts."""
+        plan = known.plan
+        assert plan is not None
+        program = replace(program, full_j=plan.full_j)
+        clocks = tuple(clock for clock, count in plan.clocks for _ in range(count))
+        if len(clocks) != len(program.clocks) or min(clocks) == program.top:
+            return program
+        program = replace(program, clocks=clocks, decision=1, then=program.top)
+        if self._latest is None or not known.full_s or self._is_whole:
+            return program
+        has_begun = self._iteration >= iteration
+        rows = self._catching_up.rows(program, known.full_s, plan, has_begun=has_begun)
+        return replace(program, table=self._latest.write(iteration, rows)) if rows else program
+
+
+def _miscounted(work: Floats, count: int | None) -> str:
+    return f"the work of {len(work)} microbatches is given, and the iteration has {count}"
 
 
 def _load_kernels() -> None:

@@ -16,11 +16,12 @@ Keys of the store:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -68,6 +69,9 @@ class OwnTime(Record, frozen=True, array_like=True):
     time_s: float = 0.0  #: Seconds that it takes at full clocks; 0 if that is not known
     pays: bool = False  #: Whether all pipelines are to run at full clocks
     work: tuple[float, ...] = ()  #: Of its batch, without a pipeline; else empty
+    #: Number and seconds of its last iterations, had they run at full clocks as they came.
+    came: tuple[tuple[int, float], ...] = ()
+    ordered_s: float = 0.0  #: As `time_s`, in the best order of microbatches; 0 if not looked at
 
 
 class Slowest(Record, frozen=True, array_like=True):
@@ -77,38 +81,51 @@ class Slowest(Record, frozen=True, array_like=True):
     is_whole: bool = False  #: Whether all pipelines have told theirs
     pays: bool = False  #: Whether one has told that all are to run at full clocks
     work: tuple[float, ...] = ()  #: What the slowest has told of its work
+    #: Number of iterations, and the longest that was told, of those that all have told.
+    came: tuple[tuple[int, float], ...] = ()
+    mean_s: float = 0.0  #: Mean time of those that were told
+    ordered_s: float = 0.0  #: The longest in the best orders; 0 if one has not looked
+
+
+class RankPlan(Record, frozen=True, array_like=True):
+    """What a rank of a pipeline is told of an iteration; times are from its start."""
+
+    #: Joules of one of its GPUs at full clocks in an iteration as long, by the profile.
+    full_j: float = 0.0
+    clocks: Runs = ()  #: Empty for full clocks
+    #: When its first computation starts and its last one ends at full clocks, microseconds.
+    full_us: tuple[int, int] = (0, 0)
+    first_us: int = 0  #: When its first computation starts at those clocks
+    latest_us: tuple[int, ...] = ()  #: When each of its computations must end; empty as above
 
 
 class Batch(Record, frozen=True, array_like=True):
     """What the ranks of a pipeline are told of an iteration."""
 
     work: tuple[tuple[float, ...], ...] = ()  #: Of each microbatch; empty if it is not known
-    clocks: tuple[Runs, ...] = ()  #: Of each rank; empty for full clocks
     time_s: float = 0.0  #: Expected time of the iteration, seconds; 0 if it is not known
-    #: For each rank, the seconds that it computes, were its GPU as fast as at first; empty if not
-    #: known.
-    busy_s: tuple[float, ...] = ()
-    #: For each rank, the joules of one of its GPUs at full clocks in an iteration of `time_s`, by
-    #: the profile; empty if not known.
-    full_j: tuple[float, ...] = ()
+    ranks: tuple[RankPlan, ...] = ()  #: For each rank; empty before laws are known
 
 
 class RankLaws(Record, frozen=True, array_like=True):
     """What a rank runs, and how long that takes by work."""
 
-    order: tuple[tuple[int, str, int], ...]  #: Stage, kind and microbatch of its computations
+    #: Stage, kind and microbatch of its computations, for each number of microbatches.
+    orders: tuple[tuple[tuple[int, str, int], ...], ...]
     #: Stage, kind, seconds without work, and seconds for each unit of each number of work.
     laws: tuple[tuple[int, str, float, tuple[float, ...]], ...]
 
     @classmethod
-    def of(cls, order: Sequence[Computation], laws: Mapping[Key, Law]) -> RankLaws:
+    def of(cls, orders: Iterable[Sequence[Computation]], laws: Mapping[Key, Law]) -> RankLaws:
         """Return what a rank tells."""
         told = tuple((*key, law.fixed_s, law.per_work_s) for key, law in laws.items())
-        return cls(tuple((c.stage, c.kind, c.microbatch) for c in order), told)
+        plain = (tuple((c.stage, c.kind, c.microbatch) for c in order) for order in orders)
+        return cls(tuple(plain), told)
 
-    def computations(self) -> tuple[Computation, ...]:
-        """Return the order of computations."""
-        return tuple(Computation(*each) for each in self.order)
+    def by_microbatches(self) -> dict[int, tuple[Computation, ...]]:
+        """Return number of microbatches -> order of computations."""
+        orders = (tuple(Computation(*each) for each in order) for order in self.orders)
+        return {1 + max(c.microbatch for c in order): order for order in orders}
 
     def by_key(self) -> dict[Key, Law]:
         """Return (stage, kind) -> law."""
@@ -139,9 +156,9 @@ class Exchange:
         """
         seat, store, key = self._seat, self._store, f"batch/{iteration}/slowest"
         is_whole = seat.pipelines == 1 and own.time_s > 0.0
-        alone = Slowest(own.time_s, is_whole, own.pays, own.work)
+        alone = Slowest(own.time_s, is_whole, own.pays, own.work, mean_s=own.time_s)
         if seat.pipelines == 1:
-            return alone
+            return replace(alone, came=own.came, ordered_s=own.ordered_s)
         keys = [f"batch/{iteration}/time/{pipeline}" for pipeline in range(seat.pipelines)]
         store.set(keys[seat.pipeline], encode(own))
         if seat.pipeline == 0:
@@ -150,7 +167,17 @@ class Exchange:
             told = [decode(each, OwnTime) for each in store.multi_get(keys)]
             last = max(told, key=lambda each: (each.time_s, each.work))
             is_whole = len(told) == seat.pipelines and min(each.time_s for each in told) > 0.0
-            slowest = Slowest(last.time_s, is_whole, any(each.pays for each in told), last.work)
+            times_s = [each.time_s for each in told if each.time_s]
+            ordered_s = [each.ordered_s for each in told]
+            slowest = Slowest(
+                last.time_s,
+                is_whole,
+                any(each.pays for each in told),
+                last.work,
+                self._came(told),
+                fmean(times_s) if times_s else 0.0,
+                max(ordered_s) if is_whole and min(ordered_s) > 0.0 else 0.0,
+            )
             store.set(key, encode(slowest))
             return slowest
         if not self._wait([key], 2.0 * timeout_s):
@@ -159,6 +186,14 @@ class Exchange:
         if own.time_s > slowest.time_s:  # this one was late
             slowest = replace(slowest, time_s=own.time_s, work=own.work)
         return slowest
+
+    def _came(self, told: Sequence[OwnTime]) -> tuple[tuple[int, float], ...]:
+        """Return the longest time of each iteration that all pipelines have told."""
+        times_s: dict[int, list[float]] = {}
+        for iteration, time_s in (each for own in told for each in own.came):
+            times_s.setdefault(iteration, []).append(time_s)
+        pipelines = self._seat.pipelines
+        return tuple((i, max(each)) for i, each in times_s.items() if len(each) == pipelines)
 
     def send(self, iteration: int, batch: Batch) -> None:
         """Send the pipeline's ranks what they are told of an iteration, and forget an old one."""

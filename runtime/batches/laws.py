@@ -60,15 +60,10 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
 
 
 class LawLearner:
-    """Learns the laws of the computations of one rank.
+    """Learns the laws of the computations of one rank."""
 
-    Args:
-        keys: (stage, kind) of each of its computations, in order.
-    """
-
-    def __init__(self, keys: Sequence[Key]) -> None:
-        self._keys = tuple(dict.fromkeys(keys))
-        self._samples: dict[Key, list[tuple[Floats, float]]] = {key: [] for key in self._keys}
+    def __init__(self) -> None:
+        self._samples: dict[Key, list[tuple[Floats, float]]] = {}
         self._iterations = 0
         self._due = [ITERATIONS, *(ITERATIONS * times for times in _AGAIN)]
         self.laws: Mapping[Key, Law] | None = None  #: None before they are known
@@ -90,7 +85,7 @@ class LawLearner:
         if not seen or self.is_done:
             return False
         for key, work, time_s in seen:
-            samples = self._samples[key]
+            samples = self._samples.setdefault(key, [])
             if samples and len(samples[0][0]) != len(work):  # the function has changed
                 samples.clear()
             samples.append((work, time_s))

@@ -97,6 +97,7 @@ class Connection:
             waits for that, which needs neither the training nor the job's store.
         request: The first number in it: what this rank wants now, as `marks.clock_request` packs
             it.
+        latest: By what this rank gets faster clocks when it is late.
 
     Args:
         address: What `start_controller` returned.
@@ -114,6 +115,7 @@ class Connection:
         self._descriptor: int | None = create_shared_memory()
         shared = SharedRequest(self._descriptor)
         self.memory, self.request, self._alive_ns = shared.memory, shared.request, shared.alive_ns
+        self.latest = shared.latest
         try:
             self.connect(address)
         except BaseException:

@@ -21,9 +21,13 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.wires import Message, PacketChannel
+from perseus_planner.runtime.controller.latest import LATEST_BYTES, LatestStarts
 
 SOCKET_KIND = socket.SOCK_SEQPACKET
 """A socket that keeps messages apart: a message arrives whole or not at all."""
+
+SETTLE_NS = 900_000
+"""How long a clock takes to settle after the call that sets it: the mean on an A800."""
 
 Control = Literal["clock", "power-limit", "observed"]
 """What the values of a rank set: a clock in MHz, a power limit in watts, or nothing because the
@@ -163,8 +167,8 @@ AnyMessage: TypeAlias = FromRank | ToRank
 
 
 class SharedRequest:
-    """Memory that a rank and the controller share: the clock request, and a sign of life of the
-    controller.
+    """Memory that a rank and the controller share: the clock request, a sign of life of the
+    controller, and latest starts.
 
     The two numbers lie in different cache lines, so neither writer slows the other down. The memory
     has no name in a file system, so a process that dies leaves nothing behind. It is unmapped when
@@ -176,17 +180,19 @@ class SharedRequest:
             it; written by the rank or by its GPU.
         alive_ns: When the controller was last alive, one unsigned 64-bit number; written by the
             controller.
+        latest: By what a rank that is late gets faster clocks; written by the rank.
 
     Args:
         descriptor: Descriptor of the memory; the caller may close it afterwards.
     """
 
-    SIZE = mmap.PAGESIZE
+    SIZE = mmap.PAGESIZE + LATEST_BYTES
 
     def __init__(self, descriptor: int) -> None:
         self.memory = mmap.mmap(descriptor, self.SIZE)
         self.request = memoryview(self.memory)[0:8].cast("Q")
         self.alive_ns = memoryview(self.memory)[64:72].cast("Q")
+        self.latest = LatestStarts(memoryview(self.memory)[mmap.PAGESIZE :])
 
     @classmethod
     def receive(cls, descriptor: int) -> SharedRequest:

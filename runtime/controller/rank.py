@@ -28,7 +28,14 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.scheduler import RESET
-from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, is_turned, parse_clock_request
+from perseus_planner.runtime.marks import (
+    BEGUN,
+    NO_REQUEST,
+    OUTSIDE,
+    is_turned,
+    parse_clock_request,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from perseus_planner.base.wires import PacketChannel
@@ -57,12 +64,14 @@ class ClockRequest(NamedTuple):
     """A clock request that has changed."""
 
     position: int | None  #: Position of the rank in its program; None if it wants no value
-    value: int  #: What it wants; 0 to have its GPU reset
+    #: What it wants, or a faster clock if it is late; 0 to have its GPU reset.
+    value: int
     #: What the rank requested at the positions that it passed since the last look, as far as that
     #: is known.
     skipped: tuple[int, ...]
     is_new_iteration: bool  #: Whether the position has gone back since the last request
     is_new_program: bool = False  #: Whether another value was requested at this position before
+    has_begun: bool = False  #: Whether it is known that its computation has begun
 
 
 class Rank:
@@ -97,6 +106,7 @@ class Rank:
         self._outside_ns: int | None = None  #: since when the rank is outside of its computations
         self._is_reset = True  #: `NO_REQUEST` was returned last
         self._begun_ns = self._lasted_ns = 0  #: of the iterations that were seen to begin last
+        self._first_ns: int | None = None  #: when the first computation of this one was
         self._position: int | None = None  #: of the last request that had one
         self._values: dict[int, int] = {}  #: position -> what was requested there last
         self._set_since = RESET, 0  #: value that was set last, and when (ns)
@@ -179,6 +189,9 @@ class Rank:
         is_new_iteration = before is not None and (position < before or is_again)
         if is_new_iteration:
             self._lasted_ns, self._begun_ns = now_ns - self._begun_ns, now_ns
+            self._first_ns = None
+        if position == 0 and request & BEGUN:
+            self._first_ns = now_ns
         passed = range(0 if before is None or is_new_iteration else before + 1, position)
         skipped = (
             [
@@ -194,7 +207,17 @@ class Rank:
             self._values.clear()
         if position < _MAX_POSITIONS:
             self._values[position] = value
-        return ClockRequest(position, value, tuple(skipped), is_new_iteration, is_new_program)
+        table = table_of(request)
+        if table and self._first_ns is not None:
+            value = self.shared.latest.clock(table, position, now_ns - self._first_ns) or value
+        return ClockRequest(
+            position,
+            value,
+            tuple(skipped),
+            is_new_iteration,
+            is_new_program,
+            has_begun=bool(request & BEGUN),
+        )
 
     def make(self, change: PendingChange) -> None:
         """Set the GPU, and tell the rank.

@@ -231,7 +231,8 @@ class Controller:
             request = rank.poll_request(now_ns)
             if request is None:
                 continue
-            self._note_gap(rank, now_ns)
+            if not request.has_begun:  # it often follows at once
+                self._note_gap(rank, now_ns)
             if request.is_new_iteration:
                 rank.sample_due_ns = now_ns
             if not rank.is_set:

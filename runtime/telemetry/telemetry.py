@@ -142,6 +142,8 @@ class Telemetry:
         offset_ns: Returns what to add to a time of the monotonic clock to get nanoseconds since the
             epoch.
         now_s: Returns seconds by the monotonic clock, by which rows are written.
+        planned_busy_s: Where clocks follow the batch, returns the seconds of an iteration's
+            computations by their work, or None.
     """
 
     def __init__(
@@ -155,7 +157,9 @@ class Telemetry:
         warn: Callable[[str], None] | None = None,
         offset_ns: Callable[[], int] = wall_offset_ns,
         now_s: Callable[[], float] = time.monotonic,
+        planned_busy_s: Callable[[int], float | None] | None = None,
     ) -> None:
+        self._planned_busy_s = planned_busy_s
         self._pipeline_rank, self._capacity, self._offset_ns = (
             pipeline_rank.rank,
             capacity,
@@ -366,7 +370,8 @@ class Telemetry:
             if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:
                 self._at_full_j.append((energy_j, program.full_j))
             self._is_at_full_clocks = program.decision == 0
-            planned_busy_s = program.busy_s
+            by_work = self._planned_busy_s
+            planned_busy_s = program.busy_s if by_work is None else by_work(times.number)
             baseline_j = self._baseline_j(program.full_j)
         return IterationRecord(
             **change_statistics(computations),

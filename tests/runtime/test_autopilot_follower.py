@@ -38,14 +38,14 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     Status,
     Waits,
 )
-from perseus_planner.runtime.autopilot.ranks.observer import SETTLE_NS, Observer
+from perseus_planner.runtime.autopilot.ranks.observer import Observer
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
 from perseus_planner.runtime.autopilot.ranks.programs import (
     Programs,
     clock_runs,
     order_number,
 )
-from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
+from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob

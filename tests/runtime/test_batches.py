@@ -4,7 +4,8 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -35,13 +36,16 @@ from perseus_planner.runtime.batches.batches import Batches
 from perseus_planner.runtime.batches.exchange import (
     Exchange,
     OwnTime,
+    RankLaws,
     Seat,
     Slowest,
     send_profile,
     sent_profile,
 )
+from perseus_planner.runtime.batches.leader import Leader, Ran
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
+from perseus_planner.solver.batch import BatchPlanner, Law
 
 torch = pytest.importorskip("torch")
 
@@ -52,6 +56,9 @@ SETTINGS = AutopilotSettings(learn=False)
 UNEQUAL = [[1.0] * MICROBATCHES, [2.0] * MICROBATCHES]  #: work of two pipelines
 SCALE = 2.0  #: of computations of which the energy is told
 KNOWN = 20  #: iterations after which clocks follow
+
+
+TOP = PROFILE.measurements[0, "F"][0].clock_mhz
 
 
 def mean_s(kind: str) -> float:
@@ -66,7 +73,7 @@ class Pipelines:
     def __init__(
         self,
         pipelines: int,
-        function: Callable[[Any], Any] = float,
+        orders: Sequence[Any] = SCHEDULE.ranks,
     ) -> None:
         self.said: list[tuple[str, str]] = []
         store, self.iteration = torch.distributed.HashStore(), -1
@@ -74,7 +81,7 @@ class Pipelines:
             Batches(
                 Exchange(store, seat),
                 seat,
-                SCHEDULE.ranks[rank],
+                orders[rank],
                 PROFILE,
                 SETTINGS,
                 float,
@@ -87,29 +94,42 @@ class Pipelines:
         for each in self.batches:
             each.start()
 
-    def run(self, work: Any, shown: Any = None, *, slow: float = 1.0) -> list[Program]:
+    def run(
+        self, work: Any, shown: Any = None, *, slow: float = 1.0, hampered: float = 1.0
+    ) -> list[Program]:
         """Run one iteration with its (pipelines, microbatches) work; return the last programs. It
-        takes `slow` times as long if a clock is lower.
+        takes `slow` times as long if a clock is lower, and rank 1 computes `hampered` times as
+        long.
         """
         self.iteration += 1
+        ranks = schedules.one_f_one_b(2, len(work[0])).ranks
         for number, each in enumerate(self.batches):
-            if each.leads:
-                rows = list(work[number // 2]) if shown is None else shown
-                each.show(lambda rows=rows: rows)
+            rows = work if shown is None else shown
+            rows = list(rows[number // 2] if np.ndim(rows) == 2 else rows)
+            each.show(len(work[0]), (lambda rows=rows: rows) if each.leads else None)
             each.program_for(self.iteration)
         programs = []
         for each in self.batches:
-            eventually(lambda each=each: not each.program_for(self.iteration).awaits)
+            eventually(lambda each=each: self.iteration in each._known)
             programs.append(each.program_for(self.iteration))
+        came = list(programs)
+        for number, program in enumerate(programs):
+            if program is None:
+                order = ranks[number % 2]
+                programs[number] = Program(1, order, (TOP,) * len(order), 0.0, top=TOP)
         ran_s = max(
             replayed_s(programs[number : number + 2], work[number // 2])
             for number in range(0, len(programs), 2)
         )
         slow = slow if any(program.decision for program in programs) else 1.0
         for number, (each, program) in enumerate(zip(self.batches, programs, strict=True)):
-            ends = np.cumsum([0, *times_s_of(program, work[number // 2])]) * 1e9 * slow
+            slower = slow * (hampered if number == 1 else 1.0)
+            ends = np.cumsum([0, *times_s_of(program, work[number // 2])]) * 1e9 * slower
             spans = tuple(pairwise(ends.astype(int).tolist()))
-            each.on_end(self.iteration, program, None)
+            if came[number] is None:
+                each.on_end(self.iteration, None, None, [(*c,) for c in program.computations])
+            else:
+                each.on_end(self.iteration, program, None, None)
             each.observe([IterationTimes(self.iteration, 0, spans, int(ran_s * slow * 1e9))])
         return programs
 
@@ -172,12 +192,43 @@ def test_clocks_follow_the_batch_once_its_laws_are_known(
             lower += sum(followed)
             limit_s = full_s(*pairs[slowest])
             assert max(replayed_s(*pair) for pair in pairs) <= limit_s * 1.0001
-            for program in programs:
-                ran_s = sum(times_s_of(program, work[iteration][programs.index(program) // 2]))
-                assert program.busy_s == pytest.approx(ran_s, rel=1e-3)
+            for number, (program, rank) in enumerate(zip(programs, two.batches, strict=True)):
+                ran_s = sum(times_s_of(program, work[iteration][number // 2]))
+                assert rank.planned_busy_s(iteration) == pytest.approx(ran_s, rel=1e-3)
                 assert program.then == (program.top if program.decision else 0)
     assert lower >= 10
+    status = two.batches[0].status
+    assert status is not None
+    said = status.batches
+    assert said is not None
+    full = [[sum(times_s_of(program, each)) for each in pair] for pair in work[13:]]
+    assert 0.5 * np.std(full) < said.waiting * np.mean(full) < 1.5 * np.std(full)
+    assert 0.25 < said.spread < 0.5
+    assert said.error == pytest.approx(0.0, abs=1e-3)
+    assert 0.0 <= said.order < 0.3
+    assert str(status).startswith("following, clocks follow the batch: microbatches differ by ")
+    assert two.batches[2].status is None
     assert two.said == []
+
+
+def test_numbers_of_microbatches_that_change_are_learnt_from_what_runs(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in ("_LEAST_TIMEOUT_S", "_MOST_TIMEOUT_S"):
+        monkeypatch.setattr(f"perseus_planner.runtime.batches.batches.{name}", LONG_S)
+    two = Pipelines(2, (None, None))  # as no order is known before
+    of_4, of_6 = drawn(2), drawn(2, 6)
+    for iteration in range(KNOWN):
+        programs = two.run(of_4[iteration])
+        assert [p.awaits or p.order > 0 for p in programs] == [iteration > 0] * 4
+    assert any(p.decision for p in programs)
+    assert not any(p.decision for p in two.run(of_6[0]))  # full clocks, and its order is noted
+    assert any(p.decision for p in two.run(of_4[KNOWN]))
+    followed = [[p.decision for p in two.run(of_6[i])] for i in range(1, 24)]
+    assert [any(each) for each in followed].index(True) <= 12
+    assert all(any(each) for each in followed[12:])
+    assert two.said == []
+    two.stop()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +289,7 @@ def test_a_pipeline_that_tells_nothing_in_time_is_not_waited_for(
     alone = two.batches[:2]
     for each in alone:
         if each.leads:
-            each.show(lambda: list(work[KNOWN][0]))
+            each.show(MICROBATCHES, lambda: list(work[KNOWN][0]))
         each.program_for(KNOWN)
     for each in alone:
         eventually(lambda each=each: not each.program_for(KNOWN).awaits)
@@ -259,13 +310,38 @@ def test_iterations_that_are_longer_than_agreed_are_paid_at_full_clocks(two: Pip
     assert followed.count(0) >= 12
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_work_that_is_told_wrong_is_not_charged_to_clocks(is_known: bool):
+    work, rng = np.tile(drawn(1)[:, 0, :, None], (10, 1, 1)), np.random.default_rng(1)
+    leader, paid = Leader(PROFILE, SETTINGS, is_whole=False), 0
+    laws = {
+        (s, kind): Law(fixed * mean_s(kind), (slope * mean_s(kind),))
+        for s in range(2)
+        for kind, (fixed, slope) in KINDS.items()
+    }
+    leader.learn(tuple(RankLaws.of([rank], laws) for rank in SCHEDULE.ranks))
+    leader.prepare(None)
+    planner = BatchPlanner(PROFILE, SCHEDULE, laws)
+    for iteration, each in enumerate(work):
+        own = leader.own(iteration, each)
+        slowest = Slowest(own.time_s, True, own.pays, came=own.came)
+        leader.decide(each, slowest)
+        wrong = np.exp(0.05 * rng.normal(size=MICROBATCHES))
+        by_law = [laws[c.stage, c.kind].full_s(each[c.microbatch]) for c in SCHEDULE.ranks[0]]
+        as_came = [wrong[c.microbatch] * s for c, s in zip(SCHEDULE.ranks[0], by_law, strict=True)]
+        pairs = tuple(zip(as_came, by_law, strict=True))
+        ran = Ran(iteration, 1.02 * planner.full_clocks_s(each, wrong), slowest)
+        leader.account(replace(ran, work=each, at_full_clocks_s=pairs) if is_known else ran)
+        paid += own.pays
+    assert paid == 12 if is_known else paid > 40  # 3 references, one more, and 8 audits
+    assert not is_known or leader.error == pytest.approx(0.05, rel=0.2)
+
+
 def test_a_gpu_is_slow_against_its_own_work(two: Pipelines):
     work, detector, found = drawn(2), StragglerDetector(), list[float]()
     for iteration in range(44):
-        program = two.run(work[iteration])[1]
-        if program.busy_s is None:
-            continue
-        slower = 1.2 if iteration >= 34 else 1.0
+        hampered = 1.2 if iteration >= 34 else 1.0
+        program = two.run(work[iteration], hampered=hampered)[1]
         record = IterationRecord(
             iteration=iteration,
             version=None,
@@ -273,8 +349,8 @@ def test_a_gpu_is_slow_against_its_own_work(two: Pipelines):
             pipeline_rank=1,
             begin_s=0.0,
             end_s=1.0,
-            busy_s=slower * sum(times_s_of(program, work[iteration][0])),
-            planned_busy_s=program.busy_s,
+            busy_s=hampered * sum(times_s_of(program, work[iteration][0])),
+            planned_busy_s=two.batches[1].planned_busy_s(iteration),
         )
         detector, detection = detector.after(record)
         if detection is not None:
@@ -346,16 +422,23 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], sa
 def test_slowest_is_the_longest_that_was_told_in_time():
     store = torch.distributed.HashStore()
     first, second = (Exchange(store, Seat(number, 0, 1, 2)) for number in (0, 1))
-    assert first.slowest(0, OwnTime(3.0), 0.01) == Slowest(3.0)
-    assert second.slowest(0, OwnTime(2.0), 0.01) == Slowest(3.0)
-    assert second.slowest(1, OwnTime(2.0, pays=True), 0.01) == Slowest(2.0, pays=True)
-    assert first.slowest(1, OwnTime(1.0), 0.01) == Slowest(2.0, is_whole=True, pays=True)
-    assert first.slowest(2, OwnTime(1.0), 0.01) == Slowest(1.0)
-    assert second.slowest(2, OwnTime(4.0), 0.01) == Slowest(4.0)
+    assert first.slowest(0, OwnTime(3.0), 0.01) == Slowest(3.0, mean_s=3.0)
+    assert second.slowest(0, OwnTime(2.0), 0.01) == Slowest(3.0, mean_s=3.0)
+    alone = Slowest(2.0, pays=True, mean_s=2.0)
+    assert second.slowest(1, OwnTime(2.0, pays=True), 0.01) == alone
+    both = Slowest(2.0, is_whole=True, pays=True, mean_s=1.5)
+    assert first.slowest(1, OwnTime(1.0), 0.01) == both
+    assert first.slowest(2, OwnTime(1.0), 0.01) == Slowest(1.0, mean_s=1.0)
+    assert second.slowest(2, OwnTime(4.0), 0.01) == Slowest(4.0, mean_s=1.0)
     assert second.slowest(3, OwnTime(), 0.01) == Slowest()
-    assert first.slowest(3, OwnTime(1.0), 0.01) == Slowest(1.0)
-    alone = Exchange(store, Seat(0, 0, 1, 1))
-    assert alone.slowest(3, OwnTime(1.0), 0.01) == Slowest(1.0, is_whole=True)
+    assert first.slowest(3, OwnTime(1.0), 0.01) == Slowest(1.0, mean_s=1.0)
+    told = OwnTime(4.0, came=((2, 5.0), (3, 6.0)), ordered_s=3.0)
+    second.slowest(4, told, 0.01)
+    found = first.slowest(4, OwnTime(2.0, came=((1, 9.0), (2, 7.0)), ordered_s=2.0), 0.01)
+    assert (found.came, found.mean_s, found.ordered_s) == (((2, 7.0),), 3.0, 3.0)
+    one = Exchange(store, Seat(0, 0, 1, 1))
+    whole = Slowest(4.0, is_whole=True, came=told.came, mean_s=4.0, ordered_s=3.0)
+    assert one.slowest(3, told, 0.01) == whole
 
 
 ENGINES = [

@@ -20,7 +20,7 @@ PROGRAMS = {
     1: ("refusals", "orders 0,0,3", "unknown", "timers", "dies"),
     2: (
         "orders 0,0,1 0,0,5 2,0,4 2,3,5 3,0,6",
-        *("results", "evaluations", "changes", "restores", "megatron_lm"),
+        *("results", "evaluations", "changes", "packs", "restores", "megatron_lm"),
     ),
     4: ("orders 0,0,2 0,0,6 2,0,8 2,5,9", "seats"),
 }
@@ -53,6 +53,10 @@ def test_training_is_bit_for_bit_the_same_and_the_users_timers_get_every_call(
     all_pass: Pass,
 ) -> None:
     all_pass(2, "results")
+
+
+def test_lengths_of_packed_microbatches_are_shown(all_pass: Pass) -> None:
+    all_pass(2, "packs")
 
 
 def test_evaluation_reaches_no_hook(all_pass: Pass) -> None:

@@ -65,8 +65,8 @@ class Device:
     def load(self, words: Sequence[int]) -> None:
         self.words = (*words, NO_REQUEST)
 
-    def request(self, index: int, *, outside: bool = False) -> None:
-        self.written.append((self.now_ns, self.words[index] | outside * OUTSIDE))
+    def request(self, index: int, part: int = 0) -> None:
+        self.written.append((self.now_ns, self.words[index] | part))
 
     def begin_iteration(self, number: int) -> None:
         self.begun, self.times_ns = (number, self.now_ns), []

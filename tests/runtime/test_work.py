@@ -133,7 +133,7 @@ def test_two_numbers_of_work_are_told_apart_and_what_does_not_vary_has_no_slope(
 
 
 def test_a_rank_learns_its_laws_from_ten_iterations_and_then_they_stay():
-    draws, learner, new = np.random.default_rng(2), LawLearner([(0, "F"), (0, "B"), (0, "F")]), []
+    draws, learner, new = np.random.default_rng(2), LawLearner(), []
     for iteration in range(200):
         work = draws.uniform(0.5, 2.0, (4, 1))
         factor = 1.0 if iteration < 80 else 3.0  # later the GPU is slow
@@ -152,7 +152,7 @@ def test_a_rank_learns_its_laws_from_ten_iterations_and_then_they_stay():
 
 
 def test_an_iteration_of_one_computation_takes_more_iterations_to_tell_two_numbers():
-    learner, draws = LawLearner([(0, "F")]), np.random.default_rng(3)
+    learner, draws = LawLearner(), np.random.default_rng(3)
     known = [
         learner.add([((0, "F"), np.array([w, w**2]), 1.0 + w)]) for w in draws.uniform(1, 2, 30)
     ]

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,7 +26,9 @@ from torch import nn
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.megatron import MegatronModel
+from perseus_planner.runtime.batches.work import sequence_work
 from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import OUTSIDE
 from perseus_planner.schedules import interleaved_1f1b
 
 
@@ -40,8 +43,8 @@ class RecordedMarks:
     def load(self, words: Any) -> None:
         self.words = words
 
-    def request(self, index: int, *, outside: bool = False) -> None:
-        if not outside and self.wants[-1:] != [index]:
+    def request(self, index: int, part: int = 0) -> None:
+        if part != OUTSIDE and self.wants[-1:] != [index]:
             self.wants.append(index)
 
     def program_for(self, iteration: int) -> Any:
@@ -177,6 +180,58 @@ def changes() -> None:
             # Until the odd one, then none, and from the end of the next on again.
             in_order = [*range(1, count), 0]
             assert hooked.wants == [0, *in_order, -1, 0, *in_order], hooked.wants
+
+
+PACKING = """
+def create_data_iterator(new_samples, pp_group, tp_group, config):
+    return iter(new_samples)
+
+
+def wrap_data_iterator(data_iterator, config, num_microbatches, pg_collection=None):
+    samples = [next(data_iterator) for _ in range(num_microbatches)]
+    lengths = [each.tolist() for each in samples]
+    ends = [torch.tensor([0, *accumulate(row)], dtype=torch.int32) for row in lengths]
+    packed = [{"cu_seqlens": each, "max_seqlen": max(row)} for each, row in zip(ends, lengths)]
+    iterator = create_data_iterator(packed, None, None, config)
+    total = float(sum(map(sum, lengths)))
+    return iterator, len(packed), total, float(sum(n * n for row in lengths for n in row))
+"""
+"""The contract of Megatron-core's packing, of which 0.16.1 has nothing yet: it is asked for a
+batch on every rank before the iteration, makes its iterator by the function beside it, and returns
+that, the number of microbatches, and two sums over the batch.
+"""
+
+
+def packs() -> None:
+    """The lengths of packed microbatches are shown on every stage, in each iteration those of its
+    batch; results are the same, and nothing is left behind.
+    """
+    name = "megatron.core.datasets.data_schedule"
+    module = ModuleType(name)
+    vars(module).update(torch=torch, accumulate=accumulate)
+    exec(PACKING, vars(module))
+    lengths = [[[3, 5], [8]], [[1, 1, 6], [2, 2], [7]], [[4], [4]]]
+    with parallel(), mock.patch.dict(sys.modules, {name: module}):
+        given = module.create_data_iterator
+        training, recorded, shown = Training(), Recorder(), list[Any]()
+        begin = recorded.begin_iteration
+
+        def begun(microbatches: int | None = None, batch: Any = None) -> None:
+            shown.append([sequence_work(each) for each in batch()])
+            begin(microbatches)
+
+        recorded.begin_iteration = begun
+        with training.engine.attached(recorded):
+            for batch in lengths:
+                data = iter([torch.tensor(row) for row in batch])
+                iterator, count, *_ = module.wrap_data_iterator(data, training.config, len(batch))
+                assert len(list(iterator)) == count
+                training.step(count, forward_only=True)
+                training.step(count)
+        assert module.create_data_iterator is given
+    assert shown == [
+        [(float(sum(row)), float(sum(n * n for n in row))) for row in batch] for batch in lengths
+    ]
 
 
 def _program(schedule: Any, rank: int) -> Program:
@@ -416,7 +471,7 @@ def planned(state: str) -> None:
     with job(state) as result, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
         result["interleaved-1f1b"] = followed(
-            lambda watch: _Planned(schedule, watch), plan_of(schedule)
+            lambda watch: Planned(schedule, watch), plan_of(schedule)
         )
 
 
@@ -426,14 +481,14 @@ def learned(state: str) -> None:
 
     with job(state) as result, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
-        result["megatron"] = referenced(lambda watch: _Planned(schedule, watch), "megatron")
+        result["megatron"] = referenced(lambda watch: Planned(schedule, watch), "megatron")
 
 
-class _Planned:
+class Planned:
     """A training with the interface of the pipelines in tiny_training.py."""
 
-    def __init__(self, schedule: Any, watch: Any) -> None:
-        self._training, self.rank = Training(2), dist.get_rank()
+    def __init__(self, schedule: Any, watch: Any, virtual: int | None = 2, **options: Any) -> None:
+        self._training, self.rank = Training(virtual, **options), dist.get_rank()
         self.engine = self._training.model
         if watch is not None:
             self._training.config.timers = _WatchTimers(schedule.ranks[self.rank], watch)

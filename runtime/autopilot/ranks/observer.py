@@ -28,7 +28,7 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     RankTraining,
     turns,
 )
-from perseus_planner.runtime.controller.protocol import ControlChange, GpuSample
+from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.telemetry.telemetry import GpuSamples
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.rendezvous import RankContext, RuntimeOptions
 
-SETTLE_NS = 900_000
-"""How long a clock takes to settle after the call that sets it: the mean on an A800."""
 _CALLS = 16  #: calls that set a clock from which it is known how long they take
 _PAUSE_NS = 10**9  #: a longer time between two iterations is a pause
 _PATIENCE = 1  #: iterations that may wait for a sample of the GPU
