@@ -5,8 +5,14 @@ latency objectives.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,6 +30,7 @@ from perseus_planner.cli.options import (
     Option,
     OutputFile,
     Time,
+    Tolerance,
     command,
     examples,
     output_file,
@@ -31,9 +38,14 @@ from perseus_planner.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from perseus_planner.gpu import Gpu
     from perseus_planner.inference.cells import InferenceProfile
+    from perseus_planner.inference.metrics import MetricsReader
     from perseus_planner.inference.programme import ChangeCosts
     from perseus_planner.inference.serving import ServedRow
+
+
+_ANSWER_S, _LOOK_S = 0.5, 1.0  # in which metrics come; between looks whether a server is there
 
 
 @click.group(
@@ -424,5 +436,144 @@ def simulate(
     console.report(result, views.simulation_text(result), [plot] if plot else [], as_json=as_json)
 
 
-for _command in (profile, read, plan, simulate):
+@dataclass(frozen=True)
+class _Kept:
+    """What a server keeps, and where it runs."""
+
+    gpus: Annotated[
+        tuple[str, ...],
+        "GPU that the server runs on; repeat it for several.",
+        Option("--gpu", metavar="GPU", required=True),
+    ]
+    ttft_s: Annotated[Time, "Most time to the first token.", Option(required=True)]
+    tbt_s: Annotated[Time, "Most time between tokens.", Option(required=True)]
+    late: Annotated[
+        Tolerance, "Share of requests and tokens that may be later.", Option(default="1%")
+    ]
+    dry_run: Annotated[bool, "Set nothing; say what would be set."]
+
+    def keep(
+        self, gpus: Sequence[Gpu], reader: MetricsReader, is_over: Callable[[], bool], as_json: bool
+    ) -> None:
+        """Keep the clocks of its GPUs, and report what became of it."""
+        from perseus_planner.inference.attend import attend
+        from perseus_planner.inference.online import OnlineSettings
+
+        settings = OnlineSettings(self.ttft_s, self.tbt_s, self.late)
+        reader.read()
+        result = attend(
+            reader,
+            gpus,
+            settings,
+            is_over,
+            is_dry=self.dry_run,
+            tell=lambda line: click.echo(f"planner: {line}", err=True),
+        )
+        late = 100 * result.late / max(1.0, result.requests)
+        text = (
+            f"{result.requests:.0f} requests in {result.time_s:.0f} s, {late:.2f} % late; "
+            f"{result.energy_j:.4g} J; clocks were set {result.changes} times"
+        )
+        console.report(asdict(result), text, [], as_json=as_json)
+
+    @contextmanager
+    def opened(self) -> Iterator[list[Gpu]]:
+        """Yield the GPUs, whose clocks can be set."""
+        from perseus_planner.gpu import open_gpu
+        from perseus_planner.inference.attend import check_gpus
+
+        with ExitStack() as stack:
+            gpus = [stack.enter_context(open_gpu(text)) for text in self.gpus]
+            if not self.dry_run:
+                check_gpus(gpus)
+            yield gpus
+
+
+@contextmanager
+def _until_ended() -> Iterator[Callable[[], bool]]:
+    """Yield whether this process was asked to end, by an interrupt or SIGTERM."""
+    asked = list[int]()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda got, _: asked.append(got)) for number in numbers}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@command("planner inference attach http://127.0.0.1:8000 --gpu nvml:0 --ttft 400ms --tbt 100ms")
+def attach(server: str, *, kept: _Kept, as_json: AsJson) -> None:
+    """Keep the clocks of a server that runs: the lowest energy within objectives of latency.
+
+    SERVER is the address of a server of vLLM or SGLang, whose metrics are read. It goes on until it
+    is interrupted or gets SIGTERM.
+    """
+    from perseus_planner.inference.metrics import MetricsReader
+
+    with kept.opened() as gpus, closing(MetricsReader(server, _ANSWER_S)) as reader:
+        try:
+            reader.read()
+        except (OSError, HTTPException) as error:
+            raise UsageError(
+                f"{reader.where}: does not answer ({error!r}); start the server, and give the "
+                "address that it prints"
+            ) from error
+        with _until_ended() as is_over:
+            kept.keep(gpus, reader, is_over, as_json)
+
+
+@command(
+    "planner inference run --gpu nvml:0 --ttft 400ms --tbt 100ms -- vllm serve Qwen/Qwen3-8B",
+    context_settings={"allow_interspersed_args": False},
+)
+def run(
+    command: Annotated[tuple[str, ...], Option(required=True)],
+    *,
+    kept: _Kept,
+    url: Annotated[
+        str, "Where the server is.", Option(metavar="URL", default="http://127.0.0.1:8000")
+    ],
+    start_s: Annotated[Time, "Most time until it answers.", Option(default="30min")],
+    as_json: AsJson,
+) -> None:
+    """Run a server, and keep its clocks: the lowest energy within objectives of latency.
+
+    COMMAND starts a server of vLLM or SGLang, whose metrics are read. This ends with the command,
+    with its exit status.
+    """
+    from perseus_planner.inference.metrics import MetricsReader
+
+    with (
+        kept.opened() as gpus,
+        closing(MetricsReader(url, _ANSWER_S)) as reader,
+        _until_ended() as is_over,
+    ):
+        try:
+            process = subprocess.Popen(command, stdout=sys.stderr.fileno())
+        except OSError as error:
+            raise console.cannot_run(command, error) from error
+        try:
+            end_s = time.monotonic() + start_s
+            while process.poll() is None and not is_over():
+                with suppress(OSError, HTTPException):
+                    reader.read()
+                    kept.keep(
+                        gpus, reader, lambda: is_over() or process.poll() is not None, as_json
+                    )
+                    break
+                if time.monotonic() > end_s:
+                    raise UsageError(
+                        f"{reader.where}: has not answered for {start_s:g} s; give --url, or a "
+                        "longer --start"
+                    )
+                time.sleep(_LOOK_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            status = process.wait()
+    sys.exit(128 - status if status < 0 else status)
+
+
+for _command in (profile, read, plan, simulate, attach, run):
     inference.add_command(_command)

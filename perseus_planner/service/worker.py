@@ -44,6 +44,7 @@ _KEPT = 32  # frontiers that a process keeps in memory
 _LARGEST_BYTES = (
     10**8
 )  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
+_LARGEST_HEADER_BYTES = 4 * 10**6  # some 500,000 computations, each of which takes time to read
 _NICENESS = 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -218,9 +219,15 @@ def _check_size(content: bytes) -> None:
     """Refuse a small file that unpacks to more than fits in memory."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            size = sum(member.file_size for member in archive.infolist())
+            sizes = {member.filename: member.file_size for member in archive.infolist()}
     except zipfile.BadZipFile:
         return  # reading it says what it is instead
+    size, computations = sum(sizes.values()), sizes.get("header.npy", 0)
+    if computations > _LARGEST_HEADER_BYTES:
+        raise FrontierError(
+            f"frontier.npz: its list of computations unpacks to {computations} bytes, more than "
+            f"{_LARGEST_HEADER_BYTES}; is it a frontier?"
+        )
     if size > _LARGEST_BYTES:
         raise FrontierError(
             f"frontier.npz: unpacks to {size} bytes, more than {_LARGEST_BYTES}; is it a frontier?"

@@ -60,7 +60,12 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         Column(
             "",
             lambda each: (
-                each.decision.reason if each.autopilot is None else f"autopilot: {each.autopilot}"
+                _alarm(each)
+                + (
+                    each.decision.reason
+                    if each.autopilot is None
+                    else f"autopilot: {each.autopilot}"
+                )
             ),
             "<",
         ),
@@ -132,7 +137,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
             else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]
         ),
         *([] if status.autopilot is None else [f"Autopilot: {status.autopilot}"]),
-        decision.reason,
+        _alarm(status) + decision.reason,
         "",
         table(targets),
     ]
@@ -141,6 +146,20 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     if events:
         lines += ["", *(f"{_moment(event.at_s)}  {event.text}" for event in events)]
     return "\n".join(lines)
+
+
+def _doing(status: JobStatus) -> str:
+    autopilot = status.autopilot
+    return status.decision.reason if autopilot is None else f"autopilot: {autopilot}"
+
+
+def _alarm(status: JobStatus) -> str:
+    """Say what an operator has to know first."""
+    if status.silent_since_s is not None:
+        return f"not heard of since {_moment(status.silent_since_s)}: "
+    if status.over_budget_since_s is not None:
+        return f"over its power budget since {_moment(status.over_budget_since_s)}: "
+    return ""
 
 
 def _reports(job: JobStatus) -> str:

@@ -18,14 +18,14 @@ from services import at_once, frontier_file, job, service_at, small_frontier
 from waiting import LONG_S
 
 pytest.importorskip("fastapi")
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
 from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, read_tokens  # noqa: E402
 from perseus_planner.service.http.server import Address, serving  # noqa: E402
 from perseus_planner.service.model import PowerStep  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
-from perseus_planner.service.storage import Storage  # noqa: E402
+from perseus_planner.service.store import Storage  # noqa: E402
 
 LIGHT, DARK = {"color_scheme": "light"}, {"color_scheme": "dark"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}

@@ -46,7 +46,7 @@ from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.server import Address, listening, serving
 from perseus_planner.service.model import RegisteredJob
 from perseus_planner.service.service import Service
-from perseus_planner.service.storage import Storage
+from perseus_planner.service.store import Storage, without_password
 from perseus_planner.service.worker import Unsolved
 
 httpx = pytest.importorskip("httpx")
@@ -506,10 +506,9 @@ def test_what_others_send_neither_begins_a_line_of_the_log_nor_controls_a_termin
 
 
 def test_a_password_of_a_database_is_not_shown():
-    said = _listening("http://127.0.0.1:1", 2, "postgresql+psycopg://planner:secret@host/name")
-    assert (
-        said == "Listening at http://127.0.0.1:1, 2 tokens, database "
-        "postgresql+psycopg://planner:***@host/name"
+    shown = without_password("postgresql://planner:secret@host/name")
+    assert _listening("http://127.0.0.1:1", 2, shown) == (
+        "Listening at http://127.0.0.1:1, 2 tokens, database postgresql://planner:***@host/name"
     )
 
 

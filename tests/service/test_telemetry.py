@@ -233,6 +233,7 @@ def test_plans_are_expected_to_draw_what_they_say_and_wait_for_the_slowest(place
                     "target_s": target["time_s"],
                     "slow_stages": target["slow_stages"],
                     "report": {1: "slow", 2: "stage"}.get(number),
+                    "reason": target["reason"],
                 }
                 for number, (plan, target) in enumerate(
                     zip(plans.plans, status["decision"]["targets"], strict=True)

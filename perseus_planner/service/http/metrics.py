@@ -184,6 +184,11 @@ _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
         lambda status: status.telemetry.iteration_s if status.telemetry else None,
     ),
     (
+        "planner_job_over_budget",
+        "Whether a job has drawn over 2 % more than its power budgets allow for a minute.",
+        lambda status: float(status.over_budget_since_s is not None),
+    ),
+    (
         "planner_job_clock_set_median_seconds",
         "Recent time from requesting a clock until it is set: half of the changes took less.",
         lambda status: status.telemetry.set_p50_s if status.telemetry else None,

@@ -162,6 +162,9 @@ After = Annotated[
     int,
     Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none."),
 ]
+Epoch = Annotated[
+    str, Query(max_length=256, description="That in which `after` is; empty for this one.")
+]
 Wait = Annotated[
     float,
     Query(
@@ -265,7 +268,7 @@ async def report(
     If slow stages have to be solved and planned first, the answer waits up to `wait_s` for that.
     """
     straggler = sent.report(idempotency_key, request.app.state.now_s())
-    answer = await live.report(job, straggler)
+    answer = await live.written(live.service.submit_report(job, straggler))
     if wait_s and answer.takes_effect == "planning":
         with suppress(
             HTTPException, UnknownJob
@@ -314,16 +317,29 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
-async def plans(job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
-    """Return the plans of all pipelines of a job, as soon as their version is above `after`."""
-    newer = await live.newer(job, after, wait_s)
-    return Response(status_code=204) if newer is None else _json(newer)
+async def plans(
+    job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0, epoch: Epoch = ""
+) -> Response:
+    """Return the plans of all pipelines of a job, as soon as their version is above `after`, or at
+    once if that was of another `epoch`, which the header `Planner-Epoch` says.
+
+    The header `Planner-Lease` says for how many seconds plans that wait for a straggler hold if the
+    service is not heard of any more. The job then runs the plan `own` in all pipelines.
+    """
+    now = live.service.epoch(job)
+    newer = await live.newer(job, 0 if epoch and epoch != now else after, wait_s)
+    answer = Response(status_code=204) if newer is None else _json(newer)
+    answer.headers[schemas.EPOCH] = live.service.epoch(job)
+    lease_s = live.service.lease_s(job)
+    if lease_s is not None:
+        answer.headers[schemas.LEASE] = f"{lease_s:.3f}"
+    return answer
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
 async def taken(job: JobName, sent: schemas.TakenRequest, live: Live) -> Response:
     """Report which version of its plans a job runs."""
-    await live.call(live.service.taken, job, sent.version, sent.iteration)
+    await live.written(live.service.submit_taken(job, sent.version, sent.iteration))
     return Response(status_code=204)
 
 
@@ -336,7 +352,10 @@ async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Respons
     another `run`. The counts are on disk some seconds later; if the service is killed before, the
     next message makes up for it.
     """
-    await live.change(live.service.telemetry, job, sent)
+    limited = live.service.submit_telemetry(job, sent)
+    if limited is not None:
+        await live.written(limited)
+    live.look_at_clock()
     return Response(status_code=204)
 
 
@@ -402,8 +421,9 @@ async def power_budget(request: Request, live: Live) -> Response:
     response_class=Response,
 )
 async def metrics(request: Request, live: Live) -> Response:
-    """Return metrics for Prometheus."""
-    text = await live.call(lambda: request.app.state.metrics.text(live.service.jobs()))
+    """Return metrics for Prometheus, of jobs that are heard of."""
+    jobs = [each for each in live.service.jobs() if each.silent_since_s is None]
+    text = await live.call(request.app.state.metrics.text, jobs)
     return Response(text, media_type=CONTENT_TYPE)
 
 

@@ -30,11 +30,13 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.loops import Loop
 from perseus_planner.runs import account
 from perseus_planner.service import answers, curves, model, schemas
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Guard, Limits, Token
@@ -45,10 +47,16 @@ from perseus_planner.service.http.pages import (
     StatusPages,
     add_error_handlers,
     dashboard,
+    error_answer,
 )
 from perseus_planner.service.http.routes import router
 from perseus_planner.service.service import Service
 
+_STAND_BY_S = 1.0  # between two tries to take the database over
+_STANDING_BY = (
+    "another service has the database, and this one stands by; ask the other, or wait until this "
+    "one takes over"
+)
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 5  # how long requests may still take when the server ends
@@ -141,6 +149,39 @@ def serve(
         server.run(sockets=[listener.socket])
     if server.live.fenced is not None:
         raise server.live.fenced
+
+
+def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
+    """Answer with status 503, except that the process lives, until `take_over` returns True, which
+    is called every second on another thread; or until SIGTERM or SIGINT, as for `serve`.
+
+    Returns:
+        Whether `take_over` did.
+    """
+    has_taken = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/livez":
+            answer = Response(schemas.to_json(answers.Health("ok", __version__)))
+        else:
+            answer = error_answer(HTTPException(503, _STANDING_BY, {"Retry-After": "1"}))
+        await answer(scope, receive, send)
+
+    server = uvicorn.Server(_config(app, listener.address, lifespan="off"))
+
+    def look() -> None:
+        if take_over():
+            has_taken.set()
+            server.should_exit = True
+
+    loop = Loop(look, "planner-stand-by", _STAND_BY_S)
+    with _ended_by_sigterm():
+        loop.start()
+        try:
+            server.run(sockets=[listener.socket.dup()])
+        finally:
+            loop.stop()
+    return has_taken.is_set()
 
 
 @contextmanager
@@ -254,7 +295,11 @@ def _server(
     address, tokens = listener.address, listener.tokens
     access = Access(tokens, loopback_only=not tokens and address.unix is None)
     app = create_app(service, access, limits or Limits())
-    config = uvicorn.Config(
+    return _Server(_config(app, address), ready, app.state.service)
+
+
+def _config(app: Any, address: Address, **more: Any) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         http=_Connection,
         log_config=None,  # only warnings, on stderr
@@ -268,8 +313,8 @@ def _server(
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=address.certificate,
         ssl_keyfile=address.key,
+        **more,
     )
-    return _Server(config, ready, app.state.service)
 
 
 def _check_tls(address: Address) -> None:

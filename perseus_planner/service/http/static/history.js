@@ -18,8 +18,8 @@ export function showHistory({ points, events }, job) {
   drawn = now;
   const since_s = Math.max(job.since_s, range_s ? points.at(-1).at_s - range_s : 0);
   const [unit_s, unit] = (points.at(-1).at_s - since_s) / 3600 >= 2 ? [3600, "hours"] : [60, "minutes"];
-  const x = { label: `${unit} since ${moment(since_s)}`, unit: "" };
   const place = (each) => (each.at_s - since_s) / unit_s;
+  const x = { label: `${unit} since ${moment(since_s)}`, unit: "", range: [0, 1.02 * Math.max(...[points.at(-1), ...events].map(place))] };
   const marks = events.filter((event) => event.at_s >= since_s).map((event) => ({ x: place(event), text: `${moment(event.at_s)} ${event.text}` }));
   const draw = (at, name, y, color, value, budget = null) => {
     const known = points.filter((point) => point.at_s >= since_s && value(point) !== null);
