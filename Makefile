@@ -7,20 +7,18 @@ BIN := .venv/bin
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed-plot ## explore, profile a simulated GPU, solve, plan, replay a cluster and report; writes to demo/
+demo: .venv/installed-plot ## profile a simulated GPU, solve, plan and report; writes to demo/
 	mkdir -p demo
-	$(BIN)/planner doctor simulated:a100-sxm
-	$(BIN)/planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 --tokens 26e9 --plot demo/explored.png
 	$(BIN)/planner profile --gpu simulated:a100-sxm --stages 4 -o demo/profile.yaml
 	$(BIN)/planner solve demo/profile.yaml --schedule 1f1b --microbatches 16 -o demo/frontier.npz
-	$(BIN)/planner plan demo/frontier.npz --slowdown 1.00 -o demo/plan-1.00x.yaml
-	$(BIN)/planner plan demo/frontier.npz --slowdown 1.10 -o demo/plan-1.10x.yaml
-	$(BIN)/planner plan demo/frontier.npz --slowdown 1.10 --max-changes 8 -o demo/plan-1.10x-8-changes.yaml
-	$(BIN)/planner simulate demo/frontier.npz --pipelines 16 --iterations 1000
-	$(BIN)/planner show demo/plan-1.00x.yaml --plot demo/plan-1.00x.png --figure timeline --beside demo/frontier.npz
-	$(BIN)/planner show demo/frontier.npz --plot demo/frontier.png --json > demo/frontier.json
-	$(BIN)/planner report demo/frontier.npz demo/plan-1.00x.yaml demo/profile.yaml -o demo/report.html
-	@echo "Look at demo/report.html in a browser, and at the figures in demo/. Then: source $(BIN)/activate, planner --help"
+	$(BIN)/planner plan demo/frontier.npz --slowdown 1.00 -o demo/plan.yaml
+	$(BIN)/planner report demo/frontier.npz demo/plan.yaml demo/profile.yaml -o demo/report.html
+	@echo
+	@$(BIN)/python -c "from perseus_planner import Plan; plan = Plan.load('demo/plan.yaml'); \
+		print(f'Saved: {100 * (1 - plan.energy_j / plan.baseline_energy_j):.1f} % of the energy, at', \
+		f'{plan.time_s / plan.baseline_time_s:.4f}x the time of full clocks ({plan.origin}).')"
+	@echo "Look:  demo/report.html shows where the energy goes, and what the plan changes."
+	@echo "Next:  source $(BIN)/activate, and then the README, from \"Install\" on."
 
 docs: .venv/installed-docs ## build docs/ into site/, and fail on warnings
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

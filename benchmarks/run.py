@@ -28,6 +28,7 @@ import learning_training
 import lowtime_ratio
 import measured_runs
 import model_fit
+import modes
 import noisy_plans
 import other_pipelines
 import plan_gaps
@@ -77,6 +78,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     large_jobs.NUMBER: large_jobs.measure,
     whole_training.NUMBER: whole_training.measure,
     batches.NUMBER: batches.measure,
+    modes.NUMBER: modes.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -19,4 +19,9 @@ if [ -n "$SLURM_JOB_GPUS" ]; then
     # shellcheck disable=SC2046  # one word for each GPU
     reset_gpus $(echo "$SLURM_JOB_GPUS" | tr ',' '\n' | sed 's/^/nvml:/')
 fi
+# A training job that is registered as `slurm-` and its number ends at the planner's service, if the environment names it.
+if [ -n "$PLANNER_SERVICE" ] && [ -n "$SLURM_JOB_ID" ]; then
+    curl -sS -m 5 -o /dev/null -X DELETE ${PLANNER_TOKEN:+-H "Authorization: Bearer $PLANNER_TOKEN"} \
+        "$PLANNER_SERVICE/v1/jobs/slurm-$SLURM_JOB_ID" 2>&1 | logger -t planner-epilog
+fi
 exit 0

@@ -40,7 +40,7 @@ def parse_options(description: str) -> argparse.Namespace:
         "--observe", action="store_true", help="set nothing: profile at the clock the GPU runs at"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="train by the plan, but set no clocks"
+        "--dry-run", action="store_true", help="train with the plan, but set no clocks"
     )
     parser.add_argument(
         "--max-changes",

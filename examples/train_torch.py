@@ -47,7 +47,7 @@ def run(training, args):
     if profiling.profile is not None:
         schedule = schedules.one_f_one_b(dist.get_world_size(), args.microbatches)
         shared.write_plan(profiling.profile, schedule, args)
-    # 3. Run all other steps by the plan.
+    # 3. Run all other steps with the plan.
     runtime = planner_runtime(
         training.schedule, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record
     )

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +48,12 @@ class StageBuilder:
 
     text: str  #: Its name, "package.module:function"
     function: Callable[..., Any]  #: The function
+    #: Returns the modes of a module; None for one way of running.
+    modes: Callable[[Any], Mapping[str, Callable[[], None]]] | None = None
 
     @classmethod
-    def load(cls, text: str, folder: Path | None = None) -> StageBuilder:
-        """Import the function that `text` names.
+    def load(cls, text: str, folder: Path | None = None, modes: str | None = None) -> StageBuilder:
+        """Import the function that `text` names, and the one that `modes` names.
 
         Its module is looked up in `folder`, then in the current folder, then wherever Python finds
         modules.
@@ -87,7 +89,8 @@ class StageBuilder:
             raise UsageError(
                 f"stage {text!r}: {name} has no function {attribute!r}; define it, or name another"
             )
-        return cls(text, function)
+        of_modes = None if modes is None else cls.load(modes, folder).function
+        return cls(text, function, of_modes)
 
     def build(self, position: RankPosition) -> tuple[torch.nn.Module, object, Loss | None]:
         """Return the module, sample input and loss at `position`.
@@ -145,6 +148,7 @@ def profile_stages(
     resume: bool = False,
     blocking_power_w: float | None = None,
     progress: Progress | None = None,
+    modes: str | None = None,
 ) -> Profile | None:
     """Measure all stages of a pipeline: one after the other in one process, or this rank's stage as
     a rank of a job.
@@ -168,9 +172,11 @@ def profile_stages(
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured. Needed in
             one process on a real GPU, which has no neighbour to wait for.
         progress: Called with this rank's rows.
+        modes: The function, "package.module:function", that returns the modes of a stage, given its
+            module, as `planner_runtime` takes them; None for one way of running.
 
     Raises:
-        UsageError: If `build` cannot be used, or the ranks do not fit the pipeline.
+        UsageError: If `build` or `modes` cannot be used, or the ranks do not fit the pipeline.
         RankError: If another rank has ended.
         GpuError, ProfileError: As in `measure_stage`.
     """
@@ -187,7 +193,7 @@ def profile_stages(
                     f"together, one rank each; start with torchrun, {stages * tensor_parallel} "
                     "ranks in all"
                 )
-            builder = StageBuilder.load(build, folder)
+            builder = StageBuilder.load(build, folder, modes)
             positions = [RankPosition(stage, stages) for stage in range(stages)]
             local = [
                 _local_stage(builder, position, device, split_backward) for position in positions
@@ -195,7 +201,9 @@ def profile_stages(
             return measure_alone(local, request, device)
         with RankGroup(request.settings.repetition_s) as group:
             position = position_of(*rank, stages, tensor_parallel)
-            stage = _local_stage(StageBuilder.load(build, folder), position, device, split_backward)
+            stage = _local_stage(
+                StageBuilder.load(build, folder, modes), position, device, split_backward
+            )
             return measure_with_ranks(group, [stage], position.tensor_rank, request, device)
 
 
@@ -271,6 +279,7 @@ def _local_stage(
             split_backward=split_backward,
             block=block,
             repeating=repeating,
+            modes=None if builder.modes is None else builder.modes(module),
         ) as stage:
             yield stage
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +56,7 @@ def profile_pipeline(
     tensor_group: Any = None,
     blocking_power_w: float | None = None,
     progress: Progress | None = None,
+    modes: Mapping[str, Callable[[], None]] | None = None,
 ) -> Iterator[Profiling]:
     """Profile the pipeline that `engine` trains, on all its ranks.
 
@@ -80,6 +81,7 @@ def profile_pipeline(
             if they share none.
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
         progress: Called with this rank's rows.
+        modes: As `planner_runtime` takes them; each stage is measured in every one.
 
     Raises:
         UsageError: If `engine` is of another kind, or no iteration ran inside the block.
@@ -112,7 +114,7 @@ def profile_pipeline(
             try:
                 profiling.profile = measure_with_ranks(
                     group,
-                    [_local_stage(recorded, adapter.splits_backward) for recorded in stages],
+                    [_local_stage(recorded, adapter.splits_backward, modes) for recorded in stages],
                     adapter.tensor_rank if tensor_group is None else _rank_in(tensor_group),
                     request,
                     adapter.device,
@@ -125,7 +127,11 @@ def profile_pipeline(
             _logger.warning("the pipeline was not profiled: %s", profiling.problem)
 
 
-def _local_stage(recorded: RecordedStage, splits_backward: bool) -> LocalStage:
+def _local_stage(
+    recorded: RecordedStage,
+    splits_backward: bool,
+    modes: Mapping[str, Callable[[], None]] | None,
+) -> LocalStage:
     number = recorded.stage.number
 
     @contextmanager
@@ -140,6 +146,7 @@ def _local_stage(recorded: RecordedStage, splits_backward: bool) -> LocalStage:
             forward=recorded.forward,
             block=block,
             repeating=repeating,
+            modes=modes,
         )
         with recorded.as_recorded(), recorded.stage.preserve_state(), measured as stage:
             yield stage

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.groups import common_origin, one_or_each
+from perseus_planner.profiles.modes import Mode, Modes, mode_of
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class Stage:
     synchronize: Callable[[], None]
     #: Blocks the GPU on its neighbour; None if the stage has no neighbour.
     block: Block | None = None
+    #: Mode -> the bytes that a microbatch keeps from its forward to its backward, and those that
+    #: the backward takes besides; empty if they were not measured.
+    memory: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class StageRows:
     control: str  #: What was set for each row
     #: The relative errors that all rows share, of times and of energies; see `Profile`.
     shared_errors: tuple[float, float] = (0.0, 0.0)
+    #: As `Stage.memory`, the most of the stage's GPUs.
+    memory: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     #: How the rows were measured, as in `Profile.conditions`.
     conditions: Mapping[str, str] = field(default_factory=dict)
 
@@ -151,9 +157,28 @@ def assemble_profile(
         control=stages[0].control,
         shared_time_error=one_or_each(stage.shared_errors[0] for stage in stages),
         shared_energy_error=one_or_each(stage.shared_errors[1] for stage in stages),
+        modes=_modes(stages),
         iteration=iteration or {},
         conditions={**(conditions or {}), "planner": __version__, **_merge_conditions(stages)},
     )
+
+
+def _modes(stages: Sequence[StageRows]) -> Modes | None:
+    """Return the modes that were measured, with the memory that each stage takes in them; forward
+    and backward of a microbatch run in one mode. None if there is one way of running.
+    """
+    names = dict.fromkeys(mode_of(kind) for stage in stages for kind in stage.measurements)
+    if len(names) <= 1:
+        return None
+    ways = {}
+    for name in names:
+        taken = [stage.memory[name] for stage in stages if name in stage.memory]
+        if len(taken) < len(stages):
+            ways[name] = Mode()
+        else:
+            kept, more = zip(*taken, strict=True)
+            ways[name] = Mode(kept_bytes=kept, backward_bytes=more)
+    return Modes(ways, shared_by="microbatch")
 
 
 def with_one_power(rows: Sequence[StageRows]) -> list[StageRows]:

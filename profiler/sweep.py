@@ -181,6 +181,7 @@ class _Sweep:
             origin=self.gpu.origin,
             control=self.settings.control,
             shared_errors=(self._drift("time_s"), self._drift("energy_j")),
+            memory=_most(self.group.gather(dict(self.stage.memory))),
             conditions=self._conditions(blocking_w),
         )
 
@@ -411,6 +412,15 @@ class _Sweep:
         if gpu.warnings():
             conditions["warnings"] = " ".join(gpu.warnings())
         return conditions
+
+
+def _most(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Return the most memory that any GPU of a stage takes in each mode."""
+    return {
+        mode: (max(of[mode][0] for of in each), max(of[mode][1] for of in each))
+        for mode in each[0]
+        if all(mode in of for of in each)
+    }
 
 
 def _is_hot(row: Measurement) -> bool:

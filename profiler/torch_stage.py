@@ -14,15 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.microbatch import Microbatch, count_op_cost
-from perseus_planner.engines.torch_state import first_device, preserve_state, regathers_weights
+from perseus_planner.engines.torch_state import (
+    first_device,
+    preserve_state,
+    regathers_weights,
+    tensors,
+)
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Block, Repeating, Run, Stage, TimedRun
+from perseus_planner.profiles.modes import OWN, in_mode, is_mode_name
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +62,7 @@ def torch_stage(
     forward: Callable[..., Any] | None = None,
     block: Block | None = None,
     repeating: Repeating = nullcontext,
+    modes: Mapping[str, Callable[[], None]] | None = None,
 ) -> Iterator[Stage]:
     """Yield the stage of `module`; on leaving, restore its gradients, mode and buffers, and the
     random state.
@@ -76,20 +83,79 @@ def torch_stage(
         block: As in `Stage`. On a simulated GPU it is called with 0 seconds, and the GPU then
             blocks in virtual time.
         repeating: Watches each repetition.
+        modes: As `planner_runtime` takes them; each kind is measured in every one. None for one way
+            of running.
 
     Raises:
-        UsageError: If the module cannot run forward or backward on these inputs, or its backward
-            cannot be split.
+        UsageError: If the module cannot run forward or backward on these inputs, its backward
+            cannot be split, or the modes have no own way.
     """
     microbatch = Microbatch(module, forward or module, inputs, loss, first=first)
+    ways = {OWN: _nothing} if modes is None else modes
+    if OWN not in ways or not all(map(is_mode_name, ways)):
+        raise UsageError(
+            f"modes: {', '.join(map(str, ways))} are not modes: give names of lower-case letters, "
+            f"digits, - and _, with {OWN} for how training runs without a plan"
+        )
     with preserve_state(module):
+        entered = _Entered(ways, microbatch)
         try:
-            with repeating():
-                steps = _steps(microbatch, split_backward)
             device = first_device((list(module.parameters()), inputs))
-            yield _stage(gpu, steps, device, block, repeating)
+            steps: dict[str, _Step] = {}
+            memory: dict[str, tuple[float, float]] = {}
+            for mode in sorted(ways, key=lambda mode: mode != OWN):
+                entered.enter(mode)
+                with repeating():
+                    steps |= {
+                        in_mode(kind, mode): entered.step(mode, step)
+                        for kind, step in _steps(microbatch, split_backward).items()
+                    }
+                    if device.type == "cuda" and modes is not None:
+                        memory[mode] = _memory(microbatch, inputs)
+            yield replace(_stage(gpu, steps, device, block, repeating), memory=memory)
         finally:
+            entered.enter(OWN)
             microbatch.forget()
+
+
+class _Entered:
+    """Enters a mode before its steps, without a graph of another one."""
+
+    def __init__(self, modes: Mapping[str, Callable[[], None]], microbatch: Microbatch) -> None:
+        self._modes, self._microbatch, self._now = modes, microbatch, OWN
+
+    def enter(self, mode: str) -> None:
+        if mode != self._now:
+            self._microbatch.forget()
+            self._modes[mode]()
+            self._now = mode
+
+    def step(self, mode: str, step: _Step) -> _Step:
+        """Return a step that enters its mode first."""
+
+        def prepare() -> None:
+            self.enter(mode)
+            step.prepare()
+
+        includes = None if step.includes is None else in_mode(step.includes, mode)
+        return _Step(step.run, prepare, includes)
+
+
+def _memory(microbatch: Microbatch, inputs: object) -> tuple[float, float]:
+    """Return the bytes that a microbatch keeps from its forward to its backward, with its inputs,
+    and what the backward takes besides, at most.
+    """
+    import torch
+
+    microbatch.forget()
+    before = torch.cuda.memory_allocated()
+    microbatch.forward()
+    after = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    microbatch.free_backward()
+    more = torch.cuda.max_memory_allocated() - after
+    kept = after - before + sum(tensor.nbytes for tensor in tensors(inputs))
+    return float(max(kept, 0)), float(max(more, 0))
 
 
 def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step]:
@@ -163,6 +229,10 @@ def _repeat(step: _Step, repeating: Repeating) -> Run:
                 step.run()
 
     return run
+
+
+def _nothing() -> None:
+    pass
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:

@@ -50,7 +50,9 @@ Loss = Callable[[Any], "torch.Tensor"]
 
 
 @contextmanager
-def emulate(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
+def emulate(
+    engine: Any, gpu: str, mode: Callable[[], object] = lambda: None
+) -> Iterator[EmulatedGpu]:
     """Make computations of `engine` on this rank take as long as on an emulated GPU, inside the
     block.
 
@@ -59,6 +61,8 @@ def emulate(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
             torch.distributed.pipelining.
         gpu: Text such as "emulated:a100-sxm/0?slower=2000"; without the number, the local rank is
             used.
+        mode: Returns what tells apart the ways in which the engine computes, such as
+            `lambda: recompute.is_on`, as each has FLOPs and bytes of its own.
 
     Raises:
         UsageError: If the engine is not supported or splits its backwards, or `gpu` is not
@@ -75,7 +79,7 @@ def emulate(engine: Any, gpu: str) -> Iterator[EmulatedGpu]:
                 "as Schedule1F1B or ScheduleInterleaved1F1B"
             )
         for stage in adapter.stages():
-            stack.enter_context(_EmulatedStage(device, stage).attached())
+            stack.enter_context(_EmulatedStage(device, stage, mode=mode).attached())
         yield device
 
 
@@ -110,10 +114,17 @@ class _EmulatedStage:
         gpu: The emulated GPU.
         stage: The stage.
         loss: As in `emulate_stage`.
+        mode: As in `emulate`.
     """
 
-    def __init__(self, gpu: EmulatedGpu, stage: EngineStage, loss: Loss | None = None) -> None:
-        self._gpu, self._stage = gpu, stage
+    def __init__(
+        self,
+        gpu: EmulatedGpu,
+        stage: EngineStage,
+        loss: Loss | None = None,
+        mode: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._gpu, self._stage, self._mode = gpu, stage, mode
         # The output of a last chunk of Megatron-core is the losses of its tokens.
         self._loss = (lambda output: output.float().mean()) if stage.loss_with_output else loss
         self._received: Any = None  #: what the stage before has sent, if a receiver takes it
@@ -148,7 +159,7 @@ class _EmulatedStage:
         self._running = self._uncounted = None
         if self._is_counting or not is_training(args, kwargs):
             return
-        shapes = _shapes(args, kwargs)
+        shapes = self._mode(), _shapes(args, kwargs)
         if shapes not in self._costs:
             if loss_follows:
                 self._uncounted = copy_tensors((tuple(args), dict(kwargs)))
@@ -171,7 +182,7 @@ class _EmulatedStage:
             return
         (inputs, named), self._uncounted = self._uncounted, None
         cost = self._count(inputs, named, lambda output: function(output, *args[1:], **kwargs))
-        self._costs[_shapes(inputs, named)] = cost
+        self._costs[self._mode(), _shapes(inputs, named)] = cost
         _start(self._gpu, cost.forward)
         self._gpu.finish()
         _time_backward(self._gpu, result, cost.backward)

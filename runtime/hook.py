@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks, clock_request
 from perseus_planner.schedules import Computation
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import Ledger
+    from perseus_planner.runtime.modes import ModeSwitch
 
 _NO_REQUEST_INDEX = -1
 
@@ -75,6 +77,8 @@ class Program:
     then: int = 0
     #: Number of the table by which this rank catches up (`controller.latest`); 0 if it does not.
     table: int = 0
+    #: The mode of each computation; empty if all run in the training's own way.
+    modes: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of_plan(cls, version: int, plan: Plan, rank: int, sent: Sent | None = None) -> Program:
@@ -90,7 +94,8 @@ class Program:
                 "pipeline; make the plan for the schedule that you train with"
             )
         clocks = tuple(plan.clocks[str(computation)] for computation in ranks[rank])
-        return cls(version, ranks[rank], clocks, plan.time_s, plan, sent=sent)
+        modes = tuple(plan.modes.get(str(c), OWN) for c in ranks[rank]) if plan.modes else ()
+        return cls(version, ranks[rank], clocks, plan.time_s, plan, sent=sent, modes=modes)
 
     @cached_property
     def changes(self) -> int:
@@ -191,6 +196,7 @@ class Hook:
         first: Program of the first iteration.
         show: Called with the number of microbatches of an iteration that begins, and with what
             returns them where the engine has them; None if nobody asks for them.
+        switch: Enters the mode of each computation; None if the training has no modes.
     """
 
     def __init__(
@@ -199,8 +205,9 @@ class Hook:
         source: ProgramSource,
         first: Program | None,
         show: Callable[[int | None, Microbatches | None], None] | None = None,
+        switch: ModeSwitch | None = None,
     ) -> None:
-        self._marks, self._source, self._show = marks, source, show
+        self._marks, self._source, self._show, self._switch = marks, source, show, switch
         self._iteration = -1
         self._is_inside = False
         self._position = 0
@@ -237,6 +244,7 @@ class Hook:
             self._load(program)
         elif self._deviation is not None and program is not None:
             self._order, self._count = program.computations, len(program.computations)
+            self._modes = program.modes
         self._position, self._deviation, self._noted = 0, None, []
         self._request_first()
         self._marks.begin_iteration(self._iteration)
@@ -249,10 +257,14 @@ class Hook:
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Begin a computation."""
-        self._marks.begin()
         position = self._position
         planned = self._order[position] if position < self._count else None
-        if planned != (stage, kind, microbatch):
+        is_planned = planned == (stage, kind, microbatch)
+        if self._switch is not None:
+            mode = self._modes[position] if is_planned and self._modes else None
+            self._switch.begin(stage, kind, microbatch, mode)
+        self._marks.begin()
+        if not is_planned:
             if self._deviation is None and self._program is not None:
                 self._deviate(
                     f"{Computation(stage, kind, microbatch)}, where the plan has "
@@ -285,6 +297,8 @@ class Hook:
         if not self._is_inside:
             return
         self._is_inside = False
+        if self._switch is not None:
+            self._switch.enter(OWN)
         if self._deviation is None and self._program is not None and self._position != self._count:
             self._deviate(f"{self._position} computations, and the plan has {self._count}")
         self._marks.end_iteration()
@@ -301,6 +315,8 @@ class Hook:
         if not self._is_inside:
             return
         self._is_inside = False
+        if self._switch is not None:
+            self._switch.enter(OWN)
         self._load(None)
         self._request_first()
         self._marks.end_iteration()
@@ -322,6 +338,7 @@ class Hook:
         self._shows_begins = program is not None and bool(program.awaits or program.table)
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
+        self._modes = program.modes if program is not None else ()
         self._is_unclocked = program is None
         table = 0 if program is None else program.table
         requests = [
@@ -347,6 +364,7 @@ class Hook:
 
     def _deviate(self, what: str) -> None:
         self._deviation, self._is_unclocked = what, True
+        self._modes = ()
         self._noted = list(self._order[: self._position])
         self._order, self._count = (), 0  # so that all that follows is noted
         self._marks.request(_NO_REQUEST_INDEX)

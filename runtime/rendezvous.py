@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +29,7 @@ from perseus_planner.runtime import attachment
 from perseus_planner.runtime.batches.work import check_options
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob, wait_for_others
+from perseus_planner.runtime.modes import check_modes
 from perseus_planner.runtime.node import Node, NodePart, NodeState, RankPart, Refusal, node_name
 from perseus_planner.runtime.switching.agreement import (
     AgreedState,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.controller.protocol import AttachReply, Control
     from perseus_planner.runtime.job import JobWarnings
+    from perseus_planner.runtime.modes import Modes
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training; one of them may still be solving and
@@ -87,6 +89,7 @@ class RuntimeOptions:
     autopilot: AutopilotSettings  #: slowdown, max_slowdown and learn, with a limit of changes
     state: str | os.PathLike[str] | None
     work: WorkFunction | None = None
+    modes: Modes = field(default_factory=dict)
 
     @property
     def state_file(self) -> Path | None:
@@ -468,7 +471,7 @@ def join_job(
     with meeting.refusing("plans"):
         if meeting.plan is not None:
             plans = Plans.loads(zlib.decompress(meeting.plan))
-            program = program_of(adapter, plans, 1, own.pipeline)
+            program = program_of(adapter, plans, 1, own.pipeline, options.modes)
     if part.has_plan:
         meeting.finish("plans", meeting.wait_at("plans", RENDEZVOUS_S))
     with meeting.refusing("gpus"):
@@ -547,8 +550,17 @@ def _batches(
     )
 
 
-def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Program:
+def program_of(
+    engine: Engine, plans: Plans, version: int, pipeline: int, modes: Collection[str]
+) -> Program:
     """Return this rank's part of the plans.
+
+    Args:
+        engine: Its engine.
+        plans: The plans of all pipelines.
+        version: Their number.
+        pipeline: That of this rank.
+        modes: The modes of the training.
 
     Raises:
         PlanError: If there is no plan for this pipeline, or the plan is not what the engine runs.
@@ -564,6 +576,7 @@ def program_of(engine: Engine, plans: Plans, version: int, pipeline: int) -> Pro
     order = engine.order()
     if order is not None:
         program.check_order(order, engine.name)
+    check_modes(program.computations, program.modes, modes)
     return program
 
 

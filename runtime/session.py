@@ -26,6 +26,7 @@ from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
+from perseus_planner.runtime.modes import ModeSwitch
 from perseus_planner.runtime.rendezvous import (
     STATE_FILE,
     RuntimeOptions,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
+    from perseus_planner.runtime.modes import Modes
     from perseus_planner.runtime.rendezvous import RankContext
 
 MAX_CHANGES_PER_S = 100.0
@@ -74,6 +76,7 @@ def planner_runtime(
     learn: bool = True,
     state: str | os.PathLike[str] | None = STATE_FILE,
     work: WorkFunction | str | None = None,
+    modes: Modes | None = None,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -131,6 +134,11 @@ def planner_runtime(
             than the slowest one runs at lower clocks, in that iteration. It is called with each
             microbatch before an iteration, on the first rank of a pipeline; data are read ahead for
             it, in their order. Give `learn=False` and a profile as `state`.
+        modes: For a plan with modes: mode -> a function that has the next computations run in it,
+            such as `Recompute(engine).off`; with "own" for the way in which training runs without a
+            plan. It is called on the training thread before a computation whose mode differs from
+            that of the one before. After iterations, and where a plan is not followed, training
+            runs in its own way.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -160,7 +168,13 @@ def planner_runtime(
         ),
         state=state,
         work=load_work(work, "work") if isinstance(work, str) else work,
+        modes=modes or {},
     )
+    if modes and plan is None:
+        raise UsageError(
+            "modes: clocks that are learnt, or follow the batch, are for one way of running; give "
+            "a plan made from a profile with modes, or leave modes out"
+        )
     training, process = this_job(), os.getpid()
     warnings = JobWarnings(training)
     link = None if options.service is None else _service_link(options, training, warnings)
@@ -227,7 +241,11 @@ class _Session:
             self._autopilot = self._begin_autopilot(options)
         batches = context.batches
         show = None if batches is None else batches.show
-        self.hook = Hook(marks, self._follower, context.program, show)
+        self._modes = options.modes
+        switch = None
+        if options.modes:
+            switch = ModeSwitch(options.modes, lambda text: warnings.warn("modes", text))
+        self.hook = Hook(marks, self._follower, context.program, show, switch)
         on_slow = options.on_straggling
         self._work = BackgroundWork(
             self._follower,
@@ -315,7 +333,8 @@ class _Session:
         return Programs.program_of(data, version, self._context.own.pipeline, rank, orders)
 
     def _plan_program(self, version: int, plans: Plans) -> Program:
-        program = program_of(self._context.engine, plans, version, self._context.own.pipeline)
+        pipeline = self._context.own.pipeline
+        program = program_of(self._context.engine, plans, version, pipeline, self._modes)
         if self._gpu is not None and program.plan is not None:
             check_gpu(program.plan, self._gpu, self._context.control)
         return program
@@ -324,7 +343,7 @@ class _Session:
         """Refuse plans that do not fit this rank, or not all pipelines."""
         self._plan_program(0, plans)
         for pipeline in range(self._context.part.pipelines):
-            program_of(self._context.engine, plans, 0, pipeline)
+            program_of(self._context.engine, plans, 0, pipeline, self._modes)
 
     def _files(self, folder: Path | None) -> RankFiles | None:
         if folder is None:

@@ -1,3 +1,3 @@
 """What all rooms stand on: errors, numbers with units, strict files, other processes."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -202,6 +202,7 @@ def read_document(
     required: Collection[str],
     optional: Collection[str],
     error: type[PlannerError],
+    also: int | None = None,
 ) -> Document:
     """Read the YAML file at `path` without constructing any objects from it.
 
@@ -212,13 +213,14 @@ def read_document(
         required: the other keys that it must have.
         optional: the keys that it may have.
         error: the type of error to raise.
+        also: another version that is read.
 
     Raises:
         PlannerError: If the file cannot be read, is not YAML, or is not such a document; of the
             type `error`.
     """
     document = _parse(path, read_text(path, error), error)
-    _check_format(document, name, version, error)
+    _check_format(document, name, version, error, also)
     _check_keys(document, {"format", "version", *required}, set(optional))
     return document
 
@@ -250,19 +252,22 @@ def kind_of(path: Path) -> str | None:
     """Return what kind of file of the planner's stands at `path`, judged by how it begins.
 
     Returns:
-        "run" for a folder, "frontier" for an archive; "lengths" for a CSV whose header has
-        microbatches, "profile" for any other; for a YAML file the last
-        part of its `format`, such as "profile", "plan" or "job", or None if it has none.
+        "run" for a folder, or "kareus" if plans of Kareus are below it; "frontier" for an archive;
+        "lengths" for a CSV whose header has microbatches, "profile" for any other; "page" for HTML;
+        for a YAML file the last part of its `format`, such as "profile", "plan" or "job", or None
+        if it has none.
 
     Raises:
         UsageError: If the file cannot be read.
     """
     if path.is_dir():
-        return "run"
+        return "kareus" if next(path.rglob("freqs_pipeline_*.py"), None) else "run"
     with reading(path, UsageError), path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"PK"):  # a zip archive, as .npz is
         return "frontier"
+    if head.lower().startswith(b"<!doctype html"):
+        return "page"
     if path.suffix.lower() == ".csv":
         return "lengths" if _LENGTHS.match(head) else "profile"
     if format_match := _FORMAT.search(
@@ -391,7 +396,9 @@ def _yaml_complaint(path: Path, reason: Exception) -> str:
     return f"{place}: is not valid YAML: {problem}; correct that line"
 
 
-def _check_format(document: Document, name: str, version: int, error: type[PlannerError]) -> None:
+def _check_format(
+    document: Document, name: str, version: int, error: type[PlannerError], also: int | None
+) -> None:
     values = document.values
     if "format" not in values:
         raise error(f"{document.path}: has no key 'format'; write `format: {name}`")
@@ -403,7 +410,7 @@ def _check_format(document: Document, name: str, version: int, error: type[Plann
     if "version" not in values:
         raise error(f"{document.path}: has no key 'version'; write `version: {version}`")
     # `True == 1`, so the type is compared too.
-    if type(values["version"]) is not int or values["version"] != version:
+    if type(values["version"]) is not int or values["version"] not in (version, also):
         raise error(
             f"{document.where('version')}: {shown(values['version'])} cannot be read: this "
             f"planner reads version {version}; use the planner that wrote the file, or write it "

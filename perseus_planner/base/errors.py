@@ -181,13 +181,16 @@ class InfeasibleGpus(InfeasibleError):
     Attributes:
         gpus: the number of GPUs.
         least_gpus: the least number that carries the load.
+        is_proved: whether it is sure that no fewer do; the solver's time has a limit.
     """
 
-    def __init__(self, gpus: int, least_gpus: int) -> None:
+    def __init__(self, gpus: int, least_gpus: int, is_proved: bool = True) -> None:
+        unsure = "" if is_proved else ", and perhaps fewer: the solver's time was over"
         super().__init__(
             f"no pools on {gpus} GPUs carry this load within the latency objectives: {least_gpus} "
-            "GPUs would; give that many or more"
+            f"GPUs would{unsure}; give that many or more"
         )
+        self.is_proved = is_proved
         self.gpus = gpus
         self.least_gpus = least_gpus
 

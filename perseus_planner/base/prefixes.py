@@ -17,6 +17,12 @@ def si(value: float, unit: str, digits: int = 4) -> str:
     return f"{float(text):.0f} {name}" if "e" in text else f"{text} {name}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number of things, such as "1 stage" or "1,200 microbatches"."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def si_unit(largest: float, unit: str) -> tuple[float, str]:
     """Return the unit, as a factor and a name, in which to write numbers of which `largest` is
     the largest.

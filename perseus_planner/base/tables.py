@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import accumulate, count, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -29,8 +30,6 @@ from perseus_planner.base.files import reading
 from perseus_planner.base.prefixes import si_unit
 
 if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
-
     import pandas as pd
 
     from perseus_planner.base.units import Rule
@@ -193,18 +192,20 @@ class Column(NamedTuple):
     form: str = ""
 
 
-def lay_out(rows: Iterable[Any], *columns: Column) -> list[list[str]]:
-    """Return the cells of each column, the heading first; an unknown value is a hyphen."""
+def lay_out(rows: Iterable[Any], *columns: Column, digits: int = _DIGITS) -> list[list[str]]:
+    """Return the cells of each column, the heading first; an unknown value is a hyphen. Quantities
+    and shares have so many digits, if their form does not say how many.
+    """
     rows, cells = list(rows), list[list[str]]()
     for form, group in groupby(columns, key=lambda each: each.form):
         beside = list(group)
         values = [[_value(row, column.value) for row in rows] for column in beside]
         if unit := re.fullmatch(r"([A-Zs])(\d?)", form):
-            names, digits = [column.heading for column in beside], int(unit[2] or _DIGITS)
-            cells += quantities(names, unit[1], *values, digits=digits)
+            names = [column.heading for column in beside]
+            cells += quantities(names, unit[1], *values, digits=int(unit[2] or digits))
         else:
             cells += [
-                _cells(column.heading, column.form, of_column)
+                _cells(column.heading, column.form, of_column, digits)
                 for column, of_column in zip(beside, values, strict=True)
             ]
     return cells
@@ -216,14 +217,15 @@ def _value(row: Any, of: str | Callable[[Any], Any]) -> Any:
     return row[of] if isinstance(row, Mapping) else attrgetter(of)(row)
 
 
-def _cells(heading: str, form: str, values: Sequence[Any]) -> list[str]:
+def _cells(heading: str, form: str, values: Sequence[Any], digits: int) -> list[str]:
     if form == "<":
         indent = " " * (len(heading) - len(heading.lstrip()))
         return [heading, *(f"{indent}{'-' if value is None else value}" for value in values)]
     if form == "#":
-        return column(heading, numbers(values))
+        return column(heading, numbers(values, digits))
     if form == "%":
-        values, form = [None if value is None else 100 * value for value in values], ".2f"
+        values = [None if value is None else 100 * value for value in values]
+        form = ".2f" if digits > 3 else ".1f"
     return column(heading, ["-" if value is None else format(value, form) for value in values])
 
 
@@ -240,33 +242,16 @@ class Sheet(NamedTuple):
         head = f"{self.title}\n{self.source}" if self.source else self.title
         return "\n\n".join(part for part in (head, table(self.columns), self.notes) if part) + "\n"
 
-    def html(self) -> Element:
-        """Return the sheet without its title as an HTML element with at most `_MOST_ROWS` rows."""
-        from xml.etree.ElementTree import Element, SubElement
-
-        whole = Element("div")
-        _paragraph(whole, self.source)
-        (heading, *rows) = zip(*self.columns, strict=True)
-        grid = SubElement(whole, "table")
-        names = SubElement(SubElement(grid, "thead"), "tr")
-        for name in heading:
-            SubElement(names, "th", scope="col").text = name.strip()
-        body = SubElement(grid, "tbody")
-        for cells in rows[:_MOST_ROWS]:
-            row = SubElement(body, "tr")
-            for cell in cells:
-                SubElement(row, "td").text = cell.strip()
-        cut = f"Shown are {_MOST_ROWS} of {len(rows)} rows." if len(rows) > _MOST_ROWS else ""
-        _paragraph(whole, cut)
-        _paragraph(whole, self.notes)
-        return whole
-
-
-def _paragraph(whole: Element, text: str) -> None:
-    from xml.etree.ElementTree import SubElement
-
-    if text:
-        SubElement(SubElement(whole, "p"), "small").text = text
+    def html(self) -> str:
+        """Return the sheet without its title as HTML with at most `_MOST_ROWS` rows."""
+        rows = len(self.columns[0]) - 1
+        cut = f"Shown are {_MOST_ROWS} of {rows} rows." if rows > _MOST_ROWS else ""
+        shown = [cells[: _MOST_ROWS + 1] for cells in self.columns]
+        before, *after = (
+            f"<p><small>{escape(text)}</small></p>" if text else ""
+            for text in (self.source, cut, self.notes)
+        )
+        return f"<div>{before}{html_table(shown)}{''.join(after)}</div>"
 
 
 def number(value: float) -> str:
@@ -308,14 +293,13 @@ def quantities(
 
 
 def ranges(name: str, unit: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
-    """Write a column of pairs as "first to last"; its heading and its unit are as for
-    `quantities`.
+    """Write a column of pairs of numbers of 0 or more as "first-last", with four digits; its
+    heading and its unit are as for `quantities`.
     """
-    (heading, *cells), *_ = quantities([name], unit, [value for pair in pairs for value in pair])
+    values = [value for pair in pairs for value in pair]
+    (heading, *cells), *_ = quantities([name], unit, values, digits=4)
     first, last = (list(map(str.strip, half)) for half in (cells[::2], cells[1::2]))
-    return column(
-        heading.strip(), [f"{one} to {other}" for one, other in zip(first, last, strict=True)]
-    )
+    return column(heading.strip(), list(map("-".join, zip(first, last, strict=True))))
 
 
 def column(name: str, cells: Sequence[str]) -> list[str]:
@@ -332,6 +316,28 @@ def table(columns: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def html_table(columns: Sequence[Sequence[str]]) -> str:
+    """Return the columns as an HTML table, of which the first column names the rows."""
+    (corner, *heading), *rows = zip(*columns, strict=True)
+    first = _cell("th", corner, scope="col") if corner.strip() else "<td></td>"
+    names = first + "".join(_cell("th", name, scope="col") for name in heading)
+    lines = (
+        _cell("th", name, corner, scope="row")
+        + "".join(_cell("td", *each) for each in zip(cells, heading, strict=True))
+        for name, *cells in rows
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return (
+        f'<table class="sheet stacked"><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>'
+    )
+
+
+def _cell(tag: str, text: str, label: str = "", scope: str = "") -> str:
+    """Return a cell; a narrow page shows its `label` instead of the heading."""
+    named = f' data-label="{escape(label.strip())}"' if label.strip() else ""
+    return f"<{tag}{named}{scope and f' scope={scope}'}>{escape(text.strip())}</{tag}>"
 
 
 def _decimals(largest: float, digits: int = _DIGITS) -> int:

@@ -83,6 +83,7 @@ class Rule(NamedTuple):
 
 INDEX = Rule(int, True, "a whole number of 0 or more")
 STAGE = Rule(int, True, "a stage number: write 0 for the first stage, 1 for the next, and so on")
+RATE = Rule(float, False, "a rate: write requests per second above 0, such as 2.5")
 COUNT = Rule(int, False, "a whole number of at least 1")
 CHANGES = Rule(int, True, "a number of clock changes: give a whole number of 0 or more")
 CLOCK = Rule(int, False, "a clock: write whole MHz above 0, such as 1410")
@@ -101,6 +102,7 @@ PROBABILITY = Rule(
 )
 ON_TIME = 0.95
 """The probability of being on time that plans are made for unless another one is given."""
+BYTES = Rule(float, True, "a number of bytes: give one of 0 or more, such as 40e9")
 SHARE = Rule(float, True, "a share: give a number of 0 or more, such as 0.001")
 FACTOR = Rule(
     float, False, "a slowdown: give how many times as long it takes, above 0, such as 1.15"

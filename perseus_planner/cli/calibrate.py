@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.cli.options import AsJson, Counts, Gpu, Option, OutputFile, command
+from perseus_planner.cli.options import AsJson, Counts, Gpu, Option, OutputFile, SourceFile, command
 
 if TYPE_CHECKING:
     from perseus_planner.plans.calibration import MeasuredPlan
@@ -46,8 +46,8 @@ class KernelOptions:
     "planner calibrate --kernels llama3-8b --gpu h100-sxm --microbatch 1,2 -o system.yaml",
 )
 def calibrate(
-    profile_or_job: Path | None,
-    plan_or_run: tuple[Path, ...],
+    profile_or_job: Annotated[Path, SourceFile("profile", "job")] | None,
+    plan_or_run: tuple[Annotated[Path, SourceFile("plan", "run")], ...],
     *,
     measured: Annotated[
         tuple[str, ...],

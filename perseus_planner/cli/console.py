@@ -10,12 +10,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from perseus_planner.base.errors import EndedElsewhere, PlannerError, UsageError, did_you_mean
+from perseus_planner.base.prefixes import counted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -91,6 +93,16 @@ class Commands(click.Group):
                 context.fail(f"No such command {name!r}; {hint}")
         return super().resolve_command(context, args)
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line; say so if what it prints cannot be written, as on a full disk."""
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if not _is_of_output(error):
+                raise
+            click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(2)
+
     def invoke(self, context: click.Context) -> Any:
         """Run the requested command."""
         try:
@@ -104,12 +116,20 @@ class Commands(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
+            if _is_of_output(error):
+                raise
             traceback.print_exc()
             hint = (
                 "this is a bug in the planner, not an error in your input; please report it "
                 "with the lines above"
             )
             raise click.ClickException(hint) from error
+
+
+def _is_of_output(error: Exception) -> bool:
+    """Tell whether an error comes from printing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, OSError) and frames[-1].name == "echo"
 
 
 def report(
@@ -142,7 +162,7 @@ def report(
     for number, file in enumerate(files):
         ending = ""
         if sum(counts) > 1:
-            ending = f", for {counts[number]} pipeline{'s' * (counts[number] > 1)}"
+            ending = f", for {counted(counts[number], 'pipeline')}"
         click.echo(f"Wrote {click.format_filename(file)}{ending}")
 
 
@@ -157,12 +177,19 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TimeElapsedColumn
 
     from perseus_planner.solver.kernels import when_compiling
 
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task(what, total=None)
-        once = f"{what} (compiling once, about 10 s; see planner warm-up)"
-        with when_compiling(lambda: bars.update(bar, description=once)):
-            yield lambda done, total: bars.update(bar, completed=done, total=total)
+    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar, number = bars.add_task(what, total=None), count(1)
+
+        def compiling() -> None:
+            once = f"compiling once: function {next(number)}, about 20 s of CPU in all"
+            bars.update(bar, description=f"{what} ({once})")
+
+        with when_compiling(compiling):
+            yield lambda done, total: bars.update(
+                bar, completed=done, total=total, description=what
+            )

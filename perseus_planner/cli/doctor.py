@@ -17,7 +17,7 @@ import click
 from perseus_planner.base import registry
 from perseus_planner.base.checks import PASSED, CheckResult, failure, run_check
 from perseus_planner.base.errors import GpuError, UsageError
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.cli import console
 from perseus_planner.cli.options import AsJson, Option, Stages, command, complete, gpu_names
 from perseus_planner.cli.rehearsal import rehearse_and_report
@@ -287,7 +287,7 @@ def _verdict_text(verdict: Verdict) -> str:
             return "no GPU"
         if not count:
             return "does not work, for the reasons above"
-        return f"works on {count} of {verdict.gpus} GPU{'s' * (verdict.gpus > 1)}"
+        return f"works on {count} of {counted(verdict.gpus, 'GPU')}"
 
     profile = works(verdict.profile)
     if verdict.set_clocks is not None:

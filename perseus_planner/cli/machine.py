@@ -242,10 +242,10 @@ def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
 def warm_up(*, as_json: AsJson) -> None:
     """Compile what solving, planning and training need, once.
 
-    The first command that needs it compiles for about 10 s, and keeps the result beside the package
+    The first command that needs it compiles for about 20 s, and keeps the result beside the package
     or in the home folder. In an image, run this when it is built: its containers then find all
-    compiled. They must have the same kind of CPU, the same NUMBA_CACHE_DIR if you set one, and a
-    user who may write to that folder.
+    compiled, also where they run as another user or cannot write. They must have the same kind of
+    CPU, and the same NUMBA_CACHE_DIR if you set one.
     """
     from perseus_planner.solver.kernels import when_compiling
 

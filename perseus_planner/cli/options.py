@@ -24,6 +24,7 @@ parameter without its unit, `--in` for `in_s`.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -33,7 +34,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import click
 
-from perseus_planner.base import units
+from perseus_planner.base import registry, units
 from perseus_planner.base.errors import UsageError
 
 PATH = click.Path(path_type=Path)
@@ -179,6 +180,44 @@ class Listed(Text):
         )
 
 
+#: kind of file, as `base.documents.kind_of` tells it -> what it is called
+_KINDS = {
+    "run": "the folder of a run",
+    "frontier": "a frontier",
+    "profile": "a profile",
+    "plan": "a plan",
+    "job": "a job file",
+    "inference": "a plan of inference pools",
+    "lengths": "a table of microbatches",
+    "transformer": "a model",
+    "system": "a system file",
+    "page": "a page for a browser",
+}
+
+
+class SourceFile(Text):
+    """The type of an argument: a file to read, which is refused if it is one of another kind.
+
+    Args:
+        kinds: the kinds that are read; none for all that `planner show` knows.
+    """
+
+    def __init__(self, *kinds: str) -> None:
+        wanted = kinds or ("profile", "frontier", "plan", "job", "run")
+
+        def read(text: str, _: str) -> Path:
+            from perseus_planner.base.documents import kind_of
+
+            path = Path(text)
+            kind = kind_of(path) if path.exists() else None
+            if kind in _KINDS and kind not in (kinds or registry.SHOWN.keys() | set(wanted)):
+                names = " or ".join(_KINDS[each] for each in wanted)
+                raise UsageError(f"{path}: is {_KINDS[kind]}; name {names}")
+            return path
+
+        super().__init__("file", read)
+
+
 class OutputFile(Text):
     """The type of an option: a file to write, which is refused before any work is done if it cannot
     be written.
@@ -202,13 +241,18 @@ def check_writable(path: Path, place: str) -> None:
     """Check that a file can be written; `place` names the option or key that it comes from.
 
     Raises:
-        UsageError: If it is a folder, or its folder does not exist.
+        UsageError: If it is a folder, or its folder does not exist or cannot be written to.
     """
     if path.is_dir():
         raise UsageError(f"{place} {path}: is a folder; name a file in it")
     if not path.parent.is_dir():
         raise UsageError(
             f"{place} {path}: there is no folder {path.parent}; make it, or name another"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        what = "this file" if path.exists() else f"the folder {path.parent}"
+        raise UsageError(
+            f"{place} {path}: {what} cannot be written to; change its permissions, or name another"
         )
 
 

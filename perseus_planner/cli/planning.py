@@ -27,6 +27,7 @@ from perseus_planner.cli.options import (
     Overhead,
     Power,
     Slowdown,
+    SourceFile,
     Stages,
     Time,
     Tolerance,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.plans.settings import Settings
+    from perseus_planner.solver.frontier import Frontier
     from perseus_planner.solver.replicas import Replicas
 
 #: the names in `schedules.NAMES`, which is not loaded for --help
@@ -86,7 +88,7 @@ class SettingOptions:
     schedule: Annotated[
         str | None,
         f"Order of the computations: {', '.join(SCHEDULES)}; or a text grid (.csv or .txt) with a "
-        "line for each rank and cells such as 3F17.  [default: the one that a profile.yaml was "
+        "line for each rank and cells such as 3F17.  [default: the schedule that the profile was "
         "measured in]",
         Option(metavar="NAME|GRID"),
         _COMPLETED,
@@ -172,7 +174,7 @@ class SettingOptions:
     "planner solve job.yaml --slow 1=1.15 -o slow.npz",
 )
 def solve(
-    profile_or_job: Path,
+    profile_or_job: Annotated[Path, SourceFile("profile", "job")],
     *,
     options: SettingOptions,
     output: Annotated[
@@ -273,7 +275,7 @@ class PlanLimits:
     "planner plan frontier.npz slow.npz --replicas 3,1 --slowdown 1.00 -o replicas.yaml",
 )
 def plan(
-    frontier: Annotated[tuple[Path, ...], Option(required=True)],
+    frontier: Annotated[tuple[Annotated[Path, SourceFile("frontier")], ...], Option(required=True)],
     *,
     target: Target,
     limits: PlanLimits,
@@ -298,9 +300,13 @@ def plan(
     """
     if limits.as_measured and (limits.on_time or limits.tolerance) is not None:
         given = "--tolerance" if limits.on_time is None else "--on-time"
-        raise UsageError(f"{given}: is of plans with a margin; leave it or --as-measured out")
+        raise UsageError(
+            f"{given}: applies to plans with a margin; leave out this option, or --as-measured"
+        )
     if limits.tolerance is not None and target.power_budget_w is not None:
-        raise UsageError("--tolerance: is of a time; leave it out, or give --slowdown instead")
+        raise UsageError(
+            "--tolerance: applies to a time; leave out --tolerance, or give --slowdown instead"
+        )
     if target.power_budget_w is not None and len(frontier) > 1:
         raise UsageError(
             "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
@@ -334,6 +340,13 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
         (frontier,) = pipelines.frontiers
         return (frontier.plan_within_power(target.power_budget_w, **limits.arguments()),)
     source = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else pipelines
+    if any(frontier.dag.has_tied_modes for frontier in pipelines.frontiers):
+        if len(pipelines.frontiers) > 1:
+            raise UsageError(
+                "modes that are tied to each other are planned for one kind of pipeline; give one "
+                "frontier"
+            )
+        return (_plan_tied(pipelines.frontiers[0], target, limits),)
     # More, as rounding may refuse exactly that time.
     least_s = max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
     fastest_s = source.least_deadline_s(limits.arguments().get("on_time", ON_TIME))
@@ -355,6 +368,20 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
         )
         wanted_s = max(least_s, fastest_s)
     return pipelines.plans_for(wanted_s, **limits.arguments())
+
+
+def _plan_tied(frontier: Frontier, target: Target, limits: PlanLimits) -> Plan:
+    """Return a plan whose modes are tied to each other: which time takes the least energy depends
+    on those that are chosen.
+    """
+    arguments = limits.arguments()
+    if target.straggler_time_s is not None:
+        return frontier.plan_beside_straggler(target.straggler_time_s, **arguments)
+    if target.slowdown is not None:
+        return frontier.plan_for(target.slowdown * frontier.baseline_time_s, **arguments)
+    if target.deadline_s is not None:
+        return frontier.plan_for(target.deadline_s, **arguments)
+    return frontier.plan_for_least_energy(**arguments)
 
 
 def _given(options: DataclassInstance) -> dict[str, Any]:

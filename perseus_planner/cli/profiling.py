@@ -20,6 +20,7 @@ from perseus_planner.cli.options import (
     Option,
     OutputFile,
     Quantity,
+    SourceFile,
     Stages,
     check_writable,
     command,
@@ -89,6 +90,13 @@ class RowOptions:
     split_backward: Annotated[
         bool, "Also measure the gradients of inputs and of weights separately."
     ]
+    modes: Annotated[
+        str | None,
+        "Measure every mode of the stages: a function that is given a built module and returns its "
+        "modes, name -> function that enters it, with own for how training runs without a plan; "
+        "such as perseus_planner.engines.recompute:recompute_modes.",
+        Option(metavar="MODULE:FUNCTION"),
+    ]
     blocking_power_w: Annotated[
         BlockingPower | None,
         "Power of a waiting GPU, instead of measuring it; required for a single stage, which has "
@@ -112,7 +120,7 @@ class RowOptions:
     "profile.yaml",
 )
 def profile(
-    job: Path | None,
+    job: Annotated[Path, SourceFile("job")] | None,
     *,
     wanted: StageOptions,
     sweep: SweepOptions,
@@ -144,6 +152,7 @@ def profile(
         _rehearse(_stages(wanted, settings), folder)
         return
     target = output or _profile_of(job, settings)
+    check_writable(target.with_suffix(".csv"), "--output: the table beside it,")
     stages = _stages(wanted, settings)
     with console.progress("Profiling") as progress:
         try:
@@ -257,6 +266,7 @@ def _measure(
             split_backward=rows.split_backward,
             blocking_power_w=rows.blocking_power_w,
             resume=rows.resume,
+            modes=rows.modes,
         )
     from perseus_planner.gpu import check_back_end
 
@@ -270,6 +280,7 @@ def _measure(
         "--tensor-parallel": wanted.tensor_parallel != 1,
         "--blocking-power": rows.blocking_power_w,
         "--resume": rows.resume,
+        "--modes": rows.modes,
     }.items():
         if is_given:
             raise UsageError(f"{option} needs a stage that can run; add --stage MODULE:FUNCTION")

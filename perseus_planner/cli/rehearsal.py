@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.units import COUNT
 from perseus_planner.cli import console
 
@@ -42,7 +42,7 @@ def rehearse_and_report(
 def _text(result: Rehearsal) -> str:
     nodes = len({rank.node for rank in result.ranks})
     sizes = sorted({rank.size for rank in result.ranks} - {0})
-    head = f"Rehearsal on {_count(len(result.ranks), 'rank')} of {_count(nodes, 'node')}"
+    head = f"Rehearsal on {counted(len(result.ranks), 'rank')} of {counted(nodes, 'node')}"
     if sizes:
         head += f"; the load is a matrix product of {', '.join(f'{n} x {n}' for n in sizes)}"
     texts = [head, _table(result.ranks)]
@@ -110,7 +110,7 @@ def _by_ranks(lines: Sequence[tuple[int, str]]) -> list[str]:
 
 
 def _verdict(result: Rehearsal) -> str:
-    ranks = _count(len(result.ranks), "rank")
+    ranks = counted(len(result.ranks), "rank")
     failed = sum(bool(rank.problems) for rank in result.ranks)
     if failed:
         return f"Verdict: no profile can be made here yet, for problems on {failed} of {ranks}."
@@ -123,7 +123,3 @@ def _verdict(result: Rehearsal) -> str:
     if any(rank.locks is None for rank in result.ranks):
         return "Verdict: a profile can be made with --observe; setting clocks was not tried."
     return "Verdict: a profile can be made here."
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -16,14 +16,17 @@ from click.core import ParameterSource
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.cli.options import Gpu, Natural, Option, Share, Slowdown, command
+from perseus_planner.cli.options import Gpu, Natural, Option, Share, Slowdown, SourceFile, command
 
 
 @dataclass(frozen=True)
 class RuntimeOptions:
     """Arguments of `planner_runtime`."""
 
-    plan: Annotated[Path | None, "Plan to train by; without one, training plans itself."]
+    plan: Annotated[
+        Annotated[Path, SourceFile("plan")] | None,
+        "Plan to train by; without one, training plans itself.",
+    ]
     slowdown: Annotated[
         Slowdown | None,
         "Without a plan: how long an iteration may take, as a multiple of that at full clocks.  "
@@ -103,8 +106,8 @@ def run(
 
     Training plans itself, or follows a plan. The script stays as it is: the runtime attaches when a
     DeepSpeed PipelineEngine, a schedule of torch.distributed.pipelining or Megatron-core first
-    trains, and leaves when the process exits. Where it cannot, it says so once, and training goes
-    on without it. The exit code is that of COMMAND.
+    trains, and leaves when the process exits. If it cannot attach, rank 0 logs why, and training
+    goes on without it. The exit code is that of COMMAND.
 
     Each option can be given as an environment variable too, such as PLANNER_PLAN for --plan.
     """

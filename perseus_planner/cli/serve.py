@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +16,8 @@ import click
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.files import read_text
-from perseus_planner.cli.options import Option, command
+from perseus_planner.base.prefixes import counted
+from perseus_planner.cli.options import Option, Time, command
 
 
 @command(
@@ -43,9 +45,10 @@ def serve(
     ],
     database: Annotated[
         str | None,
-        "SQLite file with everything that must survive, created if needed, or a URL of "
-        "SQLAlchemy. PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL "
-        "with a password.  "
+        "SQLite file with everything that must survive, created if needed, or the URL of a "
+        "PostgreSQL database, which several services may name: one serves, the others stand by. "
+        "PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL with a "
+        "password.  "
         "[default: perseus-planner/service.sqlite in $XDG_STATE_HOME or ~/.local/state]",
         Option(envvar="PLANNER_SERVICE_DATABASE", metavar="FILE|URL|@FILE"),
     ],
@@ -54,6 +57,11 @@ def serve(
         "Number of processes that solve and plan.",
         Option(type=click.IntRange(1, 64), metavar="N"),
     ] = 1,
+    lease: Annotated[
+        Time,
+        "After a job was not heard of for so long, it has no share of the power budget of all jobs "
+        "and no metrics, until it is heard of.",
+    ] = 180.0,
     tokens: Annotated[
         Path | None,
         "File with a line `token role name` for each client; roles are read, report and operate. "
@@ -77,39 +85,62 @@ def serve(
         raise UsageError("--unix: replaces --host and --port; give one or the other")
     try:
         from perseus_planner.service.http.auth import read_tokens
-        from perseus_planner.service.http.server import Address, listening
+        from perseus_planner.service.http.server import Address, listening, stand_by
         from perseus_planner.service.http.server import serve as serve_at
+        from perseus_planner.service.model import StorageError
         from perseus_planner.service.service import Service
-        from perseus_planner.service.storage import Storage
+        from perseus_planner.service.store import StandBy, Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
     _log_to_stderr(log_level)
     if database is not None and database.startswith("@"):
         database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
-    with (
-        listening(address, read_tokens(tokens)) as listener,
-        Storage(database := database or _default_database()) as storage,
-        Service(storage, workers=workers) as service,
-    ):
-        text = _listening(listener.url, len(listener.tokens), database)
-        serve_at(service, listener, ready=lambda: click.echo(text))
+    with listening(address, read_tokens(tokens)) as listener:
+        opened: list[Storage] = []
+
+        def open_database() -> bool:
+            try:
+                opened.append(Storage(database or _default_database()))
+            except StandBy:
+                return False
+            return True
+
+        def try_again() -> bool:
+            with suppress(StorageError):  # the database may be away too, and come back
+                return open_database()
+            return False
+
+        if not open_database():
+            click.echo(f"Stand-by at {listener.url}, as another service has the database")
+            if not stand_by(listener, try_again):
+                return
+        with opened[0] as storage, Service(storage, workers=workers, lease_s=lease) as service:
+            text = _listening(listener.url, len(listener.tokens), storage.location)
+            serve_at(service, listener, ready=lambda: click.echo(text))
 
 
 class LogLine(logging.Formatter):
     """A line of `key=value` for people and programs (logfmt): the time in UTC, the level, the
-    job if any, and what.
+    job if any, and what. What others sent can neither begin a line nor control a terminal.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, and the traceback below it if there is one."""
+        """Return the line, and the traceback below it, indented, if there is one."""
         time_text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
         fields = {"time": time_text, "level": record.levelname.lower()}
         if (job := getattr(record, "job", None)) is not None:
-            fields["job"] = json.dumps(job, ensure_ascii=False)
-        fields["msg"] = json.dumps(record.getMessage(), ensure_ascii=False)
+            fields["job"] = _quoted(job)
+        fields["msg"] = _quoted(record.getMessage())
         line = " ".join(f"{key}={value}" for key, value in fields.items())
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
+        safe = (each if each.isprintable() else _quoted(each)[1:-1] for each in trace)
+        return "\n  ".join([line, *safe])
+
+
+def _quoted(text: str) -> str:
+    """Return a text in quotation marks, with what is not printable as JSON escapes it."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def _log_to_stderr(level: str) -> None:
@@ -137,11 +168,6 @@ def _default_database() -> str:
 
 
 def _listening(url: str, tokens: int, database: str) -> str:
-    """Return the line that is printed when the service is ready, without a password in the
-    database's URL.
-    """
-    from sqlalchemy import make_url
-
-    shown = make_url(database).render_as_string() if "://" in database else database
-    who = f"{tokens} token{'s' * (tokens > 1)}" if tokens else "no tokens"
-    return f"Listening at {url}, {who}, database {shown}"
+    """Return the line that is printed when the service is ready."""
+    who = counted(tokens, "token") if tokens else "no tokens"
+    return f"Listening at {url}, {who}, database {database}"

@@ -62,7 +62,7 @@ def status(
 ) -> None:
     """Show the jobs of the service, or one of them with its reports and what its pipelines do."""
     if totals and (job is not None or watch):
-        raise UsageError("--totals: is of all jobs, once; leave out the name of a job and --watch")
+        raise UsageError("--totals: shows all jobs, once; leave out the name of a job, and --watch")
     with _open_client(service) as client:
         from perseus_planner.service.answers import Jobs, Totals
         from perseus_planner.views.service_text import jobs_text, status_text, totals_text

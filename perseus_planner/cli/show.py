@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,6 +21,7 @@ from perseus_planner.cli.options import (
     Number,
     Option,
     OutputFile,
+    SourceFile,
     command,
     output_file,
     refuse_same,
@@ -53,7 +55,7 @@ class _View(NamedTuple):
     "planner show profile.yaml --plot curves.png",
 )
 def show(
-    file: Path,
+    file: Annotated[Path, SourceFile()],
     *,
     plot: Annotated[
         Path | None,
@@ -78,14 +80,18 @@ def show(
         "chrome://tracing: .json.",
         Option(type=OutputFile(".json"), metavar="TRACE"),
     ],
+    blocking_power_w: Annotated[
+        BlockingPower | None,
+        "Power of a waiting GPU, e.g. 85W, for a folder of plans of Kareus.",
+    ],
     as_json: AsJson,
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
     FILE is a profile, .yaml or .csv, a file that `planner solve`, `planner plan` or
-    `planner inference plan` wrote, or a run folder. The run may still be going on. Its figure shows
-    the last iteration that ran as planned on all ranks; its trace has all iterations whose
-    computations were kept.
+    `planner inference plan` wrote, a run folder, also of a run that still goes on, or a folder with
+    plans of Kareus. The figure of a run shows the last iteration that ran as planned on all ranks.
+    The trace of a run has all iterations whose computations were kept.
     """
     if figure is not None and plot is None:
         raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
@@ -96,7 +102,7 @@ def show(
 
         check_figure_path(plot, "--plot")
     refuse_same([file, *beside], perfetto, "--perfetto")
-    view = _view(file)
+    view = _view(file, blocking_power_w)
     if perfetto is not None and view.write_trace is None:
         raise UsageError(f"--perfetto {perfetto}: {file} has no timeline; name a plan or a run")
     if plot is not None:
@@ -117,13 +123,20 @@ def _draw(name: str, files: tuple[Path, ...]) -> Figure:
     return FIGURES[name](read_sources(files))
 
 
-def _view(path: Path) -> _View:
+def _view(path: Path, blocking_power_w: float | None) -> _View:
     """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
     from perseus_planner.base import registry
     from perseus_planner.base.documents import kind_of
 
     readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
     kind = kind_of(path)
+    if kind == "kareus":
+        summary, text = registry.load(registry.KAREUS)(path, blocking_power_w)
+        return _View(summary, text, partial(_refuse_figure, path))
+    if blocking_power_w is not None:
+        raise UsageError(
+            f"--blocking-power: is for plans of Kareus, and {path} has none; leave it out"
+        )
     if kind is not None and kind in registry.SHOWN:
         summary, text, draw = registry.load(registry.SHOWN[kind])(path)
         return _View(summary, text, lambda _: draw())
@@ -133,6 +146,10 @@ def _view(path: Path) -> _View:
             "folder"
         )
     return readers.get(kind or "", _plan_view)(path)
+
+
+def _refuse_figure(path: Path, _: Any) -> Any:
+    raise UsageError(f"{path}: there is no figure of plans of Kareus; leave --plot out")
 
 
 def _profile_view(file: Path) -> _View:
@@ -179,11 +196,10 @@ def _plan_view(file: Path) -> _View:
         return figures.draw_gantt([chart_plan(str(plan.schedule), plan, subtitle)], plan.control)
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
-        from perseus_planner.plans.replay import all_maximum
         from perseus_planner.views.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
-        before = None if frontier is None else frontier.plan_of(all_maximum(frontier.dag))
+        before = None if frontier is None else frontier.baseline_plan
         trace_plan(plan, path, before)
 
     return _View(summary, timeline_text(summary), draw, write_trace)
@@ -247,7 +263,7 @@ class SizeOptions:
     "report.html",
 )
 def report(
-    source: Annotated[tuple[Path, ...], Option(required=True)],
+    source: Annotated[tuple[Annotated[Path, SourceFile()], ...], Option(required=True)],
     *,
     price: Annotated[float, "Price of a kWh, US dollars.", Option(metavar="USD")] = 0.12,
     pue: Annotated[
@@ -274,7 +290,7 @@ def report(
     planners, and the profile to see standard errors. A plan of `planner inference plan` has a
     report of its own.
 
-    The page is one file that loads nothing. The price, the PUE and the carbon are assumptions: give
+    The page is one file and opens offline. The price, the PUE and the carbon are assumptions: give
     the numbers of the place where your GPUs are.
     """
     from perseus_planner.base import registry

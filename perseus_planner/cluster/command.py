@@ -16,6 +16,7 @@ from perseus_planner.cli.options import (
     Option,
     OutputFile,
     Slowdown,
+    SourceFile,
     command,
     refuse_same,
 )
@@ -34,7 +35,7 @@ _DEFAULT = ("one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
     "planner simulate frontier.npz --lengths lengths.csv",
 )
 def simulate(
-    frontier: Path,
+    frontier: Annotated[Path, SourceFile("frontier")],
     *,
     pipelines: Annotated[
         int | None,

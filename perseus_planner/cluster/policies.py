@@ -197,7 +197,7 @@ def make_policy(
             if not stages:
                 return kept
             profile = slowed(frontier.profile, dict(stages))
-            again = solve_dag(PipelineDag(profile, frontier.dag.iteration))
+            again = solve_dag(frontier.dag.with_profile(profile))
             return _planned(again, max(again.baseline_time_s, target_s))
 
         return _reacting(replays, target_s, partial(_planned, frontier), with_slow_stages)

@@ -23,6 +23,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import Count, Wait
 from perseus_planner.cluster.policies import (
@@ -57,6 +58,11 @@ class Cluster(Checked):
     def __post_init__(self) -> None:
         object.__setattr__(self, "stragglers", tuple(self.stragglers))
         super().__post_init__()
+        if self.frontier.dag.has_open_modes:
+            raise UsageError(
+                "modes: a cluster is replayed in one way of running; leave the other modes out of "
+                "the profile"
+            )
         for straggler in self.stragglers:
             straggler.check(self.pipelines, self.frontier.schedule.stages)
 

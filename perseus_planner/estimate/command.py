@@ -305,7 +305,7 @@ class _Run:
         float, click.FloatRange(1.0), "Of the data center; assumed.", Option(default=1.2)
     ]
     price: Annotated[
-        float, click.FloatRange(0.0), "Of a kWh, in any currency.", Option(default=0.10)
+        float, click.FloatRange(0.0), "Of a kWh, in any currency.", Option(default=0.12)
     ]
     carbon: Annotated[float, click.FloatRange(0.0), "g CO2e of a kWh.", Option(default=400.0)]
 

@@ -350,7 +350,7 @@ class Prices:
 
     #: Energy of the data center for each joule of its computers (power usage effectiveness).
     pue: float = 1.2
-    per_kwh: float = 0.10  #: Price of a kWh at the meter, in any currency
+    per_kwh: float = 0.12  #: Price of a kWh at the meter, in any currency
     g_per_kwh: float = 400.0  #: CO2e of a kWh at the meter, grams
 
 

@@ -8,25 +8,35 @@ used.
 
 A window takes the difference of each GPU's energy counter. Counters of data-centre GPUs are updated
 about every 100 ms, so each edge of a window may miss the energy of one update: `error_j` says how
-much that is at most. A GPU without a counter, such as some AMD GPUs, is sampled in the background,
-and its power is integrated by the trapezoid rule.
+much that is at most; it is worked out when it is asked for. A GPU without a counter, such as some
+AMD GPUs, is sampled in the background, and its power is integrated by the trapezoid rule.
+
+With `host=True`, and by the names "cpu" and "dram", windows also have the energy of the processors
+and their memory, as Linux shows it (RAPL, `/sys/class/powercap`).
+
+The windows of Zeus' monitor have names, and begin and end by them: `begin_window` and `end_window`
+do likewise. With `log=`, each window becomes a row of a CSV that is on disk when `end` returns.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from math import fsum
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
 from perseus_planner.base.loops import Loop
 from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import csv_text
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.counter import POLL_S, EnergyCounter
+from perseus_planner.gpu.host import HostCounter, host_counters
 from perseus_planner.gpu.protocol import ClosedOnExit
 
 if TYPE_CHECKING:
@@ -42,7 +52,7 @@ updated about that often.
 
 @dataclass(frozen=True)
 class GpuEnergy:
-    """What one GPU used in a window."""
+    """What one GPU, or the processors or memory of the host, used in a window."""
 
     gpu: str  #: Text that opens the GPU, e.g. "nvml:GPU-8f6b…".
     name: str  #: Name of the product
@@ -53,6 +63,9 @@ class GpuEnergy:
     #: The energy is wrong by at most this, joules, if the GPU counts right: what the counter may
     #: not have shown yet at the edges, or how much the power changed between samples.
     error_j: float
+    #: Whether the window was longer than the counter takes for an update: else its energy says
+    #: little, and `error_j` is as large.
+    is_resolved: bool
     #: Highest power that was sampled, watts; None if the power was not sampled.
     peak_w: float | None
 
@@ -85,9 +98,11 @@ class Monitor(ClosedOnExit):
         sample_s: Sample the power every so many seconds, for `peak_w` and `on_sample`. None samples
             only GPUs without an energy counter, every `SAMPLE_S` seconds.
         on_sample: Called with each sample, in the thread that samples.
+        host: Also measure the processors and their memory, as far as Linux shows their energy.
+        log: A CSV to which each window is added when it ends; it survives the death of the process.
 
     Raises:
-        GpuError: If a GPU cannot be opened or read.
+        GpuError: If a GPU, or the energy of the host, cannot be opened or read.
         UsageError: If there is no GPU to measure.
     """
 
@@ -98,8 +113,12 @@ class Monitor(ClosedOnExit):
         synchronize: Callable[[], None] | None = None,
         sample_s: float | None = None,
         on_sample: Callable[[PowerSample], None] | None = None,
+        host: bool = False,
+        log: str | os.PathLike[str] | None = None,
     ) -> None:
         self._synchronize, self._on_sample = synchronize, on_sample
+        self._named: dict[str, Window] = {}
+        self._log = -1
         self._open: set[Window] = set()
         self._lock = threading.Lock()  #: of what the sampling thread shares
         self._problem: BaseException | None = None
@@ -109,7 +128,17 @@ class Monitor(ClosedOnExit):
                 stack.enter_context(open_gpu(gpu)) if isinstance(gpu, str) else gpu
                 for gpu in _listed(gpus)
             ]
-            self._meters = _meters(opened)
+            self._meters: list[_Meter] = _meters(opened)
+            self._count = len(opened)
+            self._meters += [_Meter(counter) for counter in (host_counters() if host else ())]
+            if log is not None:
+                self._log = os.open(
+                    log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+                )
+                stack.callback(os.close, self._log)
+                if not os.fstat(self._log).st_size:
+                    names = (f"energy of {meter.gpu.text} (J)" for meter in self._meters)
+                    self._write("window", "time (s)", "energy (J)", *names)
             is_sampled = sample_s is not None or on_sample is not None
             self._sampled = [meter for meter in self._meters if is_sampled or not meter.is_counted]
             if self._sampled:
@@ -122,13 +151,35 @@ class Monitor(ClosedOnExit):
     @property
     def gpus(self) -> tuple[str, ...]:
         """Texts that open the GPUs, in the order of `Window.gpus`."""
-        return tuple(meter.gpu.text for meter in self._meters)
+        return tuple(meter.gpu.text for meter in self._meters[: self._count])
 
     def window(self, name: str = "window") -> Window:
         """Return a window to measure: use it in a `with` statement, or call its `begin` and
         `end`.
         """
         return Window(self, name)
+
+    def begin_window(self, name: str) -> None:
+        """Begin a window by its name, as `ZeusMonitor.begin_window` does.
+
+        Raises:
+            UsageError: If a window of this name has begun, and has not ended.
+            GpuError: If a GPU cannot be read.
+        """
+        if name in self._named:
+            raise UsageError(f"window {name!r}: has begun already; end it first")
+        self._named[name] = self.window(name).begin()
+
+    def end_window(self, name: str) -> Window:
+        """End the window of this name, and return it; likewise.
+
+        Raises:
+            UsageError: If no window of this name has begun.
+            GpuError: If a GPU cannot be read.
+        """
+        if name not in self._named:
+            raise UsageError(f"window {name!r}: has not begun; begin and end each window once")
+        return self._named.pop(name).end()
 
     def close(self) -> None:
         """Stop sampling, and close the GPUs that were opened here."""
@@ -140,21 +191,16 @@ class Monitor(ClosedOnExit):
         """Read all GPUs at the edge of a window."""
         if self._synchronize is not None:
             self._synchronize()
+        if self._sampling is None:  # nothing is shared with another thread
+            return [meter.edge() for meter in self._meters]
         with self._lock:
             if self._problem is not None:
                 raise self._problem
             return [meter.edge() for meter in self._meters]
 
-    def _end(self, window: Window, begun: Sequence[_Edge]) -> tuple[GpuEnergy, ...]:
-        try:
-            ended = self._edge()
-        finally:
-            with self._lock:
-                self._open.discard(window)
-        return tuple(
-            meter.between(first, last, window.peaks_w.get(meter.gpu.text))
-            for meter, first, last in zip(self._meters, begun, ended, strict=True)
-        )
+    def _write(self, *cells: object) -> None:
+        """Add a row to the log in one call: it is kept, whatever becomes of the process."""
+        os.write(self._log, csv_text([cells]).encode())
 
     def _sample(self) -> None:
         for meter in self._sampled:
@@ -187,7 +233,7 @@ class Window:
         self.peaks_w: dict[str, float] = {}
         self._monitor = monitor
         self._begun: list[_Edge] | None = None
-        self._gpus: tuple[GpuEnergy, ...] | None = None
+        self._ended: list[_Edge] | None = None
 
     def begin(self) -> Self:
         """Begin the window.
@@ -201,9 +247,11 @@ class Window:
                 f"window {self.name!r}: has begun already; make a new one with "
                 "`monitor.window(name)`"
             )
-        self._begun = self._monitor._edge()
-        with self._monitor._lock:
-            self._monitor._open.add(self)
+        monitor = self._monitor
+        self._begun = monitor._edge()
+        if monitor._sampling is not None:
+            with monitor._lock:
+                monitor._open.add(self)
         return self
 
     def end(self) -> Self:
@@ -211,44 +259,87 @@ class Window:
 
         Raises:
             UsageError: If it has not begun, or has ended already.
-            GpuError: If a GPU cannot be read.
+            GpuError: If a GPU cannot be read, or its counter went back.
         """
-        if self._begun is None or self._gpus is not None:
+        if self._begun is None or self._ended is not None:
             state = "has not begun" if self._begun is None else "has ended already"
             raise UsageError(f"window {self.name!r}: {state}; begin and end each window once")
-        self._gpus = self._monitor._end(self, self._begun)
+        monitor = self._monitor
+        try:
+            ended = monitor._edge()
+        finally:
+            monitor._open.discard(self)
+        for meter, (_, first_j, _), (_, last_j, _) in zip(
+            monitor._meters, self._begun, ended, strict=True
+        ):
+            if last_j < first_j:
+                raise meter.went_back(first_j, last_j)
+        self._ended = ended
+        if monitor._log >= 0:
+            monitor._write(self.name, self.time_s, self.energy_j, *self._energies_j)
         return self
 
     @property
+    def _edges(self) -> Iterator[tuple[_Meter, _Edge, _Edge]]:
+        if self._begun is None or self._ended is None:
+            raise UsageError(f"window {self.name!r}: has not ended; read it after its `with` block")
+        return zip(self._monitor._meters, self._begun, self._ended, strict=True)
+
+    @property
+    def _energies_j(self) -> list[float]:
+        return [last.energy_j - first.energy_j for _, first, last in self._edges]
+
+    @cached_property
     def gpus(self) -> tuple[GpuEnergy, ...]:
-        """What each GPU used, in the order of `Monitor.gpus`.
+        """What each GPU used, in the order of `Monitor.gpus`; then the host, if it is measured.
 
         Raises:
             UsageError: If the window has not ended.
+            GpuError: If a GPU cannot be read: its power now tells the error.
         """
-        if self._gpus is None:
-            raise UsageError(f"window {self.name!r}: has not ended; read it after its `with` block")
-        return self._gpus
+        return tuple(
+            meter.between(first, last, self.peaks_w.get(meter.gpu.text))
+            for meter, first, last in self._edges
+        )
 
     @property
     def time_s(self) -> float:
         """Length of the window, seconds: the longest on any GPU's clock."""
-        return max(gpu.time_s for gpu in self.gpus)
+        return max(last.time_s - first.time_s for _, first, last in self._edges)
 
     @property
     def energy_j(self) -> float:
-        """Energy of all GPUs, joules."""
-        return fsum(gpu.energy_j for gpu in self.gpus)
+        """Energy of all GPUs, and of the host if it is measured, joules."""
+        return fsum(self._energies_j)
+
+    @property
+    def gpu_energy(self) -> dict[int, float]:
+        """Energy of each GPU by its position, joules: the name that Zeus' measurements have."""
+        return dict(enumerate(self._energies_j[: self._monitor._count]))
+
+    @property
+    def total_energy(self) -> float:
+        """Energy of all GPUs, joules: likewise."""
+        return fsum(self.gpu_energy.values())
+
+    @property
+    def time(self) -> float:
+        """Length of the window, seconds: likewise."""
+        return self.time_s
 
     @property
     def error_j(self) -> float:
-        """The energy of all GPUs is wrong by at most this, joules; see `GpuEnergy.error_j`."""
+        """The energy is wrong by at most this, joules; see `GpuEnergy.error_j`."""
         return fsum(gpu.error_j for gpu in self.gpus)
 
     @property
     def average_w(self) -> float:
-        """Mean power of all GPUs together, watts."""
-        return fsum(gpu.average_w for gpu in self.gpus)
+        """Mean power of all together, watts."""
+        return fsum(
+            (last.energy_j - first.energy_j) / (last.time_s - first.time_s)
+            for _, first, last in self._edges
+            if last.time_s > first.time_s
+        )
 
     def __enter__(self) -> Self:
         """Begin the window, and return it."""
@@ -264,22 +355,27 @@ class _Edge(NamedTuple):
 
     time_s: float  #: When it was read
     energy_j: float  #: The energy until then
-    #: For a counter, what it may not show yet. For samples, the error of the energy so far.
-    error_j: float
+    error_j: float  #: For samples, the error of the energy so far
 
 
 class _Meter:
     """A GPU with its energy counter; or, if it has none, with its sampled power, integrated."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu | HostCounter) -> None:
         self.gpu = gpu
         try:
             gpu.energy_j()
         except GpuNotSupported:
-            self.is_counted, self._power_w = False, gpu.power_w()
+            self.is_counted, self._power_w, self._hidden_s = False, gpu.power_w(), 0.0
         else:
-            self.is_counted, self._hidden_s = True, EnergyCounter(gpu).interval_s + POLL_S
+            self.is_counted, self._power_w = True, 0.0
+            self._look()
+            interval_s = (
+                gpu.interval_s if isinstance(gpu, HostCounter) else EnergyCounter(gpu).interval_s
+            )
+            self._hidden_s = interval_s + POLL_S
         self._last = _Edge(gpu.now_s(), 0.0, 0.0)
+        self._what = gpu.text, gpu.name, gpu.origin  # windows are also read when it is closed
 
     def sample(self) -> float:
         """Return the power, watts; without a counter, integrate it up to now."""
@@ -292,35 +388,38 @@ class _Meter:
         return power_w
 
     def edge(self) -> _Edge:
-        """Read the energy; what a counter does not show yet is at most an update at the power of
-        now.
-        """
+        """Read the energy, and nothing else."""
         if not self.is_counted:
             self.sample()
             return self._last
-        try:
-            hidden_j = self._hidden_s * self.gpu.power_w()
-        except GpuNotSupported:
-            hidden_j = 0.0
-        return _Edge(self.gpu.now_s(), self.gpu.energy_j(), hidden_j)
+        return _Edge(self.gpu.now_s(), self.gpu.energy_j(), 0.0)
+
+    def _look(self) -> None:
+        """Remember the power, if it can be read: not of a GPU that is closed."""
+        with suppress(GpuError):
+            self._power_w = self.gpu.power_w()
+
+    def went_back(self, first_j: float, last_j: float) -> GpuError:
+        """Return the error of a counter that went back."""
+        return GpuError(
+            f"{self.gpu.text}: its energy counter went back from {si(first_j, 'J', 9)} "
+            f"to {si(last_j, 'J', 9)}, as after a reload of the driver; turn "
+            "persistence mode on and measure again"
+        )
 
     def between(self, first: _Edge, last: _Edge, peak_w: float | None) -> GpuEnergy:
-        """Return what was used between two edges."""
-        gpu = self.gpu
+        """Return what was used between two edges. What the counter did not show at one of them is
+        at most an update at the mean power, or at the one read last.
+        """
         time_s, energy_j, error_j = (end - begin for begin, end in zip(first, last, strict=True))
         if self.is_counted:
-            if energy_j < 0:
-                raise GpuError(
-                    f"{gpu.text}: its energy counter went back from {si(first.energy_j, 'J', 9)} "
-                    f"to {si(last.energy_j, 'J', 9)}, as after a reload of the driver; turn "
-                    "persistence mode on and measure again"
-                )
-            average_j = self._hidden_s * energy_j / time_s if time_s > 0 else 0.0
+            self._look()
             # The first edge hides energy from before the window, and the last energy of the
             # window: only one can prevail.
-            error_j = max(average_j, first.error_j, last.error_j)
+            error_j = self._hidden_s * max(energy_j / time_s if time_s > 0 else 0.0, self._power_w)
+        is_resolved = time_s > self._hidden_s or not self.is_counted
         source = "counter" if self.is_counted else "samples"
-        return GpuEnergy(gpu.text, gpu.name, gpu.origin, source, time_s, energy_j, error_j, peak_w)
+        return GpuEnergy(*self._what, source, time_s, energy_j, error_j, is_resolved, peak_w)
 
 
 def _meters(gpus: Sequence[Gpu]) -> list[_Meter]:

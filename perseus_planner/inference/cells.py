@@ -5,7 +5,8 @@ The columns are `input`, `output`, `tensor_degree`, `clock_mhz` or `power_limit_
 or `energy_wh`: of one request, all GPUs of the instance. Leave the energy empty where the latency
 objective is violated. Optional columns: `tokens_per_s`, the load of the instance, input and output
 tokens; `ttft_s` and `tbt_s`, time to the first token and between tokens; `idle_w`, the power of the
-instance without requests.
+instance without requests; `concurrency`, the requests in flight of a closed loop; `input_token_j`,
+`output_token_j`, `input_token_s` and `output_token_s`, what a token costs.
 
 `input` and `output` name the class of a request: short, medium and long, or the most tokens of the
 class, such as 256.
@@ -37,7 +38,18 @@ _HEADER = "input,output,tensor_degree,clock_mhz,energy_j"
 _LOAD = Rule(float, False, "a load: write tokens per second above 0, such as 2000")
 _SETTINGS = {"clock_mhz": ("clock", CLOCK), "power_limit_w": ("power-limit", LIMIT)}
 _ENERGIES = {"energy_j": 1.0, "energy_wh": 3600.0}
-_OPTIONAL = {"tokens_per_s": _LOAD, "ttft_s": TIME, "tbt_s": TIME, "idle_w": POWER}
+_TOKEN = Rule(float, True, "a cost of a token: write a number of 0 or more, or nothing")
+_OPTIONAL = {
+    "tokens_per_s": _LOAD,
+    "ttft_s": TIME,
+    "tbt_s": TIME,
+    "idle_w": POWER,
+    "concurrency": COUNT,
+    "input_token_j": _TOKEN,
+    "output_token_j": _TOKEN,
+    "input_token_s": _TOKEN,
+    "output_token_s": _TOKEN,
+}
 _ENERGY = ENERGY._replace(
     zero=False, wanted="an energy: write a number above 0, or nothing where it is too slow"
 )
@@ -67,6 +79,13 @@ class Configuration(NamedTuple):
     setting: int
 
 
+class Point(NamedTuple):
+    """An instance under load."""
+
+    tokens_per_s: float  #: input and output tokens of all its requests in a second
+    power_w: float  #: power of all its GPUs, watts
+
+
 class Cell(NamedTuple):
     """An instance under load, as measured."""
 
@@ -76,6 +95,26 @@ class Cell(NamedTuple):
     ttft_s: float | None = None  #: time to the first token, seconds; None if unknown
     tbt_s: float | None = None  #: time between tokens, seconds; None if unknown
     idle_w: float = 0.0  #: watts of the instance without requests; 0 if unknown
+    #: joules and seconds of the instance for an input token, and for an output token after the
+    #: first; None if unknown.
+    input_token_j: float | None = None
+    output_token_j: float | None = None
+    input_token_s: float | None = None
+    output_token_s: float | None = None
+    concurrency: int | None = None  #: requests in flight of a closed loop; None for other traffic
+
+    def carried(self, input_tokens: float, output_tokens: float) -> Point:
+        """Return what it carries of requests of so many tokens each, on average: like those that
+        were measured, unless the costs of tokens are known.
+        """
+        tokens, after = input_tokens + output_tokens, max(0.0, output_tokens - 1.0)
+        energy_j, tokens_per_s = self.energy_j or 0.0, self.tokens_per_s
+        if self.input_token_j is not None and self.output_token_j is not None:
+            energy_j = input_tokens * self.input_token_j + after * self.output_token_j
+        if self.input_token_s is not None and self.output_token_s is not None:
+            seconds = input_tokens * self.input_token_s + after * self.output_token_s
+            tokens_per_s = tokens / seconds
+        return Point(tokens_per_s, energy_j * tokens_per_s / tokens)
 
 
 @dataclass(frozen=True)
@@ -126,7 +165,7 @@ class InferenceProfile:
 
     def feasible(self, of: RequestClass, at: Configuration) -> tuple[Cell, ...]:
         """Return the measurements that meet the objectives, by load; none if the configuration
-        never does.
+        never does. Closed loops have no bursts, so they count only where there are no others.
         """
         return self._feasible.get((of, at), ())
 
@@ -151,11 +190,14 @@ class InferenceProfile:
                 took is None or took <= most for took, most in latencies
             )
 
+        def counted(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
+            return tuple(cell for cell in cells if cell.concurrency is None) or cells
+
         ttft_s = {request_class: self.ttft_s(request_class) for request_class in self.classes}
         return {
             key: tuple(
                 sorted(
-                    (cell for cell in cells if meets(cell, ttft_s[key[0]])),
+                    (cell for cell in counted(cells) if meets(cell, ttft_s[key[0]])),
                     key=lambda cell: cell[0],
                 )
             )

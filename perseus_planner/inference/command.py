@@ -4,9 +4,15 @@ latency objectives.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,9 +38,14 @@ from perseus_planner.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from perseus_planner.gpu import Gpu
     from perseus_planner.inference.cells import InferenceProfile
+    from perseus_planner.inference.metrics import MetricsReader
     from perseus_planner.inference.programme import ChangeCosts
     from perseus_planner.inference.serving import ServedRow
+
+
+_ANSWER_S, _LOOK_S = 0.5, 1.0  # in which metrics come; between looks whether a server is there
 
 
 @click.group(
@@ -83,6 +94,23 @@ def _checked_bounds(
 
 _Bounds = Annotated[
     tuple[int, ...], Listed(units.COUNT, "tokens"), Option(callback=_checked_bounds)
+]
+
+
+def _read_key(_: click.Context, __: click.Parameter, key: str | None) -> str | None:
+    """Return the key that is given or stands in a file, or that of the environment."""
+    if key is None or not key.startswith("@"):
+        return key or os.environ.get("OPENAI_API_KEY")
+    try:
+        return Path(key[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key: cannot read {key[1:]} ({error}); name a file") from error
+
+
+_Key = Annotated[
+    str | None,
+    "Key of the server, or @FILE that has it.  [default: OPENAI_API_KEY]",
+    Option("--api-key", metavar="KEY", callback=_read_key),
 ]
 
 
@@ -154,12 +182,10 @@ class _Service:
 
 @command(
     "planner inference profile http://127.0.0.1:8000/v1 --gpu nvml:0 --class 256/100 --class "
-    "1024/350 --batch 1,8 -o inference.csv",
-    "planner inference profile serving:generate --gpu nvml:0 --class 256/100 --at "
-    "1980,1590,1200 -o inference.csv",
+    "1024/350 --concurrency 1,8,32 --rate 1,2,4 -o inference.csv",
 )
 def profile(
-    target: str,
+    server: str,
     *,
     gpus: Annotated[
         tuple[str, ...],
@@ -171,7 +197,15 @@ def profile(
         "Class of requests: input and output tokens; repeat it for several.",
         Option("--class", metavar="IN/OUT", required=True),
     ],
-    batches: Annotated[Counts, "Requests at once.", Option("--batch", default="1")],
+    concurrencies: Annotated[
+        Counts, "Closed loops: requests in flight.", Option("--concurrency", default=())
+    ],
+    rates: Annotated[
+        tuple[float, ...],
+        Listed(units.RATE, "requests/s"),
+        "Open loops: requests that arrive in a second, at random.",
+        Option("--rate", default=()),
+    ],
     control: Annotated[
         Literal["clock", "power-limit", "observed"],
         "What is set; observed sets nothing.",
@@ -182,37 +216,85 @@ def profile(
         "Clocks in MHz, or power limits in W.  [default: six, down to 40 % of the highest]",
         Option("--at", default=()),
     ],
-    window_s: Annotated[Time, "Least time of a window.", Option(default="10s")],
+    window_s: Annotated[Time, "Time of a window.", Option(default="10s")],
     windows: Annotated[int, click.IntRange(1), "Windows a row.", Option(metavar="N", default=3)],
     model: Annotated[
         str | None, "Model of the server.  [default: its first]", Option(metavar="NAME")
     ],
+    chat: Annotated[bool, "Ask for chat completions."],
+    text: Annotated[bool, "Send prompts as text, not as numbers of tokens."],
+    key: _Key,
+    limit_s: Annotated[
+        Time, "Most time between two events of an answer.", Option("--timeout", default="10min")
+    ],
     output: Annotated[Path, output_file("inference profile", ".csv")],
     as_json: AsJson,
 ) -> None:
-    """Measure what requests cost at several clocks: energy, throughput and latency, prefill and
-    decode apart.
+    """Measure what requests to a server cost under traffic, at several clocks: energy, throughput
+    and latency, input and output tokens apart.
 
-    TARGET is the address of a server on this machine that speaks OpenAI's completions API, or
-    module:function for a function f(batch, input_tokens, output_tokens) that yields after each
-    token.
+    SERVER is the address of a server on this machine that speaks OpenAI's API. Each row is written
+    as it is measured.
     """
     from perseus_planner.gpu import open_gpu
     from perseus_planner.inference.serving import ServingSettings, measure_serving, save_served
-    from perseus_planner.inference.targets import open_target
+    from perseus_planner.inference.targets import Server
 
-    sys.path.insert(0, "")
-    chosen = ServingSettings(shapes, batches, control, settings, window_s, windows)
+    chosen = ServingSettings(shapes, concurrencies, rates, control, settings, window_s, windows)
+    rows: list[ServedRow] = []
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_gpu(text)) for text in gpus]
-        served = stack.enter_context(closing(open_target(target, model)))
-        rows = measure_serving(
-            served, opened, chosen, stack.enter_context(console.progress("Measuring"))
-        )
+        opened = [stack.enter_context(open_gpu(gpu)) for gpu in gpus]
+        target = Server(server, model, chat=chat, text=text, key=key, limit_s=limit_s)
+        stack.enter_context(closing(target))
+        progress = stack.enter_context(console.progress("Measuring"))
+        measured = measure_serving(target, opened, chosen, progress)
         origin = opened[0].origin
-    save_served(rows, control, origin, output)
+        for row in stack.enter_context(closing(measured)):
+            rows.append(row)
+            save_served(rows, control, origin, output)
     summary = {"origin": origin, "control": control, "rows": [asdict(row) for row in rows]}
     console.report(summary, _text(rows, control, origin), [output], as_json=as_json)
+
+
+@command(
+    "planner inference read 1410@312W=profile_export_genai_perf.json --degree 1 -o inference.csv",
+)
+def read(
+    results: Annotated[tuple[str, ...], Option(required=True, metavar="MHZ[@WATTS]=FILE...")],
+    *,
+    degree: Annotated[
+        int, click.IntRange(1), "GPUs of the server.", Option(metavar="N", default=1)
+    ],
+    shape: Annotated[
+        Annotated[Any, _Class()] | None,
+        "Class of the requests.  [default: their mean tokens]",
+        Option("--class", metavar="IN/OUT"),
+    ],
+    output: Annotated[Path, output_file("inference profile", ".csv")],
+    as_json: AsJson,
+) -> None:
+    """Make an inference profile of what genai-perf, guidellm or `vllm bench serve` measured.
+
+    Each file has the clock in MHz that was set, and the mean power of the server's GPUs meanwhile,
+    for example as `planner measure` prints it. Rows without a power have no energy.
+    """
+    from perseus_planner.inference.results import read_results
+    from perseus_planner.inference.serving import save_served
+
+    rows: list[ServedRow] = []
+    for each in results:
+        setting, _, file = each.partition("=")
+        clock, _, power = setting.partition("@")
+        clock_mhz = units.CLOCK.parse(clock)
+        power_w = units.POWER_BUDGET.read(power, each) if power else None
+        if clock_mhz is None or not file:
+            raise UsageError(f"{each!r} is no result; write MHZ=FILE or MHZ@WATTS=FILE")
+        rows += read_results(Path(file), clock_mhz, degree, power_w, shape)
+    save_served(rows, "clock", "read", output)
+    if any(row.energy_j is None for row in rows):
+        click.echo("planner: rows without an energy count as too slow; give MHZ@WATTS", err=True)
+    summary = {"rows": [asdict(row) for row in rows]}
+    console.report(summary, _text(rows, "clock", "read from files"), [output], as_json=as_json)
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
@@ -221,7 +303,10 @@ def _text(rows: list[ServedRow], control: str, origin: str) -> str:
     columns = lay_out(
         rows,
         Column("class", lambda row: "{}/{}".format(*row.shape)),
-        Column("batch", "batch"),
+        Column(
+            "load",
+            lambda row: f"{row.rate_per_s:g}/s" if row.concurrency is None else row.concurrency,
+        ),
         Column("W" if control == "power-limit" else "MHz", "setting"),
         Column("J/request", "energy_j", ".4g"),
         Column("+- J", "error_j", ".2g"),
@@ -289,13 +374,10 @@ def simulate(
         "What a period is predicted from: the one before, or itself.",
         Option(default="last"),
     ],
-    mispredicted: Annotated[
-        Tolerance,
-        "Share of requests whose output is predicted one class too long or too short.",
-        Option(default="0%"),
-    ],
-    burst_s: Annotated[
-        Lag, "Over how long the load of an instance may be averaged.", Option(default="60s")
+    epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
+    chunk: Annotated[int, "Most input tokens of an iteration.", Option(metavar="N", default=2048)],
+    most: Annotated[
+        int, "Most requests of a server at once.", Option("--batch", metavar="N", default=256)
     ],
     policies: Annotated[
         tuple[str, ...],
@@ -309,7 +391,8 @@ def simulate(
     """Replay a trace through pools that are planned again and again.
 
     PROFILE is that of `planner inference plan`, TRACE a CSV of requests. The policy highest is
-    always included as the baseline of the others.
+    always included as the baseline of the others. Instances are servers with continuous batching if
+    the profile says what tokens cost; else only their power is replayed.
     """
     from perseus_planner.base.errors import InfeasibleGpus
     from perseus_planner.inference import views
@@ -329,9 +412,10 @@ def simulate(
     settings = Settings(
         gpus=service.gpus,
         costs=costs,
+        epoch_s=epoch_s,
         prediction=prediction,
-        mispredicted=mispredicted,
-        burst_s=burst_s,
+        chunk_tokens=chunk,
+        most_requests=most,
     )
     requests, replays, left_out = read_trace(trace), [], list[str]()
     with console.progress("Replaying") as progress:
@@ -352,5 +436,144 @@ def simulate(
     console.report(result, views.simulation_text(result), [plot] if plot else [], as_json=as_json)
 
 
-for _command in (profile, plan, simulate):
+@dataclass(frozen=True)
+class _Kept:
+    """What a server keeps, and where it runs."""
+
+    gpus: Annotated[
+        tuple[str, ...],
+        "GPU that the server runs on; repeat it for several.",
+        Option("--gpu", metavar="GPU", required=True),
+    ]
+    ttft_s: Annotated[Time, "Most time to the first token.", Option(required=True)]
+    tbt_s: Annotated[Time, "Most time between tokens.", Option(required=True)]
+    late: Annotated[
+        Tolerance, "Share of requests and tokens that may be later.", Option(default="1%")
+    ]
+    dry_run: Annotated[bool, "Set nothing; say what would be set."]
+
+    def keep(
+        self, gpus: Sequence[Gpu], reader: MetricsReader, is_over: Callable[[], bool], as_json: bool
+    ) -> None:
+        """Keep the clocks of its GPUs, and report what became of it."""
+        from perseus_planner.inference.attend import attend
+        from perseus_planner.inference.online import OnlineSettings
+
+        settings = OnlineSettings(self.ttft_s, self.tbt_s, self.late)
+        reader.read()
+        result = attend(
+            reader,
+            gpus,
+            settings,
+            is_over,
+            is_dry=self.dry_run,
+            tell=lambda line: click.echo(f"planner: {line}", err=True),
+        )
+        late = 100 * result.late / max(1.0, result.requests)
+        text = (
+            f"{result.requests:.0f} requests in {result.time_s:.0f} s, {late:.2f} % late; "
+            f"{result.energy_j:.4g} J; clocks were set {result.changes} times"
+        )
+        console.report(asdict(result), text, [], as_json=as_json)
+
+    @contextmanager
+    def opened(self) -> Iterator[list[Gpu]]:
+        """Yield the GPUs, whose clocks can be set."""
+        from perseus_planner.gpu import open_gpu
+        from perseus_planner.inference.attend import check_gpus
+
+        with ExitStack() as stack:
+            gpus = [stack.enter_context(open_gpu(text)) for text in self.gpus]
+            if not self.dry_run:
+                check_gpus(gpus)
+            yield gpus
+
+
+@contextmanager
+def _until_ended() -> Iterator[Callable[[], bool]]:
+    """Yield whether this process was asked to end, by an interrupt or SIGTERM."""
+    asked = list[int]()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda got, _: asked.append(got)) for number in numbers}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@command("planner inference attach http://127.0.0.1:8000 --gpu nvml:0 --ttft 400ms --tbt 100ms")
+def attach(server: str, *, kept: _Kept, as_json: AsJson) -> None:
+    """Keep the clocks of a server that runs: the lowest energy within objectives of latency.
+
+    SERVER is the address of a server of vLLM or SGLang, whose metrics are read. It goes on until it
+    is interrupted or gets SIGTERM.
+    """
+    from perseus_planner.inference.metrics import MetricsReader
+
+    with kept.opened() as gpus, closing(MetricsReader(server, _ANSWER_S)) as reader:
+        try:
+            reader.read()
+        except (OSError, HTTPException) as error:
+            raise UsageError(
+                f"{reader.where}: does not answer ({error!r}); start the server, and give the "
+                "address that it prints"
+            ) from error
+        with _until_ended() as is_over:
+            kept.keep(gpus, reader, is_over, as_json)
+
+
+@command(
+    "planner inference run --gpu nvml:0 --ttft 400ms --tbt 100ms -- vllm serve Qwen/Qwen3-8B",
+    context_settings={"allow_interspersed_args": False},
+)
+def run(
+    command: Annotated[tuple[str, ...], Option(required=True)],
+    *,
+    kept: _Kept,
+    url: Annotated[
+        str, "Where the server is.", Option(metavar="URL", default="http://127.0.0.1:8000")
+    ],
+    start_s: Annotated[Time, "Most time until it answers.", Option(default="30min")],
+    as_json: AsJson,
+) -> None:
+    """Run a server, and keep its clocks: the lowest energy within objectives of latency.
+
+    COMMAND starts a server of vLLM or SGLang, whose metrics are read. This ends with the command,
+    with its exit status.
+    """
+    from perseus_planner.inference.metrics import MetricsReader
+
+    with (
+        kept.opened() as gpus,
+        closing(MetricsReader(url, _ANSWER_S)) as reader,
+        _until_ended() as is_over,
+    ):
+        try:
+            process = subprocess.Popen(command, stdout=sys.stderr.fileno())
+        except OSError as error:
+            raise console.cannot_run(command, error) from error
+        try:
+            end_s = time.monotonic() + start_s
+            while process.poll() is None and not is_over():
+                with suppress(OSError, HTTPException):
+                    reader.read()
+                    kept.keep(
+                        gpus, reader, lambda: is_over() or process.poll() is not None, as_json
+                    )
+                    break
+                if time.monotonic() > end_s:
+                    raise UsageError(
+                        f"{reader.where}: has not answered for {start_s:g} s; give --url, or a "
+                        "longer --start"
+                    )
+                time.sleep(_LOOK_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            status = process.wait()
+    sys.exit(128 - status if status < 0 else status)
+
+
+for _command in (profile, read, plan, simulate, attach, run):
     inference.add_command(_command)

@@ -17,7 +17,14 @@ from perseus_planner.base.documents import check_digest, read_document
 from perseus_planner.base.errors import InfeasibleGpus, PlanError, UsageError
 from perseus_planner.base.files import sha256, write_file
 from perseus_planner.inference.cells import Configuration, RequestClass
-from perseus_planner.inference.programme import PUBLISHED, ChangeCosts, Pool, PoolPlan, plan_pools
+from perseus_planner.inference.programme import (
+    PUBLISHED,
+    ChangeCosts,
+    Pool,
+    PoolPlan,
+    least_gpus,
+    plan_pools,
+)
 from perseus_planner.inference.workload import Load
 
 if TYPE_CHECKING:
@@ -153,6 +160,11 @@ def make_plan(
             try:
                 plan = plan_policy(name, profile, demand, gpus, length_s, before, costs)
             except (InfeasibleGpus, UsageError) as error:
+                if name == "planner" and isinstance(error, InfeasibleGpus):
+                    least, proved = zip(
+                        *(least_gpus(profile, demand) for _, _, demand in periods), strict=True
+                    )
+                    raise InfeasibleGpus(gpus, max(least), all(proved)) from error
                 if name == "planner":
                     raise
                 if isinstance(error, UsageError):

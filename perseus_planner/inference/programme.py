@@ -1,18 +1,21 @@
 """The pools of least energy, by an exact integer programme.
 
-A pool is made of equal instances: so many GPUs each, at one clock. It serves one class of requests,
-and may serve shorter ones as well. The variables are the instances of every possible pool
-(integers) and the share of an instance that each class has in it at each measured load; power
-between two measured loads lies on the line between them. Minimised is the energy of a period: of
-requests, of idle instances, and of what has to change since the period before.
+A pool is made of equal instances: so many GPUs each, at one clock, under one load. It serves one
+class of requests, and may serve shorter ones as well. Power over load is a line from an idle
+instance to the first measured load, and from each measured load to the next. An instance has one
+load, so it is on one of these segments: the variables are, of every possible pool, the instances on
+each segment (integers), and how much of them each class has at the two ends. Segment 3 of one class
+goes with segment 3 of another. Minimised is the energy of a period: of requests, of idle instances,
+and of what has to change since the period before.
 
-    min   period * (sum power * share + sum idle * (instances - shares)) + cost of changes
+    min   period * sum power * share + cost of changes
     with  sum load * share = demand of each class
-          sum peak * share <= instances of each pool
+          sum share = instances on each segment; on the first one, the rest of them are idle
+          sum peak * load * share / largest load <= instances on each segment
           sum GPUs of an instance * instances <= GPUs
 
-HiGHS solves it by branch and bound; its dual bound is the certificate. Pools at one configuration
-are then joined where that leaves an instance over.
+HiGHS solves it by branch and bound; its dual bound is the certificate. Pools on the first segment
+at one configuration are then joined where that leaves an instance over.
 """
 
 from __future__ import annotations
@@ -34,7 +37,12 @@ from perseus_planner.base.errors import InfeasibleGpus, PlannerError, UsageError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from perseus_planner.inference.cells import Cell, Configuration, InferenceProfile, RequestClass
+    from perseus_planner.inference.cells import (
+        Configuration,
+        InferenceProfile,
+        Point,
+        RequestClass,
+    )
     from perseus_planner.inference.workload import Load
 
 
@@ -96,7 +104,7 @@ PUBLISHED = ChangeCosts()
 
 @dataclass(frozen=True)
 class Pool:
-    """Equal instances."""
+    """Equal instances under equal loads."""
 
     longest: RequestClass  #: the longest class that it may serve
     at: Configuration  #: tensor degree and clock of its instances
@@ -195,9 +203,22 @@ def plan_pools(
     model = _Model(profile, demand, period_s, only, before, costs)
     answer = model.solve(model.energies_j, gpus, gap)
     if answer is None:
-        least = model.solve(model.gpus, None)
-        raise InfeasibleGpus(gpus or 0, 0 if least is None else model.plan(least).gpus)
+        raise InfeasibleGpus(gpus or 0, *least_gpus(profile, demand, only))
     return model.plan(answer)
+
+
+def least_gpus(
+    profile: InferenceProfile,
+    demand: Mapping[RequestClass, Load],
+    only: Mapping[RequestClass, Collection[Configuration]] | None = None,
+) -> tuple[int, bool]:
+    """Return the least number of GPUs that carry the demand, and whether no fewer do for sure; the
+    arguments and errors are those of `plan_pools`.
+    """
+    model = _Model(profile, demand, 1.0, only, None, PUBLISHED)
+    answer = model.solve(model.gpus, None)
+    gpus = 0 if answer is None else model.plan(answer).gpus
+    return gpus, answer is not None and answer.bound > gpus - 1 + _ROUNDING
 
 
 def largest_share(
@@ -215,14 +236,22 @@ def largest_share(
 
 
 class _Entry(NamedTuple):
-    """A variable: what share of an instance of `pool` serves the class `of`, at the load of
-    `cell`.
-    """
+    """A variable: how many instances' worth of a class runs at one end of a segment."""
 
     column: int
-    pool: int
+    group: int  #: position of the instances in `_Model.groups`
     of: RequestClass
-    cell: Cell
+    point: Point  #: load and power there
+    largest: float  #: the largest load there may be, tokens per second
+
+
+class _Group(NamedTuple):
+    """Instances of a possible pool on one segment of the curve."""
+
+    column: int  #: how many there are
+    longest: RequestClass
+    at: Configuration
+    segment: int
 
 
 class _Answer(NamedTuple):
@@ -256,14 +285,21 @@ class _Model:
         self.energies_j: dict[int, float] = {}
         self.gpus: dict[int, float] = {}
         self.share = self._add(least_share, 1.0)
-        self.pools: list[tuple[int, RequestClass, Configuration]] = []
+        self.groups: list[_Group] = []
         self.entries: list[_Entry] = []
+        self._points = {
+            (of, at): [cell.carried(*load.lengths(of)) for cell in profile.feasible(of, at)]
+            for of, load in self.demand.items()
+            for at in profile.configurations
+            if only is None or at in only[of]
+        }
         for longest in self.demand:
-            for configuration in profile.configurations:
-                self._add_pool(profile, longest, configuration, only)
+            for at in profile.configurations:
+                for segment in range(len(profile.feasible(longest, at))):
+                    self._add_group(longest, at, segment, len(profile.feasible(longest, at)))
         for request_class, load in self.demand.items():
             loads = {
-                entry.column: entry.cell.tokens_per_s
+                entry.column: entry.point.tokens_per_s
                 for entry in self.entries
                 if entry.of == request_class
             }
@@ -284,51 +320,40 @@ class _Model:
         self._columns.append((least, most, integer))
         return len(self._columns) - 1
 
-    def _add_pool(
-        self,
-        profile: InferenceProfile,
-        longest: RequestClass,
-        at: Configuration,
-        only: Mapping[RequestClass, Collection[Configuration]] | None,
+    def _add_group(
+        self, longest: RequestClass, at: Configuration, segment: int, segments: int
     ) -> None:
-        """Add the instances of a pool, and their shares; no class is served at a higher load
-        than `longest` may be.
-        """
-        most = max((cell.tokens_per_s for cell in profile.feasible(longest, at)), default=0.0)
-        allowed = [
-            request_class
-            for request_class in self.demand
-            if longest.covers(request_class) and (only is None or at in only[request_class])
-        ]
-        cells = [
-            (request_class, cell)
-            for request_class in allowed
-            for cell in profile.feasible(request_class, at)
-            if cell.tokens_per_s <= most
-        ]
-        if not cells:
+        """Add the instances of a pool on a segment, and what classes have of them."""
+        served = {
+            of: points[:segments]
+            for (of, configuration), points in self._points.items()
+            if configuration == at and longest.covers(of) and len(points) > segment
+        }
+        if not served:
             return
-        instances, idle_j = self._add(integer=True), self.idle_w[at] * self.period_s
-        self.pools.append((instances, longest, at))
+        instances, number = self._add(integer=True), len(self.groups)
+        self.groups.append(_Group(instances, longest, at, segment))
         self.gpus[instances] = float(at.tensor_degree)
-        self.energies_j[instances] = idle_j
-        filled = {instances: -1.0}
-        for request_class, cell in cells:
-            entry = _Entry(self._add(), instances, request_class, cell)
-            self.entries.append(entry)
-            self.energies_j[entry.column] = (
-                busy_w(cell, self.demand[request_class]) * self.period_s - idle_j
-            )
-            filled[entry.column] = self.demand[request_class].peak
-        self._rows.append((filled, -math.inf, 0.0))
+        idle_w = 0.0 if segment else self.idle_w[at]
+        self.energies_j[instances] = idle_w * self.period_s
+        shares, peaks = {instances: -1.0}, {instances: -1.0}
+        for of, points in served.items():
+            for point in points[max(0, segment - 1) : segment + 1]:
+                entry = _Entry(self._add(), number, of, point, points[-1].tokens_per_s)
+                self.entries.append(entry)
+                self.energies_j[entry.column] = (point.power_w - idle_w) * self.period_s
+                shares[entry.column] = 1.0
+                peaks[entry.column] = self.demand[of].peak * point.tokens_per_s / entry.largest
+        self._rows.append((shares, 0.0 if segment else -math.inf, 0.0))
+        self._rows.append((peaks, -math.inf, 0.0))
 
     def _add_changes(self, before: Sequence[Pool]) -> None:
         """Add the GPUs that have to change, as in `ChangeCosts.between`."""
         for key, price_j in zip(SAME, self.costs.prices_j, strict=True):
             had = gpus_by(key, before)
             rows: dict[object, dict[int, float]] = defaultdict(dict)
-            for number, _, configuration in self.pools:
-                rows[key(configuration)][number] = float(configuration.tensor_degree)
+            for column, _, configuration, _ in self.groups:
+                rows[key(configuration)][column] = float(configuration.tensor_degree)
             for group, row in rows.items():
                 more = self._add()
                 self.energies_j[more] = price_j
@@ -376,34 +401,38 @@ class _Model:
             if solution.status == 2:  # infeasible
                 return None
             raise PlannerError(
-                f"no pools were found: {solution.message}; give more GPUs, or fewer configurations"
+                f"no pools were found in the {_LIMIT_S:g} s that the solver may take; give more "
+                "GPUs, or a profile with fewer configurations or loads"
             )
         return _Answer(solution.x, float(solution.mip_dual_bound) * scale)
 
     def plan(self, answer: _Answer) -> PoolPlan:
         """Return the pools of an answer, with no more instances than their shares need."""
-        filled: dict[int, float] = defaultdict(float)
-        serves: dict[int, dict[RequestClass, float]] = defaultdict(dict)
+        needed: dict[int, float] = defaultdict(float)
+        shares: dict[int, float] = defaultdict(float)
+        serves: dict[int, dict[RequestClass, float]] = defaultdict(lambda: defaultdict(float))
         power_w = 0.0
-        for column, pool, request_class, cell in self.entries:
+        for column, group, of, point, largest in self.entries:
             share = float(answer.values[column])
-            if share * self.demand[request_class].peak > _ROUNDING / 100:
-                filled[pool] += share * self.demand[request_class].peak
-                serves[pool][request_class] = (
-                    serves[pool].get(request_class, 0.0) + share * cell.tokens_per_s
-                )
-            power_w += share * self.energies_j[column] / self.period_s
-        pools = _joined(
-            [
-                (longest, configuration, filled[number], serves[number])
-                for number, longest, configuration in self.pools
-                if number in filled
-            ]
-        )
-        power_w += sum(pool.instances * self.idle_w[pool.at] for pool in pools)
-        change_j = 0.0 if self.before is None else self.costs.between(self.before, pools)
+            if share > _ROUNDING / 100:
+                shares[group] += share
+                needed[group] += share * self.demand[of].peak * point.tokens_per_s / largest
+                serves[group][of] += share * point.tokens_per_s
+                power_w += share * point.power_w
+        first, pools = [], []
+        for group, served in serves.items():
+            _, longest, at, segment = self.groups[group]
+            if segment:  # the solver's instances, all of which have work
+                pools.append(Pool(longest, at, round(shares[group]), dict(sorted(served.items()))))
+            else:
+                power_w -= shares[group] * self.idle_w[at]
+                first.append((longest, at, max(shares[group], needed[group]), dict(served)))
+        joined = _joined(first)
+        power_w += sum(pool.instances * self.idle_w[pool.at] for pool in joined)
+        every = sorted([*pools, *joined], key=lambda pool: (pool.longest, pool.at))
+        change_j = 0.0 if self.before is None else self.costs.between(self.before, every)
         energy_j = power_w * self.period_s + change_j
-        return PoolPlan(pools, power_w, change_j, energy_j, min(answer.bound, energy_j))
+        return PoolPlan(tuple(every), power_w, change_j, energy_j, min(answer.bound, energy_j))
 
 
 @contextmanager
@@ -430,7 +459,7 @@ def _without_output() -> Iterator[None]:
 
 def _joined(
     found: list[tuple[RequestClass, Configuration, float, dict[RequestClass, float]]],
-) -> tuple[Pool, ...]:
+) -> list[Pool]:
     """Return pools with so many instances as are filled; join two where fewer do for both."""
     pools, rest = [], sorted(found, key=lambda each: (each[1], each[0]), reverse=True)
     while rest:
@@ -445,15 +474,8 @@ def _joined(
                 }
                 rest.remove(other)
         pools.append(Pool(longest, configuration, _instances(filled), dict(sorted(serves.items()))))
-    return tuple(sorted(pools, key=lambda pool: (pool.longest, pool.at)))
+    return pools
 
 
 def _instances(filled: float) -> int:
     return max(1, math.ceil(filled - _ROUNDING))
-
-
-def busy_w(cell: Cell, load: Load) -> float:
-    """Return the power of an instance at the load of `cell`, of requests like those of `load`,
-    watts.
-    """
-    return (cell.energy_j or 0.0) * cell.tokens_per_s * load.requests_per_s / load.tokens_per_s

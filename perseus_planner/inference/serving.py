@@ -1,20 +1,25 @@
-"""Measure what requests to a server cost: time and energy of prefill and decode, over clocks or
-power limits.
+"""Measure what requests to a server cost under traffic, over clocks or power limits.
 
-A round sends a batch of equal requests at once and waits for all of their tokens; rounds are
-repeated in windows of seconds, as in training (`row_meter.py`), whose energy a `Monitor` measures.
-Rounds of one output token are the prefill. What longer rounds need beyond that is the decode, so no
-edge of a window lies between the two.
+Traffic is a closed loop, where so many requests are in flight at any time, or an open loop, where
+requests arrive at random at a rate (Poisson), as genai-perf, guidellm and `vllm bench serve` have
+them. It goes on from before the first window to after the last one. A `Monitor` measures the energy
+of a window; a request counts in it by the share of its events that came in it.
+
+In a closed loop, requests of one output token give the cost of an input token, and what longer
+requests need beyond that is the cost of their output tokens. An open loop also has times without
+requests, so its costs of tokens are those of the closed loop with the nearest throughput, times one
+factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import random
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -32,6 +37,7 @@ from perseus_planner.profiler.lock_check import LockCheck
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
+    from perseus_planner.inference.targets import Answer
 
 _CLOCK_EVERY_S = 0.05
 _SETTINGS = 6  # that are measured unless they are given
@@ -39,12 +45,10 @@ _LOWEST = 0.4  # of the highest setting: below, requests are slow and no cheaper
 
 
 class Target(Protocol):
-    """Serves requests: a server on this machine, or a function."""
+    """Serves requests, from many threads at once."""
 
-    def serve(self, batch: int, input_tokens: int, output_tokens: int) -> Sequence[Sequence[float]]:
-        """Send `batch` requests at once, and return the seconds from then to each output token
-        of each request.
-        """
+    def complete(self, input_tokens: int, output_tokens: int) -> Answer:
+        """Send a request, and return what came."""
 
 
 class Shape(NamedTuple):
@@ -63,12 +67,13 @@ class ServingSettings(Checked):
     """
 
     shapes: tuple[Shape, ...]  #: Classes of requests
-    batches: tuple[int, ...] = (1,)  #: How many requests are sent at once
+    concurrencies: tuple[int, ...] = (1,)  #: Closed loops: how many requests are in flight
+    rates: tuple[float, ...] = ()  #: Open loops: how many requests arrive in a second
     control: str = "clock"  #: What is set: "clock", "power-limit", or "observed" to set nothing
     #: Clocks in MHz or power limits in watts, highest first; empty for six, down to 40 % of the
     #: highest.
     settings: tuple[int, ...] = ()
-    window_s: Seconds = 10.0  #: The minimum length of a window, seconds
+    window_s: Seconds = 10.0  #: The length of a window, seconds
     windows: Count = 3  #: Number of windows of each measurement
 
     def __post_init__(self) -> None:
@@ -77,8 +82,10 @@ class ServingSettings(Checked):
             raise UsageError(
                 f"control: {self.control!r} is unknown; choose one of: clock, power-limit, observed"
             )
-        if not self.shapes or not self.batches:
-            raise UsageError("there is nothing to measure; give a class of requests and a batch")
+        if not self.shapes or not (self.concurrencies or self.rates):
+            raise UsageError(
+                "there is nothing to measure; give a class of requests, and a concurrency or rate"
+            )
         if self.control == "observed" and self.settings:
             raise UsageError("control='observed' sets nothing; leave out the settings")
 
@@ -88,61 +95,155 @@ class ServedRow:
     """What requests of one class cost at one setting; seconds and joules, all GPUs together."""
 
     shape: Shape  #: The class of requests
-    batch: int  #: How many were sent at once
+    concurrency: int | None  #: How many were in flight; None for an open loop
+    rate_per_s: float | None  #: How many arrived in a second; None for a closed loop
     tensor_degree: int  #: Number of GPUs
     setting: int  #: Clock in MHz or power limit in watts; the achieved clock if nothing is set
-    time_s: float  #: Time of a round
-    energy_j: float  #: Energy of one request
+    requests_per_s: float  #: How many were served in a second
+    energy_j: float | None  #: Energy of one request; None if it was not measured
     #: Its error at most: what the energy counters did not show at the edges of windows.
-    error_j: float
-    prefill_j: float  #: Energy of one request up to its first token
+    error_j: float | None
     #: Time to the first token.
     ttft_p50_s: float
     ttft_p95_s: float
-    #: Time between tokens; None if there is one token.
+    #: Mean time between the tokens of a request; None if there is one token.
     tbt_p50_s: float | None
     tbt_p95_s: float | None
-    idle_w: float  #: Power of the GPUs without requests
+    idle_w: float | None  #: Power of the GPUs without requests
+    #: Energy, and time of the server, of an input token, and of an output token after the first;
+    #: None if unknown.
+    input_token_j: float | None = None
+    output_token_j: float | None = None
+    input_token_s: float | None = None
+    output_token_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
         """Input and output tokens of all requests in a second."""
-        return self.batch * sum(self.shape) / self.time_s
+        return self.requests_per_s * sum(self.shape)
 
     @property
-    def decode_j(self) -> float:
-        """Energy of one request after its first token."""
-        return max(0.0, self.energy_j - self.prefill_j)
-
-    @property
-    def tokens_per_j(self) -> float:
+    def tokens_per_j(self) -> float | None:
         """Input and output tokens per joule, which is also tokens/s per watt."""
-        return sum(self.shape) / self.energy_j
+        return sum(self.shape) / self.energy_j if self.energy_j else None
 
-    @property
-    def input_token_j(self) -> float:
-        """Energy of an input token: the prefill over all of them."""
-        return self.prefill_j / self.shape.input_tokens
+    def with_tokens(self, first: ServedRow) -> ServedRow:
+        """Return the row with the costs of tokens, given that of requests of one output token."""
+        inputs, after = self.shape.input_tokens, self.shape.output_tokens - 1
+        if not after or self.energy_j is None or first.energy_j is None:
+            return self
+        first_s, all_s = 1 / first.requests_per_s, 1 / self.requests_per_s
+        return replace(
+            self,
+            input_token_j=first.energy_j / inputs,
+            output_token_j=max(0.0, self.energy_j - first.energy_j) / after,
+            input_token_s=first_s / inputs,
+            output_token_s=max(0.0, all_s - first_s) / after,
+        )
 
-    @property
-    def output_token_j(self) -> float | None:
-        """Energy of an output token after the first; None if there is none."""
-        return (
-            self.decode_j / (self.shape.output_tokens - 1) if self.shape.output_tokens > 1 else None
+    def with_tokens_as(self, closed: Sequence[ServedRow]) -> ServedRow:
+        """Return the row of an open loop with costs of tokens like those of the closed loop of the
+        nearest throughput.
+        """
+        known = [row for row in closed if row.shape == self.shape and row.input_token_j is not None]
+        if not known:
+            return self
+        nearest = min(known, key=lambda row: abs(math.log(row.tokens_per_s / self.tokens_per_s)))
+        slower = nearest.requests_per_s / self.requests_per_s
+        dearer = (self.energy_j or 0.0) / (nearest.energy_j or 1.0)
+        return replace(
+            self,
+            input_token_j=(nearest.input_token_j or 0.0) * dearer,
+            output_token_j=(nearest.output_token_j or 0.0) * dearer,
+            input_token_s=(nearest.input_token_s or 0.0) * slower,
+            output_token_s=(nearest.output_token_s or 0.0) * slower,
         )
 
 
-class _Rounds(NamedTuple):
-    """Rounds of one kind: the means of a round, over all windows, and the latencies of all
-    requests.
+class Traffic:
+    """Requests of a class that are sent until `stop`: so many in flight, or so many in a second.
+
+    Args:
+        target: What serves them.
+        shape: Their class.
+        concurrency: How many are in flight; None for an open loop.
+        rate_per_s: How many arrive in a second; None for a closed loop.
     """
 
-    time_s: float
-    energy_j: float
-    error_j: float
-    achieved_mhz: float
-    firsts_s: list[float]
-    betweens_s: list[float]
+    def __init__(
+        self, target: Target, shape: Shape, concurrency: int | None, rate_per_s: float | None
+    ) -> None:
+        self._target, self._shape = target, shape
+        self.answers: list[Answer] = []
+        self._ending, self._problem = threading.Event(), list[BaseException]()
+        self._has_answer = threading.Condition()
+        loops: list[Callable[[], None]] = [self._repeat] * (concurrency or 0)
+        if rate_per_s is not None:
+            loops = [lambda: self._arrive(rate_per_s)]
+        self._is_open, self._warm = rate_per_s is not None, concurrency or 1
+        self._threads: list[threading.Thread] = []
+        for loop in loops:
+            self._threads.append(self._started(loop))
+
+    def warm_up(self) -> None:
+        """Wait until traffic is as it stays: each of a closed loop has had an answer; an open one
+        has gone on for twice the time of its first answer.
+        """
+        with self._has_answer:
+            self._has_answer.wait_for(lambda: len(self.answers) >= self._warm or self._problem)
+        self.check()
+        if self._is_open:
+            first = self.answers[0]
+            self.wait(2 * (first.times_s[-1] - first.begin_s))
+
+    def wait(self, time_s: float) -> None:
+        """Let it go on for a time, seconds; raises what went wrong meanwhile."""
+        self._ending.wait(time_s)
+        self.check()
+
+    def stop(self) -> list[Answer]:
+        """Send no more, wait for all answers, and return them."""
+        self._ending.set()
+        while self._threads:  # those of an open loop may still begin one
+            self._threads.pop(0).join()
+        self.check()
+        return self.answers
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything."""
+        if self._problem:
+            self._ending.set()
+            raise self._problem[0]
+
+    def _started(self, function: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:
+                self._problem.append(error)
+                self._ending.set()
+                with self._has_answer:
+                    self._has_answer.notify_all()
+
+        thread = threading.Thread(target=run, name="requests", daemon=True)
+        thread.start()
+        return thread
+
+    def _one(self) -> None:
+        answer = self._target.complete(*self._shape)
+        with self._has_answer:
+            self.answers.append(answer)
+            self._has_answer.notify_all()
+
+    def _repeat(self) -> None:
+        while not self._ending.is_set():
+            self._one()
+
+    def _arrive(self, rate_per_s: float) -> None:
+        at_s = time.monotonic()
+        while not self._ending.wait(at_s - time.monotonic()):
+            self._threads.append(self._started(self._one))
+            at_s += random.expovariate(rate_per_s)
 
 
 def measure_serving(
@@ -150,15 +251,15 @@ def measure_serving(
     gpus: Sequence[Gpu],
     settings: ServingSettings,
     progress: Callable[[int, int], None] | None = None,
-) -> list[ServedRow]:
-    """Measure all classes and batches at all settings, from the highest setting down; restore the
-    GPUs afterwards.
+) -> Generator[ServedRow]:
+    """Yield a row of each traffic and class at each setting, from the highest setting down, as it
+    is measured; restore the GPUs afterwards.
 
     Args:
         target: What serves the requests.
         gpus: The GPUs that it runs on; all get the same setting.
         settings: What to measure.
-        progress: Called with the number of measurements that are done, and of all.
+        progress: Called with the number of settings that are done, and of all.
 
     Raises:
         UsageError: If a setting cannot be set, or the target does not serve what was asked of it.
@@ -173,109 +274,115 @@ def measure_serving(
             set_to = [control for _, control in controls]
             chosen = _chosen(common_settings([offered for offered, _ in controls]), settings)
         meter = _Meter(target, gpus, stack.enter_context(Monitor(list(gpus))), settings)
-        inputs = sorted({shape.input_tokens for shape in settings.shapes})
-        kinds = len(settings.batches) * (len(inputs) + len(settings.shapes))
-        rows: list[ServedRow] = []
         locks = LockCheck(gpus[0].text)
         for number, setting in enumerate(chosen):
             for set_one in set_to:
                 set_one(setting)  # type: ignore[arg-type]
-            report = _counted(progress, number * kinds, len(chosen) * kinds)
-            rows += meter.rows(setting, report)
+            yield from meter.rows(setting)
             if settings.control == "clock" and setting is not None:
                 locks.add(setting, meter.achieved_mhz, ())
+            if progress is not None:
+                progress(number + 1, len(chosen))
         locks.finish()
-    return rows
 
 
 class _Meter:
-    """Measures rounds on some GPUs, at the setting that they have."""
+    """Measures traffic on some GPUs, at the setting that they have."""
 
     def __init__(
         self, target: Target, gpus: Sequence[Gpu], monitor: Monitor, settings: ServingSettings
     ) -> None:
         self._target, self._gpus, self._monitor, self._settings = target, gpus, monitor, settings
-        self.achieved_mhz = 0.0
+        self.achieved_mhz = self._idle_w = 0.0
 
-    def rows(self, setting: int | None, done: Callable[[], None]) -> Iterator[ServedRow]:
-        """Yield a row of each batch and class."""
-        self._target.serve(1, *self._settings.shapes[0])  # the first request of a server is slow
-        idle_w = self._idle_w()
-        for batch in self._settings.batches:
-            prefills: dict[int, _Rounds] = {}
-            for shape in sorted(set(self._settings.shapes)):
-                if shape.input_tokens not in prefills:
-                    prefills[shape.input_tokens] = self._measure(
-                        batch, Shape(shape.input_tokens, 1)
-                    )
-                    done()
-                prefill = prefills[shape.input_tokens]
-                whole = prefill if shape.output_tokens == 1 else self._measure(batch, shape)
-                self.achieved_mhz = whole.achieved_mhz
-                done()
-                betweens_s = whole.betweens_s or None
-                yield ServedRow(
-                    shape=shape,
-                    batch=batch,
-                    tensor_degree=len(self._gpus),
-                    setting=round(whole.achieved_mhz) if setting is None else setting,
-                    time_s=whole.time_s,
-                    energy_j=whole.energy_j / batch,
-                    error_j=whole.error_j / batch,
-                    prefill_j=prefill.energy_j / batch,
-                    ttft_p50_s=_quantile(whole.firsts_s, 0.5),
-                    ttft_p95_s=_quantile(whole.firsts_s, 0.95),
-                    tbt_p50_s=betweens_s and _quantile(betweens_s, 0.5),
-                    tbt_p95_s=betweens_s and _quantile(betweens_s, 0.95),
-                    idle_w=idle_w,
-                )
-
-    def _measure(self, batch: int, shape: Shape) -> _Rounds:
-        """Repeat rounds in some windows, and return their means."""
-        rounds, time_s, energy_j, error_j = 0, 0.0, 0.0, 0.0
-        clocks_mhz: list[int] = []
-        firsts_s: list[float] = []
-        betweens_s: list[float] = []
-        with ThreadPoolExecutor(1) as pool:
-            for _ in range(self._settings.windows):
-                with self._monitor.window() as window:
-                    begin_s = self._gpus[0].now_s()
-                    while self._gpus[0].now_s() - begin_s < self._settings.window_s:
-                        running = pool.submit(self._target.serve, batch, *shape)
-                        clocks_mhz += self._clocks_during(running)
-                        for times_s in running.result():
-                            firsts_s.append(times_s[0])
-                            betweens_s += [
-                                after_s - before_s for before_s, after_s in pairwise(times_s)
-                            ]
-                        rounds += 1
-                time_s += window.time_s
-                energy_j += window.energy_j
-                error_j = math.hypot(
-                    error_j, window.error_j
-                )  # windows begin at different phases of the counters
-        return _Rounds(
-            time_s / rounds,
-            energy_j / rounds,
-            error_j / rounds,
-            fmean(clocks_mhz),
-            firsts_s,
-            betweens_s,
-        )
-
-    def _clocks_during(self, running: Future[Sequence[Sequence[float]]]) -> list[int]:
-        """Return clocks that the GPUs have until the future is done: at least one."""
-        clocks_mhz = []
-        while True:
-            wait([running], timeout=_CLOCK_EVERY_S)
-            clocks_mhz += [gpu.clock_mhz() for gpu in self._gpus]
-            if running.done():
-                return clocks_mhz
-
-    def _idle_w(self) -> float:
+    def rows(self, setting: int | None) -> Iterator[ServedRow]:
+        """Yield a row of each traffic and class."""
+        shapes = sorted(set(self._settings.shapes))
+        self._target.complete(*shapes[0])  # the first request of a server is slow
         with self._monitor.window() as window:
             self._gpus[0].wait(min(1.0, self._settings.window_s))
-        return window.average_w
+        self._idle_w = window.average_w
+        closed = list[ServedRow]()
+        for concurrency in self._settings.concurrencies:
+            firsts: dict[int, ServedRow] = {}
+            for shape in shapes:
+                if shape.input_tokens not in firsts:
+                    first = Shape(shape.input_tokens, 1)
+                    firsts[shape.input_tokens] = self._measure(setting, first, concurrency, None)
+                row = first_row = firsts[shape.input_tokens]
+                if shape.output_tokens > 1:
+                    measured = self._measure(setting, shape, concurrency, None)
+                    row = measured.with_tokens(first_row)
+                closed.append(row)
+                yield row
+        for rate_per_s in self._settings.rates:
+            for shape in shapes:
+                yield self._measure(setting, shape, None, rate_per_s).with_tokens_as(closed)
+
+    def _measure(
+        self, setting: int | None, shape: Shape, concurrency: int | None, rate_per_s: float | None
+    ) -> ServedRow:
+        """Measure some windows of traffic."""
+        traffic = Traffic(self._target, shape, concurrency, rate_per_s)
+        edges_s = list[tuple[float, float]]()
+        energy_j = error_j = 0.0
+        clocks_mhz = list[int]()
+        try:
+            traffic.warm_up()
+            for _ in range(self._settings.windows):
+                begin_s = now_s = time.monotonic()
+                with self._monitor.window() as window:
+                    while (left_s := self._settings.window_s - (now_s - begin_s)) > 0:
+                        traffic.wait(min(_CLOCK_EVERY_S, left_s))
+                        clocks_mhz += [gpu.clock_mhz() for gpu in self._gpus]
+                        now_s = time.monotonic()
+                edges_s.append((begin_s, time.monotonic()))
+                energy_j += window.energy_j
+                # windows begin at different phases of the counters
+                error_j = math.hypot(error_j, window.error_j)
+        finally:
+            answers = traffic.stop()
+        served, within = _within(answers, edges_s)
+        if not served:
+            raise UsageError(
+                f"no request of {shape.input_tokens}/{shape.output_tokens} tokens had an event in "
+                f"{self._settings.windows} windows of {self._settings.window_s:g} s; make them "
+                "longer"
+            )
+        self.achieved_mhz = fmean(clocks_mhz)
+        time_s = sum(end_s - begin_s for begin_s, end_s in edges_s)
+        ttfts_s = [answer.ttft_s for answer in within]
+        tbts_s = [answer.tbt_s for answer in within if answer.tbt_s is not None]
+        return ServedRow(
+            shape=shape,
+            concurrency=concurrency,
+            rate_per_s=rate_per_s,
+            tensor_degree=len(self._gpus),
+            setting=round(self.achieved_mhz) if setting is None else setting,
+            requests_per_s=served / time_s,
+            energy_j=energy_j / served,
+            error_j=error_j / served,
+            ttft_p50_s=_quantile(ttfts_s, 0.5),
+            ttft_p95_s=_quantile(ttfts_s, 0.95),
+            tbt_p50_s=_quantile(tbts_s, 0.5) if tbts_s else None,
+            tbt_p95_s=_quantile(tbts_s, 0.95) if tbts_s else None,
+            idle_w=self._idle_w,
+        )
+
+
+def _within(
+    answers: Sequence[Answer], edges_s: Sequence[tuple[float, float]]
+) -> tuple[float, list[Answer]]:
+    """Return how many requests were served within windows, by the shares of their events; and
+    those with an event there.
+    """
+    served, some = 0.0, []
+    for answer in answers:
+        count = sum(begin <= at < end for at in answer.times_s for begin, end in edges_s)
+        if count:
+            served += count / len(answer.times_s)
+            some.append(answer)
+    return served, some
 
 
 def _chosen(possible: Sequence[int], settings: ServingSettings) -> list[int]:
@@ -293,21 +400,6 @@ def _chosen(possible: Sequence[int], settings: ServingSettings) -> list[int]:
                 f"clock {wanted} MHz: the GPU does not have it; the nearest is {nearest} MHz"
             )
     return sorted(set(settings.settings), reverse=True)
-
-
-def _counted(
-    progress: Callable[[int, int], None] | None, begin: int, total: int
-) -> Callable[[], None]:
-    """Return a function that reports one measurement more each time."""
-    done = begin
-
-    def report() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
-    return report
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -331,15 +423,23 @@ def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path
         "ttft_s": "ttft_p95_s",
         "tbt_s": "tbt_p95_s",
         "idle_w": "idle_w",
-        "batch": "batch",
+        "concurrency": "concurrency",
+        "rate_per_s": "rate_per_s",
+        "input_token_j": "input_token_j",
+        "output_token_j": "output_token_j",
+        "input_token_s": "input_token_s",
+        "output_token_s": "output_token_s",
         "energy_error_j": "error_j",
-        "prefill_j": "prefill_j",
         "ttft_p50_s": "ttft_p50_s",
         "tbt_p50_s": "tbt_p50_s",
     }
     values = map(attrgetter(*columns.values()), rows)
     cells = (
-        [f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in values
+        [
+            "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+            for value in row
+        ]
+        for row in values
     )
     text = f"# {origin} by planner inference profile\n{csv_text([columns, *cells])}"
     write_file(path, text, UsageError)

@@ -168,7 +168,6 @@ def simulation_view(
         "requests": len(trace.times_s),
         "length_s": trace.end_s,
         "prediction": settings.prediction,
-        "mispredicted": settings.mispredicted,
         "baseline": BASELINE,
         "policies": [_replay_view(replay, baseline_j) for replay in replays],
         "left_out": list(left_out),
@@ -186,7 +185,7 @@ def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
         **dict(zip(_CHANGES, replay.changes, strict=True)),
         "description": POLICIES[replay.policy],
         "saved_share": 1 - replay.energy_j / baseline_j if baseline_j else None,
-        "late_share": replay.late / replay.requests,
+        "late_share": None if replay.late is None else replay.late / replay.requests,
         "gpus": replay.gpus,
         "periods": [period._asdict() for period in replay.periods],
     }
@@ -198,8 +197,9 @@ def simulation_text(view: dict[str, Any]) -> str:
     columns = lay_out(
         rows,
         *_SAVING,
-        Column("late %", "late_share", "%"),
-        Column("moved %", lambda row: 100 * row["moved"] / view["requests"], ".2f"),
+        Column("late %", lambda row: _percent(row["late_share"], 2)),
+        Column("TTFT p95 (ms)", lambda row: row["ttft_p95_s"] and 1e3 * row["ttft_p95_s"], ".4g"),
+        Column("TBT p95", lambda row: row["tbt_p95_s"] and 1e3 * row["tbt_p95_s"], ".4g"),
         Column("GPUs", "gpus", ".0f"),
         Column("most", "most_gpus"),
         Column("changes", lambda row: "/".join(str(row[name]) for name in _CHANGES)),
@@ -209,6 +209,11 @@ def simulation_text(view: dict[str, Any]) -> str:
         f"Savings are against {AGAINST}.",
         "GPUs are those in use, on average and at most; changes are of instances, sharding and "
         "clocks.",
+        *(
+            ["The profile does not say what tokens cost, so whether requests are late is unknown."]
+            if rows[0]["late"] is None
+            else []
+        ),
         *(f"Left out: {reason}." for reason in view["left_out"]),
         *(
             f"{row['description']}: the GPUs did not carry the predicted load in "
@@ -219,8 +224,7 @@ def simulation_text(view: dict[str, Any]) -> str:
     ]
     return Sheet(
         f"{view['requests']} requests in {view['length_s'] / 60:.0f} min on {view['gpus']} GPUs",
-        f"Replayed from the inference profile. Each period is predicted {predicted}; "
-        f"{100 * view['mispredicted']:g} % of the outputs wrongly.",
+        f"Replayed from the inference profile. Each period is predicted {predicted}.",
         columns,
         "\n".join(notes),
     ).text()
@@ -237,7 +241,7 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
         series = [
             [period["power_w"] / 1e3 for period in row["periods"]],
             [period["gpus"] for period in row["periods"]],
-            [period["late"] for period in row["periods"]],
+            [period["late"] or 0 for period in row["periods"]],
         ]
         for axes, values in zip(panels, series, strict=True):
             axes.step(minutes, [*values, values[-1]], where="post", label=row["description"])
@@ -257,8 +261,8 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
     return figure
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
+def _percent(share: float | None, digits: int = 1) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f}"
 
 
 _STYLE = """

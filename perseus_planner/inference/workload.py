@@ -8,6 +8,7 @@ those of the Azure LLM inference traces, `TIMESTAMP`, `ContextTokens` and `Gener
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,19 @@ class Load(NamedTuple):
     requests_per_s: float  #: how many arrive in a second
     tokens_per_s: float  #: their input and output tokens in a second
     peak: float = 1.0  #: load of the busiest minute over the mean, 1 or more
+    #: how many of these tokens are input; None: as in the longest requests of the class.
+    input_tokens_per_s: float | None = None
+
+    def lengths(self, of: RequestClass) -> tuple[float, float]:
+        """Return the mean input and output tokens of a request of this class."""
+        tokens = self.tokens_per_s / self.requests_per_s
+        if self.input_tokens_per_s is not None:
+            inputs = self.input_tokens_per_s / self.requests_per_s
+        elif math.isinf(of.input_tokens) or math.isinf(of.output_tokens):
+            inputs = tokens / 2  # only profiles without the costs of tokens have such classes
+        else:
+            inputs = tokens * of.input_tokens / (of.input_tokens + of.output_tokens)
+        return inputs, tokens - inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +150,12 @@ class Trace:
             tokens = self.tokens[first:last][chosen]
             busiest = np.bincount(slot[chosen], weights=tokens).max() * slots
             total = max(float(tokens.sum()), 1.0)
-            load = Load(len(tokens) / length_s, total / length_s, max(float(busiest) / total, 1.0))
+            load = Load(
+                len(tokens) / length_s,
+                total / length_s,
+                max(float(busiest) / total, 1.0),
+                float(self.input_tokens[first:last][chosen].sum()) / length_s,
+            )
             loads[profile.classes[number]] = load
         return loads
 
@@ -238,7 +257,11 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
 def scaled(demand: Mapping[RequestClass, Load], share: float) -> dict[RequestClass, Load]:
     """Return the demand with `share` of all rates."""
     return {
-        request_class: Load(load[0] * share, load[1] * share, load.peak)
+        request_class: load._replace(
+            requests_per_s=load.requests_per_s * share,
+            tokens_per_s=load.tokens_per_s * share,
+            input_tokens_per_s=load.input_tokens_per_s and load.input_tokens_per_s * share,
+        )
         for request_class, load in demand.items()
     }
 

@@ -208,7 +208,7 @@ class _PlanOfJob:
         later = replace(self.job, transfer=self.job.transfer.later(correction.hop_latency_s))
         points = {}
         for key, clocks in plan.measurements.items():
-            factor = correction.time_factors.get(key[1].split(".")[0], 1.0)
+            factor = correction.time_factors.get(key[1][0], 1.0)
             points[key] = {
                 row.clock_mhz: replace(row, time_s=factor * row.time_s)
                 for row in rows[key]

@@ -25,6 +25,7 @@ from perseus_planner.base.units import Count, Offset, Watts
 from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, origin_text, replay
 from perseus_planner.profiles.csv_file import setting_of
 from perseus_planner.profiles.measurement import ClockChange, Measurement, changes_per_rank
+from perseus_planner.profiles.modes import OWN, in_mode, mode_of
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import (
@@ -89,6 +90,7 @@ class OnTime:
 
 _FORMAT = "perseus-planner/plan"
 _VERSION = 1
+_WITH_MODES = 2  #: the version of the file of a plan whose computations run in several modes
 # The fields that stand in a file as they are, before and after the schedule's name.
 _ORIGIN = ("gpu", "origin", "control", "gpus_per_stage")
 _NUMBERS = (
@@ -187,6 +189,12 @@ class Plan(Checked, error=PlanError):
         return self.iteration.schedule
 
     @cached_property
+    def modes(self) -> Mapping[str, str]:
+        """The modes: "3F17" -> "recompute", for computations that run in another than their own."""
+        modes = {str(c): mode_of(kind) for c, (_, kind) in self._keys.items()}
+        return MappingProxyType({name: mode for name, mode in modes.items() if mode != OWN})
+
+    @cached_property
     def timeline(self) -> Timeline:
         """When each computation runs in a replayed iteration."""
         return replay(self)
@@ -253,9 +261,9 @@ class Plan(Checked, error=PlanError):
         """Return a pandas frame with a row for each computation, rank by rank in program order,
         then for each operation of fixed time.
 
-        Its columns are computation, rank, stage, kind, microbatch, clock_mhz (or power_limit_w or
-        observed_clock_mhz), start_s, end_s, power_w and energy_j. The numbers are replayed, and
-        waiting is not included.
+        Its columns are computation, rank, stage, kind, mode (where the plan has several),
+        microbatch, clock_mhz (or power_limit_w or observed_clock_mhz), start_s, end_s, power_w and
+        energy_j. The numbers are replayed, and waiting is not included.
 
         Raises:
             UsageError: If pandas is not installed.
@@ -271,7 +279,12 @@ class Plan(Checked, error=PlanError):
                     "computation": name,
                     "rank": iteration.rank_of[place],
                     "stage": None if computation is None else computation.stage,
-                    "kind": None if computation is None else iteration.keys[place][1],
+                    "kind": None if computation is None else in_mode(iteration.keys[place][1], OWN),
+                    **(
+                        {"mode": self.modes.get(name, OWN) if computation else None}
+                        if self.modes
+                        else {}
+                    ),
                     "microbatch": None if computation is None else computation.microbatch,
                     setting: self.clocks.get(name),
                     **asdict(span),
@@ -296,7 +309,8 @@ class Plan(Checked, error=PlanError):
             PlanError: If the file cannot be written.
         """
         content = self._content()
-        document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(content), **content}
+        version = _WITH_MODES if self.modes else _VERSION
+        document = {"format": _FORMAT, "version": version, "digest": _digest(content), **content}
         text = yaml.dump(
             document, Dumper=_DUMPER, sort_keys=False, width=120, default_flow_style=None
         )
@@ -310,7 +324,13 @@ class Plan(Checked, error=PlanError):
             PlanError: If the file cannot be read, or is not exactly what was written.
         """
         document = read_document(
-            Path(path), _FORMAT, _VERSION, ("digest", *_KEYS), _OPTIONAL_KEYS, PlanError
+            Path(path),
+            _FORMAT,
+            _VERSION,
+            ("digest", *_KEYS),
+            _OPTIONAL_KEYS,
+            PlanError,
+            also=_WITH_MODES,
         )
         return _from_content(check_digest(document, _digest, "planner plan"), str(document.path))
 

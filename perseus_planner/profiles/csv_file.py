@@ -13,6 +13,7 @@ from perseus_planner.base.fields import rules
 from perseus_planner.base.tables import CsvFile, CsvRow, Text, csv_text
 from perseus_planner.base.units import CLOCK, ENERGY, LIMIT, STAGE, TIME
 from perseus_planner.profiles.measurement import Evidence
+from perseus_planner.profiles.modes import OWN, in_mode, is_mode_name, mode_of
 
 CONTROLS = MappingProxyType(
     {"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"}
@@ -37,11 +38,14 @@ _KINDS = MappingProxyType(
     {**{word: kind for kind, word in WORDS.items()}, **{kind: kind for kind in WORDS}}
 )
 _SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
+KIND_IN_MODE = re.compile(r"[FBIW](\.[a-z0-9_-]+)?(@[a-z0-9_-]+)?")
+"""The kind of a computation in a profile."""
+_MODE = "mode"  #: the column, which only a profile with modes has
 
 
 class Row(NamedTuple):
-    """One measured computation: its stage, kind such as "F" or "B.sync", clock in MHz (or limit
-    in watts), s and J.
+    """One measured computation: its stage, kind such as "F", "B.sync" or "B@recompute", clock in
+    MHz (or limit in watts), s and J.
     """
 
     stage: int
@@ -54,7 +58,7 @@ class Row(NamedTuple):
 
 def word_of(kind: str) -> str:
     """Return the instruction in the CSV for a kind: "backward" for "B", "backward.sync" for
-    "B.sync".
+    "B.sync"; and for people "backward@recompute" for "B@recompute".
     """
     return WORDS[kind[0]] + kind[1:]
 
@@ -74,14 +78,22 @@ _INSTRUCTION = Text(
     "such as backward.sync)",
 )
 
+_MODE_NAME = Text(
+    lambda text: text.strip() if is_mode_name(text.strip()) else None,
+    "the name of a mode: write lower-case letters, digits, - and _, such as recompute, or own for "
+    "how training runs without a plan",
+)
+
 
 def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
     """Return the CSV file that holds `rows`; reading it gives the same floats."""
     has_evidence = any(row.evidence is not None for row in rows)
-    header = ["stage", "instruction", CONTROLS[control], "time", "energy"]
+    has_modes = any(mode_of(row.kind) != OWN for row in rows)
+    header = ["stage", "instruction", *[_MODE] * has_modes, CONTROLS[control], "time", "energy"]
     lines: list[list[object]] = [[*header, *(_EVIDENCE.values() if has_evidence else [])]]
     for row in rows:
-        cells = [row.stage, word_of(row.kind), *row[2:5]]
+        mode = [mode_of(row.kind)] if has_modes else []
+        cells = [row.stage, word_of(in_mode(row.kind, OWN)), *mode, *row[2:5]]
         lines.append([*cells, *(_evidence_cells(row.evidence) if has_evidence else [])])
     return csv_text(lines).encode()
 
@@ -110,7 +122,7 @@ def read_table(path: Path) -> tuple[list[Row], str]:
     if len(controls) > 1:
         both = " and ".join(repr(CONTROLS[control]) for control in controls)
         raise ProfileError(f"{table.where}: has the columns {both}; keep the one that was set")
-    table.refuse_twice([*columns, *_EVIDENCE.values()])
+    table.refuse_twice([*columns, _MODE, *_EVIDENCE.values()])
     (control,) = controls
     rows = []
     seen: dict[tuple[int, str, int], str] = {}
@@ -138,6 +150,8 @@ def _row(cells: CsvRow, setting: str) -> Row:
         )
     )
     kind = cells.read("instruction", _INSTRUCTION)
+    if cells.cells.get(_MODE):
+        kind = in_mode(kind, cells.read(_MODE, _MODE_NAME))
     return Row(stage, kind, value, time_s, energy_j, _evidence(cells))
 
 

@@ -202,7 +202,7 @@ def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:
     """
 
     def longer(key: tuple[int, str], row: Measurement) -> Measurement:
-        factor = factors.get(key[1].split(".")[0], 1.0)
+        factor = factors.get(key[1][0], 1.0)
         evidence = row.evidence and replace(
             row.evidence, time_stderr_s=row.evidence.time_stderr_s * factor
         )

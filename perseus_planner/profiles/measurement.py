@@ -153,6 +153,7 @@ class OperatingPoint:
     energy_j: float  #: measured energy, joules
     #: energy less what the GPU would draw if it waited for that long, joules; may be negative.
     effective_j: float
+    mode: str = "own"  #: in which it runs
 
 
 def pareto_front(
@@ -168,9 +169,14 @@ def pareto_front(
         OperatingPoint(m.clock_mhz, m.time_s, m.energy_j, m.energy_j - blocking_power_w * m.time_s)
         for m in measurements
     ]
-    points.sort(key=lambda point: (point.time_s, point.effective_j, -point.clock_mhz))
+    return undominated(points)
+
+
+def undominated(points: Iterable[OperatingPoint]) -> tuple[OperatingPoint, ...]:
+    """Return the points that are left of `pareto_front`, of one mode or of several."""
+    order = sorted(points, key=lambda point: (point.time_s, point.effective_j, -point.clock_mhz))
     kept: list[OperatingPoint] = []
-    for point in points:
+    for point in order:
         if not kept or point.effective_j < kept[-1].effective_j:
             kept.append(point)
     return tuple(kept)

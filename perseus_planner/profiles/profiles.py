@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,21 +24,22 @@ import yaml
 
 from perseus_planner.base.documents import Document, read_document
 from perseus_planner.base.errors import PlannerError, ProfileError, shown
-from perseus_planner.base.fields import Checked, CheckedBy, Choice, dump, rules
-from perseus_planner.base.files import sha256, write_file
+from perseus_planner.base.fields import Checked, CheckedBy, Choice, dump, restore, rules, types
+from perseus_planner.base.files import replacing, sha256
 from perseus_planner.base.tables import WHOLE, make_frame
 from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Share, Watts
 from perseus_planner.profiles.csv_file import (
     CONTROLS,
+    KIND_IN_MODE,
     WORDS,
     Row,
     csv_bytes,
-    parse_kind,
     read_table,
     setting_of,
     word_of,
 )
 from perseus_planner.profiles.measurement import ClockChange, Evidence, Measurement
+from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode, mode_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,7 +65,8 @@ class Profile(Checked, error=ProfileError):
 
     #: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole; the
     #: kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the inputs, of the weights),
-    #: or one of them with a suffix that you choose, such as "B.sync". Each stage has F, and B or
+    #: or one of them with a suffix that you choose, such as "B.sync"; a mode stands behind it, as
+    #: in "B@recompute", and each computation has every mode. Each stage has F, and B or
     #: both I and W; F of stage 0 alone is a whole iteration, of the schedule "whole". One clock is
     #: enough.
     measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
@@ -92,6 +95,9 @@ class Profile(Checked, error=ProfileError):
     #: calibration: the relative standard deviation of a computation's time from one time it runs
     #: to the next, each for itself; 0.0 if it was not measured.
     jitter: Share = 0.0
+    #: what the modes of the measurements set, and how they are tied; None if each computation runs
+    #: in one way.
+    modes: Annotated[Modes | None, CheckedBy(_checked_modes)] = None
     #: the schedule in which the stages were measured, in the words of a job file: schedule,
     #: microbatches, virtual_stages and microbatch_group; empty if it is not known. Profiles that
     #: differ only in it are equal.
@@ -118,12 +124,38 @@ class Profile(Checked, error=ProfileError):
             self, "measurements", MappingProxyType({key: table[key] for key in order})
         )
         super().__post_init__()
+        self._check_modes()
         for name in _OF_STAGES:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.stages:
                 raise ProfileError(
                     f"{name}: has {len(value)} numbers for {self.stages} stages; give one for "
                     "each, or one for all"
+                )
+
+    def _check_modes(self) -> None:
+        """Check that each computation has the modes that `modes` has, or fill these in."""
+        found = dict.fromkeys(mode_of(kind) for _, kind in self.measurements)
+        if self.modes is None and len(found) > 1:
+            object.__setattr__(self, "modes", Modes({name: Mode() for name in found}))
+        ways = {OWN: None} if self.modes is None else self.modes.ways
+        if unknown := [name for name in found if name not in ways]:
+            raise ProfileError(
+                f"modes, ways: has no {unknown[0]}, which rows have; say what it sets"
+            )
+        for stage, kind in self.measurements:
+            for name in ways:
+                if (stage, in_mode(kind, name)) not in self.measurements:
+                    word = word_of(in_mode(kind, OWN))
+                    raise ProfileError(
+                        f"modes: stage {stage} has no {word} in the mode {name}; measure each "
+                        "computation in every mode, or leave the mode out"
+                    )
+        for of_stages in () if self.modes is None else self.modes.of_stages():
+            if isinstance(of_stages, tuple) and len(of_stages) != self.stages:
+                raise ProfileError(
+                    f"modes: {shown(list(of_stages))} has {len(of_stages)} numbers of bytes for "
+                    f"{self.stages} stages; give one for each, or one for all"
                 )
 
     @property
@@ -147,7 +179,10 @@ class Profile(Checked, error=ProfileError):
         """SHA-256 of the content, in hex: equal for equal profiles, whichever file they are
         from.
         """
-        rest = repr({name: getattr(self, name) for name in rules(Profile) if name not in _EVIDENCE})
+        names = [name for name in rules(Profile) if name not in _EVIDENCE]
+        # A profile without modes has the digest that it had before there were any.
+        given = {name: getattr(self, name) for name in names if name != "modes" or self.modes}
+        rest = repr(given)
         return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
 
     @cached_property
@@ -256,6 +291,9 @@ class Profile(Checked, error=ProfileError):
                 f"{path}: a profile is saved as YAML with a CSV beside it; end the name with .yaml"
             )
         table = path.with_suffix(".csv")
+        for file in (path, table):
+            if file.is_dir():
+                raise ProfileError(f"{file}: is a folder; name another file")
         document = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -264,8 +302,10 @@ class Profile(Checked, error=ProfileError):
         }
         document.pop("control", None)  # the header of the table has it
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
-        write_file(table, self._csv(), ProfileError)
-        write_file(path, text, ProfileError)
+        # Both are there or neither: each is whole on the disk before one takes its name.
+        with replacing(path, ProfileError) as rest, replacing(table, ProfileError) as rows:
+            rest.write(text.encode())
+            rows.write(self._csv())
 
     def rest(self) -> dict[str, Any]:
         """Return everything but the measurements as plain values; rarely used fields are left
@@ -301,6 +341,20 @@ def _checked_change(value: Any, where: str, error: type[PlannerError]) -> ClockC
     raise error(
         f"{where}: {shown(value)} is not a ClockChange; give one, such as ClockChange(call_s=0.006)"
     )
+
+
+def _checked_modes(value: Any, where: str, error: type[PlannerError]) -> Modes | None:
+    if value is None or isinstance(value, Modes):
+        return value
+    if not isinstance(value, Mapping) or not {"ways"} <= value.keys() <= types(Modes).keys():
+        raise error(
+            f"{where}: {shown(value)} does not describe modes; write the keys "
+            f"{', '.join(types(Modes))}"
+        )
+    try:
+        return restore(Modes, value)
+    except ProfileError as problem:
+        raise error(f"{where}: {problem}") from None
 
 
 def _checked_gpu(value: Any, where: str, error: type[PlannerError]) -> str:
@@ -339,7 +393,7 @@ def _checked_iteration(
 
 def _checked_key(key: object) -> tuple[int, str]:
     match key:
-        case (stage, str() as kind) if parse_kind(kind) == kind:
+        case (stage, str() as kind) if KIND_IN_MODE.fullmatch(kind):
             return STAGE.check(stage, "stage", ProfileError), kind
     raise ProfileError(
         f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')"
@@ -435,8 +489,10 @@ def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile
     profile = _built(table, blocking_power_w=0.0, iteration=rest.get("iteration", {}))
     try:
         return replace(profile, **rest)
-    except ProfileError as error:  # each value alone is right, so the powers are for other stages
-        raise ProfileError(f"{path}, line {document.lines['blocking_power_w']}, {error}") from None
+    except ProfileError as error:  # each value alone is right, but it is not of these stages
+        name = re.split("[,:]", str(error))[0]
+        line = document.lines.get(name, document.lines["blocking_power_w"])
+        raise ProfileError(f"{path}, line {line}, {error}") from None
 
 
 def _table_path(document: Document) -> Path:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import ProfileError, ScheduleError, shown
 from perseus_planner.base.units import STAGE
-from perseus_planner.profiles.measurement import OperatingPoint, pareto_front
+from perseus_planner.profiles.measurement import OperatingPoint, pareto_front, undominated
+from perseus_planner.profiles.modes import in_mode
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
 from perseus_planner.schedules.pipeline import pipeline_iteration
@@ -36,6 +37,9 @@ class PipelineDag:
 
     profile: Profile  #: the cost of each (stage, kind) at each clock
     iteration: Iteration  #: the nodes, and what they wait for
+    #: the iteration that a saving is compared with, once the iteration's kinds name the mode of
+    #: each computation; None while modes are open, or if the profile has none.
+    base: Iteration | None = None
 
     def __post_init__(self) -> None:
         stages = self.schedule.stages
@@ -62,6 +66,21 @@ class PipelineDag:
                     f"blocking_power_w: differs between the stages of rank {rank}, which are on "
                     "the same GPUs; give them one power"
                 )
+
+    @property
+    def has_open_modes(self) -> bool:
+        """Whether each computation may run in any mode of the profile."""
+        return self.profile.modes is not None and self.base is None
+
+    @property
+    def has_tied_modes(self) -> bool:
+        """Whether modes are open, and those of computations depend on each other."""
+        modes = self.profile.modes
+        return self.has_open_modes and modes is not None and modes.are_tied
+
+    def with_profile(self, profile: Profile) -> PipelineDag:
+        """Return the same iteration, in the same modes, with other measurements."""
+        return PipelineDag(profile, self.iteration, self.base)
 
     @classmethod
     def from_schedule(cls, profile: Profile, schedule: Schedule, **extras: Any) -> PipelineDag:
@@ -134,6 +153,10 @@ class PipelineDag:
         for key, measurements in self.profile.measurements.items():
             if key in used:
                 points[key] = pareto_front(measurements, self.profile.blocking_w(key[0]))
+                if self.has_open_modes:
+                    points[key] = undominated(
+                        point for mode in self.mode_points(key).values() for point in mode
+                    )
         for key, operation in zip(
             self.keys[len(self.computations) :], self.iteration.operations, strict=True
         ):
@@ -147,6 +170,22 @@ class PipelineDag:
             points[key] = (OperatingPoint(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
         return points
 
+    def mode_points(self, key: tuple[int, str]) -> dict[str, tuple[OperatingPoint, ...]]:
+        """Return the Pareto front of a computation's class in each mode, fastest first."""
+        (stage, kind), modes = key, self.profile.modes
+        assert modes is not None
+        fronts = {
+            mode: pareto_front(
+                self.profile.measurements[stage, in_mode(kind, mode)],
+                self.profile.blocking_w(stage),
+            )
+            for mode in modes.usable
+        }
+        return {
+            mode: tuple(replace(point, mode=mode) for point in front)
+            for mode, front in fronts.items()
+        }
+
     @cached_property
     def rank_waiting_w(self) -> tuple[float, ...]:
         """What the GPUs of each rank draw while they wait, watts."""
@@ -158,8 +197,11 @@ class PipelineDag:
         return math.fsum(self.rank_waiting_w)
 
     def baseline_measurements(self) -> list[Measurement]:
-        """Return the measurement of every computation at its maximum clock."""
-        return [self.profile.measurements[key][0] for key in self.iteration.keys]
+        """Return the measurement of every computation at its maximum clock, in the modes of `base`
+        if it has one.
+        """
+        keys = (self.base or self.iteration).keys
+        return [self.profile.measurements[key][0] for key in keys]
 
     def to_networkx(self) -> nx.DiGraph[Any]:
         """Return the graph as `from_networkx` reads it; its nodes are computations and names of

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,8 +61,8 @@ class Iteration:
     #: the node; empty if all are 0.
     lags_s: tuple[tuple[float, ...], ...] = ()
     operations: tuple[Operation, ...] = ()  #: the nodes that are neither forward nor backward
-    #: the kind of each computation in the profile, such as "B.sync"; empty if they are those of the
-    #: schedule.
+    #: the kind of each computation in the profile, such as "B.sync", with the mode that a plan has
+    #: chosen, as in "B@recompute"; empty if they are those of the schedule.
     kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Iteration:
             )
         object.__setattr__(self, "lags_s", self._checked_lags_s())
         own = tuple(c.kind for c in self.computations)
-        if self.kinds and tuple(str(kind).split(".")[0] for kind in self.kinds) != own:
+        if self.kinds and tuple(re.split("[.@]", str(kind))[0] for kind in self.kinds) != own:
             raise ScheduleError(
                 "kinds: are not those of the computations, with or without a suffix such as .sync"
             )
@@ -130,6 +130,11 @@ class Iteration:
         """The (stage, kind with any suffix) by which the profile knows each computation."""
         kinds = self.kinds or tuple(c.kind for c in self.computations)
         return tuple((c.stage, kind) for c, kind in zip(self.computations, kinds, strict=True))
+
+    @property
+    def without_modes(self) -> Iteration:
+        """The same iteration with each computation in the training's own way."""
+        return replace(self, kinds=tuple(kind.partition("@")[0] for kind in self.kinds))
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import ScheduleError, did_you_mean, shown
+from perseus_planner.base.prefixes import counted
 from perseus_planner.schedules.generators import (
     gpipe,
     interleaved_1f1b,
@@ -81,7 +82,7 @@ def generate(
         groups = {} if group is None else {"group": group}
         return make(ranks, virtual_stages, microbatches, **groups)
     if virtual_stages not in (None, fixed):
-        per_rank = f"{fixed} stage" + "s" * (fixed > 1)
+        per_rank = counted(fixed, "stage")
         raise ScheduleError(
             f"schedule {name}: has {per_rank} per rank, not {virtual_stages}; leave virtual stages "
             "out"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from perseus_planner.base.errors import PlannerError, ScheduleError, shown
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import STAGE, Wait
+from perseus_planner.profiles.csv_file import KIND_IN_MODE
 from perseus_planner.schedules import Computation, Schedule, check_pipeline, dependency_of
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
     from perseus_planner.schedules import Schedule
 
+_VARIANT = re.compile(r"[FBIW]\.[a-z0-9_-]+")
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
-KIND = re.compile(r"[FBIW](\.[a-z0-9_-]+)?")  #: the kind of a computation in a profile
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Variant:
     stages: tuple[int, ...] | None = None  #: their stages; None for all
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or not KIND.fullmatch(self.kind) or "." not in self.kind:
+        if not isinstance(self.kind, str) or not _VARIANT.fullmatch(self.kind):
             raise ScheduleError(
                 f"variant: {shown(self.kind)} is not a kind with a suffix; write one, such as "
                 "B.sync"
@@ -277,7 +278,7 @@ def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
     return tuple(renamed.get(c, c.kind) for c in schedule.computations()) if renamed else ()
 
 
-_STAGE_KIND = re.compile(rf"(\d+)({KIND.pattern})")
+_STAGE_KIND = re.compile(rf"(\d+)({KIND_IN_MODE.pattern})")
 ITERATION_KEYS = (
     "kinds",
     "operations",

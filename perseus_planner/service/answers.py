@@ -6,6 +6,7 @@ classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -20,8 +21,10 @@ from perseus_planner.service.model import (
     ProfileOrigin,
     RegisteredJob,
     Report,
+    Slowing,
     Taken,
     shared,
+    split_at,
 )
 
 Effect = Literal["planning", "next iteration", "already"]
@@ -48,7 +51,9 @@ class JobSummary:
     @classmethod
     def of(cls, job: RegisteredJob) -> JobSummary:
         """Summarize `job`."""
-        next_power = next(iter(job.power_schedule), None)
+        next_power = next(
+            (step for step in job.power_schedule if step.start_s > job.power_since_s), None
+        )
         return cls(**shared(cls, job), ranks=len(job.places), next_power=next_power)
 
 
@@ -129,6 +134,12 @@ class JobStatus:
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.
     verdict: str | None = None
     gpus: int = 0  #: Number of GPUs of all pipelines; 0 from services that do not say it.
+    #: Since when the job has not been heard of for its lease, so that it has no share of the power
+    #: budget of all jobs, seconds since the epoch; null if it is heard of.
+    silent_since_s: float | None = None
+    #: Since when its GPUs have drawn over 2 % more than its power budgets allow, for a minute or
+    #: longer, seconds since the epoch; null if they do not.
+    over_budget_since_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,7 @@ class PipelineStatus:
     target_s: float  #: Deadline of an iteration by the current decision, seconds.
     slow_stages: Mapping[int, float]  #: Slow stage -> slowdown.
     report: str | None  #: Key of the report that counts for the pipeline; null for none.
+    reason: Slowing | None = None  #: Why it is planned for its target, as in the decision.
 
 
 @dataclass(frozen=True)
@@ -187,6 +199,30 @@ class PowerBudget:
 
     power_w: float | None  #: Upper bound on their average power, watts; null for none.
     schedule: tuple[PowerStep, ...]  #: What replaces it later, in order.
+    #: The moment of the step of a schedule that is in force. Inside the service, `schedule` has all
+    #: steps, the first one with what held before it.
+    since_s: Annotated[float, Field(exclude=True)] = 0.0
+
+    @classmethod
+    def of(cls, power_w: float | None, schedule: tuple[PowerStep, ...]) -> PowerBudget:
+        """Return a budget with all steps of its schedule."""
+        return cls(power_w, (PowerStep(0.0, power_w), *schedule) if schedule else ())
+
+    @property
+    def later(self) -> PowerBudget:
+        """The budget with those steps of its schedule that come later."""
+        return replace(
+            self, schedule=tuple(step for step in self.schedule if step.start_s > self.since_s)
+        )
+
+    def next_s(self, now_s: float, wall_s: float) -> float:
+        """Return when another step is in force, by a clock that says `now_s` when it is `wall_s`;
+        `now_s` if it is that now, infinite for never.
+        """
+        due, later = split_at(self.schedule, wall_s)
+        if due is not None and due.start_s != self.since_s:
+            return now_s
+        return now_s + (later[0].start_s - wall_s) if later else math.inf
 
 
 @dataclass(frozen=True)
@@ -272,17 +308,12 @@ class Me:
 
 
 @dataclass(frozen=True)
-class ErrorContent:
-    """Why a request was not carried out."""
+class Problem:
+    """Why a request was not carried out, as RFC 9457 has it; the answer to every such request."""
 
-    code: str  #: For programs.
-    message: str  #: What is wrong and what to do, for people.
+    title: str  #: The status in words.
+    status: int  #: The HTTP status.
+    detail: str  #: What is wrong and what to do, for people.
+    code: str  #: What is wrong, for programs.
     least_power_w: float | None = None  #: The least feasible power budget, watts.
     least_deadline_s: float | None = None  #: The least feasible deadline, seconds.
-
-
-@dataclass(frozen=True)
-class Error:
-    """The answer to every request that was not carried out."""
-
-    error: ErrorContent

@@ -40,6 +40,8 @@ from perseus_planner.service.answers import (
 from perseus_planner.service.curves import Curve
 from perseus_planner.service.model import PlanSet, PowerStep, Report
 from perseus_planner.service.schemas import (
+    EPOCH,
+    LEASE,
     Counters,
     DeadlineRequest,
     PowerRequest,
@@ -88,6 +90,10 @@ class Client:
     ) -> None:
         self.address = address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
         self._timeout_s = timeout_s
+        #: For how many seconds the plans hold after the last answer to `plans`, if no other comes;
+        #: None if they do not end.
+        self.lease_s: float | None = None
+        self._epochs: dict[str, str] = {}  # of jobs, as the service last said
         sent = os.environ.get(TOKEN_VARIABLE, "").strip() if token is None else token
         self._http = _connected(self.address, sent, timeout_s)
 
@@ -156,13 +162,22 @@ class Client:
         return self._ask(Answer, "DELETE", _path(job, "reports", key))
 
     def plans(self, job: str, *, after: int = 0, wait_s: float = 0.0) -> PlanSet | None:
-        """Return the plans of all pipelines as soon as their version is above `after`.
+        """Return the plans of all pipelines as soon as their version is above `after`, or at once
+        if the service numbers them anew since this client was last answered.
 
         Returns:
             None if it is not within `wait_s` seconds.
         """
-        params, timeout_s = {"after": after, "wait_s": wait_s}, wait_s + self._timeout_s
+        params: dict[str, Any] = {"after": after, "wait_s": wait_s}
+        if after and job in self._epochs:
+            params["epoch"] = self._epochs[job]
+        timeout_s = wait_s + self._timeout_s
         response = self._send("GET", _path(job, "plans"), params=params, timeout=timeout_s)
+        self._epochs[job] = response.headers.get(EPOCH, "")
+        try:
+            self.lease_s = max(float(response.headers[LEASE]), 0.0)
+        except (KeyError, ValueError):
+            self.lease_s = None
         if response.status_code == HTTPStatus.NO_CONTENT:
             return None
         return self._read(PlanSet, response)
@@ -216,7 +231,7 @@ class Client:
 
     def check(self) -> None:
         """Raise an error unless the service is healthy."""
-        self._send("GET", "/healthz")
+        self._send("GET", "/readyz")
 
     def _send(
         self, method: str, path: str, *, body: bytes | None = None, **options: Any
@@ -273,8 +288,8 @@ class Client:
     def _refuse(self, path: str, response: httpx.Response) -> NoReturn:
         """Raise the error for a status that is not a success."""
         try:
-            error = response.json()["error"]
-            code, message = str(error["code"]), one_line(str(error["message"]), 400)
+            error = response.json()
+            code, message = str(error["code"]), one_line(str(error["detail"]), 400)
             least = error.get("least_power_w", error.get("least_deadline_s"))
             least = None if least is None else float(least)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import numpy as np
 from pydantic import Field
 
-from perseus_planner.base.errors import InfeasibleDeadline
+from perseus_planner.base.errors import InfeasibleDeadline, UsageError
 from perseus_planner.service.model import ProfileOrigin, shared
 
 if TYPE_CHECKING:
@@ -41,7 +41,16 @@ class Curve:
 
     @classmethod
     def of(cls, frontier: Frontier) -> Curve:
-        """Return the curve of `frontier`."""
+        """Return the curve of `frontier`.
+
+        Raises:
+            UsageError: If its modes are tied to each other, so that it is a bound alone.
+        """
+        if frontier.dag.has_tied_modes:
+            raise UsageError(
+                "modes: those of this frontier are tied to each other, and the service plans along "
+                "frontiers alone; train with plan=, or without a memory limit and shared modes"
+            )
         return cls(
             tuple(frontier.times_s[::-1].tolist()),
             tuple(frontier.energies_j[::-1].tolist()),

@@ -9,7 +9,8 @@ is infinite here and null in JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
@@ -24,6 +25,8 @@ from perseus_planner.plans.plan import Plan
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "unknown"]
 Origin = Literal["measured", "simulated"]
+Slowing = Literal["straggler", "job budget", "cluster budget", "GPU limit", "deadline"]
+"""Why a pipeline is planned for another time than that of all clocks at maximum."""
 ProfileOrigin = Literal["measured", "simulated", "unknown"]
 
 REMEMBERED = 256
@@ -102,8 +105,9 @@ _ScopeValue = Annotated[
         "validation",
     ),
 ]
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""For values that clients send: unknown fields and numbers that are not finite are refused."""
+STRICT = ConfigDict(extra="ignore", allow_inf_nan=False)
+"""For values that clients send: numbers that are not finite are refused, and fields that a newer
+client may send are ignored."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,9 @@ class RegisteredJob(Checked):
     #: The least power limit, watts, that something else than the planner has set on one of its
     #: GPUs, as the job reports it; None if none is below its default.
     gpu_power_limit_w: float | None = None
-    #: The budgets that replace `power_w` later, by their moment.
+    #: The budgets of a schedule, by their moment; the first one is that from before it.
     power_schedule: tuple[PowerStep, ...] = ()
+    power_since_s: float = 0.0  #: The moment of the one that is in force, as `power_w`
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -179,6 +184,11 @@ class Scope:
     value: _ScopeValue  #: The number of the part, the UUID of the GPU or the node's name.
     pipeline: Number | None = None  #: The pipeline of that part; null for all that have it.
 
+    @cached_property
+    def part(self) -> tuple[str, str, int | None]:
+        """All of it, to look it up."""
+        return self.kind, self.value, self.pipeline
+
 
 @dataclass(frozen=True)
 class Report:
@@ -195,6 +205,11 @@ class Report:
     begins_iteration: int | None = None  #: The iteration in which it begins, if given.
     expires_s: Moment = math.inf  #: When it expires; null if it holds until it is cleared.
     cause: Cause = "unknown"
+
+    @cached_property
+    def about(self) -> tuple[Any, ...]:
+        """Its source and scope: a later report about the same replaces it."""
+        return self.source, *self.scope.part
 
     def __post_init__(self) -> None:
         if (self.slowdown is None) == (self.iteration_s is None):
@@ -221,6 +236,8 @@ class Target:
     power_w: float | None = None
     #: Power limit of each GPU, watts; clocks that it would cap are not used.
     gpu_power_limit_w: float | None = None
+    #: Why it is for this time; null if that is the time of all clocks at maximum.
+    reason: Slowing | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +250,16 @@ class Decision:
     since_s: float  #: Since when these targets hold.
     look_again_s: Moment  #: When time alone may change the decision; null for never.
     reason: str  #: One sentence for people.
+    #: What a pipeline would do that waits for no straggler; null if none waits for one.
+    own: Target | None = None
+
+
+def distinct(targets: Sequence[Target]) -> list[tuple[Target, int]]:
+    """Return the targets that are other objects, in order of appearance, each with how many
+    pipelines have it. A decision has one object for equal targets.
+    """
+    of_id = dict(zip(map(id, targets), targets, strict=True))
+    return [(of_id[which], count) for which, count in Counter(map(id, targets)).items()]
 
 
 @dataclass(frozen=True)
@@ -244,6 +271,9 @@ class PlanSet:
     texts: Annotated[tuple[str, ...], Field(alias="plans")] = field(repr=False)
     of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its plan in `plans`.
     made_s: Annotated[float, Field(exclude=True)] = 0.0  #: When the version was published.
+    #: If pipelines wait for a straggler, the index in `plans` of what they run when that is over:
+    #: the job's own plan, within its budgets. null if none waits for one.
+    own: int | None = None
 
     def text(self, pipeline: int) -> str:
         """Return the plan of one pipeline as text."""

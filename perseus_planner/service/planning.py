@@ -12,12 +12,12 @@ from concurrent import futures
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.service import worker
 from perseus_planner.service.curves import Curve, KnownNumbers, NotSolved, Slow, slow_of
+from perseus_planner.service.model import distinct
 from perseus_planner.service.worker import PlanRequest, RecentlyUsed
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
+LONGEST_S = 300.0
+"""How long one call of a worker process may take: a solution or a plan."""
 # curves and plans; a plan of 8 stages and 96 microbatches has 30 kB, a curve half of that
 _KEPT = 1024
 
@@ -61,15 +63,17 @@ class Processes:
             self._end()
 
     def run(
-        self, function: Callable[..., Result], *arguments: Any, timeout_s: float | None = None
+        self, function: Callable[..., Result], *arguments: Any, timeout_s: float = LONGEST_S
     ) -> Result:
         """Call a module-level function in a worker process and return its result.
 
-        If the process is killed, for example for lack of memory, a new one tries once more.
+        If the process is killed, for example for lack of memory, a new one tries once more. If it
+        takes longer than `timeout_s` seconds, the processes are started again, so that others do
+        not wait for it.
 
         Raises:
             NotPlanned: If the second process was killed too.
-            UsageError: If it takes longer than `timeout_s` seconds.
+            UsageError: If it takes too long.
             Ending: If the context has been left.
         """
         pool = None
@@ -80,6 +84,7 @@ class Processes:
             except (BrokenProcessPool, CancelledError):
                 continue
             except futures.TimeoutError as error:
+                self.restart()
                 raise UsageError(
                     f"solving takes longer than {timeout_s:g} s; run `planner solve` yourself and "
                     "register its frontier"
@@ -192,8 +197,11 @@ class Planning:
         cache.
         """
         for plan_set, decision in versions:
-            for pipeline, request in enumerate(requests_of(job, curve, decision)):
-                self._texts.put(request, plan_set.text(pipeline))
+            requests, asked = requests_of(job, curve, decision)
+            indices = (*plan_set.of_pipeline, plan_set.own)
+            for request, index in {*zip(asked, indices, strict=False)}:
+                if index is not None:
+                    self._texts.put(requests[request], plan_set.texts[index])
 
     def _made(
         self, request: PlanRequest, make: Callable[..., str], content: Callable[[str], bytes]
@@ -205,32 +213,29 @@ class Planning:
         return text
 
 
-def requests_of(job: RegisteredJob, curve: Curve, decision: Decision) -> tuple[PlanRequest, ...]:
-    """Return the plan to request for each pipeline; beyond the frontier's slow end, slower plans
-    save nothing.
+def requests_of(
+    job: RegisteredJob, curve: Curve, decision: Decision
+) -> tuple[tuple[PlanRequest, ...], tuple[int, ...]]:
+    """Return the plans to request, each once, and for each pipeline the index of its own; then that
+    for `decision.own` if there is one. Beyond the frontier's slow end, slower plans save nothing.
     """
-
-    @cache  # most pipelines have the same target
-    def request(
-        time_s: float, slow: Slow, power_w: float | None, gpu_w: float | None
-    ) -> PlanRequest:
-        within_s = time_s if slow or gpu_w is not None else min(time_s, curve.max_time_s)
-        return PlanRequest(
+    requests: dict[PlanRequest, int] = {}
+    of_target: dict[int, int] = {}
+    targets = decision.targets if decision.own is None else (*decision.targets, decision.own)
+    for target, _ in distinct(targets):
+        slow, gpu_w = slow_of(target.slow_stages), target.gpu_power_limit_w
+        is_as_profiled = not slow and gpu_w is None
+        request = PlanRequest(
             job.frontier,
-            within_s,
+            min(target.time_s, curve.max_time_s) if is_as_profiled else target.time_s,
             slow,
-            power_w,
+            target.power_w,
             job.max_changes,
             job.on_time,
             gpu_w,
         )
-
-    return tuple(
-        request(
-            target.time_s, slow_of(target.slow_stages), target.power_w, target.gpu_power_limit_w
-        )
-        for target in decision.targets
-    )
+        of_target[id(target)] = requests.setdefault(request, len(requests))
+    return tuple(requests), tuple(map(of_target.__getitem__, map(id, targets)))
 
 
 def deduplicated(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:

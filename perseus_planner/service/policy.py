@@ -47,18 +47,25 @@ When plans change. The wanted time of a pipeline is `min(max(its target, T'), ma
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.service.model import Decision, Numbers, RegisteredJob, Report, Target
-from perseus_planner.service.reports import active_reports, next_turn_s, parts_concerned
+from perseus_planner.service.model import (
+    Decision,
+    Numbers,
+    RegisteredJob,
+    Report,
+    Slowing,
+    Target,
+    distinct,
+)
+from perseus_planner.service.reports import Look, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 _COMPUTING = ("compute", "unknown")
 _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
@@ -103,13 +110,13 @@ class _Pipeline:
 
 def decide(
     job: RegisteredJob,
-    reports: Iterable[Report],
+    look: Look,
     numbers: Numbers,
     before: Decision | None,
     now_s: float,
     settings: PolicySettings = PolicySettings(),
     *,
-    iteration: int | None = None,
+    reason: Slowing | None = None,
 ) -> Decision:
     """Decide what the pipelines of a job are to do now.
 
@@ -120,53 +127,51 @@ def decide(
         job: Its deadline is the iteration time to aim for; one that cannot be met becomes the least
             that can. Its pipelines share its power equally; `power.shares` has chosen a deadline
             for which that suffices.
-        reports: All known reports, in any order. `reports.lasting_reports` of them are enough.
+        look: Its reports.
         numbers: Of a pipeline as profiled. `slowed` is called repeatedly, so it should cache its
             results.
         before: The last decision; None for the first.
         now_s: Seconds since the epoch.
         settings: When to slow down.
-        iteration: The first iteration that can still be changed; None if unknown, so that no report
-            that waits for an iteration has begun.
+        reason: Why the job's own target is not the time of all clocks at maximum; None if it is.
 
     Raises:
         UsageError: If a report concerns what the job does not have; `reports.check_scope` finds
             that when it arrives.
     """
-    reports = tuple(reports)
-    pipelines = _pipelines(job, active_reports(reports, now_s, iteration), numbers)
+    calm, reported = _pipelines(job, look.active, numbers)
+    groups = _groups(job, calm, reported, before)
+    pipelines = [group.pipeline for group in groups]
     time_s = max(pipeline.takes_s for pipeline in pipelines)
-    planned_s = (
-        [target.time_s for target in before.targets]
-        if before
-        else [pipeline.own_s for pipeline in pipelines]
-    )
     calm_s = _own_s(numbers, _target_s(job, numbers))
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    slowing = _Slowing(
-        pipelines, time_s, tuple(planned_s), power_w, job.gpu_power_limit_w, settings
-    )
+    others = _Others(groups, time_s, power_w, job.gpu_power_limit_w, settings, reason)
     held = (
         before is not None
         and before.since_s > job.since_s
         and now_s < before.since_s + settings.holding_s
     )
-    refusal = slowing.refusal(now_s, held)
-    targets = slowing.targets(slowing.kept_s if refusal else slowing.wanted_s)
+    refusal = others.refusal(now_s, held)
+    targets = others.targets(job.pipelines, bool(refusal), before)
     stragglers = {
-        number: pipeline.worst.key for number, pipeline in enumerate(pipelines) if pipeline.worst
+        number: pipeline.worst.key
+        for number, pipeline in sorted(reported.items())
+        if pipeline.worst
     }
     since_s = _since_s(job, before, targets, stragglers, now_s)
-    turns_s = [next_turn_s(reports, now_s, iteration)]
+    turns_s = [look.next_s]
     if refusal == _HELD:
-        turns_s += [since_s + settings.holding_s, slowing.pays_until_s()]
+        turns_s += [since_s + settings.holding_s, others.pays_until_s()]
     return Decision(
         targets,
         time_s,
         stragglers,
         since_s,
         min(turns_s),
-        _reason(pipelines, time_s, calm_s, refusal),
+        _reason(reported, time_s, calm_s, refusal),
+        Target(calm_s, {}, *others.limits_w, reason)
+        if any(target.reason == "straggler" for target, _ in distinct(targets))
+        else None,
     )
 
 
@@ -178,11 +183,9 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     switch budget.
     """
     saved_j, target_s = 0.0, _target_s(job, numbers)
-    for (time_s, slow), count in Counter(
-        (target.time_s, tuple(target.slow_stages.items())) for target in decision.targets
-    ).items():
-        own = numbers.slowed(dict(slow)) if slow else numbers
-        saved_j += count * _saved_j(own, _own_s(own, target_s), time_s)
+    for target, count in distinct(decision.targets):
+        own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
+        saved_j += count * _saved_j(own, _own_s(own, target_s), target.time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -193,44 +196,97 @@ _HELD = "plans were changed a moment ago"
 
 
 @dataclass(frozen=True)
-class _Slowing:
-    """Whether to slow pipelines down beside one that takes `time_s`, after plans of `planned_s`.
+class _Group:
+    """Pipelines of which the same is known, and whose plans were for the same time."""
+
+    pipeline: _Pipeline
+    planned_s: float
+    numbers: Sequence[int]  #: Of the pipelines
+
+    def target_s(self, straggler_time_s: float, *, is_kept: bool) -> float:
+        """Return the time of their plans beside a straggler, slowed down or not."""
+        if is_kept:
+            return self.pipeline.kept_s(self.planned_s, straggler_time_s)
+        return self.pipeline.wanted_s(straggler_time_s)
+
+
+def _groups(
+    job: RegisteredJob,
+    calm: _Pipeline,
+    reported: Mapping[int, _Pipeline],
+    before: Decision | None,
+) -> list[_Group]:
+    members: dict[tuple[int, float], list[int]] = {}
+    for number in range(job.pipelines):
+        pipeline = reported.get(number, calm)
+        planned_s = pipeline.own_s if before is None else before.targets[number].time_s
+        members.setdefault((id(pipeline), planned_s), []).append(number)
+    return [
+        _Group(reported.get(numbers[0], calm), planned_s, numbers)
+        for (_, planned_s), numbers in members.items()
+    ]
+
+
+@dataclass(frozen=True)
+class _Others:
+    """Whether to slow pipelines down beside one that takes `time_s`.
 
     Each pipeline may draw `power_w`, and each GPU `gpu_power_limit_w`.
     """
 
-    pipelines: Sequence[_Pipeline]
+    groups: Sequence[_Group]
     time_s: float
-    planned_s: tuple[float, ...]
     power_w: float | None
     gpu_power_limit_w: float | None
     settings: PolicySettings
+    reason: Slowing | None
+
+    @property
+    def limits_w(self) -> tuple[float | None, float | None]:
+        return self.power_w, self.gpu_power_limit_w
 
     @cached_property
-    def wanted_s(self) -> tuple[float, ...]:
-        return tuple(pipeline.wanted_s(self.time_s) for pipeline in self.pipelines)
+    def times_s(self) -> list[tuple[_Group, float, float]]:
+        """Each group with its kept and its wanted time."""
+        return [
+            (
+                group,
+                group.target_s(self.time_s, is_kept=True),
+                group.target_s(self.time_s, is_kept=False),
+            )
+            for group in self.groups
+        ]
 
-    @cached_property
-    def kept_s(self) -> tuple[float, ...]:
-        pairs = zip(self.pipelines, self.planned_s, strict=True)
-        return tuple(pipeline.kept_s(planned_s, self.time_s) for pipeline, planned_s in pairs)
-
-    def targets(self, times_s: Sequence[float]) -> tuple[Target, ...]:
-        pairs = zip(self.pipelines, times_s, strict=True)
-        limits_w = (self.power_w, self.gpu_power_limit_w)
-        return tuple(Target(time_s, pipeline.slow_stages, *limits_w) for pipeline, time_s in pairs)
+    def targets(
+        self, pipelines: int, are_kept: bool, before: Decision | None
+    ) -> tuple[Target, ...]:
+        """Return the target of each pipeline. Equal ones are one object, that of the decision
+        before if it had such a target.
+        """
+        known = [] if before is None else [target for target, _ in distinct(before.targets)]
+        found: list[Any] = [None] * pipelines
+        for group, kept_s, wanted_s in self.times_s:
+            time_s = kept_s if are_kept else wanted_s
+            reason = "straggler" if time_s > group.pipeline.own_s else self.reason
+            target = Target(time_s, group.pipeline.slow_stages, *self.limits_w, reason)
+            same = next((each for each in known if each == target), None)
+            if same is None:
+                known.append(target)
+            for number in group.numbers:
+                found[number] = same or target
+        return tuple(found)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
         """Return why no pipeline is slowed down although some could be; None to use the wanted
         times.
         """
-        if self.kept_s == self.wanted_s:
+        if all(kept_s == wanted_s for _, kept_s, wanted_s in self.times_s):
             return None
         spent_j, saved_j = self._spent_and_saved_j()
         if saved_j <= _ROUNDING * spent_j:
             return _SAVES_NOTHING
-        rises = zip(self.kept_s, self.wanted_s, strict=True)
-        if all(wanted_s < kept_s * (1.0 + self.settings.least_rise) for kept_s, wanted_s in rises):
+        most = 1.0 + self.settings.least_rise
+        if all(wanted_s < kept_s * most for _, kept_s, wanted_s in self.times_s):
             return _HARDLY_LONGER
         if now_s >= self.pays_until_s():
             return _DOES_NOT_PAY
@@ -241,35 +297,19 @@ class _Slowing:
         would save.
         """
         spent_j = saved_j = 0.0
-        for numbers, kept_s, wanted_s, count in self._alike():
+        for group, kept_s, wanted_s in self.times_s:
+            numbers, count = group.pipeline.numbers, len(group.numbers)
             spent_j += count * numbers.bound_j(kept_s)
             saved_j += count * _saved_j(numbers, kept_s, wanted_s)
         return spent_j, saved_j
-
-    def _alike(self) -> Iterator[tuple[Numbers, float, float, int]]:
-        """Group equal pipelines, as there are many: yields numbers, kept time, wanted time and
-        their count.
-        """
-        of_id = {id(pipeline.numbers): pipeline.numbers for pipeline in self.pipelines}
-        kinds = Counter(
-            zip(
-                (id(pipeline.numbers) for pipeline in self.pipelines),
-                self.kept_s,
-                self.wanted_s,
-                strict=True,
-            )
-        )
-        return (
-            (of_id[which], kept_s, wanted_s, count)
-            for (which, kept_s, wanted_s), count in kinds.items()
-        )
 
     def pays_until_s(self) -> float:
         """Return until when slowing down pays; after that, the report expires before both
         changes are paid off.
         """
         both_changes_s = 2.0 * self.settings.iterations_lost * self.time_s
-        slowest = (pipeline.worst for pipeline in self.pipelines if pipeline.takes_s == self.time_s)
+        pipelines = (group.pipeline for group in self.groups)
+        slowest = (pipeline.worst for pipeline in pipelines if pipeline.takes_s == self.time_s)
         expires_s = max((worst.expires_s for worst in slowest if worst), default=math.inf)
         if expires_s == math.inf and self.settings.assumed_s <= both_changes_s:
             return -math.inf
@@ -297,18 +337,21 @@ def _saved_j(numbers: Numbers, from_s: float, to_s: float) -> float:
     return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waiting_w * (to_s - from_s)
 
 
-def _pipelines(job: RegisteredJob, active: Sequence[Report], numbers: Numbers) -> list[_Pipeline]:
+def _pipelines(
+    job: RegisteredJob, active: Sequence[Report], numbers: Numbers
+) -> tuple[_Pipeline, dict[int, _Pipeline]]:
+    """Return a pipeline of which nothing is reported, and those of which something is."""
     concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
+    parts = parts_of(job)
     for report in active:
-        for pipeline, stages in parts_concerned(job, report.scope).items():
+        for pipeline, stages in parts.of(job, report.scope).items():
             concerning.setdefault(pipeline, []).append((report, stages))
     target_s = _target_s(job, numbers)
     calm_s = _own_s(numbers, target_s)
     calm = _Pipeline(numbers, {}, calm_s, calm_s, None)
-    return [
-        _reported(concerning[number], calm, target_s) if number in concerning else calm
-        for number in range(job.pipelines)
-    ]
+    return calm, {
+        number: _reported(reports, calm, target_s) for number, reports in concerning.items()
+    }
 
 
 def _reported(
@@ -316,23 +359,23 @@ def _reported(
 ) -> _Pipeline:
     """Return a pipeline with its reports, each given with the stages that it concerns."""
     slow: dict[int, float] = {}
-    of_stages: list[tuple[float, str, Report]] = []  # (how bad it is, key to break ties, report)
-    of_all: list[tuple[float, str, Report]] = []
+    # (how bad it is, key to break ties, report)
+    of_stages: tuple[float, str, Report | None] = (0.0, "", None)
+    of_all: tuple[float, str, Report | None] = (0.0, "", None)
     for report, stages in reports:
         if report.slowdown is not None and stages and report.cause in _COMPUTING:
             slow |= {stage: max(report.slowdown, slow.get(stage, 1.0)) for stage in stages}
-            of_stages.append((report.slowdown, report.key, report))
+            if (report.slowdown, report.key) > of_stages[:2]:
+                of_stages = report.slowdown, report.key, report
         else:
-            of_all.append(
-                (report.iteration_s or calm.own_s * (report.slowdown or 1.0), report.key, report)
-            )
+            time_s = report.iteration_s or calm.own_s * (report.slowdown or 1.0)
+            if (time_s, report.key) > of_all[:2]:
+                of_all = time_s, report.key, report
     slow = dict(sorted(slow.items()))
     numbers = calm.numbers.slowed(slow) if slow else calm.numbers
     own_s = _own_s(numbers, target_s)
-    takes_s = max([own_s, *(time_s for time_s, *_ in of_all)])
-    ranked = of_all if takes_s > own_s else of_stages
-    worst = max(ranked, key=lambda each: each[:2])[2] if ranked else None
-    return _Pipeline(numbers, slow, own_s, takes_s, worst)
+    takes_s = max(own_s, of_all[0])
+    return _Pipeline(numbers, slow, own_s, takes_s, of_all[2] if takes_s > own_s else of_stages[2])
 
 
 def _since_s(
@@ -347,19 +390,18 @@ def _since_s(
     """
     if before is None:
         return job.since_s
-    as_before = [target.time_s for target in targets] == [
-        target.time_s for target in before.targets
-    ]
+    pairs = zip(targets, before.targets, strict=True)
+    as_before = all(now is old or now.time_s == old.time_s for now, old in pairs)
     return before.since_s if as_before or not (stragglers or before.stragglers) else now_s
 
 
 def _reason(
-    pipelines: Sequence[_Pipeline], time_s: float, calm_s: float, refusal: str | None
+    reported: Mapping[int, _Pipeline], time_s: float, calm_s: float, refusal: str | None
 ) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
     slow = [
         (pipeline.takes_s, -number, pipeline.worst)
-        for number, pipeline in enumerate(pipelines)
+        for number, pipeline in reported.items()
         if pipeline.worst
     ]
     if not slow:

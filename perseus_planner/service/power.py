@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from perseus_planner.base.errors import InfeasibleError, InfeasiblePower
 from perseus_planner.service.answers import PowerBudget
-from perseus_planner.service.model import RegisteredJob, split_at
+from perseus_planner.service.model import RegisteredJob, Slowing, split_at
 from perseus_planner.service.state import JobState, Share
 
 if TYPE_CHECKING:
@@ -175,8 +175,8 @@ def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def share_power(draft: Draft, job: str | None, reconcile: Callable[[JobState], object]) -> None:
-    """Share power anew: the budget of all jobs among all of them if there is one, and the budgets
-    of single jobs.
+    """Share power anew: the budget of all jobs among all of them that are heard of if there is
+    one, and the budgets of single jobs.
 
     Args:
         draft: Has the jobs.
@@ -189,13 +189,29 @@ def share_power(draft: Draft, job: str | None, reconcile: Callable[[JobState], o
     jobs = draft.jobs()
     power_w = draft.budget.power_w
     states = jobs.values() if job is None or power_w is not None else [jobs[job]]
-    for state in with_shares(power_w, states):
+    silent = [state for state in states if state.silent_since_s is not None]
+    shared = with_shares(power_w, [state for state in states if state.silent_since_s is None])
+    for state in (*shared, *with_shares(None, silent)):
         if state.share != draft.state(state.job.name).share:
             reconcile(state)
 
 
+def share_least_power(draft: Draft, job: str, reconcile: Callable[[JobState], object]) -> None:
+    """Share power anew with a job that is heard of again, as `share_power` does; if all together
+    cannot meet the budget any more, each gets the least that it can draw.
+    """
+    try:
+        share_power(draft, job, reconcile)
+    except InfeasiblePower as error:
+        _log.warning("Job %s is heard of again, and %s; all jobs draw the least", job, error)
+        budget = draft.budget
+        draft.budget = replace(budget, power_w=error.least_power_w * (1 + 1e-9))
+        share_power(draft, job, reconcile)
+        draft.budget = budget
+
+
 def begin_budgets(
-    draft: Draft, names: Iterable[str], now_s: float, share: Callable[[str | None], None]
+    draft: Draft, names: Iterable[str], wall_s: float, share: Callable[[str | None], None]
 ) -> None:
     """Put the scheduled budgets of all jobs together, and of these jobs, in force that are due.
 
@@ -204,19 +220,20 @@ def begin_budgets(
     Args:
         draft: Has the jobs.
         names: Of jobs; those that do not run are skipped.
-        now_s: Seconds since the epoch.
+        wall_s: Seconds since the epoch, by the machine's clock.
         share: Shares power anew, as `share_power` does.
     """
     for name in (None, *names):
         if name is None:
             before = draft.budget
         elif (state := draft.find(name)) is not None:
-            before = PowerBudget(state.job.power_w, state.job.power_schedule)
+            before = state.budget
         else:
             continue
-        due, later = split_at(before.schedule, now_s)
-        if due is not None:
-            _begin(draft, name, before, PowerBudget(due.power_w, later), share)
+        due, _ = split_at(before.schedule, wall_s)
+        if due is not None and due.start_s != before.since_s:
+            now = PowerBudget(due.power_w, before.schedule, due.start_s)
+            _begin(draft, name, before, now, share)
 
 
 def set_budget(draft: Draft, name: str | None, budget: PowerBudget) -> None:
@@ -224,8 +241,13 @@ def set_budget(draft: Draft, name: str | None, budget: PowerBudget) -> None:
     if name is None:
         draft.budget = budget
     else:
-        bounded = draft.state(name).with_job(power_w=budget.power_w, power_schedule=budget.schedule)
-        draft.put(bounded)
+        draft.put(
+            draft.state(name).with_job(
+                power_w=budget.power_w,
+                power_schedule=budget.schedule,
+                power_since_s=budget.since_s,
+            )
+        )
 
 
 def _begin(
@@ -273,21 +295,28 @@ def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobSt
     if power_w is None and all(state.job.power_w is None for state in states):
         return [replace(state, share=None) for state in states]
     demands = [_demand(state.job, state.curve) for state in states]
-    least = shares(power_w, demands)
+    alone, least = shares(None, demands), shares(power_w, demands)
     room = 1.0 if power_w is None else max(1.0, power_w / _sum_w(least))
     return [
-        replace(state, share=_allowed(state.job, share, room, power_w))
-        for state, share in zip(states, least, strict=True)
+        replace(state, share=_allowed(demand, own.time_s, share, room, power_w))
+        for state, demand, own, share in zip(states, demands, alone, least, strict=True)
     ]
 
 
-def _allowed(job: RegisteredJob, share: Share, room: float, power_w: float | None) -> Share | None:
-    """Return the share that plans must keep. Power that is left over is shared, as plans draw
-    more than the bound.
+def _allowed(
+    demand: Demand, alone_s: float, share: Share, room: float, power_w: float | None
+) -> Share | None:
+    """Return the share that plans must keep, of a job that takes `alone_s` within its own budget.
+    Power that is left over is shared, as plans draw more than the bound.
     """
     limits_w = [share.power_w * room] if power_w is not None else []
-    limits_w += [] if job.power_w is None else [job.power_w]
-    return Share(share.time_s, min(limits_w)) if limits_w else None
+    limits_w += [] if demand.power_w is None else [demand.power_w]
+    reason: Slowing | None = None
+    if share.time_s > alone_s:
+        reason = "cluster budget"
+    elif alone_s > demand.time_s:
+        reason = "job budget"
+    return Share(share.time_s, min(limits_w), reason) if limits_w else None
 
 
 def _demand(job: RegisteredJob, curve: Curve) -> Demand:

@@ -3,85 +3,73 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from perseus_planner.service.model import RegisteredJob, Report, Scope
+    from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
 
 
-def lasting_reports(
-    reports: Iterable[Report], now_s: float, iteration: int | None = None
-) -> tuple[Report, ...]:
-    """Return the reports that count now, may count later, or keep older ones from counting.
+@dataclass(frozen=True)
+class Look:
+    """The reports of a job at one time.
 
     Of the begun reports of one source about one scope, only those with the latest observation last,
     even if they have expired or say that the scope has recovered: an older report that arrives late
     must find them.
-
-    Args:
-        reports: Any reports, in any order.
-        now_s: Seconds since the epoch.
-        iteration: The first iteration that can still be changed; None if unknown.
     """
-    lasting = [
-        report
-        for report in reports
-        if report.begins_iteration is not None or report.begins_s < report.expires_s
-    ]
-    newest_s: dict[tuple[str, Scope], float] = {}
-    for report in lasting:
-        if _has_begun(report, now_s, iteration):
-            about = (report.source, report.scope)
-            newest_s[about] = max(report.observed_s, newest_s.get(about, -math.inf))
-    return tuple(
-        report
-        for report in lasting
-        if report.observed_s >= newest_s.get((report.source, report.scope), -math.inf)
-    )
 
+    lasting: tuple[Report, ...]  #: Those that count, may count later, or keep older ones from it
+    active: tuple[Report, ...]  #: Those by which something is slow now
+    idle: tuple[Report, ...]  #: The other lasting ones
+    #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
+    #: with an iteration are left out.
+    next_s: float
 
-def active_reports(
-    reports: Iterable[Report], now_s: float, iteration: int | None = None
-) -> tuple[Report, ...]:
-    """Return the reports by which something is slow now; arguments as for `lasting_reports`."""
-    return _active(lasting_reports(reports, now_s, iteration), now_s, iteration)
+    @classmethod
+    def at(cls, reports: Iterable[Report], now_s: float, iteration: int | None = None) -> Look:
+        """Look at any reports, in any order.
 
-
-def next_turn_s(reports: Iterable[Report], now_s: float, iteration: int | None = None) -> float:
-    """Return when time alone next makes a report begin or expire; infinite for never.
-
-    Arguments as for `lasting_reports`. Reports that begin with an iteration are left out.
-    """
-    lasting = lasting_reports(reports, now_s, iteration)
-    begins_s = [
-        report.begins_s
-        for report in lasting
-        if report.begins_iteration is None and now_s < report.begins_s
-    ]
-    return min(
-        [*begins_s, *(report.expires_s for report in _active(lasting, now_s, iteration))],
-        default=math.inf,
-    )
-
-
-def _active(lasting: Iterable[Report], now_s: float, iteration: int | None) -> tuple[Report, ...]:
-    return tuple(
-        report
-        for report in lasting
-        if _has_begun(report, now_s, iteration)
-        and now_s < report.expires_s
-        and report.slowdown != 1.0
-    )
-
-
-def _has_begun(report: Report, now_s: float, iteration: int | None) -> bool:
-    if report.begins_iteration is not None:
-        return iteration is not None and iteration >= report.begins_iteration
-    return now_s >= report.begins_s
+        Args:
+            reports: The reports.
+            now_s: Seconds since the epoch.
+            iteration: The first iteration that can still be changed; None if unknown.
+        """
+        possible: list[tuple[Report, bool]] = []
+        newest_s: dict[tuple[Any, ...], float] = {}
+        for report in reports:
+            if report.begins_iteration is None:
+                if report.begins_s >= report.expires_s:
+                    continue
+                has_begun = now_s >= report.begins_s
+            else:
+                has_begun = iteration is not None and iteration >= report.begins_iteration
+            if has_begun and report.observed_s > newest_s.get(report.about, -math.inf):
+                newest_s[report.about] = report.observed_s
+            possible.append((report, has_begun))
+        lasting: list[Report] = []
+        active: list[Report] = []
+        idle: list[Report] = []
+        next_s = math.inf
+        for report, has_begun in possible:
+            if report.observed_s < newest_s.get(report.about, -math.inf):
+                continue
+            lasting.append(report)
+            if has_begun and now_s < report.expires_s and report.slowdown != 1.0:
+                active.append(report)
+                if report.expires_s < next_s:
+                    next_s = report.expires_s
+            else:
+                idle.append(report)
+                if not has_begun and report.begins_iteration is None:
+                    next_s = min(next_s, report.begins_s)
+        return cls(tuple(lasting), tuple(active), tuple(idle), next_s)
 
 
 def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
@@ -94,12 +82,62 @@ def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int
     Raises:
         UsageError: If the job has no such part.
     """
+    return parts_of(job).of(job, scope)
+
+
+class Parts:
+    """What is known of the parts of a job with these places."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = places
+        self.parts: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
+        self._places_of: dict[str, dict[str, list[Place]]] = {}
+
+    def of(self, job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
+        """Return the pipelines and stages in `scope`, as `parts_concerned` of that job."""
+        parts = self.parts.get(scope.part)
+        if parts is None:
+            parts = self.parts[scope.part] = _parts(job, scope, self)
+        return parts
+
+    def places_of(self, kind: str, value: str) -> list[Place]:
+        """Return the places of one rank, GPU or node, which has its name with a domain or
+        without.
+        """
+        if kind not in self._places_of:
+            by_value: dict[str, list[Place]] = {}
+            for place in self.places:
+                by_value.setdefault(str(getattr(place, kind)), []).append(place)
+            self._places_of[kind] = by_value
+        by_value = self._places_of[kind]
+        if kind != "node":
+            return by_value.get(value, [])
+        known, named = _names(value), [node for node in by_value if value in _names(node)]
+        return [place for node in {*known, *named} for place in by_value.get(node, [])]
+
+
+_known: OrderedDict[tuple[int, int], Parts] = OrderedDict()
+_KNOWN_JOBS = 2048
+
+
+def parts_of(job: RegisteredJob) -> Parts:
+    """Return what is known of the parts of a job, found once for each."""
+    key = (id(job.places), job.pipelines)
+    known = _known.get(key)
+    if known is None or known.places is not job.places:
+        known = _known[key] = Parts(job.places)
+        while len(_known) > _KNOWN_JOBS:
+            _known.pop(next(iter(_known)), None)
+    return known
+
+
+def _parts(job: RegisteredJob, scope: Scope, known: Parts) -> dict[int, frozenset[int]]:
     if scope.kind == "pipeline":
         parts = {_pipeline(job, scope.value): frozenset[int]()}
     elif scope.kind == "stage":
         parts = {_pipeline_of_stage(job, scope): frozenset({_number("stage", scope.value)})}
     else:
-        parts = _held_by(job, scope)
+        parts = _held_by(job, scope, known)
     if scope.pipeline is not None:
         parts = {
             pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
@@ -110,6 +148,25 @@ def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int
             f"{shown(job.name)}; correct one of them, or leave the pipeline out"
         )
     return parts
+
+
+def concerned_by(job: RegisteredJob, reports: Iterable[Report]) -> list[Report]:
+    """Return those of the reports about GPUs and nodes that `job` has."""
+    nodes = {place.node for place in job.places}
+    names = {place.gpu for place in job.places}.union(*map(_names, nodes))
+    return [
+        report
+        for report in reports
+        if report.scope.value in names or not nodes.isdisjoint(_names(report.scope.value))
+    ]
+
+
+@lru_cache(maxsize=2**16)
+def _names(node: str) -> frozenset[str]:
+    """Return the names of a node with all of its domain, with a part of it, and without it."""
+    parts = node.split(".")
+    whole = len(parts) if parts[-1].isdigit() else 1  # an address has no domain
+    return frozenset(".".join(parts[:count]) for count in range(whole, len(parts) + 1))
 
 
 def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
@@ -123,15 +180,11 @@ def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
             raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
 
 
-def _held_by(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
+def _held_by(job: RegisteredJob, scope: Scope, known: Parts) -> dict[int, frozenset[int]]:
     """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a
     rank's are unknown.
     """
-    places = [
-        place
-        for place in job.places
-        if scope.value and str(getattr(place, scope.kind)) == scope.value
-    ]
+    places = known.places_of(scope.kind, scope.value) if scope.value else []
     if not places:
         raise UsageError(
             f"scope: job {shown(job.name)} has no known {scope.kind} {shown(scope.value)}; "

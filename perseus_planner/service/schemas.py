@@ -41,6 +41,8 @@ NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it is part of a path
 MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree on
 MOST_SLOWDOWN = 1e6
+EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
+LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
 _MOST_ALERTS = 10_000
 _MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
 _MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
@@ -249,9 +251,10 @@ class Counters(Account):
     unlike_plan: Text | None = None
 
     def __post_init__(self) -> None:
-        for name in GROWING:
-            if not 0.0 <= getattr(self, name) <= 1e18:
-                raise UsageError(f"{name}: is not between 0 and 1e18")
+        for name in SUMS:
+            least = 0.0 if name in GROWING else -1e18
+            if not least <= getattr(self, name) <= 1e18:
+                raise UsageError(f"{name}: is not between {least:g} and 1e18")
         if self.energy_is not in (None, "measured", "simulated"):
             raise UsageError("energy_is: is neither measured nor simulated")
         if (self.energy_is is None) != (self.metered_s == 0.0):

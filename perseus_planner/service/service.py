@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
@@ -34,7 +36,12 @@ from perseus_planner.service.model import (
     UnknownReport,
 )
 from perseus_planner.service.planning import Ending, Planning, Processes, Replanner
-from perseus_planner.service.power import begin_budgets, set_budget, share_power
+from perseus_planner.service.power import (
+    begin_budgets,
+    set_budget,
+    share_least_power,
+    share_power,
+)
 from perseus_planner.service.state import (
     JobState,
     answer_registration,
@@ -47,7 +54,7 @@ from perseus_planner.service.state import (
     give_up,
     is_other_limit,
     is_same,
-    last_moment_s,
+    lease_s,
     next_look_s,
     prepare,
     recognize,
@@ -56,6 +63,7 @@ from perseus_planner.service.state import (
     until_it_begins,
 )
 from perseus_planner.service.status import Statuses, current_reports, pipeline_statuses
+from perseus_planner.service.store import Change
 from perseus_planner.service.telemetry import TelemetryBook, totals_of
 from perseus_planner.service.worker import Unsolved, solve_profile
 from perseus_planner.service.writer import Changed, Draft, Writer, unknown_job
@@ -66,9 +74,13 @@ if TYPE_CHECKING:
 
     from perseus_planner.service.curves import Curve
     from perseus_planner.service.schemas import Counters
-    from perseus_planner.service.storage import Storage
+    from perseus_planner.service.store import Storage, Stored
 
 
+JOB_LEASE_S = 180.0
+"""After a job was not heard of for so long, it has no share of the power budget of all jobs."""
+_OVER, _OVER_FOR_S = 1.02, 60.0  # a job that draws so much of its budget for so long is over it
+_CLOCK_SET_S = 0.5  # by which the machine's clock leaves the service's if somebody has set it
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
 
 _log = logging.getLogger(__name__)
@@ -92,28 +104,40 @@ class Service:
         storage: Storage,
         *,
         now_s: Callable[[], float] | None = None,
+        wall_s: Callable[[], float] | None = None,
         workers: int = 1,
         run: Callable[..., Any] | None = None,
+        lease_s: float = JOB_LEASE_S,
     ) -> None:
         """Recover everything that `storage` holds.
 
         Args:
             storage: Not used by any other service. It is left open.
-            now_s: Returns seconds since the epoch; by default a `SteadyClock`.
+            now_s: Returns seconds since the epoch, by which time passes; by default a
+                `SteadyClock`.
+            wall_s: The machine's clock, for moments that people give; by default `now_s` or the
+                true one.
             workers: Number of processes that solve and plan.
             run: Calls a function with arguments, in place of those processes.
+            lease_s: After a job was not heard of for so long, it has no share of the power budget
+                of all jobs.
 
         Raises:
             StorageError: If the storage cannot be read.
         """
-        stored = storage.load()
-        last_s = max(map(last_moment_s, stored.jobs.values()), default=-math.inf)
-        self._now_s = now_s or SteadyClock(last_s)
+        self._wall_s = wall_s or now_s or time.time
+        self._now_s = now_s or SteadyClock(self._wall_s)
+        self._offset_s = 0.0
+        storage.now_s = self._now_s
+        stored = _by_clock(storage, storage.load(), self._now_s())
         self._processes, self._solver = Processes(workers), Processes(1)
         self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
-        self._timers = Timers()
+        self._timers, self._leases = Timers(), Timers()
+        self._epoch = uuid4().hex
+        self._over_s: dict[str, float] = {}  #: since when jobs draw more than their budgets allow
+        self._lease_s, self._heard_s = lease_s, dict.fromkeys(stored.jobs, self._now_s())
         self._subscribers: tuple[Callable[[str, int], None], ...] = ()
         self._subscribing = threading.Lock()
         self._storage = storage
@@ -124,6 +148,7 @@ class Service:
         self._statuses = Statuses()
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
+            self._leases.set(name, self._heard_s[name] + lease_s)
             self._set_timer(name, state)
             self._planning.remember(state.job, state.curve, stored.versions[name])
 
@@ -182,9 +207,22 @@ class Service:
         return state.published.version, pipeline_statuses(state)
 
     def plans(self, job: str, after: int) -> PlanSet | None:
-        """Return a job's newest plans; None if their version is not above `after`."""
+        """Return a job's newest plans; None if their version is not above `after`. The job asks for
+        them.
+        """
+        self._hear_of(job)
         published = self._state(job).published
         return published if published.version > after else None
+
+    def epoch(self, job: str) -> str:
+        """Return what the versions of a job's plans are numbered in: another one once the job was
+        registered anew, or the service started, perhaps with an older database.
+        """
+        return f"{self._epoch}-{self._state(job).job.since_s!r}"
+
+    def lease_s(self, job: str) -> float | None:
+        """Return for how long the job's plans hold if it hears nothing more, as `state.lease_s`."""
+        return lease_s(self._state(job), self._now_s())
 
     def history(self, job: str) -> History:
         """Return what has happened to a job, and how its figures went."""
@@ -204,7 +242,7 @@ class Service:
     @property
     def power_budget(self) -> PowerBudget:
         """The power budget of all jobs, and what replaces it later."""
-        return self._writer.budget
+        return self._writer.budget.later
 
     # Jobs
 
@@ -240,6 +278,7 @@ class Service:
                 budget of all jobs.
         """
         job = replace(job, frontier=sha256(frontier), since_s=self._now_s())
+        self._hear_of(job.name)
         state = self._writer.jobs.get(job.name)
         if state is not None and (not take_over or is_same(state, job)):
             return recognize(state, job)
@@ -313,7 +352,7 @@ class Service:
 
         def command(draft: Draft) -> tuple[Answer, ...]:
             before = draft.jobs().values() if job is None else [draft.state(job)]
-            set_budget(draft, job, PowerBudget(power_w, schedule))
+            set_budget(draft, job, PowerBudget.of(power_w, schedule))
             self._share_power(draft, job)
             return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
 
@@ -404,6 +443,11 @@ class Service:
         Raises:
             Conflict: If there is no such version yet.
         """
+        self.submit_taken(job, version, iteration).result()
+
+    def submit_taken(self, job: str, version: int, iteration: int) -> Future[None]:
+        """Record it as `taken` does, without waiting."""
+        self._hear_of(job)
 
         def command(draft: Draft) -> None:
             state = draft.state(job)
@@ -418,7 +462,7 @@ class Service:
                 taken = Taken(version, iteration, self._now_s())
                 self._reconcile(draft, replace(state, taken=taken))
 
-        self._writer.do(command)
+        return self._writer.submit(command)
 
     def telemetry(self, job: str, sent: Counters) -> None:
         """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk
@@ -429,6 +473,15 @@ class Service:
         Raises:
             Conflict: If they contradict what the same run sent before.
         """
+        limited = self.submit_telemetry(job, sent)
+        if limited is not None:
+            limited.result()
+
+    def submit_telemetry(self, job: str, sent: Counters) -> Future[None] | None:
+        """Add them as `telemetry` does, without waiting for the job to be planned again; None if it
+        is not.
+        """
+        self._hear_of(job)
         state, limit_w = self._state(job), sent.gpu_power_limit_w
         version = None if state.taken is None else state.taken.version
         self._telemetry.add(state.job, sent, self._now_s(), version)
@@ -437,7 +490,30 @@ class Service:
             self._reconcile(draft, draft.state(job).with_job(gpu_power_limit_w=limit_w))
 
         if is_other_limit(state.job.gpu_power_limit_w, limit_w):
-            self._writer.do(limit_gpus)
+            return self._writer.submit(limit_gpus)
+        self._compare_power(state)
+        return None
+
+    def _compare_power(self, state: JobState) -> None:
+        """Note whether a job has drawn more than its budgets allow for a minute, or does not any
+        more.
+        """
+        name, now_s, tally = state.job.name, self._now_s(), self._telemetry.of(state.job)
+        drawn_w, limit_w = None if tally is None else tally.power_w, state.power_limit_w
+        since_s = now_s
+        if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
+            since_s = self._over_s.setdefault(name, now_s)
+        else:
+            self._over_s.pop(name, None)
+        over_since_s = since_s if now_s - since_s >= _OVER_FOR_S else None
+
+        def command(draft: Draft) -> None:
+            state = draft.find(name)
+            if state is not None:
+                draft.put(replace(state, over_budget_since_s=over_since_s))
+
+        if (over_since_s is None) != (state.over_budget_since_s is None):
+            self._writer.submit(command)
 
     # News and time
 
@@ -473,14 +549,27 @@ class Service:
             When to call this again, unless a request comes first, seconds since the epoch; infinite
             for never.
         """
-        now_s = self._now_s()
-        due = self._timers.take_due(now_s)
+        now_s, wall_s = self._now_s(), self._wall_s()
+        if abs(wall_s - now_s - self._offset_s) > _CLOCK_SET_S:
+            self._offset_s = wall_s - now_s
+            for name, state in self._writer.jobs.items():
+                if state.job.power_schedule:
+                    self._set_timer(name, state)
+        due, unheard = self._timers.take_due(now_s), self._leases.take_due(now_s)
+        silent = []
+        for name in unheard:
+            end_s = self._heard_s.get(name, now_s) + self._lease_s
+            if end_s <= now_s:
+                silent.append(name)
+            else:
+                self._leases.set(name, end_s)
         try:
-            if due or self._budget_s <= now_s:
-                self._writer.do(partial(self._carry_out, due, now_s))
+            if due or silent or self._budget_s <= now_s:
+                self._writer.do(partial(self._carry_out, due, silent, now_s, wall_s))
         except PlannerError:
-            for name in due:
-                self._timers.set(name, now_s)
+            for timers, names in ((self._timers, due), (self._leases, silent)):
+                for name in names:
+                    timers.set(name, now_s)
             raise
         if self._telemetry.write_s <= now_s:
             self._write_telemetry()
@@ -493,20 +582,51 @@ class Service:
         """
         if self.problem:
             return -math.inf
-        return min(self._timers.next_s(), self._telemetry.write_s, self._budget_s)
+        timers_s = self._timers.next_s(), self._leases.next_s()
+        return min(*timers_s, self._telemetry.write_s, self._budget_s)
 
     @property
     def _budget_s(self) -> float:
         """When the next scheduled budget of all jobs together begins; infinite if there is none."""
-        schedule = self._writer.budget.schedule
-        return schedule[0].start_s if schedule else math.inf
+        return self._writer.budget.next_s(self._now_s(), self._wall_s())
 
-    def _carry_out(self, names: Sequence[str], now_s: float, draft: Draft) -> None:
-        """Begin the budgets that are due, and reconcile these jobs."""
-        begin_budgets(draft, names, now_s, partial(self._share_power, draft))
+    def _carry_out(
+        self,
+        names: Sequence[str],
+        silent: Sequence[str],
+        now_s: float,
+        wall_s: float,
+        draft: Draft,
+    ) -> None:
+        """Begin the budgets that are due, take the shares of silent jobs back, and reconcile
+        these jobs.
+        """
+        for state in map(draft.find, silent):
+            if state is not None and state.silent_since_s is None:
+                draft.put(replace(state, silent_since_s=now_s))
+                self._share_power(draft, state.job.name)
+        begin_budgets(draft, names, wall_s, partial(self._share_power, draft))
         for state in map(draft.find, names):
             if state is not None:
                 self._reconcile(draft, state)
+
+    def _hear_of(self, name: str) -> None:
+        """Note that a job has sent something, which gives it its share of the power again."""
+        state = self._writer.jobs.get(name)
+        if state is None:
+            return
+        self._heard_s[name] = now_s = self._now_s()
+        if state.silent_since_s is None:
+            return
+
+        def command(draft: Draft) -> None:
+            state = draft.find(name)
+            if state is not None and state.silent_since_s is not None:
+                draft.put(replace(state, silent_since_s=None))
+                share_least_power(draft, name, partial(self._reconcile, draft))
+
+        self._leases.set(name, now_s + self._lease_s)
+        self._writer.submit(command)
 
     def _state(self, name: str) -> JobState:
         state = self._writer.jobs.get(name)
@@ -563,7 +683,7 @@ class Service:
         """
         look_s = math.inf
         if state is not None:
-            look_s = next_look_s(state, now_s := self._now_s())
+            look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
             if not state.is_planned and look_s <= now_s:
                 look_s = math.inf
         self._timers.set(name, look_s)
@@ -572,6 +692,13 @@ class Service:
         """Set timers, request plans and notify subscribers after a change is on disk."""
         for name, (before, after) in changed.items():
             self._set_timer(name, after)
+            if before is None:
+                self._heard_s[name] = now_s = self._now_s()
+                self._leases.set(name, now_s + self._lease_s)
+            elif after is None:
+                self._heard_s.pop(name, None)
+                self._over_s.pop(name, None)
+                self._leases.set(name, math.inf)
             _log_events(name, before, after)
             if after is not None and not after.is_planned:
                 self._replanner.request(name)
@@ -610,6 +737,19 @@ class Service:
                 self._write_telemetry()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
+
+
+def _by_clock(storage: Storage, stored: Stored, now_s: float) -> Stored:
+    """Return what is stored by this clock: if it is behind that of the last service, all that was
+    left of a time then is left now.
+    """
+    if stored.written_s <= now_s:
+        return stored
+    behind_s = stored.written_s - now_s
+    _log.warning("The clock is %.0f s behind that of the last service", behind_s)
+    jobs = {name: state.later(-behind_s) for name, state in stored.jobs.items()}
+    storage.commit(Change(jobs={name: (stored.jobs[name], state) for name, state in jobs.items()}))
+    return replace(stored, jobs=jobs)
 
 
 def _log_events(name: str, before: JobState | None, after: JobState | None) -> None:

@@ -7,12 +7,20 @@ Everything here takes a `JobState` and returns another one or an answer; nothing
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perseus_planner.base.errors import InfeasibleDeadline, UsageError, shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.service.answers import Answer, Effect, Event, JobSummary, Registered
+from perseus_planner.service.answers import (
+    Answer,
+    Effect,
+    Event,
+    JobSummary,
+    PowerBudget,
+    Registered,
+)
 from perseus_planner.service.curves import Curve, NotSolved
 from perseus_planner.service.model import (
     REMEMBERED,
@@ -21,21 +29,19 @@ from perseus_planner.service.model import (
     PlanSet,
     RegisteredJob,
     Report,
+    Slowing,
     Taken,
     check_name,
 )
 from perseus_planner.service.planning import Planning, deduplicated, requests_of
 from perseus_planner.service.policy import decide, saving_w
 from perseus_planner.service.reports import (
+    Look,
     check_places,
     check_scope,
     is_over,
-    lasting_reports,
     over_s,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Share:
 
     time_s: float  #: Iteration time within the budget
     power_w: float  #: Average power of all its GPUs at that time
+    reason: Slowing | None = None  #: The budget that makes it take longer; None if none does
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,46 @@ class JobState:
     taken: Taken | None = None  #: The version that the job runs; None if it has not reported one
     share: Share | None = None  #: The job's share of the power budgets; None if there are none
     events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
+    silent_since_s: float | None = None  #: As in `JobStatus`
+    over_budget_since_s: float | None = None  #: As in `JobStatus`
 
     @property
     def is_planned(self) -> bool:
         """Whether all promised plans have been published."""
         return self.promised == self.published.version
+
+    @property
+    def budget(self) -> PowerBudget:
+        """The job's own power budget and its schedule."""
+        return PowerBudget(self.job.power_w, self.job.power_schedule, self.job.power_since_s)
+
+    def later(self, by_s: float) -> JobState:
+        """Return the state with all that ends or is compared in time later by so much."""
+
+        def moved(reports: Mapping[str, Report]) -> dict[str, Report]:
+            names = ("observed_s", "begins_s", "expires_s")
+            return {
+                key: replace(each, **{name: getattr(each, name) + by_s for name in names})
+                for key, each in reports.items()
+            }
+
+        decision, taken = self.decision, self.taken
+        return replace(
+            self,
+            decision=replace(
+                decision,
+                since_s=decision.since_s + by_s,
+                look_again_s=decision.look_again_s + by_s,
+            ),
+            reports=moved(self.reports),
+            past=moved(self.past),
+            taken=None if taken is None else replace(taken, at_s=taken.at_s + by_s),
+        )
+
+    @property
+    def power_limit_w(self) -> float | None:
+        """The power that its budgets allow all its GPUs, watts; None if there are none."""
+        return None if self.share is None else self.share.power_w
 
     def with_job(self, **settings: Any) -> JobState:
         """Return the state with these fields of its job replaced."""
@@ -121,16 +163,17 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     check_places(job, curve.stages)
     check_deadline(job.deadline_s, curve)
     without_budget = replace(job, power_w=None)  # power is shared once the job is known
-    decision = decide(without_budget, (), planning.numbers(job, curve), None, job.since_s)
-    asked = requests_of(job, curve, decision)
-    texts, of_pipeline = deduplicated(planning.first_plan(request, frontier) for request in asked)
+    numbers = planning.numbers(job, curve)
+    decision = decide(without_budget, Look.at((), job.since_s), numbers, None, job.since_s)
+    asked, indices = requests_of(job, curve, decision)
+    texts = [planning.first_plan(request, frontier) for request in asked]
     return JobState(
         registered=job,
         job=job,
         curve=curve,
         decision=decision,
         saving_w=0.0,  # the pipelines do what they would do anyway
-        published=PlanSet(1, texts, of_pipeline, job.since_s),
+        published=plan_set(1, texts, indices, decision, job.since_s),
         planned=decision,
         promised=1,
     )
@@ -171,7 +214,10 @@ def take_over_job(state: JobState, first: JobState) -> JobState:
     return replace(
         first,
         registered=replace(first.registered, since_s=before.since_s),
-        job=replace(now, power_w=before.power_w, since_s=before.since_s),
+        job=replace(
+            now,
+            **{name: getattr(before, name) for name in _KEPT_SETTINGS},
+        ),
         published=replace(first.published, version=version),
         promised=version,
         reports=state.reports,
@@ -180,15 +226,19 @@ def take_over_job(state: JobState, first: JobState) -> JobState:
     )
 
 
+_KEPT_SETTINGS = ("power_w", "power_schedule", "power_since_s", "since_s")
+
+
 def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     """Return the job after the policy has decided again.
 
     If all its plans are known, they are published. Otherwise their version is promised, and the
     caller has them made with `prepare`.
     """
-    state = _without_forgotten(state, now_s)
+    look = _look(state, now_s)
+    state = _without_forgotten(state, look, now_s)
     try:
-        decision = _decided(state, planning, now_s)
+        decision = _decided(state, look, planning, now_s)
     except NotSolved:
         return replace(state, promised=state.published.version + 1)
     saved_w = saving_w(_within_budgets(state), decision, planning.numbers(state.job, state.curve))
@@ -199,12 +249,42 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     if state.is_planned and asked == requests_of(state.job, state.curve, state.planned):
         return state
     version = state.published.version + 1
-    texts = [planning.text(request) for request in asked]
+    requests, indices = asked
+    texts = [planning.text(request) for request in requests]
     known_texts = [text for text in texts if text is not None]
     if len(known_texts) < len(texts):
         return replace(state, promised=version)
-    published = PlanSet(version, *deduplicated(known_texts), now_s)
+    published = plan_set(version, known_texts, indices, decision, now_s)
     return replace(state, published=published, planned=decision, promised=version)
+
+
+def plan_set(
+    version: int, texts: Sequence[str], indices: Sequence[int], decision: Decision, now_s: float
+) -> PlanSet:
+    """Return a version of plans, given the texts of the decision's `requests_of`, and its
+    indices.
+    """
+    plans, of_text = deduplicated(texts)
+    found = tuple([of_text[index] for index in indices])
+    own = None if decision.own is None else found[-1]
+    return PlanSet(version, plans, found[: len(decision.targets)], now_s, own)
+
+
+LEASE_S = 60.0
+"""How long at most plans that wait for a straggler hold after the service was last heard of."""
+
+
+def lease_s(state: JobState, now_s: float) -> float | None:
+    """Return for how many seconds from now the plans hold if the service is not heard of any more:
+    until the first report that they rest on expires. None if they rest on none.
+    """
+    decision = state.decision
+    if decision.own is None and state.published.own is None:
+        return None
+    ends_s = (
+        state.reports[key].expires_s for key in decision.stragglers.values() if key in state.reports
+    )
+    return min(max(min(ends_s, default=math.inf) - now_s, 0.0), LEASE_S)
 
 
 def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
@@ -215,11 +295,11 @@ def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
         Whether more is needed.
     """
     try:
-        decision = _decided(state, planning, now_s)
+        decision = _decided(state, _look(state, now_s), planning, now_s)
     except NotSolved as missing:
         planning.solve(state.job, missing.slow)
         return True
-    asked = dict.fromkeys(requests_of(state.job, state.curve, decision))
+    asked, _ = requests_of(state.job, state.curve, decision)
     missing_plans = [request for request in asked if planning.text(request) is None]
     for request in missing_plans[:1]:
         planning.plan(request)
@@ -281,17 +361,6 @@ def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
     return waits and f"{waits}; until then {state.decision.reason}"
 
 
-def last_moment_s(state: JobState) -> float:
-    """Return the last moment at which the state has changed or heard of something, as far as it
-    remembers.
-    """
-    taken_s = state.job.since_s if state.taken is None else state.taken.at_s
-    observed_s = (report.observed_s for report in state.reports.values())
-    return max(
-        state.job.since_s, state.decision.since_s, state.published.made_s, taken_s, *observed_s
-    )
-
-
 def is_other_limit(planned_w: float | None, told_w: float | None) -> bool:
     """Return whether a power limit of the GPUs differs so much from the one planned for that it is
     planned again.
@@ -304,9 +373,9 @@ def is_other_limit(planned_w: float | None, told_w: float | None) -> bool:
     return abs(told_w - planned_w) > _LIMIT_CHANGE * planned_w
 
 
-def next_look_s(state: JobState, now_s: float) -> float:
+def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
     """Return when time alone may change the decision; infinite for never."""
-    budget_s = state.job.power_schedule[0].start_s if state.job.power_schedule else math.inf
+    budget_s = state.budget.next_s(now_s, wall_s)
     return min(state.decision.look_again_s, _next_beginning_s(state, now_s), budget_s)
 
 
@@ -322,27 +391,45 @@ def expire(report: Report, now_s: float) -> Report:
     return replace(report, begins_s=begins_s, expires_s=now_s)
 
 
-def _decided(state: JobState, planning: Planning, now_s: float) -> Decision:
+def _look(state: JobState, now_s: float) -> Look:
+    return Look.at(state.reports.values(), now_s, _iteration(state, now_s))
+
+
+def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> Decision:
     """Decide what the job's pipelines are to do.
 
     Raises:
         NotSolved: If slow stages have to be solved first.
     """
-    numbers = planning.numbers(state.job, state.curve)
-    reports, iteration = state.reports.values(), _iteration(state, now_s)
     return decide(
-        _within_budgets(state), reports, numbers, state.decision, now_s, iteration=iteration
+        _within_budgets(state),
+        look,
+        planning.numbers(state.job, state.curve),
+        state.decision,
+        now_s,
+        reason=_own_reason(state),
     )
 
 
-def _without_forgotten(state: JobState, now_s: float) -> JobState:
-    lasting = lasting_reports(state.reports.values(), now_s, _iteration(state, now_s))
+def _own_reason(state: JobState) -> Slowing | None:
+    """Return why the job's own target is not the time of all clocks at maximum; None if it is."""
+    if state.share is not None and state.share.reason is not None:
+        return state.share.reason
+    if state.job.deadline_s is not None:
+        return "deadline"
+    return None if state.job.gpu_power_limit_w is None else "GPU limit"
+
+
+def _without_forgotten(state: JobState, look: Look, now_s: float) -> JobState:
     oldest_s = (
         now_s - _FORGOTTEN_AFTER_S
     )  # by the service's clock: that of a source may be hours behind
-    return state.keeping(
-        report for report in lasting if not is_over(report, now_s) or over_s(report) >= oldest_s
-    )
+    gone = {
+        report.key for report in look.idle if is_over(report, now_s) and over_s(report) < oldest_s
+    }
+    if not gone and len(look.lasting) == len(state.reports):
+        return state
+    return state.keeping(report for report in look.lasting if report.key not in gone)
 
 
 def _within_budgets(state: JobState) -> RegisteredJob:

@@ -99,6 +99,16 @@ def _changes(before: JobState | None, after: JobState) -> list[str]:
             if limit_w
             else "no power limit is set on the GPUs any more"
         )
+    if (since_s := after.silent_since_s) != before.silent_since_s:
+        changes.append(
+            "heard of again"
+            if since_s is None
+            else "not heard of for its lease: it has no share of the power budget of all jobs"
+        )
+    if (after.over_budget_since_s is None) != (before.over_budget_since_s is None):
+        limit = f"its power budget of {si(after.power_limit_w or 0.0, 'W')}"
+        over = after.over_budget_since_s is not None
+        changes.append(f"over {limit} for a minute" if over else "within its power budget again")
     if after.decision is not before.decision:
         changes += _stragglers(before, after)
         if after.published.version > before.published.version and after.planned is before.planned:
@@ -127,7 +137,7 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     moved: dict[float, list[int]] = {}
     pairs = zip(before.decision.targets, after.decision.targets, strict=True)
     for pipeline, (old, new) in enumerate(pairs):
-        if new.time_s != old.time_s and pipeline not in now:
+        if new is not old and new.time_s != old.time_s and pipeline not in now:
             moved.setdefault(new.time_s, []).append(pipeline)
     for time_s, pipelines in moved.items():
         whom = (
@@ -183,6 +193,8 @@ def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStat
         unlike_plan=None if telemetry is None else telemetry.latest.unlike_plan,
         verdict=None if telemetry is None else telemetry.latest.verdict,
         gpus=state.job.pipelines * state.curve.gpus,
+        silent_since_s=state.silent_since_s,
+        over_budget_since_s=state.over_budget_since_s,
     )
 
 
@@ -240,6 +252,7 @@ def pipeline_statuses(state: JobState) -> tuple[PipelineStatus, ...]:
             target.time_s,
             target.slow_stages,
             decision.stragglers.get(number),
+            target.reason,
         )
         for number, (costs, target) in enumerate(zip(of_pipeline, decision.targets, strict=True))
     )

@@ -34,7 +34,6 @@ from perseus_planner.plans.settings import Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
-from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.curves import Curve, Slow
 from perseus_planner.solver.frontier import Frontier, solve_dag
 
@@ -45,6 +44,7 @@ _KEPT = 32  # frontiers that a process keeps in memory
 _LARGEST_BYTES = (
     10**8
 )  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
+_LARGEST_HEADER_BYTES = 4 * 10**6  # some 500,000 computations, each of which takes time to read
 _NICENESS = 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -200,9 +200,7 @@ def _changed(frontier: Frontier, slow: Slow, limit_w: float | None) -> Frontier:
     profile = frontier.profile if limit_w is None else within_power_limit(frontier.profile, limit_w)
     profile = slowed(profile, dict(slow)) if slow else profile
     return (
-        frontier
-        if profile is frontier.profile
-        else solve_dag(PipelineDag(profile, frontier.dag.iteration))
+        frontier if profile is frontier.profile else solve_dag(frontier.dag.with_profile(profile))
     )
 
 
@@ -221,9 +219,15 @@ def _check_size(content: bytes) -> None:
     """Refuse a small file that unpacks to more than fits in memory."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            size = sum(member.file_size for member in archive.infolist())
+            sizes = {member.filename: member.file_size for member in archive.infolist()}
     except zipfile.BadZipFile:
         return  # reading it says what it is instead
+    size, computations = sum(sizes.values()), sizes.get("header.npy", 0)
+    if computations > _LARGEST_HEADER_BYTES:
+        raise FrontierError(
+            f"frontier.npz: its list of computations unpacks to {computations} bytes, more than "
+            f"{_LARGEST_HEADER_BYTES}; is it a frontier?"
+        )
     if size > _LARGEST_BYTES:
         raise FrontierError(
             f"frontier.npz: unpacks to {size} bytes, more than {_LARGEST_BYTES}; is it a frontier?"

@@ -19,7 +19,7 @@ from perseus_planner.base.loops import Loop
 from perseus_planner.service.model import UnknownJob
 from perseus_planner.service.state import JobState
 from perseus_planner.service.status import with_events
-from perseus_planner.service.storage import Change, Storage, Stored
+from perseus_planner.service.store import Change, Storage, Stored
 
 if TYPE_CHECKING:
     from perseus_planner.service.answers import JobTotals, PowerBudget
@@ -30,8 +30,10 @@ Result = TypeVar("Result")
 Changed = Mapping[str, tuple[JobState | None, JobState | None]]
 """Job name -> state before and after; None if the job did not run before, or has ended."""
 
-CHECKED_AFTER_S = 30.0
-"""How long nothing may be written before it is checked that something can be."""
+CHECKED_AFTER_S, SHARED_CHECKED_AFTER_S = 30.0, 2.0
+"""How long nothing may be written before it is checked that something can be: a file, and a
+database of which another service stands by."""
+_ROOM = 65536  # characters beyond what failed, with which it is tried again
 _MOST_AT_ONCE = 256  # commands in one transaction
 
 _log = logging.getLogger(__name__)
@@ -127,7 +129,7 @@ class Writer:
         self.jobs: Mapping[str, JobState] = stored.jobs
         self.budget = stored.budget
         self.problem: str | None = None
-        self._written_s = time.monotonic()
+        self._written_s, self._failed_size = time.monotonic(), 0
         self._storage = storage
         self._committed = committed
         self._now_s = now_s
@@ -158,13 +160,24 @@ class Writer:
         return self.submit(command).result()
 
     def check(self) -> None:
-        """Check that the database can be written, unless that was seen to work a moment ago.
+        """Check that the database can be written, unless that was seen to work a moment ago. After
+        a fault, as much must be written as what failed.
 
         Raises:
             StorageError: If it cannot.
         """
-        if self.problem is not None or time.monotonic() - self._written_s > CHECKED_AFTER_S:
-            self.do(_check)
+        failed = self._failed_size
+        after_s = SHARED_CHECKED_AFTER_S if self._storage.is_shared else CHECKED_AFTER_S
+        if self.problem is None and time.monotonic() - self._written_s < after_s:
+            return
+        try:
+            self._storage.probe(2 * failed + _ROOM if failed else 1)
+        except Exception as error:
+            self.problem = str(error)
+            raise
+        self._written_s = time.monotonic()
+        if self._failed_size == failed:
+            self.problem, self._failed_size = None, 0
 
     def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
         """Run `command` as `do` does, without waiting; its result or error is in the future."""
@@ -198,11 +211,12 @@ class Writer:
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
         change = draft.change(self.budget)
         try:
-            if change != Change() or any(command is _check for command, _ in batch):
+            if change != Change():
                 self._storage.commit(change)
-                self.problem, self._written_s = None, time.monotonic()
+                self._written_s = time.monotonic()
         except Exception as error:
             self.problem = str(error)
+            self._failed_size = max(self._failed_size, self._storage.size, 1)
             for _, future in batch:
                 future.set_exception(error)
             return
@@ -213,10 +227,6 @@ class Writer:
             _log.exception("An action after a committed change has failed")
         for answer in answers:
             answer()
-
-
-def _check(_: Draft) -> None:
-    """Change nothing; its transaction is written nevertheless."""
 
 
 def unknown_job(name: str) -> UnknownJob:

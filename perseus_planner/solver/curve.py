@@ -19,6 +19,7 @@ from perseus_planner.base.errors import (
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.units import TIME
 from perseus_planner.plans.replay import end_times, time_and_energy
+from perseus_planner.solver.modes import baseline
 from perseus_planner.solver.network import Guides, Integers, ScaledNetwork, scaled_network
 
 if TYPE_CHECKING:
@@ -205,7 +206,8 @@ class TimeEnergyCurve:
 
     @cached_property
     def _baseline(self) -> tuple[float, float]:
-        return time_and_energy(self.dag, self.dag.baseline_measurements())
+        dag = baseline(self.dag)
+        return time_and_energy(dag, dag.baseline_measurements())
 
     @property
     def _overhead_s(self) -> float:

@@ -6,17 +6,21 @@ frontier stays cheap.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import PlanError, UsageError
+from perseus_planner.base.errors import InfeasiblePower, PlanError, UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import make_frame
 from perseus_planner.base.units import CHANGES, ON_TIME, POWER, PROBABILITY, SHARE, TIME
-from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
+from perseus_planner.plans.replay import ALL_MAXIMUM, all_maximum, origin_text
+from perseus_planner.profiles.modes import OWN, mode_of
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
@@ -26,6 +30,7 @@ from perseus_planner.solver.frontier_file import (
     read_frontier,
     write_frontier,
 )
+from perseus_planner.solver.modes import Choice, ModeProblem, baseline, in_modes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,8 +67,11 @@ class Frontier(TimeEnergyCurve):
                 time found.
             UsageError: If an argument is out of range.
         """
+        deadline_s = self.check_deadline(deadline_s)
+        if self.dag.has_open_modes:
+            return self._no_slower_than_saves(deadline_s, **limits)
         least_energy_s = self.least_energy_deadline_s(limits.get("on_time", ON_TIME))
-        return self.plan_until(min(self.check_deadline(deadline_s), least_energy_s), **limits)
+        return self.plan_until(min(deadline_s, least_energy_s), **limits)
 
     def plan_until(
         self,
@@ -100,6 +108,12 @@ class Frontier(TimeEnergyCurve):
         most = None if max_changes is None else CHANGES.check(max_changes, "max_changes")
         deadline_s = self.check_deadline(deadline_s)
         tolerance = SHARE.check(tolerance, "tolerance")
+        if self.dag.has_open_modes:
+            return self._of_modes(
+                self._in_modes(deadline_s, on_time).plan_until(
+                    deadline_s, max_changes=most, on_time=on_time, tolerance=tolerance
+                )
+            )
         if not self._is_uncertain(on_time):
             return self._planner.plan(deadline_s, most)
         probability = PROBABILITY.check(on_time, "on_time")
@@ -111,6 +125,8 @@ class Frontier(TimeEnergyCurve):
 
         `limits` are those of `plan_until`.
         """
+        if self.dag.has_open_modes:
+            return self._no_slower_than_saves(self.max_time_s, **limits)
         deadline_s = self.least_energy_deadline_s(limits.get("on_time", ON_TIME))
         return self.plan_until(deadline_s, **limits)
 
@@ -124,8 +140,12 @@ class Frontier(TimeEnergyCurve):
         Raises:
             UsageError: If an argument is out of range.
         """
-        least_s = self.least_deadline_s(limits.get("on_time", ON_TIME))
+        on_time = limits.get("on_time", ON_TIME)
         straggler_time_s = TIME.check(straggler_time_s, "straggler_time_s")
+        if self.dag.has_open_modes:
+            own = self._in_modes(max(straggler_time_s, self.min_time_s), on_time)
+            return self._of_modes(own.plan_beside_straggler(straggler_time_s, **limits))
+        least_s = self.least_deadline_s(on_time)
         return self.plan_until(max(straggler_time_s, least_s), **limits)
 
     def plan_within_power(
@@ -149,6 +169,16 @@ class Frontier(TimeEnergyCurve):
             UsageError: If an argument is out of range.
         """
         power_w = POWER.check(power_w, "power_w")
+        if self.dag.has_open_modes:
+            limits: dict[str, Any] = {"max_changes": max_changes, "on_time": on_time}
+            own = self._in_modes(self.baseline_time_s, on_time)
+            plan = own.plan_within_power(power_w, **limits)
+            again = self._in_modes(plan.deadline_s, on_time)
+            with suppress(InfeasiblePower):
+                plan = min(
+                    plan, again.plan_within_power(power_w, **limits), key=attrgetter("time_s")
+                )
+            return self._of_modes(plan)
         if not self._is_uncertain(on_time):
             plan_until = partial(self.plan_until, max_changes=max_changes, on_time=None)
             return fastest_within_power(self, power_w, plan_until, lambda plan: plan.power_w)
@@ -157,11 +187,14 @@ class Frontier(TimeEnergyCurve):
         return self._on_time_planner.plan_within_power(power_w, probability, most)
 
     def plan_of(self, clocks: Mapping[str, int]) -> Plan:
-        """Return the plan that runs every computation at its clock in `clocks`: "3F17" -> MHz.
+        """Return the plan that runs every computation at its clock in `clocks`: "3F17" -> MHz; in
+        the training's own way, if the profile has modes.
 
         Raises:
             PlanError: If the clock of a computation is missing or was not measured.
         """
+        if self.dag.has_open_modes:
+            return self._of_modes(self._fixed((OWN,) * len(self.dag.computations)).plan_of(clocks))
         chosen = []
         for computation, key in zip(self.dag.computations, self.dag.iteration.keys, strict=True):
             clock = clocks.get(str(computation))
@@ -170,6 +203,15 @@ class Frontier(TimeEnergyCurve):
                 raise PlanError(f"{computation}: {read}; choose a clock of the profile")
             chosen.append(clock)
         return self._planner.plan_of(chosen, None)
+
+    @property
+    def baseline_plan(self) -> Plan:
+        """The iteration with all clocks at their maximum, with which plans are compared."""
+        dag = baseline(self.dag)
+        if dag is self.dag:
+            return self.plan_of(all_maximum(dag))
+        modes = tuple(mode_of(kind) for _, kind in dag.iteration.keys)
+        return self._of_modes(self._fixed(modes).plan_of(all_maximum(dag)))
 
     def point_bound_j(self, deadline_s: float) -> float:
         """Return a bound on the energy of an iteration of that time in which every clock is a
@@ -194,7 +236,10 @@ class Frontier(TimeEnergyCurve):
         Raises:
             UsageError: If the plan is not of this frontier.
         """
-        if (plan.profile_digest, plan.iteration) != (self.profile.digest, self.dag.iteration):
+        iteration = self.dag.iteration
+        if self.dag.has_open_modes and plan.schedule == iteration.schedule:
+            iteration = plan.iteration  # in its modes
+        if (plan.profile_digest, plan.iteration) != (self.profile.digest, iteration):
             raise UsageError("plan: is not of this frontier; give the one that it was made from")
         planner = self._planner if plan.on_time is None else self._on_time_planner.mean_planner
         at_s = max(plan.time_s, planner.curve.min_time_s)
@@ -266,6 +311,84 @@ class Frontier(TimeEnergyCurve):
             return False
         PROBABILITY.check(on_time, "on_time")
         return self.profile.jitter > 0.0 or not self.profile.is_exact
+
+    def _no_slower_than_saves(self, deadline_s: float, **limits: Any) -> Plan:
+        """Return the plan for a deadline, or an earlier one at which energy is least, in the modes
+        for it.
+        """
+        on_time = limits.get("on_time", ON_TIME)
+        own = self._in_modes(deadline_s, on_time)
+        while (least_energy_s := own.least_energy_deadline_s(on_time)) < deadline_s:
+            deadline_s, before = least_energy_s, own
+            own = self._in_modes(deadline_s, on_time)
+            if own is before:
+                break
+        return self._of_modes(own.plan_for(deadline_s, **limits))
+
+    def _in_modes(self, deadline_s: float, on_time: float | None) -> Frontier:
+        """Return the frontier of the modes that are best for a deadline; if none is that fast, of
+        the fastest ones that were found.
+
+        Modes are chosen by the expected times and energies of uncertain rows, with each deadline
+        as far from the baseline.
+        """
+        if self._is_uncertain(on_time) and not self.profile.is_exact:
+            expected = self._expected_modes
+            ratio = expected.baseline_time_s / self.baseline_time_s
+            choice = expected._choice(deadline_s * ratio)
+            return self._fixed(choice.modes)
+        choice = self._choice(deadline_s)
+        own = self._fixed(choice.modes)
+        if choice.clocks is not None:
+            own._planner.keep(deadline_s, choice.clocks)
+        return own
+
+    def _choice(self, deadline_s: float) -> Choice:
+        """Return the best modes for a deadline."""
+        if deadline_s not in self._choices:
+            problem = self._mode_problem
+            if problem.modes.are_tied:
+                choice = problem.choose(deadline_s)
+            else:  # rounding picks mode and clock
+                points = self._planner.points(max(deadline_s, self.min_time_s))
+                choice = Choice(
+                    tuple(point.mode for point in points),
+                    -math.inf,
+                    tuple(point.clock_mhz for point in points),
+                )
+            self._choices[deadline_s] = choice
+        return self._choices[deadline_s]
+
+    def _fixed(self, modes: tuple[str, ...]) -> Frontier:
+        """Return the frontier of these modes."""
+        if modes not in self._frontiers:
+            dag = in_modes(self.dag, modes, baseline(self.dag))
+            self._frontiers[modes] = Frontier.of(dag)
+        return self._frontiers[modes]
+
+    def _of_modes(self, plan: Plan) -> Plan:
+        """Return a plan of chosen modes with the bound of all that could have been chosen."""
+        choice = self._choices.get(plan.deadline_s)
+        bound_j = self.bound_j(max(plan.time_s, self.min_time_s))
+        if choice is not None and plan.on_time is None:
+            bound_j = max(bound_j, choice.effective_bound_j + self.dag.waiting_w * plan.time_s)
+        return replace(plan, bound_j=bound_j)
+
+    @cached_property
+    def _mode_problem(self) -> ModeProblem:
+        return ModeProblem(self.dag)
+
+    @cached_property
+    def _expected_modes(self) -> Frontier:
+        return Frontier.of(self.dag.with_profile(self.profile.estimated().mean))
+
+    @cached_property
+    def _choices(self) -> dict[float, Choice]:
+        return {}
+
+    @cached_property
+    def _frontiers(self) -> dict[tuple[str, ...], Frontier]:
+        return {}
 
     @cached_property
     def _planner(self) -> Planner:

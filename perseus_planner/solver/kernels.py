@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -32,8 +34,9 @@ def when_compiling(tell: Callable[[], None]) -> Iterator[None]:
 def kernel(function: F) -> F:
     """Compile `function` when it is first called, and keep the result on disk for the next process.
 
-    Numba keeps it beside the package or in the home folder. Where it may write to neither, as in a
-    container that runs under an arbitrary user, the temporary folder takes their place.
+    Numba keeps it in `NUMBA_CACHE_DIR`, beside the package, or in the home folder. Where it may
+    write to none of them, as in a container that runs under an arbitrary user, the temporary folder
+    takes their place. What an image has in the first two is read also where it cannot be written.
 
     It may not allocate: it changes arrays that its caller made, and returns numbers. So Numba need
     not count the references to arrays, code that took a fifth of the compilation.
@@ -60,10 +63,27 @@ def _compiled(function: F, **options: Any) -> F:
     options = {"cache": True, "no_cfunc_wrapper": True} | options
     _listen()
     try:
-        return cast("F", njit(**options)(function))
+        compiled = njit(**options)(function)
     except RuntimeError:  # Numba found no folder for its cache
         setattr(config, "CACHE_DIR", str(_temporary_cache()))  # noqa: B010  # its module has no types
-        return cast("F", njit(**options)(function))
+        compiled = njit(**options)(function)
+    if (used := compiled.stats.cache_path) is not None:
+        _copy_what_is_kept(Path(function.__code__.co_filename).with_name("__pycache__"), Path(used))
+    return cast("F", compiled)
+
+
+@cache
+def _copy_what_is_kept(beside: Path, used: Path) -> None:
+    """Copy to the folder `used`, where Numba may write, what is in those where it may not: the one
+    beside the source, and the one that the environment names.
+    """
+    named = Path(os.environ.get("NUMBA_CACHE_DIR", os.devnull)) / used.name
+    for folder in {beside, named} - {used}:
+        for file in sorted(folder.glob("*.nb[ci]")):  # the code before the index that names it
+            if not (used / file.name).exists():
+                part = used / f"{file.name}.{os.getpid()}"
+                shutil.copyfile(file, part)
+                part.replace(used / file.name)
 
 
 def _listen() -> None:

@@ -123,12 +123,12 @@ class OnTimePlanner:
                     break
             if enough and not is_free and number == 0:  # few clocks leave time of their own
                 tried += filter(None, [make(enough / 2, is_rough=False)])
-        on_time = [drawn for drawn in (*tried, self._baseline) if is_on_time(drawn)]
+        on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
         if not on_time:
             least = min((self._likely_ratio(drawn, probability) for drawn in tried), default=1.0)
             raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
         best = min(on_time, key=self._effective_j)
-        free_best = min(filter(is_on_time, rough), key=self._effective_j, default=self._baseline)
+        free_best = min(filter(is_on_time, rough), key=self._effective_j, default=self._at_maximum)
         safety_j = float(np.mean(free_best.energy_j - rough[0].energy_j)) if rough else 0.0
         plan = self._plan_of(best)
         certainty = replace(self._certainty(plan, best, probability, safety_j), limit_ratio=limit)
@@ -178,10 +178,20 @@ class OnTimePlanner:
 
     @cached_property
     def _baseline(self) -> _Drawn:
+        """All clocks at their maximum, in the modes that savings are compared with."""
+        dag = self._mean.dag
+        if dag.base in (None, dag.iteration):
+            return self._at_maximum
+        base = PipelineDag(dag.profile, dag.base, dag.base)
+        clocks = [row.clock_mhz for row in base.baseline_measurements()]
+        return _Drawn(clocks, None, *replay_draws(base, clocks, self._draws, self._jitter))
+
+    @cached_property
+    def _at_maximum(self) -> _Drawn:
         """All clocks at their maximum."""
-        rows = self._mean.dag.baseline_measurements()
-        plan = self.mean_planner.plan_of([row.clock_mhz for row in rows], None)
-        return self._replayed_plan(plan, None)
+        rows = self._mean.profile.measurements
+        clocks = [rows[key][0].clock_mhz for key in self._mean.dag.iteration.keys]
+        return self._replayed_plan(self.mean_planner.plan_of(clocks, None), None)
 
     @property
     def mean_planner(self) -> Planner:
@@ -193,12 +203,12 @@ class OnTimePlanner:
         """The curve of the expected times."""
         if self._estimate is None:
             return self.curve
-        return TimeEnergyCurve.of(PipelineDag(self._estimate.mean, self.curve.dag.iteration))
+        return TimeEnergyCurve.of(self.curve.dag.with_profile(self._estimate.mean))
 
     def _planner(self, margin: float) -> Planner:
         """Return the planner for the expected times plus the margin."""
         if margin not in self._planners:
-            slower = PipelineDag(self._slower(margin), self.curve.dag.iteration) if margin else None
+            slower = self.curve.dag.with_profile(self._slower(margin)) if margin else None
             self._planners[margin] = Planner(self._mean, slower)
         return self._planners[margin]
 

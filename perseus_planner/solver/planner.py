@@ -34,7 +34,7 @@ from perseus_planner.solver.polish import polish
 from perseus_planner.solver.rounding import ANCHOR_SPAN, Anchor, round_plan
 
 if TYPE_CHECKING:
-    from perseus_planner.profiles.measurement import ClockChange, Measurement
+    from perseus_planner.profiles.measurement import ClockChange, Measurement, OperatingPoint
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.curve import TimeEnergyCurve
     from perseus_planner.solver.network import Integers
@@ -76,6 +76,13 @@ class Planner:
         self._effort = 1.0 if slower is None else _QUICK
         self._plans: dict[tuple[float, int | None], Plan] = {}
         self._chosen: dict[tuple[float, float, bool], Integers] = {}
+        self._known: dict[float, tuple[int, ...]] = {}
+
+    def keep(self, deadline_s: float, clocks: Sequence[int]) -> None:
+        """Take the clock of each computation, MHz, as a plan for a deadline, if it is a better one
+        than is found.
+        """
+        self._known[deadline_s] = tuple(clocks)
 
     def plan(self, deadline_s: float, max_changes: int | None) -> Plan:
         """Return the plan of the least effective energy that was found.
@@ -241,13 +248,26 @@ class Planner:
 
         A rough plan is not polished, and takes a tenth of the effort.
         """
+        clocks = [point.clock_mhz for point in self.points(deadline_s, is_rough=is_rough)]
+        if (known := self._known.get(deadline_s)) is None:
+            return clocks
+        return min(clocks, list(known), key=lambda each: self._cost(each, deadline_s))
+
+    def _cost(self, clocks: Sequence[int], deadline_s: float) -> tuple[bool, float]:
+        """Return whether an iteration at these clocks is late, and its effective energy, joules."""
+        keys = self.dag.iteration.keys
+        points = [self._table[key][clock] for key, clock in zip(keys, clocks, strict=True)]
+        time_s, energy_j = time_and_energy(self.dag, points)
+        return time_s > deadline_s, energy_j - self.dag.waiting_w * time_s
+
+    def points(self, deadline_s: float, *, is_rough: bool = False) -> list[OperatingPoint]:
+        """Return the operating points of such clocks, in their modes where these are open."""
         effort = _QUICK if is_rough else self._effort
         chosen = self._choose(deadline_s, effort, is_polished=not is_rough)
         rank_in_class = chosen - self._points.point_start[self._points.member]
         index = dict(zip(self.dag.order, rank_in_class.tolist(), strict=True))
         return [
-            self.dag.points[key][index[place]].clock_mhz
-            for place, key in enumerate(self.dag.iteration.keys)
+            self.dag.points[key][index[place]] for place, key in enumerate(self.dag.iteration.keys)
         ]
 
     def _choose(self, deadline_s: float, effort: float, *, is_polished: bool) -> Integers:

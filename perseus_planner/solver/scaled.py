@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perseus_planner.profiles.measurement import lower_hull
-from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.dispatch import Guide, improve, try_all_points
 from perseus_planner.solver.mincut import walk
 from perseus_planner.solver.network import scaled_network
@@ -24,6 +23,7 @@ from perseus_planner.solver.rounding import STIFFNESS, point_step_s
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import OperatingPoint
+    from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.network import Floats, Integers, Network, ScaledNetwork
 
 _LARGE = 256  #: nodes above which a walk takes long
@@ -157,7 +157,7 @@ def _thinned(dag: PipelineDag, vertices: int) -> PipelineDag:
         key: tuple(m for m in rows if m.clock_mhz in used[key]) if key in used else rows
         for key, rows in dag.profile.measurements.items()
     }
-    return PipelineDag(replace(dag.profile, measurements=measurements), dag.iteration)
+    return dag.with_profile(replace(dag.profile, measurements=measurements))
 
 
 def _few(points: tuple[OperatingPoint, ...], most: int) -> list[OperatingPoint]:

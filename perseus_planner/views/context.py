@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, profile_of_origin
 
 if TYPE_CHECKING:
@@ -116,13 +116,13 @@ def pipeline_text(context: Context) -> str:
     """Describe the pipeline of an iteration: its schedule, stages, microbatches and GPU."""
     stages, ranks = context.stages, context.ranks or context.stages
     if stages == ranks:
-        size = f"{stages} stages"
+        size = counted(stages, "stage")
     elif stages % ranks == 0:
-        size = f"{ranks} ranks x {stages // ranks} virtual stages"
+        size = f"{counted(ranks, 'rank')} x {stages // ranks} virtual stages"
     else:
-        size = f"{stages} stages on {ranks} ranks"
+        size = f"{stages} stages on {counted(ranks, 'rank')}"
     gpu = f" on {context.gpu}" if context.gpu else ""
-    return f"{context.schedule}, {size} x {context.microbatches} microbatches{gpu}"
+    return f"{context.schedule}, {size} x {counted(context.microbatches or 0, 'microbatch')}{gpu}"
 
 
 def source_text(context: Context) -> str:
@@ -133,7 +133,7 @@ def source_text(context: Context) -> str:
     if context.gpus_per_stage > 1:
         parts.append(f"{context.gpus_per_stage} GPUs per stage")
     if context.operations:
-        parts.append(f"{context.operations} operations of fixed time")
+        parts.append(f"{counted(context.operations, 'operation')} of fixed time")
     if context.longest_lag_s:
         parts.append(f"transfers of up to {si(context.longest_lag_s, 's', 6)}")
     if context.overhead_s:

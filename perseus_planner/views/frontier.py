@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.views.context import (
@@ -95,7 +95,8 @@ def frontier_text(summary: FrontierSummary) -> str:
         f"{si(summary.baseline_energy_j, 'J', 6)} per iteration."
     )
     text = Sheet(
-        f"Frontier of {pipeline_text(summary.context)}; {summary.computations} computations",
+        f"Frontier of {pipeline_text(summary.context)}; "
+        f"{counted(summary.computations, 'computation')}",
         f"{source_text(summary.context)}\n{baseline}",
         _point_columns("time {}", summary.points),
         "\n".join([_BOUND, *summary.remarks]),
@@ -129,7 +130,7 @@ def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
     special = sorted(
         [
             (frontier.min_time_s, "fastest"),
-            (baseline_s, f"no slower than {ALL_MAXIMUM}"),
+            (baseline_s, "no slower than full clocks"),
             (least_s, "least energy"),
         ]
     )
@@ -157,7 +158,7 @@ def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
     asked = [
         (time_s, "") for time_s in times_s if least_s * (1 + _NEAR) < time_s < most_s * (1 - _NEAR)
     ]
-    last = [(most_s, "slower than this, it waits")] if most_s > least_s * (1 + _NEAR) else []
+    last = [(most_s, "then it waits")] if most_s > least_s * (1 + _NEAR) else []
     for time_s, mark in [*asked, *last]:
         waiting_j = frontier.baseline_energy_j + waiting_w * (time_s - frontier.baseline_time_s)
         comparison = compare(
@@ -182,6 +183,11 @@ def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
 
 def _remarks(frontier: Frontier) -> Iterator[str]:
     profile, options = frontier.profile, frontier.dag.points
+    if frontier.dag.has_tied_modes:
+        yield (
+            "Modes are chosen for each plan, within memory and with what ties them to each other; "
+            "the bound leaves these ties out."
+        )
     most_waiting_w = max(map(profile.blocking_w, range(profile.stages)))
     power = si(most_waiting_w, "W", 6)
     if all(len(rows) == 1 for rows in profile.measurements.values()):

@@ -5,11 +5,12 @@ iteration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, column, lay_out, quantities, table
 from perseus_planner.plans.plan import INTERVAL, OnTime
 from perseus_planner.plans.replay import ALL_MAXIMUM
@@ -63,6 +64,9 @@ class PlanSummary(Comparison):
     #: the comparison where both wait for the straggler that the plan was made for, or None.
     beside_straggler: Comparison | None
     on_time: OnTime | None  #: how sure the plan is, if it was made for a probability, or None
+    #: mode -> number of computations that run in it, besides those that run in the training's own
+    #: way.
+    modes: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +121,7 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         if straggler_time_s is None
         else _beside_straggler(plan, straggler_time_s),
         on_time=plan.on_time,
+        modes=Counter(plan.modes.values()),
     )
 
 
@@ -188,22 +193,24 @@ def plan_text(summary: PlanSummary) -> str:
     ]
     names, plan, baseline = (list(map(str.strip, cells)) for cells in zip(*rows, strict=True))
     columns = [["", *names], column("this plan", plan), column(summary.baseline, baseline)]
-    changes = (
-        f" more than {summary.most_changes} times per iteration" if summary.most_changes else ""
-    )
+    most = counted(summary.most_changes, "time")
+    changes = f" more than {most} per iteration" if summary.most_changes else ""
+    beside = summary.beside_straggler
     notes = [
         f"It saves {saving_text(summary)} compared with {summary.baseline}, at "
-        f"{summary.time_ratio:.4f}x the time.",
+        f"{summary.time_ratio:.4f}x the time."
+        if beside is None
+        else f"Beside a straggler of {si(beside.time_s, 's', 6)} it saves {saving_text(beside)} "
+        f"compared with {summary.baseline} and waiting.",
         _bound_note(summary),
         f"No GPU changes its clock{changes}.",
     ]
-    if (beside := summary.beside_straggler) is not None:
-        notes.append(
-            f"Beside a straggler of {si(beside.time_s, 's', 6)} it saves {saving_text(beside)}; "
-            "both wait for it."
-        )
+    notes += [
+        f"In the mode {mode}: {counted(count, 'computation')}."
+        for mode, count in summary.modes.items()
+    ]
     if summary.on_time is not None:
-        notes += _certainty_notes(summary.on_time, summary.baseline)
+        notes += _certainty_notes(summary.on_time, summary.baseline, waits=beside is not None)
     return Sheet(
         f"Plan for {pipeline_text(summary.context)}, within {si(summary.deadline_s, 's', 6)}",
         source_text(summary.context),
@@ -225,19 +232,22 @@ def _bound_note(summary: PlanSummary) -> str:
     )
 
 
-def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
-    """Return notes on how sure a plan is that was made for a probability."""
+def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
+    """Return notes on how sure a plan is that was made for a probability; without what it saves
+    alone, if it waits for a straggler.
+    """
     probability, interval = f"{100 * sure.probability:g} %", f"{100 * INTERVAL:g} %"
     if sure.limit_ratio is not None:
         limit = f"takes at most {sure.limit_ratio:.4f}x the time of {baseline}"
     else:
         limit = f"draws at most {si(sure.limit_power_w or 0.0, 'W', 6)}"
     ratio, saved = sure.time_ratio, sure.saved_share
-    notes = [
-        f"It {limit} with a probability of {probability} or more.",
-        f"{interval} intervals: {ratio.low:.4f}x to {ratio.high:.4f}x the time of {baseline}, "
-        f"{100 * saved.low:.2f} to {100 * saved.high:.2f} % of its energy saved.",
-    ]
+    notes = [f"It {limit} with a probability of {probability} or more."]
+    if not waits:
+        notes.append(
+            f"{interval} intervals: {ratio.low:.4f}x to {ratio.high:.4f}x the time of {baseline}, "
+            f"{100 * saved.low:.2f} to {100 * saved.high:.2f} % of its energy saved."
+        )
     if sure.margin is None:
         notes.append(
             "No plan with lower clocks is that sure; measure more, or allow a longer time."
@@ -258,7 +268,7 @@ def _certainty_notes(sure: OnTime, baseline: str) -> list[str]:
         )
     if not sure.jitter:
         notes.append(
-            "It is so without jitter of computations, which `planner calibrate` takes from a run."
+            "Jitter of computations is left out; `planner calibrate` takes it from a recorded run."
         )
     return notes
 
@@ -282,22 +292,31 @@ def timeline_text(summary: TimelineSummary) -> str:
     """Return the text that `planner show` prints: the plan, and what each rank does in an
     iteration.
     """
-    ranks = summary.per_rank
-    strips = _strips(summary)
-    columns = lay_out(
-        ranks,
-        Column("rank", "rank"),
-        Column(unit_of(summary.context.control), _clock_range),
-        Column("changes", "clock_changes"),
-        Column("busy %", lambda rank: 100 * rank.busy_s / summary.time_s, ".1f"),
-        Column("{}", "energy_j", "J"),
-        Column("  timeline", lambda rank: strips[ranks.index(rank)], "<"),
-    )
+    unit = unit_of(summary.context.control)
+    columns = [
+        *load_columns(summary.per_rank, summary.time_s, unit),
+        ["  timeline", *(f"  {strip}" for strip in _strips(summary))],
+    ]
     return (
         f"{plan_text(summary)}\n{table(columns)}\n\n"
         f"Timeline: {_STRIP} moments of the iteration; {', '.join(_legend(summary))}, . waiting.\n"
         "Changes: clock changes from one computation to the next, and back for the next "
         "iteration.\n"
+    )
+
+
+def load_columns(
+    ranks: Sequence[RankSummary], time_s: float, unit: str, digits: int = 6
+) -> list[list[str]]:
+    """Return the columns of clocks and load of ranks in an iteration of `time_s` seconds."""
+    return lay_out(
+        ranks,
+        Column("rank", "rank"),
+        Column(unit, _clock_range),
+        Column("changes", "clock_changes"),
+        Column("busy %", lambda rank: 100 * rank.busy_s / time_s, ".1f"),
+        Column("{}", "energy_j", "J"),
+        digits=digits,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, ranges
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.measurement import OperatingPoint, lower_hull, pareto_front
@@ -94,26 +94,24 @@ def profile_text(summary: ProfileSummary) -> str:
     computation, from its highest clock to its lowest.
     """
     context, rows = summary.context, summary.computations
+    has_errors = any(row.time_error is not None for row in rows)
     columns = [
         *lay_out(
             rows,
-            Column("stage", "stage"),
-            Column("computation", "instruction"),
-            Column("clocks", "clocks"),
+            Column("computation", lambda row: f"{row.stage} {row.instruction}", "<"),
+            Column("rows", "clocks"),
             Column(
                 unit_of(context.control),
-                lambda row: f"{row.highest.clock_mhz} to {row.lowest.clock_mhz}",
+                lambda row: f"{row.highest.clock_mhz}-{row.lowest.clock_mhz}",
             ),
         ),
         ranges("time {}", "s", [(row.highest.time_s, row.lowest.time_s) for row in rows]),
+        *(lay_out(rows, Column("+- %", "time_error", "%")) if has_errors else ()),
         ranges("energy {}", "J", [(row.highest.energy_j, row.lowest.energy_j) for row in rows]),
     ]
-    if any(row.time_error is not None for row in rows):
+    if has_errors:
         columns += lay_out(
-            rows,
-            Column("time +- %", "time_error", "%"),
-            Column("energy +- %", "energy_error", "%"),
-            Column("throttled", "throttled"),
+            rows, Column("+- %", "energy_error", "%"), Column("throttled", "throttled")
         )
     origin = {"simulated": "simulated: no GPU was touched", "unknown": "of unknown origin"}.get(
         context.origin, context.origin
@@ -123,7 +121,7 @@ def profile_text(summary: ProfileSummary) -> str:
         "power-limit": "; power limits were set",
         "observed": "; no clock was set",
     }[context.control]
-    stages = f"{context.stages} stages" + (
+    stages = counted(context.stages, "stage") + (
         f" of {context.gpus_per_stage} GPUs" if context.gpus_per_stage > 1 else ""
     )
     title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({origin}); "

@@ -21,17 +21,17 @@ from markupsafe import Markup
 
 from perseus_planner.base import __version__, registry
 from perseus_planner.base.errors import RunError, UsageError
-from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import Column, lay_out, table
+from perseus_planner.base.prefixes import counted, si
+from perseus_planner.base.tables import Column, html_table, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import Context, origin_label
 from perseus_planner.views.figures import draw_curves, draw_frontier, draw_gantt
 from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
 from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
-from perseus_planner.views.plan import RankSummary, summarize_plan
+from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
-from perseus_planner.views.run_text import account_text
+from perseus_planner.views.run_text import account_text, tables_of_run
 from perseus_planner.views.savings import EnergyRates, IterationSize, Saving, savings_of
 from perseus_planner.views.web import page_file
 from perseus_planner.views.where import PHASES, WhereEnergyGoes, where_energy_goes
@@ -181,10 +181,11 @@ def report_text(report: EnergyReport) -> str:
     accounts = "".join(
         f"{name}: {account_text(run.total, saves=True)}\n" for name, run in report.runs.items()
     )
+    origins = "; ".join(f"{saving.name}: {saving.energy_origin}" for saving in report.savings)
     return (
         f"{verdicts}{sentences}\n{table(lay_out(report.savings, *_SAVINGS))}\n\n"
-        f"Compared with {ALL_MAXIMUM}, a run in as much time; kWh, money and CO2e are at the "
-        "meter, for a day of such iterations.\n"
+        f"Energy of {origins}.\nCompared with {ALL_MAXIMUM}, a run in as much time; kWh, money "
+        "and CO2e are at the meter, for a day of such iterations.\n"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
         f"kWh, PUE {rates.pue:g}.\n{accounts}"
     )
@@ -192,13 +193,12 @@ def report_text(report: EnergyReport) -> str:
 
 _SAVINGS = (
     Column("", "name", "<"),
-    Column("iteration {}", "time_s", "s"),
-    Column("energy {}", "energy_j", "J"),
+    Column("iteration {}", "time_s", "s4"),
+    Column("energy {}", "energy_j", "J4"),
     Column("saved %", "saved_share", "%"),
-    Column("kWh a day", "per_day.kwh", "#"),
-    Column("USD a day", "per_day.usd", "#"),
-    Column("kg CO2e a day", "per_day.co2e_kg", "#"),
-    Column("  energy is", "energy_origin", "<"),
+    Column("kWh/day", "per_day.kwh", ".4g"),
+    Column("USD/day", "per_day.usd", ".4g"),
+    Column("kg CO2e/day", "per_day.co2e_kg", ".4g"),
 )
 
 
@@ -240,10 +240,16 @@ def page(report: EnergyReport) -> str:
         _inline(page_file("timeline.js")),
         _inline(page_file("report.js")),
     ]
+    unit = unit_of(report.context.control)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
+        "table": lambda columns: Markup(html_table(columns)),
+        "tables_of_run": tables_of_run,
+        "saved": _saved_columns,
+        "used": _used_columns,
+        "load": lambda plan: load_columns(plan.ranks, plan.time_s, unit, digits=3),
         "si": _si,
         "number": number,
         "input": _input,
@@ -253,7 +259,7 @@ def page(report: EnergyReport) -> str:
     }
     return environment.from_string(page_file("report.html.j2")).render(
         report=report,
-        unit=unit_of(report.context.control),
+        unit=unit,
         styles=styles,
         scripts=scripts,
         policy=content_policy(scripts, styles),
@@ -265,19 +271,84 @@ def page(report: EnergyReport) -> str:
     )
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    """Write a number with thousands separated and `digits` significant digits, or all digits
-    before the point.
+def _saved_columns(report: EnergyReport) -> list[list[str]]:
+    """Return the columns of what is saved: per iteration, per day, and in the run."""
+    rows = [
+        {"name": f"{saving.name}{_pipelines(saving, report)}, {what}", **asdict(cost)}
+        for saving in report.savings
+        for what, cost in (
+            ("per iteration", saving.per_iteration),
+            ("per day", saving.per_day),
+            (
+                f"in {counted(saving.iterations or 0, 'iteration')}"
+                f"{' of all attempts' * saving.is_run}",
+                saving.per_run,
+            ),
+        )
+        if cost is not None
+    ]
+    units = {"gpu_j": "J", "kwh": "kWh", "usd": "USD", "co2e_kg": "kg CO\u2082e"}
+    return lay_out(
+        rows,
+        Column("", "name", "<"),
+        *(Column(unit, partial(_numbered, name)) for name, unit in units.items()),
+    )
+
+
+def _used_columns(report: EnergyReport) -> list[list[str]]:
+    """Return the columns of time, energy and power of each baseline and of what is compared with
+    it.
+    """
+    rows = list[dict[str, Any]]()
+    for saving in report.savings:
+        of = _pipelines(saving, report)
+        energy, time = saving.energy_origin, saving.time_origin
+        origin = energy if energy == time else f"time {time}, energy {energy}"
+        before = saving.baseline_efficiency
+        baseline = (saving.baseline, saving.baseline_time_s, saving.baseline_energy_j, before)
+        for (name, time_s, energy_j, efficiency), source in (
+            (baseline, saving.baseline_origin),
+            ((saving.name, saving.time_s, saving.energy_j, saving.efficiency), origin),
+        ):
+            row = {"name": f"{name}{of}", "time_s": time_s, "energy_j": energy_j, "source": source}
+            row |= {"power_w": energy_j / time_s, **asdict(efficiency)}
+            if row not in rows:
+                rows.append(row)
+    names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}
+    if report.size.tokens:
+        names |= {"joules_per_token": "J per token", "tokens_per_joule": "tokens per J"}
+    if report.size.samples:
+        names["samples_per_s_per_w"] = "samples/s/W"
+    return lay_out(
+        rows,
+        Column("", "name", "<"),
+        *(Column(heading, partial(_numbered, name)) for name, heading in names.items()),
+        Column("source", "source"),
+    )
+
+
+def _numbered(name: str, row: Mapping[str, Any]) -> str:
+    return number(row[name])
+
+
+def _pipelines(saving: Saving, report: EnergyReport) -> str:
+    """Name the pipelines of a saving, if they are not those of the report."""
+    if saving.pipelines == report.size.pipelines:
+        return ""
+    return f", of {counted(saving.pipelines, 'pipeline')}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Write a number with thousands separated and `digits` significant digits; a whole one with all
+    of them.
     """
     if value is None:
         return _NOT_KNOWN
-    if value == 0:
-        return "0"
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    if whole >= digits or float(value).is_integer():
-        return f"{value:,.0f}".replace("-", _MINUS)
-    places = digits - whole if whole else digits - 1 - int(f"{value:e}".split("e")[1])
-    return f"{value:,.{min(places, 12)}f}".replace("-", _MINUS)
+    if not float(value).is_integer():
+        value = float(f"{value:.{digits}g}")
+    places = 0 if value == 0 else max(0, digits - 1 - int(f"{value:e}".split("e")[1]))
+    text = f"{value:,.{min(places, 12)}f}" if places and value % 1 else f"{value:,.0f}"
+    return text.replace("-", _MINUS)
 
 
 def _input(value: float) -> str:
@@ -290,13 +361,13 @@ def _share(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    """Write a share in percent, with its sign."""
-    return f"{100 * value:+.2f}\u00a0%".replace("-", _MINUS)
+    """Write a share in percent, with its sign, to three digits and two decimals at most."""
+    return f"{100 * value:+.{2 if abs(value) < 0.0995 else 1}f}\u00a0%".replace("-", _MINUS)
 
 
-def _si(value: float, unit: str, digits: int = 4) -> str:
-    """Write a quantity with its prefix, which stays on its line."""
-    return si(value, unit, digits).replace(" ", "\u00a0").replace("-", _MINUS)
+def _si(value: float, unit: str) -> str:
+    """Write a quantity with its prefix, which stays on its line, to three digits."""
+    return si(value, unit, 3).replace(" ", "\u00a0").replace("-", _MINUS)
 
 
 def _watts(power_w: float | Iterable[float]) -> str:

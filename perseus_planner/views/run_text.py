@@ -8,7 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
@@ -46,11 +46,25 @@ def _sheet(summary: RunSummary) -> Sheet:
     )
 
 
+def tables_of_run(summary: RunSummary) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield the tables of a run for a page, to three digits: headings and columns."""
+    unit, rank = unit_of(summary.context.control), Column("rank", "rank")
+    yield "Each plan", lay_out(summary.plans, *_PLANS, digits=3)
+    yield (
+        f"Ranks by plan {summary.version}, per iteration",
+        lay_out(summary.ranks, rank, *_LOAD, digits=3),
+    )
+    yield (
+        f"Clock changes by plan {summary.version}, in all iterations that count",
+        lay_out(summary.ranks, rank, *_clock_columns(unit), digits=3),
+    )
+
+
 def run_text(summary: RunSummary) -> str:
     """Return the text that `planner show` prints: the run by plan, its ranks, their clock
     changes, and deviations.
     """
-    counted = max((rank.ran.windows for rank in summary.ranks), default=0)
+    count = max((rank.ran.windows for rank in summary.ranks), default=0)
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank_columns, unit = [Column("rank", "rank"), *several], unit_of(summary.context.control)
     parts = [
@@ -58,7 +72,7 @@ def run_text(summary: RunSummary) -> str:
         *([] if summary.verdict is None else [str(summary.verdict)]),
         f"{_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
         table(lay_out(summary.ranks, *rank_columns, *_LOAD)),
-        f"Clock changes, in all {counted} iterations that count:",
+        f"Clock changes, in all {count} iterations that count:",
         table(lay_out(summary.ranks, *rank_columns, *_clock_columns(unit))),
         f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: "
         "not set before another clock\nwas requested. Off clock: share of the computing time "
@@ -280,7 +294,7 @@ def unplanned_text(summary: dict[str, Any]) -> str:
     status = summary["autopilot"]
     pipelines = f", {summary['pipelines']} pipelines" if summary["pipelines"] > 1 else ""
     lines = [
-        f"Run of {summary['ranks']} ranks{pipelines}, without a plan.",
+        f"Run of {counted(summary['ranks'], 'rank')}{pipelines}, without a plan.",
         "",
         f"Autopilot: {status}.",
     ]

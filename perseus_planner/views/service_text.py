@@ -7,7 +7,7 @@ from datetime import datetime
 from math import isinf
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.views.context import share
@@ -60,7 +60,12 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         Column(
             "",
             lambda each: (
-                each.decision.reason if each.autopilot is None else f"autopilot: {each.autopilot}"
+                _alarm(each)
+                + (
+                    each.decision.reason
+                    if each.autopilot is None
+                    else f"autopilot: {each.autopilot}"
+                )
             ),
             "<",
         ),
@@ -119,7 +124,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
         ),
     )
     lines = [
-        f"Job {job.name}: {job.pipelines} pipeline{'s' * (job.pipelines > 1)}, {job.ranks} ranks "
+        f"Job {job.name}: {counted(job.pipelines, 'pipeline')}, {counted(job.ranks, 'rank')} "
         f"known, since {_moment(job.since_s)}; settings: {_settings(job)}",
         f"Plans: {_version(status)}; reports are expected to save "
         f"{si(status.expected_saving_w, 'W')}",
@@ -132,7 +137,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
             else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]
         ),
         *([] if status.autopilot is None else [f"Autopilot: {status.autopilot}"]),
-        decision.reason,
+        _alarm(status) + decision.reason,
         "",
         table(targets),
     ]
@@ -141,6 +146,20 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     if events:
         lines += ["", *(f"{_moment(event.at_s)}  {event.text}" for event in events)]
     return "\n".join(lines)
+
+
+def _doing(status: JobStatus) -> str:
+    autopilot = status.autopilot
+    return status.decision.reason if autopilot is None else f"autopilot: {autopilot}"
+
+
+def _alarm(status: JobStatus) -> str:
+    """Say what an operator has to know first."""
+    if status.silent_since_s is not None:
+        return f"not heard of since {_moment(status.silent_since_s)}: "
+    if status.over_budget_since_s is not None:
+        return f"over its power budget since {_moment(status.over_budget_since_s)}: "
+    return ""
 
 
 def _reports(job: JobStatus) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from xml.etree.ElementTree import tostring
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -43,10 +42,7 @@ def page_of_sheets(
         title=title,
         heading=heading,
         first=first,
-        sheets=[
-            (sheet.title, Markup(tostring(sheet.html(), encoding="unicode", method="html")))
-            for sheet in sheets
-        ],
+        sheets=[(sheet.title, Markup(sheet.html())) for sheet in sheets],
         figure=Markup(figure),
         styles=[Markup(text) for text in styles],
         policy=Markup(content_policy([], styles)),

@@ -15,7 +15,6 @@ from perseus_planner.base.documents import kind_of
 from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.job import Job
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.replay import all_maximum
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier
@@ -74,20 +73,18 @@ class Sources:
         if self.frontier is not None:
             parts["the frontier"] = self.frontier.profile.digest, self.frontier.dag.iteration
         for name, plan in self.plans.items():
-            parts[name] = plan.profile_digest, plan.iteration
+            parts[name] = plan.profile_digest, plan.iteration.without_modes
         if self.profile is not None:
             parts["the profile"] = self.profile.digest, None
         for name, run in self.runs.items():
             for plan in run.plans.values():
-                parts[name] = plan.profile_digest, plan.iteration
+                parts[name] = plan.profile_digest, plan.iteration.without_modes
         return parts
 
     @cached_property
     def before(self) -> Plan | None:
         """The plan with all clocks at maximum; None without a frontier."""
-        if self.frontier is None:
-            return None
-        return self.frontier.plan_of(all_maximum(self.frontier.dag))
+        return None if self.frontier is None else self.frontier.baseline_plan
 
     @cached_property
     def summaries(self) -> dict[str, RunSummary]:

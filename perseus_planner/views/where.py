@@ -247,7 +247,7 @@ def _sentences(
 ) -> Iterator[str]:
     after = ran or planned
     if savings:
-        yield _saving_sentence(savings[0], before, after)
+        yield from _saving_sentences(savings[0], before, after)
     if before is not None:
         waiting = 100 * share(before.waiting_j, before.waiting_j + before.computing_j)
         yield (
@@ -260,47 +260,44 @@ def _sentences(
         yield from _phase_sentences(before, planned)
 
 
-def _saving_sentence(
+def _saving_sentences(
     saving: Saving, before: IterationEnergy | None, after: IterationEnergy | None
-) -> str:
-    subject = f"The run ({saving.name})" if saving.is_run else saving.name
-    used = f"{subject} takes {si(saving.energy_j, 'J')} and {si(saving.time_s, 's')} per iteration"
-    more = "less" if saving.saved_j >= 0 else "more"
+) -> Iterator[str]:
+    """Yield what all pipelines of the job save together, then where one of them does."""
+    subject = f"The run in the folder {saving.name}" if saving.is_run else saving.name
+    many = f" ({saving.pipelines} pipelines together)" if saving.pipelines > 1 else ""
     time_share = 100 * (saving.time_ratio - 1)
     slower = (
         f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}"
         if abs(time_share) >= 0.05
         else "as long"
     )
-    text = (
-        f"{used}: {100 * abs(saving.saved_share):.1f} % {more} energy than {saving.baseline}, "
-        f"and {slower}"
+    yield (
+        f"{subject}{many} takes {si(saving.energy_j, 'J', 3)} and {si(saving.time_s, 's', 3)} per "
+        f"iteration: {100 * abs(saving.saved_share):.1f} % "
+        f"{'less' if saving.saved_j >= 0 else 'more'} energy than {saving.baseline}, and {slower}."
     )
     if before is None or after is None:
-        return f"{text}."
+        return
     lower = sum(
         clock < _LOW * most for clock, most in zip(after.clocks, before.clocks, strict=False)
     )
     because = f", as {lower} of {len(after.clocks)} ranks run at lower clocks" if lower else ""
-    computing_j, waiting_j = (
-        before.computing_j - after.computing_j,
-        before.waiting_j - after.waiting_j,
-    )
-    pipeline = " of a pipeline" if saving.pipelines > 1 else ""
-    return (
-        f"{text}. Computing{pipeline} takes {_change(computing_j)}{because}; waiting takes "
-        f"{_change(waiting_j)}."
+    yield (
+        f"In {'each' if saving.pipelines > 1 else 'its'} pipeline computing takes "
+        f"{_change(before.computing_j - after.computing_j)}{because}; waiting takes "
+        f"{_change(before.waiting_j - after.waiting_j)}."
     )
 
 
 def _change(saved_j: float) -> str:
-    return f"{si(abs(saved_j), 'J')} {'less' if saved_j >= 0 else 'more'}"
+    return f"{si(abs(saved_j), 'J', 3)} {'less' if saved_j >= 0 else 'more'}"
 
 
 def _bottleneck_sentences(
     found: Bottleneck, before: IterationEnergy, planned: IterationEnergy | None
 ) -> Iterator[str]:
-    busy = f"{si(found.busy_s, 's')} of {si(found.time_s, 's')}"
+    busy = f"{si(found.busy_s, 's', 3)} of {si(found.time_s, 's', 3)}"
     if len(before.ranks) == 1:
         return
     if not found.ranks:
@@ -346,7 +343,7 @@ def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Itera
     if whole_j <= 0:
         return
     first, second, third = (
-        f"{100 * phase_j / whole_j:.0f} % in the {name}"
+        f"{100 * phase_j / whole_j:.0f} % is in the {name}"
         for name, phase_j in zip(PHASES, saved_j, strict=True)
     )
-    yield f"The plan saves {first}, {second} and {third}."
+    yield f"Of the saving, {second}, {first} and {third}."

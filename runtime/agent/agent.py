@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import PlannerError, ServiceAway, ServiceRefusal
 from perseus_planner.base.loops import Backoff, Loop, in_background
+from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime.agent.outbox import Detections, JobCounts, RankLocation, StoreMessages
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.service.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
-    from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.agent.outbox import RankLocation
     from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
@@ -48,6 +48,7 @@ _ROUND_S = 0.25  #: between two looks for detections, and for the outcome of a p
 _LOCATIONS_S = 30.0  #: how long rank 0 waits for the locations of all ranks
 _LOCATIONS_PAUSE_S = 0.02  #: the first between two looks for them; each is twice as long
 _AGAIN_S = 60.0  #: after which plans that were not taken are proposed again
+_LEAST_WAIT_S = 1.0  #: at the service, while plans wait for a straggler that ends soon
 _COUNTS_S = 5.0  #: between two telemetry messages
 _END_S = 2.0  #: for telling the service that the job has ended
 
@@ -98,18 +99,25 @@ class Agent:
         self._open: tuple[PlanSet, Proposal, float] | None = (
             None  #: the last proposal, and when it was made
         )
+        self._proposed: PlanSet | None = None  #: the plans of it
+        self._own: Plan | None = None  #: what the last plans say to run when they end
+        self._ends_s: float | None = None  #: when they end, on the monotonic clock
+        self._has_lapsed = False  #: they have ended, and the service has said nothing since
         self._counts = JobCounts(self._messages, job.ranks)
         self._follower = Loop(self._follow(), "perseus-planner service plans")
         self._sender = Loop(self._send(), "perseus-planner service reports")
+        self._keeper = Loop(self._keep, "perseus-planner service lease")
 
     def start(self) -> None:
         """Start the threads."""
         self._follower.start()
+        self._keeper.start()
         self._sender.start()
 
     def stop(self) -> None:
         """Propose no more plans, and warn no more."""
         self._stopped.set()
+        self._keeper.stop(0.0)
         self._follower.stop(0.0)  # it may still wait at the service, and does nothing after that
         self._sender.stop(0.0)
 
@@ -158,7 +166,7 @@ class Agent:
                     continue
                 pauses.reset()
                 self._answered("plans")
-                self._wait_s = POLL_S
+                self._wait_s = 0.0 if self._has_lapsed else self._longest_wait_s(service)
                 # A service that is ending answers at once.
                 yield _ROUND_S if has_waited else 0.0
 
@@ -174,12 +182,56 @@ class Agent:
             assert self._registration is not None  # prepared
             if self._register(service, self._registration):
                 self._seen = 0
-        plans = service.plans(self._name, after=self._seen, wait_s=self._wait_s)
+        plans = self._newer(service, self._wait_s)
         if plans is not None and not self._stopped.is_set():
-            self._seen = plans.version
             with self._lock:
-                self._propose(plans)
+                if plans != self._proposed:  # it was started again, and says the same
+                    self._propose(plans)
         return plans is None
+
+    def _newer(self, service: Client, wait_s: float) -> PlanSet | None:
+        """Ask for newer plans, or for the same again if theirs have ended; renews their lease."""
+        plans = service.plans(self._name, after=self._seen, wait_s=wait_s)
+        with self._lock:
+            if plans is None and self._has_lapsed:
+                self._seen = 0
+            elif plans is not None:
+                self._seen, self._has_lapsed = plans.version, False
+                self._own = None if plans.own is None else Plan.loads(plans.texts[plans.own])
+            lease_s = None if self._has_lapsed else service.lease_s
+            self._ends_s = None if lease_s is None else time.monotonic() + lease_s
+        self._keeper.wake()
+        return plans
+
+    def _longest_wait_s(self, service: Client) -> float:
+        """Return how long to wait for newer plans: the lease is renewed before it ends."""
+        lease_s = service.lease_s
+        return POLL_S if lease_s is None else min(POLL_S, max(lease_s / 2.0, _LEAST_WAIT_S))
+
+    def _keep(self) -> float | None:
+        """End plans that wait for a straggler when their lease ends; returns when to look again."""
+        with self._lock:
+            if self._ends_s is None or self._stopped.is_set():
+                return None
+            left_s = self._ends_s - time.monotonic()
+            if left_s > 0.0:
+                return left_s
+            self._ends_s, self._has_lapsed = None, True
+            self._warnings.warn(
+                "service lease",
+                "nothing was heard of the service while plans waited for a straggler; the job runs "
+                "its own plan until the service answers",
+                by="rank 0",
+            )
+            self._lapse()
+        return None
+
+    def _lapse(self) -> None:
+        """Propose the job's own plan to all ranks. The caller holds the lock."""
+        if self._own is not None:
+            self._open = self._proposed = None
+            with suppress(PlannerError):  # it was of this schedule when the service made it
+                self._switch_to(dict.fromkeys(range(self._pipelines), self._own))
 
     def _locations(self) -> list[RankLocation]:
         """Return the locations of all ranks once they have passed them on, or time is up."""
@@ -209,7 +261,7 @@ class Agent:
         """Propose plans to all ranks, in place of an earlier proposal. The caller holds the
         lock.
         """
-        self._open = None
+        self._open, self._proposed = None, plans
         try:
             proposal = self._switch_to(dict(enumerate(plans.plans)))
         except PlannerError as error:
@@ -362,6 +414,7 @@ class LearningAgent(Agent):
         self._places: Sequence[RankLocation] = ()
         self._asked: Learnt | None = None  #: with which the job is being registered
         self._registered: Learnt | None = None  #: that the service plans on
+        self._calm_s: tuple[float, ...] = ()  #: how long pipelines may take without stragglers
         #: registers the job again, while this one is followed; None before
         self._growing: Future[None] | None = None
 
@@ -379,10 +432,12 @@ class LearningAgent(Agent):
             self._growing is None or self._growing.done()
         ):
             self._growing = in_background(partial(self._grow, learnt), "planner growth")
-        plans = service.plans(self._name, after=self._seen, wait_s=min(self._wait_s, _POLL_S))
-        exchange.waits_s = self._waits_s(service.pipelines(self._name))
+        plans = self._newer(service, min(self._wait_s, _POLL_S))
+        pipelines = service.pipelines(self._name)
+        with self._lock:
+            self._calm_s = self._waits_s(pipelines, of_stragglers=False)
+            exchange.waits_s = self._waits_s(pipelines)
         if plans is not None:
-            self._seen = plans.version
             service.taken(self._name, plans.version, max(0, exchange.status.iteration))
         return plans is None
 
@@ -409,14 +464,21 @@ class LearningAgent(Agent):
         except PlannerError as error:
             self._failed(error, "growth")
 
-    def _waits_s(self, pipelines: Sequence[PipelineStatus]) -> tuple[float, ...]:
-        """Return how long pipelines may take that wait; one that is slow itself is to be as fast
-        as agreed.
+    def _lapse(self) -> None:
+        self._exchange.waits_s = self._calm_s
+
+    def _waits_s(
+        self, pipelines: Sequence[PipelineStatus], *, of_stragglers: bool = True
+    ) -> tuple[float, ...]:
+        """Return how long pipelines may take that wait, for stragglers or only for budgets; one
+        that is slow itself is to be as fast as agreed.
         """
         assert self._registered is not None
         own_s = self._settings.slowdown * self._registered.time_s
         allowed_s = [
-            0.0 if pipeline.report is not None else max(pipeline.target_s, pipeline.time_s)
+            0.0
+            if pipeline.report is not None or (pipeline.reason == "straggler" and not of_stragglers)
+            else max(pipeline.target_s, pipeline.time_s)
             for pipeline in pipelines
         ]
         waits_s = tuple(wait_s if wait_s > own_s * (1 + _LONGER) else 0.0 for wait_s in allowed_s)

@@ -142,6 +142,11 @@ class TimeRows:
         """(classes, clocks) whether a row was measured."""
         return self.count > 0
 
+    @property
+    def well_known(self) -> NDArray[np.bool_]:
+        """(classes, clocks) whether a row was measured so well that trials tell nothing new."""
+        return np.sqrt(self.variance()) <= _USABLE
+
     def tables(self, *, between: bool) -> TimeTables:
         """Return the times of all rows; every class was measured at the highest clock.
 
@@ -253,7 +258,8 @@ def _factored(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
     return root[:size, :size], root[size, :size]
 
 
-#: the largest relative standard error of a row that was not measured and may be planned on
+#: the largest relative standard error of a row that was not measured and may be planned on, and of
+#: one that is not measured again
 _USABLE = 0.006
 
 

@@ -406,6 +406,18 @@ def test_a_reader_that_goes_away_is_no_error(frontier: Frontier, work: Path):
     assert complaint == b""
 
 
+@pytest.mark.parametrize("arguments", ["--help", "show frontier.npz", "show frontier.npz --json"])
+def test_output_that_cannot_be_written_is_said_in_a_line(
+    frontier: Frontier, work: Path, arguments: str
+):
+    with open("/dev/full", "w") as full:
+        command = subprocess.run(
+            [*PLANNER, *arguments.split()], stdout=full, stderr=subprocess.PIPE, timeout=300
+        )
+    assert command.stderr == b"Error: the output cannot be written: No space left on device\n"
+    assert command.returncode == 2
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytest.MonkeyPatch):
     stderr = io.StringIO()
@@ -414,10 +426,10 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytes
     with console.progress("Solving") as progress:
         if progress is not None:
             progress(1, 2)
-        for tell in kernels._told:
+        for tell in 2 * kernels._told:
             tell()
     assert ("Solving" in stderr.getvalue()) is terminal
-    assert ("compiling once" in stderr.getvalue()) is terminal
+    assert ("compiling once: function 2, about 20 s" in stderr.getvalue()) is terminal
 
 
 def test_a_profile_unlike_the_training_is_written_and_exits_with_2(

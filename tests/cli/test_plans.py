@@ -159,11 +159,11 @@ REFUSED = {
         "above 0% and up to 99%, such as 95%"
         for text in ("100%", "0%", "0.95", "sure")
     },
-    "plan fast.npz --power-budget 1kW --tolerance 0.1% -o plan.yaml": "--tolerance: is of a time; "
-    "leave it out, or give --slowdown instead",
+    "plan fast.npz --power-budget 1kW --tolerance 0.1% -o plan.yaml": "--tolerance: applies to a "
+    "time; leave out --tolerance, or give --slowdown instead",
     **{
-        f"{ALONE} --as-measured {option} {text}": f"{option}: is of plans with a margin; leave it "
-        "or --as-measured out"
+        f"{ALONE} --as-measured {option} {text}": f"{option}: applies to plans with a "
+        "margin; leave out this option, or --as-measured"
         for option, text in (("--tolerance", "0.1%"), ("--on-time", "95%"))
     },
     f"{ALONE} --on-time 95% --tolerance 0.001": "--tolerance: '0.001' is not a tolerance: write a "
@@ -224,7 +224,7 @@ def test_a_plan_can_be_made_for_a_probability(folder: Path):
         "estimated.\n" in text
     )
     assert "no standard errors" not in text
-    assert text.count("without jitter of computations, which `planner calibrate` takes") == 1
+    assert text.count("Jitter of computations is left out; `planner calibrate` takes") == 1
     text = done("plan frontier.npz --power-budget 420.5W --on-time 90% -o plan.yaml")
     assert "It draws at most 420.5 W with a probability of 90 % or more.\n" in text
 

@@ -125,8 +125,13 @@ REFUSED = {
     f"{PLAN} --least-energy -o absent/new.yaml": (
         "--output absent/new.yaml: there is no folder absent; make it, or name another"
     ),
-    "plan profile.yaml --least-energy -o new.yaml": (
-        "profile.yaml: is not a frontier file; name one that `planner solve` wrote"
+    "plan profile.yaml --least-energy -o new.yaml": ("profile.yaml: is a profile; name a frontier"),
+    "solve frontier.npz -o new.npz": "frontier.npz: is a frontier; name a profile or a job file",
+    "calibrate frontier.npz profile.yaml": "frontier.npz: is a frontier; name a profile or a job "
+    "file",
+    "solve profile.yaml --schedule 1f1b --microbatches 4 -o /proc/self/new.npz": (
+        "--output /proc/self/new.npz: the folder /proc/self cannot be written to; change its "
+        "permissions, or name another"
     ),
     "plan absent.npz --least-energy -o new.yaml": "absent.npz: no such file; check the path",
     "show absent.yaml": "absent.yaml: no such file; check the path",

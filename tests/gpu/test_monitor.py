@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from queue import Queue
 from random import Random
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from fake_nvml import StandIn
 from waiting import LONG_S
 
 from perseus_planner import Monitor
-from perseus_planner.base.errors import GpuError, GpuLost, UsageError
+from perseus_planner.base.errors import (
+    GpuError,
+    GpuLost,
+    GpuNotPermitted,
+    GpuNotSupported,
+    UsageError,
+)
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.host import host_counters
 from perseus_planner.gpu.monitor import PowerSample
 
 COUNTER = "nvmlDeviceGetTotalEnergyConsumption"
@@ -151,14 +163,149 @@ def test_a_counter_that_goes_back_is_an_error(nvml: StandIn, monitor: Monitor):
 
 
 def test_energy_is_that_of_zeus(nvml: StandIn, monitor: Monitor):
-    zeus = pytest.importorskip("zeus.monitor", reason="zeus is not installed")
-    theirs = zeus.ZeusMonitor(gpu_indices=[0, 1])
+    import zeus.monitor
+
+    theirs = zeus.monitor.ZeusMonitor(gpu_indices=[0, 1])
     nvml.set("now_s", LATER_S)
     theirs.begin_window("window", sync_execution=False)
-    with monitor.window() as ours:
-        nvml.set("now_s", LATER_S + 12.34)
+    monitor.begin_window("window")
+    nvml.set("now_s", LATER_S + 12.34)
+    ours = monitor.end_window("window")
     result = theirs.end_window("window", sync_execution=False)
     assert [gpu.energy_j for gpu in ours.gpus] == pytest.approx(
         [result.gpu_energy[0], result.gpu_energy[1]]
     )
-    assert ours.energy_j == pytest.approx(result.total_energy)
+    assert ours.energy_j == ours.total_energy == pytest.approx(result.total_energy)
+    assert ours.gpu_energy == pytest.approx(result.gpu_energy)
+
+
+def test_named_windows_begin_and_end_once(monitor: Monitor):
+    monitor.begin_window("epoch")
+    with pytest.raises(UsageError, match=r"^window 'epoch': has begun already; end it first$"):
+        monitor.begin_window("epoch")
+    monitor.end_window("epoch")
+    with pytest.raises(UsageError, match=r"^window 'epoch': has not begun; begin and end each"):
+        monitor.end_window("epoch")
+
+
+def test_a_window_shorter_than_the_step_of_the_counter_says_so():
+    with open_gpu("simulated:a100-sxm?step=0.1") as gpu, Monitor(gpu) as monitor:
+        with monitor.window() as short:
+            gpu.wait(0.05)
+        with monitor.window() as long:
+            gpu.wait(5.0)
+        assert [window.gpus[0].is_resolved for window in (short, long)] == [False, True]
+        assert short.error_j > 0
+
+
+def test_a_window_reads_each_gpu_once_at_each_edge(nvml: StandIn, monitor: Monitor):
+    """Its cost is that of two calls a GPU: 50 us of CPU with one, 220 us with eight."""
+    nvml.fail("nvmlDeviceGetPowerUsage", 3)
+    window = monitor.window().begin()
+    nvml.fail("nvmlDeviceGetFieldValues", 3)
+    assert window.end().energy_j >= 0  # nothing else was read
+
+
+KILLED = """
+import os, signal, sys
+from perseus_planner import Monitor
+monitor = Monitor("emulated:a100-sxm/73", log="windows.csv")
+for name in ("first", "second"):
+    monitor.begin_window(name)
+    monitor.end_window(name)
+monitor.begin_window("third")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_log_survives_sigkill(tmp_path: Path):
+    for _ in range(2):
+        killed = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, check=False)
+        assert killed.returncode == -9
+    header, *rows = (tmp_path / "windows.csv").read_text().splitlines()
+    assert header == "window,time (s),energy (J),energy of emulated:a100-sxm/73 (J)"
+    assert [row.split(",")[0] for row in rows] == ["first", "second"] * 2
+    assert all(float(row.split(",")[2]) >= 0 for row in rows)
+
+
+def zone(folder: Path, name: str, what: str, energy_uj: int) -> Path:
+    (folder / name).mkdir()
+    (folder / name / "name").write_text(f"{what}\n")
+    (folder / name / "max_energy_range_uj").write_text("1000000000\n")
+    (folder / name / "energy_uj").write_text(f"{energy_uj}\n")
+    return folder / name / "energy_uj"
+
+
+def test_the_host_is_measured_too(nvml: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PLANNER_POWERCAP", str(tmp_path))
+    nvml.add("* power_w 300", "* energy_step_ms 100")
+    with pytest.raises(GpuNotSupported, match="has no energy counters of processors"):
+        Monitor("nvml:0", host=True)
+    first = zone(tmp_path, "intel-rapl:0", "package-0", 999_000_000)
+    second = zone(tmp_path, "intel-rapl:1", "package-1", 0)
+    memory = zone(tmp_path, "intel-rapl:0:0", "dram", 5_000_000)
+    with Monitor("nvml:0", host=True) as monitor:
+        nvml.set("now_s", LATER_S)
+        window = monitor.window().begin()
+        first.write_text("1000000")  # it began again: 2 J
+        second.write_text("3000000")
+        memory.write_text("6000000")
+        nvml.set("now_s", LATER_S + 10)
+        window.end()
+    assert [(gpu.gpu, gpu.energy_j) for gpu in window.gpus[1:]] == [
+        ("cpu", pytest.approx(5.0)),
+        ("dram", pytest.approx(1.0)),
+    ]
+    assert window.energy_j == pytest.approx(3006.0)
+    assert window.total_energy == pytest.approx(3000.0)
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(GpuNotPermitted, match="may be read by root alone; run `chmod a"):
+        host_counters()
+
+
+def refused(path: Path) -> bytes:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+class Base:
+    """What the callbacks of both libraries come from; they call each event that there is."""
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for transformers and lightning, as far as callbacks need them."""
+    for name, attribute in (
+        ("transformers", "TrainerCallback"),
+        ("lightning", ""),
+        ("lightning.pytorch", ""),
+        ("lightning.pytorch.callbacks", "Callback"),
+    ):
+        module = ModuleType(name)
+        if attribute:
+            setattr(module, attribute, Base)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_callbacks_log_the_energy(nvml: StandIn, libraries: None):
+    from perseus_planner.gpu import lightning_callback, transformers_callback
+
+    nvml.add("* power_w 300", "* energy_step_ms 100")
+    hugging = transformers_callback.EnergyCallback("nvml:0")
+    lightning = lightning_callback.EnergyCallback("nvml:0")
+    lightning.setup(None, None, stage="fit")
+    hugging.on_train_begin(None, None, None)
+    nvml.set("now_s", LATER_S)
+    hugging.on_log(None, SimpleNamespace(log_history=[{}]), None, logs={})
+    state, logs = SimpleNamespace(log_history=[{"loss": 1.0}]), {"loss": 1.0}
+    nvml.set("now_s", LATER_S + 10)
+    hugging.on_log(None, state, None, logs=logs)
+    hugging.on_train_end(None, None, None)
+    assert logs == state.log_history[0]
+    assert logs["energy_j"] == pytest.approx(3000.0)
+
+    logged: dict[str, float] = {}
+    lightning.on_train_epoch_start(None, None)
+    nvml.set("now_s", LATER_S + 30)
+    lightning.on_train_epoch_end(None, SimpleNamespace(log_dict=logged.update))
+    lightning.teardown(None, None, stage="fit")
+    assert logged["energy_j"] == pytest.approx(6000.0)

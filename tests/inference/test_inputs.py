@@ -186,8 +186,12 @@ def test_the_demand_of_a_trace_has_its_busiest_minute_and_long_prompts_in_the_lo
     short, long = profile.classes
     ((start_s, length_s, demand),) = periods_of(trace, profile, 180.0)
     assert (start_s, length_s) == (0.0, pytest.approx(179.0, rel=1e-6))
-    assert demand[short] == pytest.approx(Load(60 / length_s, 18000 / length_s, 1.5), rel=0.02)
-    assert demand[long] == pytest.approx(Load(60 / length_s, 6e6 / length_s, 3.0), rel=0.02)
+    assert demand[short] == pytest.approx(
+        Load(60 / length_s, 18000 / length_s, 1.5, 15360 / length_s), rel=0.02
+    )
+    assert demand[long] == pytest.approx(
+        Load(60 / length_s, 6e6 / length_s, 3.0, 6e6 / length_s), rel=0.02
+    )
     assert [list(period[2]) for period in periods_of(trace, profile, 60.0)] == [
         [short],
         [short],
@@ -204,7 +208,7 @@ def test_idle_hours_have_no_period_and_one_request_has_one(tmp_path: Path):
         text_file(tmp_path / "s.csv", "time,input_tokens,output_tokens\n99,10,10\n")
     )
     ((_, _, demand),) = periods_of(single, profile, 600.0)
-    assert demand == {profile.classes[0]: pytest.approx(Load(1.0, 20.0, 1.0))}
+    assert demand == {profile.classes[0]: pytest.approx(Load(1.0, 20.0, 1.0, 10.0))}
 
 
 def test_a_trace_needs_a_class_of_the_profile(tmp_path: Path):

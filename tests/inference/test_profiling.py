@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import done, refusal
+from inference_cases import VLLM
 
-SERVING = """
-from perseus_planner.gpu.simulated.emulated import open_emulated
-from perseus_planner.gpu.simulated.model import OpCost
-
-def generate(batch, input_tokens, output_tokens):
-    with open_emulated("a100-sxm/0?slower=60") as gpu:
-        for step in range(output_tokens):
-            gpu.run(OpCost(1e9, 4e8) if step else OpCost(6e9, 1e6) * (batch * input_tokens))
-            yield
-"""
-MEASURE = "inference profile tiny_model:generate --gpu emulated:a100-sxm/0?slower=60 --class 32/4"
+GPU = "emulated:a100-sxm/71?slower=10"
+SERVER = Path(__file__).parents[1] / "support" / "completions_server.py"
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
-    Path("tiny_model.py").write_text(SERVING)
     Path("rates.csv").write_text("input,output,requests_per_s,tokens_per_s\n32,4,1,36\n")
 
 
 def test_pools_are_planned_on_what_was_measured():
-    text = done(f"{MEASURE} --at 1410,705 --window 0.1s --windows 1 -o inference.csv")
+    with subprocess.Popen(
+        [sys.executable, str(SERVER), GPU], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        text = done(
+            f"inference profile {address} --gpu {GPU} --class 32/4 --concurrency 2 --rate 5 "
+            "--at 1410,705 --window 0.4s --windows 1 -o inference.csv"
+        )
+        process.terminate()
     title, _, heads, *rows = text.splitlines()
     assert title == "Requests on 1 GPU, simulated; tokens/J is also tokens/s per W"
-    assert heads.split()[:4] == ["class", "batch", "MHz", "J/request"]
-    assert [row.split()[:3] for row in rows[:2]] == [["32/4", "1", "1410"], ["32/4", "1", "705"]]
+    assert heads.split()[:4] == ["class", "load", "MHz", "J/request"]
+    assert [row.split()[:3] for row in rows[:2]] == [["32/4", "2", "1410"], ["32/4", "5/s", "1410"]]
     plan = json.loads(
         done(
             "inference plan inference.csv --rates rates.csv --gpus 8 --ttft 10s -o pools.yaml "
@@ -44,6 +46,18 @@ def test_pools_are_planned_on_what_was_measured():
     (pool,) = plan["epochs"][0]["pools"]
     assert pool["tensor_degree"] == 1
     assert plan["saved_share"] >= 0
+
+
+def test_results_of_another_program_become_a_profile():
+    Path("a.json").write_text(json.dumps(VLLM))
+    done("inference read 1410@300W=a.json -o inference.csv")
+    Path("rates.csv").write_text("input,output,requests_per_s,tokens_per_s\n256,100,2,712\n")
+    plan = json.loads(
+        done("inference plan inference.csv --rates rates.csv --gpus 1 -o pools.yaml --json")
+    )
+    assert plan["epochs"][0]["power_w"] == pytest.approx(300.0)
+    message = "Error: 'a.json' is no result; write MHZ=FILE or MHZ@WATTS=FILE\n"
+    assert refusal("inference read a.json -o b.csv") == (2, "", message)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +70,6 @@ def test_pools_are_planned_on_what_was_measured():
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(arguments: str, problem: str):
-    command = f"inference profile tiny_model:generate --gpu emulated:a100-sxm/0 {arguments}"
+    command = f"inference profile http://127.0.0.1:9 --gpu emulated:a100-sxm/0 {arguments}"
     assert refusal(command) == (2, "", f"Error: {problem}\n")
     assert [file.name for file in Path().glob("*.csv")] == ["rates.csv"]

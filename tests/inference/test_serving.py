@@ -1,30 +1,35 @@
-"""Requests are measured over clocks, prefill and decode apart, and what they cost becomes an
-inference profile.
+"""Requests are measured under traffic over clocks, input and output tokens apart; what they cost
+becomes an inference profile.
 """
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from inference_cases import VLLM
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import open_emulated
+from perseus_planner.inference.cells import Configuration, read_inference_profile
+from perseus_planner.inference.results import read_results
 from perseus_planner.inference.serving import (
-    ServedRow,
     ServingSettings,
     Shape,
     measure_serving,
     save_served,
 )
-from perseus_planner.inference.targets import CompletionsServer, ServingFunction, open_target
+from perseus_planner.inference.targets import Server
 
-GPU = "emulated:a100-sxm/0?slower=60"
+GPU = "emulated:a100-sxm/70?slower=10"
 SERVER = Path(__file__).parents[1] / "support" / "completions_server.py"
 SHORT, LONG = Shape(64, 1), Shape(64, 8)
 
@@ -37,116 +42,208 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def address(state: None) -> Iterator[str]:
-    """Start a server with a tiny model of random weights, and return its address."""
-    with subprocess.Popen(
-        [sys.executable, str(SERVER), GPU], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.terminate()
+def serve(state: None) -> Iterator[Callable[..., str]]:
+    """Start servers with options, and return their addresses."""
+    with ExitStack() as stack:
+
+        def started(*options: str) -> str:
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(SERVER), GPU, *options], stdout=subprocess.PIPE, text=True
+                )
+            )
+            stack.callback(process.terminate)
+            assert process.stdout is not None
+            return process.stdout.readline().strip()
+
+        yield started
 
 
-def test_a_server_is_measured_at_several_clocks(address: str, tmp_path: Path):
-    settings = ServingSettings((LONG, SHORT), (1, 2), settings=(1410, 705), window_s=0.3, windows=1)
+def test_a_server_is_measured_at_several_clocks(serve: Callable[..., str], tmp_path: Path):
+    settings = ServingSettings((LONG, SHORT), (1, 4), (4.0,), "clock", (1410, 705), 0.4, 1)
     steps: list[tuple[int, int]] = []
-    with open_gpu(GPU) as gpu, closing(open_target(address)) as target:
-        rows = measure_serving(target, [gpu], settings, lambda *step: steps.append(step))
-    assert [(row.setting, row.batch, row.shape) for row in rows] == [
-        (clock, batch, shape)
+    with open_gpu(GPU) as gpu, closing(Server(serve())) as target:
+        rows = list(measure_serving(target, [gpu], settings, lambda *step: steps.append(step)))
+    assert [(row.setting, row.concurrency, row.rate_per_s, row.shape) for row in rows] == [
+        (clock, *loop, shape)
         for clock in (1410, 705)
-        for batch in (1, 2)
+        for loop in ((1, None), (4, None), (None, 4.0))
         for shape in (SHORT, LONG)
     ]
-    assert steps[-1] == (12, 12)
-    by = {(row.setting, row.batch, row.shape): row for row in rows}
+    assert steps == [(1, 2), (2, 2)]
+    by = {(row.setting, row.concurrency, row.shape): row for row in rows}
     fast, slow = by[1410, 1, LONG], by[705, 1, LONG]
-    # The prefill is arithmetic, so half the clock makes it slower; the decode is memory traffic.
-    assert slow.ttft_p50_s > 1.5 * fast.ttft_p50_s
-    assert fast.tbt_p50_s is not None
-    assert slow.tbt_p50_s is not None
-    assert slow.tbt_p50_s < 1.5 * fast.tbt_p50_s
+    # The prefill is arithmetic, so half the clock makes it slower; it also needs less energy.
+    assert slow.ttft_p50_s > 1.2 * fast.ttft_p50_s
     assert slow.energy_j < fast.energy_j
-    assert fast.energy_j == fast.prefill_j + fast.decode_j
-    assert by[1410, 1, SHORT].energy_j == by[1410, 1, SHORT].prefill_j == fast.prefill_j
+    for row in (fast, slow, by[1410, 4, LONG], by[705, 4, LONG]):
+        first_j, after_j = 64 * row.input_token_j, 7 * row.output_token_j
+        assert first_j + after_j == pytest.approx(row.energy_j)
+        assert 64 * row.input_token_s + 7 * row.output_token_s == pytest.approx(
+            1 / row.requests_per_s
+        )
+    # In the open loop the GPU also waits.
+    assert by[1410, None, LONG].energy_j > by[1410, 1, LONG].energy_j
     assert all(row.error_j < 0.1 * row.energy_j for row in rows)
-    assert all(row.ttft_p50_s <= row.ttft_p95_s for row in rows)
     with open_emulated(GPU.removeprefix("emulated:")) as after:
         assert after.clock_mhz() == 1410  # it is reset
 
     save_served(rows, "clock", "simulated", tmp_path / "inference.csv")
     comment, header, first, *_ = (tmp_path / "inference.csv").read_text().splitlines()
     assert comment == "# simulated by planner inference profile"
-    assert header.startswith(
-        "input,output,tensor_degree,clock_mhz,tokens_per_s,energy_j,ttft_s,tbt_s,idle_w,batch,"
-    )
+    assert header.startswith("input,output,tensor_degree,clock_mhz,tokens_per_s,energy_j,ttft_s,")
     assert first.startswith("64,1,1,1410,")
-    assert "nan" not in first
+    profile = read_inference_profile(tmp_path / "inference.csv")
+    (cell,) = profile.feasible(profile.classes[1], Configuration(1, 1410))
+    assert cell.concurrency is None  # closed loops have no bursts
+    assert cell.input_token_j == pytest.approx(by[1410, None, LONG].input_token_j, rel=1e-4)
 
 
-def test_a_server_that_cannot_be_measured_is_refused(address: str):
+@pytest.mark.parametrize("options", [(), ("burst=3",), ("empty=1",), ("key=secret",)])
+def test_tokens_are_those_that_the_server_counts(
+    serve: Callable[..., str], options: tuple[str, ...]
+):
+    for kind in ({}, {"text": True}, {"chat": True}):
+        with closing(Server(serve(*options), key="secret", **kind)) as server:
+            first, second = (server.complete(64, 8) for _ in range(2))
+        assert (first.input_tokens, first.output_tokens, second.output_tokens) == (64, 8, 8)
+        assert len(first.times_s) <= 8 if not options or options[0] != "burst=3" else 4
+        # 64 input tokens take 20 ms; an event without text comes at once, and is no token
+        assert first.ttft_s > 0.015
+        assert first.tbt_s is not None
+        assert 0 < first.tbt_s < first.ttft_s
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            ("burst=3", "usage=0"),
+            r"sent 4 events for 8 tokens, and does not say how many tokens they have "
+            r"\(stream_options.include_usage\); start the server, and give the address",
+        ),
+        (
+            ("early=2",),
+            r"the server ended a request after 2 of 8 tokens, 2 events of which had text \(no "
+            r"reason given\); let it ignore the end of a text",
+        ),
+    ],
+)
+def test_an_answer_that_cannot_be_counted_is_refused(
+    serve: Callable[..., str], options: tuple[str, ...], problem: str
+):
+    with closing(Server(serve(*options))) as server, pytest.raises(UsageError, match=problem):
+        server.complete(64, 8)
+
+
+def test_a_server_that_cannot_be_measured_is_refused(serve: Callable[..., str]):
+    address = serve("key=secret")
     with pytest.raises(UsageError, match=r"has no model 'huge'; choose one of: tiny$"):
-        CompletionsServer(address, "huge")
-    server = CompletionsServer(address.removesuffix("/v1"))
-    server._model = "gone"
-    with pytest.raises(
-        UsageError,
-        match=r"completions: answers 400: .*no such model.*; check the address and the model$",
+        Server(address, "huge")
+    with (
+        closing(Server(address)) as server,
+        pytest.raises(UsageError, match=r"answers 401: .*; check the address, the key and the"),
     ):
-        server.serve(1, 4, 1)
+        server.complete(4, 1)
     with pytest.raises(
-        UsageError, match=r"does not answer as OpenAI's completions API does \(.*; start the server"
+        UsageError, match=r"does not answer as OpenAI's API does \(.*\); start the server, and give"
     ):
-        CompletionsServer("http://127.0.0.1:9")
+        Server("http://127.0.0.1:9")
+    with pytest.raises(UsageError, match=r"^'serving:f' is no address of a server; write one such"):
+        Server("serving:f")
 
 
-def steps(batch: int, input_tokens: int, output_tokens: int) -> Iterator[None]:
-    """Compute on the emulated GPU as a model does that serves a batch."""
-    from completions_server import DECODE, PREFILL
+def answering(*parts: bytes, ends: bool) -> str:
+    """Answer one request for models, and one completion with these bytes; return the address."""
+    listening = socket.create_server(("127.0.0.1", 0))
 
-    with open_emulated(GPU.removeprefix("emulated:")) as gpu:
-        for step in range(output_tokens):
-            gpu.run(DECODE if step else PREFILL * (batch * input_tokens))
-            yield
+    def run() -> None:
+        with listening:
+            connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            models = json.dumps({"data": [{"id": "tiny"}]}).encode()
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(models))
+            connection.sendall(models)
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for part in parts:
+                connection.sendall(b"%x\r\n%s\r\n" % (len(part), part))
+            if not ends:
+                while connection.recv(1 << 16):  # until the client gives up
+                    pass
 
-
-def too_few(batch: int, input_tokens: int, output_tokens: int) -> Iterator[None]:
-    yield from [None] * (output_tokens - 1)
-
-
-def measured(**settings: object) -> list[ServedRow]:
-    with open_gpu(GPU) as gpu:
-        chosen = ServingSettings((LONG,), (2,), window_s=0.2, windows=2, **settings)  # type: ignore[arg-type]
-        return measure_serving(ServingFunction(f"{__name__}:steps"), [gpu], chosen)
-
-
-def test_a_function_is_measured_under_power_limits():
-    high, low = measured(control="power-limit", settings=(400, 150))
-    assert low.time_s > high.time_s
-    assert (high.setting, low.setting) == (400, 150)
-    assert high.tokens_per_s == pytest.approx(2 * 72 / high.time_s)
+    threading.Thread(target=run, daemon=True).start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_without_a_control_the_row_has_the_clock_that_was_achieved():
-    (row,) = measured(control="observed")
-    assert 1000 < row.setting <= 1410  # its power limit keeps it below the highest clock at times
-    assert row.tensor_degree == 1
+EVENT = b'data: {"choices": [{"text": " a"}]}\n\n'
 
 
-def test_a_function_that_cannot_be_measured_is_refused():
-    with pytest.raises(
-        UsageError,
-        match=r"^nowhere:f: No module named 'nowhere'; name a function as module:function",
-    ):
-        open_target("nowhere:f")
-    with pytest.raises(
-        UsageError, match=r"yielded 7 times for 8 output tokens; yield once for each$"
-    ):
-        ServingFunction(f"{__name__}:too_few").serve(1, *LONG)
-    with pytest.raises(
-        UsageError, match=r"^--model tiny: serving:f is not a server; leave it out$"
-    ):
-        open_target("serving:f", "tiny")
+@pytest.mark.parametrize(
+    ("parts", "ends", "problem"),
+    [
+        ((EVENT,), True, r"does not answer as OpenAI's API does \(IncompleteRead"),
+        ((EVENT,), False, r"sent nothing for 0\.2 s; start the server"),
+        ((EVENT[:20], EVENT[20:], b"data: {\n\n"), False, r"does not answer .*DecodeError"),
+        ((b'data: {"error": {"message": "full"}}\n\n',), False, r"ended a request with .*full"),
+    ],
+)
+def test_what_breaks_off_is_refused(parts: tuple[bytes, ...], ends: bool, problem: str):
+    server = Server(answering(*parts, ends=ends), limit_s=0.2)
+    with closing(server), pytest.raises(UsageError, match=problem):
+        server.complete(4, 2)
+
+
+GENAI_PERF = {
+    "request_throughput": {"unit": "requests/sec", "avg": 2.0},
+    "time_to_first_token": {"unit": "ms", "p50": 90.0, "p95": 120.0},
+    "inter_token_latency": {"unit": "ms", "p50": 20.0, "p95": 25.0},
+    "input_sequence_length": {"unit": "tokens", "avg": 256.0},
+    "output_sequence_length": {"unit": "tokens", "avg": 100.0},
+    "input_config": {"perf_analyzer": {"stimulus": {"concurrency": 8}}},
+}
+GUIDELLM = {
+    "benchmarks": [
+        {
+            "config": {"strategy": {"type_": "concurrent", "streams": 8}},
+            "metrics": {
+                "requests_per_second": {"successful": {"mean": 2.0}},
+                "prompt_token_count": {"successful": {"mean": 256.0}},
+                "output_token_count": {"successful": {"mean": 100.0}},
+                "time_to_first_token_ms": {"successful": {"percentiles": {"p50": 90, "p95": 120}}},
+                "inter_token_latency_ms": {"successful": {"percentiles": {"p50": 20, "p95": 25}}},
+            },
+        }
+    ]
+}
+
+
+@pytest.mark.parametrize("result", [VLLM, GENAI_PERF, GUIDELLM])
+def test_results_of_other_load_generators_are_rows(tmp_path: Path, result: dict[str, object]):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result))
+    (row,) = read_results(path, 1410, 1, 300.0)
+    assert (row.shape, row.concurrency, row.rate_per_s) == (Shape(256, 100), 8, None)
+    assert (row.energy_j, row.tokens_per_s) == (150.0, 712.0)
+    assert (row.ttft_p50_s, row.ttft_p95_s, row.tbt_p50_s, row.tbt_p95_s) == (
+        0.09,
+        0.12,
+        0.02,
+        0.025,
+    )
+    save_served([row], "clock", "read", tmp_path / "inference.csv")
+    profile = read_inference_profile(tmp_path / "inference.csv")
+    assert [
+        cell.energy_j for cell in profile.feasible(profile.classes[0], Configuration(1, 1410))
+    ] == [150]
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    with pytest.raises(UsageError, match=r"^.*a\.json: cannot be read as a result of genai-perf, "):
+        read_results(path, 1410, 1)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +257,10 @@ def test_a_function_that_cannot_be_measured_is_refused():
             {"control": "observed", "settings": (1410,)},
             "control='observed' sets nothing; leave out the settings",
         ),
-        ({"batches": ()}, "there is nothing to measure; give a class of requests and a batch"),
+        (
+            {"concurrencies": ()},
+            "there is nothing to measure; give a class of requests, and a concurrency or rate",
+        ),
     ],
 )
 def test_settings_that_fit_nothing_are_refused(settings: dict[str, object], problem: str):
@@ -168,8 +268,12 @@ def test_settings_that_fit_nothing_are_refused(settings: dict[str, object], prob
         ServingSettings((LONG,), **settings)  # type: ignore[arg-type]
 
 
-def test_a_clock_that_the_gpu_lacks_is_refused():
-    with pytest.raises(
-        UsageError, match=r"^clock 1000 MHz: the GPU does not have it; the nearest is 1005 MHz$"
+def test_a_clock_that_the_gpu_lacks_is_refused(serve: Callable[..., str]):
+    with (
+        open_gpu(GPU) as gpu,
+        closing(Server(serve())) as target,
+        pytest.raises(
+            UsageError, match=r"^clock 1000 MHz: the GPU does not have it; the nearest is 1005 MHz$"
+        ),
     ):
-        measured(settings=(1000,))
+        list(measure_serving(target, [gpu], ServingSettings((LONG,), settings=(1000,))))

@@ -1,13 +1,18 @@
-"""Replayed traces: energy adds up, requests are late for a reason, and changes take what they
-take.
+"""Replayed traces: instances are servers, as an event model of them is; energy adds up, and changes
+take what they take.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from event_model import Asked, gpu_physics, measured, poisson, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from inference_cases import LONG, PROFILE, SHORT, steady
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
@@ -16,17 +21,19 @@ from perseus_planner.inference.cells import (
     Configuration,
     InferenceProfile,
     Objectives,
+    RequestClass,
     read_inference_profile,
 )
-from perseus_planner.inference.programme import Change, ChangeCosts, Pool
-from perseus_planner.inference.servers import Request, Server
+from perseus_planner.inference.programme import Change, ChangeCosts, Pool, plan_pools
+from perseus_planner.inference.servers import BatchingServer, Pace, Request, Served, read_paces
+from perseus_planner.inference.serving import Shape, save_served
 from perseus_planner.inference.simulation import Replay, Settings, replay
 from perseus_planner.inference.workload import Trace, read_trace
 
 ONE, TWO, FAST = Configuration(1, 1000), Configuration(2, 1000), Configuration(2, 2000)
 
 
-def profile_of(cells: dict[tuple[object, Configuration], Cell]) -> InferenceProfile:
+def profile_of(cells: dict[tuple[RequestClass, Configuration], Cell]) -> InferenceProfile:
     return InferenceProfile(
         {key: (cell,) for key, cell in cells.items()}, "clock", Objectives(), ""
     )
@@ -41,9 +48,7 @@ PLAIN = profile_of(
         (LONG, FAST): Cell(2000.0, 50.0),
     }
 )
-"""Short requests need least energy on one GPU, long ones on two, at a clock that carries half of
-the highest.
-"""
+"""Short requests need least energy on one GPU, long ones on two."""
 
 
 def trace_of(requests: list[tuple[float, int, int]]) -> Trace:
@@ -51,165 +56,163 @@ def trace_of(requests: list[tuple[float, int, int]]) -> Trace:
     return Trace(np.array(times_s), np.array(inputs), np.array(outputs))
 
 
-def server_of(pool: Pool, profile: InferenceProfile = PLAIN, burst_s: float = 0.0) -> Server:
-    return Server(profile, pool, burst_s, {SHORT: 150.0, LONG: 2000.0})
+PACE = Pace(0.001, 0.2, ((1.0, 0.02, 4.0), (5.0, 0.04, 8.0)), 50.0)
+POOL = Pool(SHORT, ONE, 1, {SHORT: 500.0})
 
 
-def request(number: int, deadline_s: float, tokens: float, arrival_s: float = 0.0) -> Request:
-    return Request(deadline_s, number, arrival_s, SHORT, SHORT, tokens)
+def pace_physics(tokens: int, requests: int) -> tuple[float, float]:
+    """Return what an iteration takes by PACE."""
+    time_s, energy_j = (0.015 + 0.005 * requests, 3.0 + requests) if requests else (0.0, 0.0)
+    return time_s + 0.001 * tokens, energy_j + 0.2 * tokens
 
 
-def test_the_earliest_deadline_starts_first():
-    server = server_of(Pool(SHORT, ONE, 1, {SHORT: 500.0}))
-    for each in (request(0, 9.0, 2000.0), request(1, 5.0, 1000.0), request(2, 1.5, 1000.0)):
-        server.add(each)
-    server.start(0.0)
-    assert [each.number for each in sorted(server.queue)] == [
-        1,
-        0,
-    ]  # the second fills the instance for a second
-    server.start(10.0)
-    assert (server.late, server.filled_s, server.wait_s(0.0)) == (set(), 4.0, 4.0)
+@settings(max_examples=40)
+@given(
+    requests=st.lists(
+        st.tuples(st.floats(0.0, 1.0), st.integers(1, 700), st.integers(1, 30)), max_size=25
+    ),
+    most=st.integers(1, 8),
+    looks=st.lists(st.floats(0.0, 20.0), max_size=5),
+)
+def test_a_server_does_what_the_event_model_does(
+    requests: list[tuple[float, int, int]], most: int, looks: list[float]
+):
+    """However often it is looked at, and in whatever order prompts and tokens come."""
+    asked = [Asked(*each) for each in sorted(requests)]
+    _, energy_j = run(asked, pace_physics, 50.0, chunk=256, most=most)
+    server = BatchingServer(POOL, 0.0, {ONE: PACE}, 256, most)
+    found: dict[int, Served] = {}
+    for number, each in enumerate(asked):
+        for at_s in sorted(look for look in looks if look < each.arrival_s):
+            found.update({served.request.number: served for served in server.advance(at_s)})
+        found.update({done.request.number: done for done in server.advance(each.arrival_s)})
+        server.add(Request(number, each.arrival_s, SHORT, each.input_tokens, each.output_tokens))
+    found.update({served.request.number: served for served in server.advance(math.inf)})
+    assert server.energy_j == pytest.approx(energy_j)
+    assert len(found) == len(asked)
+    for number, each in enumerate(asked):
+        assert found[number].ttft_s == pytest.approx(each.ttft_s)
+        assert found[number].tbt_s == pytest.approx(each.tbt_s)
 
 
-def test_a_request_that_starts_after_its_deadline_is_late_unless_a_burst_is_averaged():
-    for burst_s, late in ((0.0, {1}), (2.0, set())):
-        server = server_of(Pool(SHORT, ONE, 1, {SHORT: 500.0}), burst_s=burst_s)
-        server.add(request(0, 0.25, 2000.0))
-        server.add(request(1, 0.5, 1000.0))
-        server.start(10.0)
-        assert server.late == late
+def test_requests_that_come_at_once_wait_and_are_late():
+    """400 requests at one instant, a minute of work: nearly all are later than 250 ms."""
+    cell = Cell(2500.0, 30.0, 0.1, 0.03, 50.0, 0.1, 0.2, 0.0005, 0.001, 8)
+    of = RequestClass(256.0, 100.0, "256/100")
+    profile = InferenceProfile({(of, ONE): (cell,)}, "clock", Objectives(), "")
+    requests = [(0.0, 200, 50)] * 400 + [(1000.0, 200, 50)]
+    found = replay(profile, trace_of(requests), Settings(8, epoch_s=3600.0))
+    assert found.most_gpus <= 8
+    assert found.late is not None
+    assert found.late > 350
+    assert found.ttft_p95_s > 0.25
 
 
-def test_more_instances_share_the_backlog():
-    server = server_of(Pool(SHORT, ONE, 1, {SHORT: 500.0}))
-    server.add(request(0, 0.25, 4000.0))
-    server.start(0.0)
-    server.resize(2, 1.0)
-    assert server.filled_s == 2.5
-    server.resize(0, 1.0)
-    assert server.wait_s(1.0) == np.inf
+CLASS = Shape(128, 32)
 
 
-def test_a_steady_trace_needs_the_energy_of_its_requests_and_none_is_late():
-    trace = trace_of(steady(120, every_s=0.5))
-    found = replay(PLAIN, trace, Settings(8, prediction="perfect"))
-    long = sum(inputs > 256 for _, inputs, _ in steady(120, every_s=0.5))
-    assert found.energy_j == pytest.approx(10.0 * (found.requests - long) + 40.0 * long)
-    assert (found.requests, found.late, found.moved, found.change_j, found.changes) == (
-        240,
-        0,
-        0,
-        0.0,
-        (0, 0, 0),
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory: pytest.TempPathFactory) -> InferenceProfile:
+    """The profile of a server of the event model, as it would be measured and read."""
+    rows, shape, folder = [], CLASS, tmp_path_factory.mktemp("profile")
+    for clock in (1410, 1005):
+        physics, closed = gpu_physics(clock), []
+        for concurrency in (1, 8, 32):
+            first = measured(physics, 600.0, Shape(shape.input_tokens, 1), clock, concurrency, None)
+            row = measured(physics, 600.0, shape, clock, concurrency, None).with_tokens(first)
+            closed.append(row)
+        most = closed[-1].requests_per_s
+        rows += closed
+        for share in (0.3, 0.6, 0.85):
+            row = measured(physics, 600.0, shape, clock, None, share * most, 600)
+            rows.append(row.with_tokens_as(closed))
+    save_served(rows, "clock", "simulated", folder / "a.csv")
+    return read_inference_profile(folder / "a.csv", Objectives((0.6,), 0.25))
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["requests of the class", "drawn lengths"])
+def test_a_plan_holds_against_the_event_model(modelled: InferenceProfile, is_drawn: bool):
+    """Profile, plan and replay of a server, beside the event model of it: its energy is planned
+    and replayed within 5 % (10 % with drawn lengths), and half a point more or less is late.
+    """
+    profile, idle_w = modelled, 600.0
+    asked = poisson(9.5, 1200, CLASS, 7)
+    if is_drawn:
+        drawn = np.random.default_rng(3)
+        for each in asked:
+            each.input_tokens = int(drawn.integers(20, 129))
+            each.output_tokens = int(drawn.integers(2, 33))
+    trace = trace_of([(each.arrival_s, each.input_tokens, each.output_tokens) for each in asked])
+    length_s = trace.end_s
+    demand = trace.demand(profile, trace.classes(profile), 0.0, length_s * (1 + 1e-9))
+    (pool,) = plan_pools(profile, demand, 1, length_s).pools
+    plan = plan_pools(profile, demand, 1, length_s)
+    found = replay(
+        profile, trace, Settings(1, epoch_s=2 * length_s, chunk_tokens=512, most_requests=64)
     )
-    (period,) = found.periods
-    assert (period.requests, period.late, period.gpus) == (240, 0, found.most_gpus)
-    assert period.power_w * 120 == pytest.approx(found.energy_j)
-    baseline = replay(PLAIN, trace, Settings(8, prediction="perfect"), "highest")
-    assert baseline.energy_j == pytest.approx(20.0 * (found.requests - long) + 50.0 * long)
+    _, energy_j = run(asked, gpu_physics(pool.at.setting), idle_w)
+    late = sum(each.ttft_s > 0.6 or each.tbt_s > 0.25 for each in asked)
+    close = 0.1 if is_drawn else 0.05
+    assert plan.power_w * length_s == pytest.approx(energy_j, rel=close)
+    assert found.energy_j == pytest.approx(energy_j, rel=close)
+    assert found.late / len(asked) == pytest.approx(late / len(asked), abs=0.005)
 
 
-def test_idle_instances_are_counted():
-    cells = {key: changed_cell._replace(idle_w=5.0) for key, (changed_cell,) in PLAIN.cells.items()}
-    trace = trace_of([(0.0, 100, 50), (99.0, 100, 50)])
-    found = replay(profile_of(cells), trace, Settings(1, prediction="perfect"))
-    assert found.energy_j == pytest.approx(100 * 5.0 + 2 * (10.0 - 5.0 * 0.15))
-
-
-def burst(count: int, tokens: int, at_s: float) -> list[tuple[float, int, int]]:
-    return [(at_s + number * 1e-3, tokens, 0) for number in range(count)]
-
-
-def test_a_burst_climbs_to_the_next_larger_pool():
-    calm = [(float(second), 500 if second % 5 == 4 else 100, 0) for second in range(20)]
-    requests = sorted([*calm, *burst(15, 100, 19.5)])
-    settings = Settings(3, prediction="last", instances_s=10.0, sharding_s=10.0, burst_s=1.0)
-    found = replay(PLAIN, trace_of(requests), settings)
-    assert 0 < found.moved < 15
-    assert (
-        found.energy_j > 10.0 * 31 + 40.0 * 4
-    )  # short requests in the pool of long ones need more
-
-
-def test_a_burst_that_no_pool_carries_raises_the_clock_where_that_carries_more():
-    requests = [(float(second), 2000, 0) for second in range(0, 20, 4)] + burst(8, 2000, 17.0)
-    trace = trace_of(sorted(requests))
-    settings = Settings(2, prediction="last", instances_s=10.0, sharding_s=10.0, burst_s=1.0)
-    raised, plain = replay(PLAIN, trace, settings), replay(PLAIN, trace, settings, "degree")
-    assert raised.changes[2] > 0
-    assert plain.changes[2] == 0
-
-
-def test_a_wrongly_predicted_output_costs_energy_and_no_request_is_lost():
-    path, rows = (
-        Path("words.csv"),
-        "short,short,1,1000,10\nshort,long,1,1000,30\nshort,long,2,1000,50\n",
+def test_a_plan_and_its_replay_agree_on_a_steady_load():
+    """Instances on segments of the curve, under the load that they are planned for."""
+    cells = tuple(
+        Cell(load, power_w * 150 / load, None, None, 100.0)
+        for load, power_w in ((500.0, 300.0), (1000.0, 350.0), (2000.0, 400.0))
     )
-    path.write_text(f"input,output,tensor_degree,clock_mhz,energy_j\n{rows}")
-    profile = read_inference_profile(path)
-    trace = trace_of([(0.5 * number, 100, 50 if number % 2 else 500) for number in range(240)])
-    right = replay(profile, trace, Settings(16, prediction="perfect"))
-    wrong = replay(profile, trace, Settings(16, prediction="perfect", mispredicted=0.2, seed=1))
-    assert right.energy_j == pytest.approx(120 * 10 + 120 * 30)
-    assert wrong.energy_j > right.energy_j
-    assert wrong.requests == right.requests == 240
-    assert (
-        replay(profile, trace, Settings(16, prediction="perfect", mispredicted=0.2, seed=1))
-        == wrong
-    )
+    profile = InferenceProfile({(SHORT, ONE): cells}, "clock", Objectives(), "")
+    trace = trace_of([(each * 0.06, 100, 50) for each in range(30000)])
+    plan = plan_pools(profile, trace.demand(profile, trace.classes(profile), 0, 1800), 4, 1800)
+    found = replay(profile, trace, Settings(4))
+    assert found.energy_j / 1800 == pytest.approx(plan.power_w, rel=0.01)
+    assert found.late is None
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def test_a_replay_of_many_requests_takes_seconds():
+    cell = Cell(3000.0, 30.0, 0.1, 0.03, 50.0, 0.1, 0.2, 0.0002, 0.0005, 32)
+    profile = profile_of({(SHORT, ONE): cell})
+    trace = trace_of([(number * 0.05, 100 + number % 100, 90) for number in range(20000)])
+    begin_s = time.process_time()
+    assert replay(profile, trace, Settings(16)).late is not None
+    assert time.process_time() - begin_s < 30
 
 
-def growing(gpus: int, costs: ChangeCosts) -> Replay:
-    """Replay short requests that become five times as many after a minute."""
-    few = [(float(second), 400, 50) for second in range(60)]
-    many = [(60 + 0.2 * number, 400, 50) for number in range(600)]
-    profile = profile_of({(LONG, TWO): Cell(1000.0, 40.0), (LONG, ONE): Cell(500.0, 45.0)})
-    settings = Settings(
-        gpus, costs, instances_s=60.0, sharding_s=60.0, prediction="perfect", burst_s=1.0
-    )
-    return replay(profile, trace_of([*few, *many]), settings)
+def test_a_steady_trace_needs_the_energy_of_its_requests():
+    found = replay(PLAIN, trace_of(steady(600)), Settings(16))
+    per_hundred_s = 900 * 10.0 + 100 * 40.0  # a tenth of 1000 requests is long
+    assert found.energy_j == pytest.approx(6 * per_hundred_s, rel=0.01)
+    assert (found.changes, found.change_j, found.short_periods) == ((0, 0, 0), 0, 0)
+    assert found.most_gpus == found.gpus
+    assert sum(period.requests for period in found.periods) == found.requests == 6000
+
+
+def shifting(seconds: int) -> Trace:
+    """Short requests, then long ones."""
+    short = [(each * 0.1, 100, 50) for each in range(10 * seconds)]
+    long = [(seconds + each * 0.1, 2000, 50) for each in range(20 * seconds)]
+    return trace_of([*short, *long])
 
 
 def test_new_instances_take_their_time():
-    quick, slow = (
-        growing(16, ChangeCosts(instance=Change(time_s, 42300.0))) for time_s in (0.0, 30.0)
-    )
-    assert quick.changes[0] == slow.changes[0] == 1
-    assert quick.late < slow.late
-    assert quick.change_j == slow.change_j > 0
+    """Long requests from the second epoch on: until pools for them are there, others serve."""
+    found = replay(PLAIN, shifting(600), Settings(64, epoch_s=600.0))
+    assert found.changes[0] >= 1
+    assert found.change_j > 0
+    assert found.most_gpus > found.periods[0].gpus
+    assert sum(period.requests for period in found.periods) == found.requests
 
 
 def test_what_costs_more_than_it_saves_is_not_changed():
-    requests = [(float(second), 100 if second < 100 else 2000, 50) for second in range(200)]
-    cheap, dear = (
-        replay(
-            PLAIN,
-            trace_of(requests),
-            Settings(8, costs, instances_s=50.0, sharding_s=50.0, prediction="perfect"),
-        )
-        for costs in (ChangeCosts(), ChangeCosts(*[Change(1.0, 1e9)] * 3))
-    )
+    def replayed(costs: ChangeCosts) -> Replay:
+        return replay(PLAIN, shifting(600), Settings(64, costs, 600.0, "perfect"))
+
+    cheap, dear = replayed(ChangeCosts()), replayed(ChangeCosts(*[Change(1.0, 1e9)] * 3))
     assert dear.change_j >= cheap.change_j
     assert dear.changes[2] == 0
-
-
-def test_idle_hours_bursts_and_a_single_request_are_replayed():
-    requests = [*steady(60), *[(7200.0 + 0.01 * number, 100_000, 9) for number in range(50)]]
-    found = replay(PLAIN, trace_of(requests), Settings(8))
-    assert (found.requests, sum(period.requests for period in found.periods)) == (650, 650)
-    assert found.late == sum(period.late for period in found.periods) > 0
-    assert found.energy_j == pytest.approx(
-        sum(period.power_w * 300 for period in found.periods[:-1]), rel=0.2
-    )
-    single = replay(PLAIN, trace_of([(0.0, 10, 0)]), Settings(1))
-    assert (single.requests, single.energy_j) == (1, 10.0)
 
 
 def test_gpus_that_cannot_serve_every_class_are_refused():
@@ -218,31 +221,29 @@ def test_gpus_that_cannot_serve_every_class_are_refused():
 
 
 def test_gpus_that_are_too_few_serve_what_they_can():
-    found = replay(PLAIN, trace_of(steady(120)), Settings(3, burst_s=1.0))
+    found = replay(PLAIN, trace_of(steady(120)), Settings(3))
     assert found.short_periods > 0
-    assert found.late > 0
     assert found.most_gpus <= 3
+    assert found.requests == 1200
 
 
-def test_periods_are_refused_that_are_shorter_than_those_within():
-    with pytest.raises(UsageError, match="periods: instances change no more often than sharding"):
-        Settings(8, instances_s=60.0)
+def test_epochs_without_a_length_are_refused():
+    with pytest.raises(UsageError, match="settings: an epoch has 1 s or more"):
+        Settings(8, epoch_s=0.0)
 
 
-def test_the_profile_of_the_documents_is_replayed_under_every_policy(folder: Path):
-    (folder / "a.csv").write_text(PROFILE)
-    profile = read_inference_profile(folder / "a.csv")
+def test_the_profile_of_the_documents_is_replayed_under_every_policy(tmp_path: Path):
+    (tmp_path / "a.csv").write_text(PROFILE)
+    profile = read_inference_profile(tmp_path / "a.csv")
+    assert read_paces(profile) == {}
     found = {
         name: replay(profile, trace_of(steady(300)), Settings(16), name)
         for name in ("highest", "planner")
     }
     assert found["planner"].energy_j < found["highest"].energy_j
-    assert found["planner"].late <= found["highest"].late
 
 
-def test_the_published_trace_saves_what_the_table_says_and_no_more_requests_are_late(
-    measured_data: Path,
-):
+def test_the_published_trace_saves_what_the_table_says(measured_data: Path):
     serving = measured_data / "serving"
     if not serving.is_dir():
         pytest.skip(f"no serving data: {serving} is not there; name its folder in PLANNER_DATA")
@@ -253,4 +254,3 @@ def test_the_published_trace_saves_what_the_table_says_and_no_more_requests_are_
     )
     assert 1 - planner.energy_j / baseline.energy_j == pytest.approx(0.44, abs=0.01)
     assert 1 - clock.energy_j / baseline.energy_j == pytest.approx(0.16, abs=0.01)
-    assert planner.late <= baseline.late + 0.001 * planner.requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -309,7 +310,7 @@ def test_a_saved_profile_of_all_there_can_be_reads_well(folder: Path):
         ),
         (
             "none/p.yaml",
-            "none/p.csv: cannot be written: No such file or directory; check the folder",
+            "none/p.yaml: cannot be written: No such file or directory; check the folder",
         ),
     ],
 )
@@ -318,13 +319,22 @@ def test_a_profile_that_cannot_be_saved_says_why(folder: Path, path: str, messag
     assert list(folder.iterdir()) == []
 
 
-def test_a_failed_save_leaves_no_temporary_file(folder: Path):
-    (folder / "p.yaml").mkdir()
-    assert (
-        refusal(ProfileError, small().save, "p.yaml")
-        == "p.yaml: cannot be written: Is a directory; check the folder"
-    )
-    assert sorted(path.name for path in folder.iterdir()) == ["p.csv", "p.yaml"]
+@pytest.mark.parametrize("taken", ["p.yaml", "p.csv"])
+def test_a_profile_that_cannot_be_saved_leaves_neither_file(folder: Path, taken: str):
+    (folder / taken).mkdir()
+    message = f"{taken}: is a folder; name another file"
+    assert refusal(ProfileError, small().save, "p.yaml") == message
+    assert [path.name for path in folder.iterdir()] == [taken]
+
+
+def test_a_full_disk_leaves_neither_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self: Profile) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Profile, "_csv", full)
+    said = refusal(ProfileError, small().save, "p.yaml")
+    assert said == "p.csv: cannot be written: No space left on device; check the folder"
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,10 @@ from documents import check_unit
 from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 
+from perseus_planner.base import __version__
+
 DEPLOY = ROOT / "deploy"
+SERVICE = DEPLOY / "perseus-planner.service"
 CACHE = "NUMBA_CACHE_DIR=/var/cache/planner"
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
@@ -98,9 +102,34 @@ def test_the_prolog_resets_what_is_left_and_says_what_the_gpus_of_the_job_can_do
     assert [nvml.locked_mhz(index) for index in range(2)] == [None, None]
 
 
+def checked(*command: object) -> str:
+    """What a checker says that finds nothing wrong; it is skipped where it is not installed."""
+    found = shutil.which(str(command[0]), path=PATH)
+    if found is None:
+        pytest.skip(f"{command[0]} is not installed")
+    ran = subprocess.run(
+        [found, *map(str, command[1:])], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr
+
+
 @pytest.mark.parametrize("unit", sorted(DEPLOY.glob("*.service")), ids=lambda unit: unit.stem)
-def test_the_units_start_commands_that_exist(unit: Path):
+def test_the_units_start_commands_that_exist(unit: Path, tmp_path: Path):
     check_unit(unit.read_text())
+    here = unit.read_text().replace("/opt/perseus-planner/bin", str(Path(sys.executable).parent))
+    (tmp_path / unit.name).write_text(here)
+    assert checked("systemd-analyze", "verify", tmp_path / unit.name) == ""
+
+
+def test_the_unit_of_the_service_may_do_little():
+    said = checked(
+        "systemd-analyze", "security", "--offline=true", "--threshold=20", f"{SERVICE}"
+    )  # tenths of the exposure from 0 to 10; a unit without settings has 96
+    assert "OK" in said.splitlines()[-1]
+    unit = SERVICE.read_text()
+    loaded = re.findall(r"^LoadCredential=(.+):/etc/planner/\1$", unit, re.MULTILINE)
+    assert loaded == re.findall(r"\$\{CREDENTIALS_DIRECTORY\}/(\S+)", unit)
 
 
 TRAINING = f"""#!{sys.executable}
@@ -176,6 +205,27 @@ def test_the_parts_of_a_manifest_fit_together(name: str):
         check_shell(shlex.join([*container["command"], *container["args"]]))
 
 
+@pytest.mark.parametrize(
+    "manifest", sorted(DEPLOY.glob("kubernetes-*.yaml")), ids=lambda each: each.stem
+)
+def test_manifests_are_valid_and_pods_get_no_more_than_they_need(manifest: Path):
+    for each in manifests(manifest.name).values():
+        pod = (
+            each["spec"] if each["kind"] == "Pod" else each["spec"].get("template", {}).get("spec")
+        )
+        if pod is None:
+            continue
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            name, _, tag = container["image"].partition(":")
+            assert tag == (__version__ if name.endswith("/perseus-planner") else "1")
+            if name.endswith("/perseus-planner"):
+                assert container["resources"]["limits"]["memory"]
+                assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    checked("kubernetes-validate", "--strict", manifest)
+
+
 def test_the_daemon_set_resets_what_a_killed_pod_left(nvml: StandIn, state: Path):
     with owner(LOCKS_AND_WAITS) as process:
         kill(*(guardian.pid for guardian in guardians(process)), process.pid)
@@ -209,25 +259,37 @@ def test_the_image_is_made_of_files_that_exist_and_starts_the_service():
     assert {"pyproject.toml", "setup.py", "perseus_planner", "profiler", "runtime"} <= {
         *copied
     }  # what the wheel is made of
+    admitted = (ROOT / ".dockerignore").read_text().splitlines()
+    assert admitted[1] == "*"
+    assert {*copied} == {line[1:] for line in admitted if line.startswith("!")}
     user, cache, warm_up = (
         steps.index(step)
-        for step in (["USER", "planner"], ["ENV", CACHE], ["RUN", "planner warm-up"])
+        for step in (["USER", "10001:10001"], ["ENV", CACHE], ["RUN", "planner warm-up"])
     )
     assert user < cache < warm_up  # as the user of the containers, who may write where it goes
-    assert CACHE.partition("=")[2] in of["RUN"][0].partition("install -d -o planner ")[2].split()
+    owned = of["RUN"][0].partition("install -d -o 10001 -g 10001 ")[2].split()
+    assert CACHE.partition("=")[2] in owned
+    pod = manifests("kubernetes-service.yaml")["Deployment"]["spec"]["template"]["spec"]
+    context = pod["securityContext"]
+    assert {context["runAsUser"], context["runAsGroup"], context["fsGroup"]} == {10001}
     extras = re.search(r"\[([a-z,]+)\]", of["RUN"][0])[1].split(",")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*extras} <= {*project["optional-dependencies"]}
     start = json.loads(of["ENTRYPOINT"][0]) + json.loads(of["CMD"][0])
     check_shell(shlex.join(start))
-    compile(json.loads(of["HEALTHCHECK"][0].removeprefix("CMD "))[2], "health", "exec")
+    compile(json.loads(of["HEALTHCHECK"][0].partition(" CMD ")[2])[2], "health", "exec")
     (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
     assert (
         DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]
     ).resolve() == DEPLOY / "Dockerfile"
+    assert service["image"] == f"perseus-planner:{__version__}"
     assert service["ports"] == [f"{of['EXPOSE'][0]}:{of['EXPOSE'][0]}"]
     mounts = {volume.split(":")[1] for volume in service["volumes"]}
     assert mounts == {*of["VOLUME"], start[start.index("--tokens") + 1]}
+
+
+def test_hadolint_finds_nothing_in_the_image():
+    assert checked("hadolint", DEPLOY / "Dockerfile") == ""
 
 
 @pytest.mark.parametrize("script", sorted(DEPLOY.glob("*.sh")), ids=lambda script: script.stem)

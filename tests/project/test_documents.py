@@ -23,11 +23,6 @@ DOCS = PAGES[1:]
 
 def _before(command: str) -> None:
     """Provide what a reader has by now: the record of a training run, and curl."""
-    if command.startswith("planner show trained/run"):
-        Path("trained").mkdir()
-        for name in ("profile.yaml", "profile.csv", "frontier.npz", "plan.yaml"):
-            shutil.copy(name, "trained")
-        write_run(Path("trained/run"), Plan.load("plan.yaml"), 3)
     if command.startswith("planner show run"):
         write_run(Path("run"), Plan.load("plan.yaml"), 3)
     if "curl " in command and shutil.which("curl") is None:

@@ -14,6 +14,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 from command_options import ROOT
 from packaging.metadata import Metadata
 
@@ -22,17 +23,7 @@ from perseus_planner import Plan, Profile, __version__
 FOLDERS = ("perseus_planner", "profiler", "runtime")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 MOST_BYTES = 1_000_000  #: of the wheel
-DEMO = {
-    *("profile.yaml", "profile.csv", "frontier.npz", "frontier.json", "frontier.png"),
-    *(
-        "explored.png",
-        "plan-1.00x.yaml",
-        "plan-1.10x.yaml",
-        "plan-1.10x-8-changes.yaml",
-        "plan-1.00x.png",
-    ),
-    "report.html",
-}
+DEMO = {"profile.yaml", "profile.csv", "frontier.npz", "plan.yaml", "report.html"}
 
 
 def output_of(*command: str | Path, cwd: Path) -> str:
@@ -137,6 +128,8 @@ def test_the_changelog_begins_with_this_version():
         r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
     )
     assert releases[0] == __version__
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == __version__
 
 
 def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):
@@ -169,11 +162,18 @@ def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):
 
 def test_the_demo_runs_with_the_installed_package(environment: Path, tmp_path: Path):
     installed = "--assume-old=.venv/installed-plot"
-    output_of(
+    printed = output_of(
         "make", "-f", ROOT / "Makefile", installed, "demo", f"BIN={environment}/bin", cwd=tmp_path
     )
     assert {file.name for file in (tmp_path / "demo").iterdir()} == DEMO
-    plan = Plan.load(tmp_path / "demo/plan-1.00x.yaml")
+    plan = Plan.load(tmp_path / "demo/plan.yaml")
     assert Profile.load(tmp_path / "demo/profile.yaml").stages == 4
     assert plan.time_s <= 1.001 * plan.baseline_time_s
-    assert plan.energy_j < plan.baseline_energy_j
+    saved, look, then = printed.splitlines()[-3:]
+    share = 1 - plan.energy_j / plan.baseline_energy_j
+    assert share > 0.1
+    assert saved.startswith(f"Saved: {100 * share:.1f} % of the energy, at 1.000")
+    assert look.startswith("Look:  demo/report.html ")
+    assert then.startswith("Next:  source ")
+    wide = [line for line in printed.splitlines()[:-3] if len(line) > 80]
+    assert [line for line in wide if "  " in line.strip()] == []  # no row of a table

@@ -22,7 +22,7 @@ from perseus_planner.service.client import Client
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("fastapi")
 
 RANKS, LONG_S = 4, 600.0
 

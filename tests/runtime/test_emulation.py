@@ -283,6 +283,12 @@ def test_an_engine_trains_as_without_and_draws_what_the_profile_says(engine: str
     assert Profile.load(tmp_path / "profile.yaml").gpu == "simulated a100-sxm slower=20000"
 
 
+@pytest.mark.soak
+def test_each_mode_draws_what_the_profile_says_of_it(tmp_path: Path):
+    ended = ranks("emulation_programs:modes", 2, tmp_path)
+    assert [(each.code, each.stderr) for each in ended] == [(0, "")] * 2
+
+
 def test_a_schedule_that_splits_its_backwards_is_refused(tmp_path: Path):
     ended = ranks("emulation_programs:split", 2, tmp_path)
     assert [each.code for each in ended] == [0, 0], ended

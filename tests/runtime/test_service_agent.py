@@ -74,6 +74,7 @@ class Service:
         versions: plan texts of version 1 and those that follow.
         busy: the answer to reports, which are not taken.
         reports: those that were taken.
+        own, lease: with plans that wait for a straggler, the job's own plan and how long they hold.
     """
 
     def __init__(self, first: Plan) -> None:
@@ -82,8 +83,10 @@ class Service:
         self.refuses: tuple[int, Any] | None = None
         self.busy: tuple[int, Any] | None = None
         self.reports: list[Any] = []
+        self.own: Plan | None = None
+        self.lease: dict[str, str] = {}
 
-    def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+    def __call__(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
         url = urlsplit(path)
         if (method, url.path) == ("POST", "/v1/jobs"):
             if self.refuses is not None:
@@ -95,9 +98,10 @@ class Service:
         if url.path.endswith("/plans"):
             if int(parse_qs(url.query)["after"][0]) >= len(self.versions):
                 time.sleep(0.02)  # as a long poll would, much longer
-                return 204, None
-            text = self.versions[-1].dumps()
-            return 200, {"version": len(self.versions), "plans": [text], "of_pipeline": [0, 0]}
+                return 204, None, self.lease
+            texts = [each.dumps() for each in (self.versions[-1], self.own) if each is not None]
+            plans = {"version": len(self.versions), "plans": texts, "of_pipeline": [0, 0]}
+            return 200, {**plans, "own": len(texts) - 1 if len(texts) > 1 else None}, self.lease
         if not url.path.endswith("/reports"):
             return 204, None
         if self.busy is not None:
@@ -219,6 +223,41 @@ def test_the_job_is_registered_followed_and_ended(
         "on_time": None,
     }
     assert [each.path for each in http.asked if each.method == "DELETE"] == ["/v1/jobs/gpt3"]
+
+
+def test_without_the_service_a_plan_for_a_straggler_ends_and_is_taken_again_when_it_is_back(
+    job: TrainingJob, frontier: tuple[Path, Frontier]
+):
+    """The straggler may have recovered meanwhile, and then the job would be slow for ever."""
+    path, found = frontier
+    own, slow = found.plan_for(found.baseline_time_s), found.plan_for(found.max_time_s)
+    service, training = Service(slow), Training()
+    service.own, service.lease = own, {"Planner-Lease": "0.3"}
+
+    def given() -> list[Plan]:
+        return [plans[1] for plans, _ in training.given]
+
+    with stand_in(service) as http, running(http.address, job, training, path, own):
+        eventually(lambda: len(bodies(http, "GET", "after=1&wait_s=1.0")) > 5)
+        assert given() == [slow]  # every answer renews it
+        service.is_known, service.refuses = False, refused(503, "away")
+        eventually(lambda: given() == [slow, own])
+        assert training.given[-1][0] == {0: own, 1: own}
+        training.given[-1][1].settle(Acceptance(9, 40))
+        service.is_known, service.refuses = True, None
+        eventually(lambda: given() == [slow, own, slow])
+        assert bodies(http, "POST", "/taken") == []  # that of version 1 is not taken yet
+
+
+def test_without_the_service_plans_for_a_budget_or_a_deadline_stay(
+    job: TrainingJob, frontier: tuple[Path, Frontier]
+):
+    with followed(job, frontier) as (service, training, http):
+        eventually(lambda: bodies(http, "GET", "after=1&wait_s=30.0"))
+        service.is_known, service.refuses = False, refused(503, "away")
+        tries = len(http.asked)
+        eventually(lambda: len(http.asked) > tries + 20)
+        assert len(training.given) == 1
 
 
 def test_findings_of_all_ranks_are_told_once_and_again_to_a_service_that_has_forgotten(

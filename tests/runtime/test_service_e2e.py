@@ -33,7 +33,7 @@ from perseus_planner.runs import Account
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("fastapi")
 
 RANKS = 4
 MODEL = "a100-sxm"

@@ -16,7 +16,7 @@ from strategies import smooth_profile
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("fastapi")
 
 from perseus_planner import Profile, Run, solve
 from perseus_planner.base.errors import PlanError

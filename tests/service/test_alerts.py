@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,13 +18,15 @@ from typing import Any
 
 import pytest
 import yaml
+from command_options import ROOT
+from documents import blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_stand_in import asking, opened
 from services import NOW_S, Clock, frontier_file, job, planned, report, service_at
 from strategies import fixed
 
-from perseus_planner.service import alertmanager as webhook
+from perseus_planner.service.alertmanager import read_alert
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, read_tokens
 from perseus_planner.service.model import Place, Scope
 from perseus_planner.service.service import Service
@@ -190,43 +191,49 @@ def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(
         ),
         (
             alert({"node": "n"}, {"slowdown": "much"}),
-            "slowdown 'much' is not a number from 1e-06 to 1e+06",
+            "slowdown: 'much' is not a slowdown: give how many times as long it takes",
         ),
         (
             alert({"node": "n"}, {"slowdown": "1e7"}),
-            "slowdown '1e7' is not a number from 1e-06 to 1e+06",
+            "alert.slowdown: Input should be less than or equal to 1000000",
         ),
-        (alert({"node": "n"}, {"score": "0"}), "score '0' is not a number from 1e-06 to 1e+06"),
+        (
+            alert({"node": "n"}, {"score": "0"}),
+            "score: '0' is not a slowdown: give how many times as long it takes",
+        ),
         (
             alert({"gpu": "3"}, {"slowdown": "1.2"}),
             "names neither a GPU nor a node; keep the label UUID, Hostname",
         ),
-        (alert({"node": "n\n"}, {"slowdown": "1.2"}), "names neither a GPU nor a node"),
+        (alert({"node": "n\n"}, {"slowdown": "1.2"}), "alert.scope.value: String should match"),
         (
             alert({"node": "n"}, {"slowdown": "1.2", "cause": "bad"}),
-            "cause 'bad' is unknown; write one of: compute",
+            "alert.cause: Input should be 'compute', 'communication'",
         ),
         (
             alert({"node": "n"}, {"slowdown": "1.2"}, status="other"),
-            "its status is 'other'; it must be firing",
+            "alert.status: Input should be 'firing' or 'resolved'",
         ),
         (
             alert({"node": "n"}, {"slowdown": "1.2"}, startsAt="now"),
-            "startsAt: 'now' is not a time as Alertmanager",
+            "alert.startsAt: Input should be a valid datetime",
         ),
         (
             alert({"node": "n"}, {"slowdown": "2"}, startsAt="2026-13-01T00:00:00Z"),
-            "startsAt: '2026-13-01T00:00:00Z' ",
+            "alert.startsAt: Input should be a valid datetime or date, month value",
         ),
-        (alert({"node": "n"}, {}, status="resolved", endsAt=None), "endsAt: None is not a time"),
-        (alert([], {"slowdown": "1.2"}), "names neither a GPU"),
-        ("x", "startsAt: None is not a time"),
+        (
+            alert({"node": "n"}, {}, status="resolved", endsAt=None),
+            "alert.endsAt: Input should be a valid datetime",
+        ),
+        (alert([], {"slowdown": "1.2"}), "alert.labels: Input should be an object"),
+        ("x", "alert: Input should be an object"),
     ],
 )
 def test_an_alert_that_says_too_little_says_what_is_missing(alert: Any, text: str):
-    (found,) = webhook.read_alerts([alert], NOW_S)
-    assert found.report is None
-    assert found.problem.startswith(text)
+    found = read_alert(alert, NOW_S)
+    assert isinstance(found, str)
+    assert found.startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -240,9 +247,7 @@ def test_an_alert_that_says_too_little_says_what_is_missing(alert: Any, text: st
     ],
 )
 def test_an_alert_without_a_gpu_is_of_its_node(labels: dict[str, str], scope: Scope):
-    (found,) = webhook.read_alerts([alert(labels, {"score": "0.8"})], NOW_S)
-    assert found.report is not None
-    assert found.report.scope == scope
+    assert read_alert(alert(labels, {"score": "0.8"}), NOW_S).scope == scope
 
 
 @pytest.mark.parametrize(
@@ -257,27 +262,7 @@ def test_an_alert_without_a_gpu_is_of_its_node(labels: dict[str, str], scope: Sc
 def test_an_alert_says_how_slow_as_a_degree_or_as_a_score(
     labels: Any, annotations: Any, slowdown: float
 ):
-    (found,) = webhook.read_alerts([alert({"node": "n", **labels}, annotations)], NOW_S)
-    assert found.report is not None
-    assert found.report.slowdown == slowdown
-
-
-def test_without_a_fingerprint_an_alert_is_told_by_its_labels():
-    said = [({}, "1.2"), ({}, "1.3"), ({"rule": "r"}, "1.2")]
-    alerts = [
-        alert({"node": "n", **labels}, {"slowdown": slowdown}, fingerprint=None)
-        for labels, slowdown in said
-    ]
-    assert (
-        len(
-            {
-                each.report.source
-                for each in webhook.read_alerts(alerts, NOW_S)
-                if each.report is not None
-            }
-        )
-        == 2
-    )
+    assert read_alert(alert({"node": "n", **labels}, annotations), NOW_S).slowdown == slowdown
 
 
 def test_times_are_the_same_however_they_are_written():
@@ -286,8 +271,7 @@ def test_times_are_the_same_however_they_are_written():
         "2026-05-04T14:00:10.500000000+02:00",
         "2026-05-04T07:00:10.50-05:00",
     )
-    found = webhook.read_alerts([{**FIRING, "startsAt": text} for text in texts], 2e9)
-    assert len({each.report.key for each in found if each.report is not None}) == 1
+    assert len({read_alert({**FIRING, "startsAt": text}, 2e9).key for text in texts}) == 1
 
 
 def test_an_alert_that_says_another_degree_is_the_same_and_one_that_was_cleared_stays_so(running):
@@ -392,16 +376,46 @@ def test_what_is_no_group_of_alerts_is_refused_and_a_large_one_is_taken(tmp_path
         asyncio.run(conversation(service))
 
 
-def test_the_rule_and_the_configuration_that_are_shown_are_of_use(running):
-    _, _, ask = running
-    description = ask("GET", "/openapi.json").json()["paths"]["/v1/alerts"]["post"]["description"]
-    blocks = re.findall(r"((?:^    .*\n)+)", description, re.MULTILINE)
-    rules, configuration = (yaml.safe_load(textwrap.dedent(block)) for block in blocks)
+def test_the_rule_and_the_configuration_that_are_shown_fit_together():
+    rules, configuration = (
+        yaml.safe_load(block.text)
+        for block in blocks(ROOT / "docs" / "api.md")
+        if block.title in ("planner-rules.yaml", "alertmanager.yaml")
+    )
     ((rule,),) = (group["rules"] for group in rules["groups"])
     assert set(FIRING["annotations"]) == set(rule["annotations"])
     (receiver,) = configuration["receivers"]
     assert receiver["webhook_configs"][0]["url"].endswith("/v1/alerts")
     assert configuration["route"]["receiver"] == receiver["name"]
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ("node1.cluster.example", "node1"),
+        ("node1", "node1.cluster.example"),
+        ("node1.cluster", "node1.cluster.example"),
+        ("10.1.2.3", "10.1.2.3"),
+    ],
+)
+@pytest.mark.parametrize("by", ["alert", "report"])
+def test_a_node_is_known_with_its_domain_and_without(running, known: str, said: str, by: str):
+    service, _, ask = running
+    places = (Place(0, 1, (0,), known), Place(1, 2, (0,), "node10"), Place(2, 0, (0,), "10.1"))
+    service.register(replace(job("named"), places=places), frontier_file())
+    if by == "alert":
+        posted(ask, alert({"node": said}, {"slowdown": "1.5"}))
+    else:
+        service.report("named", report("r", scope=Scope("node", said), slowdown=1.5))
+    planned(service)
+    slow = {
+        place: each.slow_stages for place, each in enumerate(targets(service)) if each.slow_stages
+    }
+    assert slow == {1: {0: 1.5}}
+
+
+def targets(service: Service) -> Any:
+    return service.status("named").decision.targets
 
 
 JUNK = st.recursive(
@@ -419,11 +433,12 @@ def test_whatever_an_alert_holds_it_is_a_report_or_a_problem(
     changes: list[tuple[str, Any]], junk: Any
 ):
     changed = copy.deepcopy(FIRING) | dict(changes)
-    for found in webhook.read_alerts([changed, junk], NOW_S):
-        assert (found.report is None) == bool(found.problem)
-        if found.report is not None:
-            assert re.fullmatch(r"[!-.0-~]{1,256}", found.report.key)
-            assert found.report.observed_s <= NOW_S
+    for found in (read_alert(each, NOW_S) for each in (changed, junk)):
+        if isinstance(found, str):
+            assert found
+        else:
+            assert re.fullmatch(r"[!-.0-~]{1,256}", found.key)
+            assert found.observed_s <= NOW_S
 
 
 def test_alerts_survive_the_service(tmp_path: Path):

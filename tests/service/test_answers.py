@@ -101,7 +101,7 @@ def test_a_report_that_begins_later_says_when_and_what_holds_until_then(service:
     ("name", "least"), [("least_power_w", 858.9), ("least_deadline_s", 0.65), ("other", None)]
 )
 def test_the_least_that_is_feasible_is_a_number_for_programs(name: str, least: float | None):
-    refused = {"error": {"code": "infeasible", "message": "too little", name: least}}
+    refused = {"code": "infeasible", "detail": "too little", name: least}
     with (
         stand_in(lambda *_: (409, refused)) as stand,
         Client(stand.address) as client,

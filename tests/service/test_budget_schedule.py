@@ -14,7 +14,7 @@ from perseus_planner.service.budget_file import read_budgets, replaced
 from perseus_planner.service.model import PowerStep, split_at
 from perseus_planner.service.schemas import PowerRequest
 from perseus_planner.service.service import Service
-from perseus_planner.service.storage import Storage
+from perseus_planner.service.store import Storage
 
 
 def written(folder: Path, text: str) -> Path:

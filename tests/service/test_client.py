@@ -123,17 +123,17 @@ def test_a_refusal_says_what_the_service_says(service: StandIn):
     ("answer", "kind", "text"),
     [
         (
-            (401, {"error": {"code": "x", "message": "no token"}}),
+            (401, {"code": "x", "detail": "no token"}),
             ServiceRefusal,
             "no token; put a token of",
         ),
         (
-            (503, {"error": {"code": "x", "message": "its database"}}),
+            (503, {"code": "x", "detail": "its database"}),
             ServiceAway,
             "could not answer /v1/jobs: its da",
         ),
         (
-            (429, {"error": {"code": "x", "message": "too many"}}),
+            (429, {"code": "x", "detail": "too many"}),
             ServiceAway,
             "could not answer /v1/jobs: too many",
         ),

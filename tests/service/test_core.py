@@ -9,10 +9,10 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -53,12 +53,13 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service import tables, worker, writer
+from perseus_planner.service import store, worker, writer
 from perseus_planner.service.clock import SteadyClock
 from perseus_planner.service.curves import Curve, KnownNumbers
 from perseus_planner.service.model import (
     Conflict,
     Fenced,
+    PowerStep,
     RegisteredJob,
     Scope,
     StorageError,
@@ -68,7 +69,7 @@ from perseus_planner.service.model import (
 from perseus_planner.service.planning import NotPlanned, Processes
 from perseus_planner.service.schemas import Counters, to_json
 from perseus_planner.service.service import Service
-from perseus_planner.service.storage import Change, Storage
+from perseus_planner.service.store import Change, Storage
 from perseus_planner.service.worker import PlanRequest, curve_of, nearest_plan_text
 from perseus_planner.solver.frontier import solve_dag
 
@@ -88,7 +89,10 @@ class Run:
 @contextmanager
 def running(place: Path, run: Any = at_once, clock: Any = None) -> Iterator[Run]:
     clock = clock or Clock()
-    with Storage(place) as storage, Service(storage, now_s=clock, run=run) as service:
+    with (
+        Storage(place) as storage,
+        Service(storage, now_s=clock, run=run, lease_s=math.inf) as service,
+    ):
         yield Run(service, storage, clock, place)
 
 
@@ -559,7 +563,7 @@ def test_of_a_job_that_is_there_the_registration_is_not_written_again(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ):
     written: list[object] = []
-    monkeypatch.setattr(tables, "to_json", lambda value: written.append(value) or to_json(value))
+    monkeypatch.setattr(store, "to_json", lambda value: written.append(value) or to_json(value))
     service.report("gpt", report("a"))
     assert written
     assert not any(isinstance(each, RegisteredJob) for each in written)
@@ -649,23 +653,43 @@ def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
 def test_a_service_whose_changes_cannot_be_written_says_so_until_they_can(
     one: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    commit = one.storage.commit
+    """Something small was written in the meantime, which said nothing of what failed."""
+    execute, free = one.storage.execute, [400]
 
-    def full(_: Change) -> None:
-        raise StorageError("the disk is full")
+    def full(statement: str, *values: Any) -> list[Any]:
+        if sum(len(each) for each in values if isinstance(each, str)) > free[0]:
+            raise sqlite3.OperationalError("database or disk is full")
+        return execute(statement, *values)
 
-    monkeypatch.setattr(one.storage, "commit", full)
+    monkeypatch.setattr(one.storage, "execute", full)
     assert one.service.problem is None
-    with pytest.raises(StorageError):
-        one.service.report("gpt", report("a"))
-    assert one.service.problem == "the disk is full"
-    assert one.service.next_tick_s() == -math.inf
-    with pytest.raises(StorageError):
-        one.service.tick()
-    monkeypatch.setattr(one.storage, "commit", commit)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="database or disk is full; check that"):
+            one.service.report("gpt", report("a"))
+        assert one.service.next_tick_s() == -math.inf
+        one.storage.commit(Change())
+        with pytest.raises(StorageError):
+            one.service.tick()
+        assert "disk is full" in str(one.service.problem)
+    assert one.service.status("gpt").reports == ()
+    free[0] = 10**9
     one.service.tick()
     assert one.service.problem is None
     assert one.service.report("gpt", report("a")).changed
+
+
+@pytest.mark.parametrize("way", ["removed", "replaced"])
+def test_a_service_whose_file_is_not_the_one_at_its_path_acknowledges_nothing(one: Run, way: str):
+    """It is on disk for nobody, as a restore by `mv` put another file there."""
+    if way == "removed":
+        one.place.unlink()
+    else:
+        shutil.copy(one.place, one.place.with_name("backup"))
+        one.place.with_name("backup").replace(one.place)
+    with pytest.raises(Fenced, match="was removed or replaced while the service wrote it"):
+        one.service.report("gpt", report("a"))
+    with pytest.raises(Fenced):
+        one.service.tick()
 
 
 def test_a_service_that_has_nothing_to_write_finds_that_another_has_opened_its_database(
@@ -698,23 +722,49 @@ def test_a_report_counts_for_its_time_although_the_clock_of_the_machine_is_set(t
         for step_s in (-3600.0, 7200.0, -3600.0 - 30.0):
             wall.now_s += step_s
             assert is_slow(service)
-    with (
-        Storage(tmp_path / "service.sqlite") as storage,
-        monkeypatched_time(wall),
-        Service(storage, run=at_once) as again,
-    ):
-        assert again.now_s() >= NOW_S + 100.0
-        assert is_slow(again)
-    with service_at(tmp_path / "service.sqlite", monotonic) as service:
-        uptime.now_s += 500.0
-        assert not is_slow(service)
+    wall.now_s = NOW_S - 365 * 86400.0  # nothing that was left of its time is lost or added
+    again = SteadyClock(wall_s=wall, monotonic_s=uptime)
+    for passed_s, slow_now in ((0.0, True), (490.0, True), (20.0, False)):
+        uptime.now_s += passed_s
+        with service_at(tmp_path / "service.sqlite", again) as service:
+            assert is_slow(service) is slow_now
 
 
-@contextmanager
-def monkeypatched_time(wall: Clock) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SteadyClock.__init__, "__defaults__", (-math.inf, wall, time.monotonic))
-        yield
+def test_schedules_follow_the_clock_of_the_machine_whenever_it_is_set(tmp_path: Path):
+    """A start a year ahead used up all of a schedule, and an NTP step moved it."""
+    wall, uptime = Clock(), Clock()
+    steps = (PowerStep(NOW_S + 3600.0, 5e6), PowerStep(NOW_S + 7200.0, 4e6))
+
+    @contextmanager
+    def serving() -> Iterator[Service]:
+        clock = SteadyClock(wall_s=wall, monotonic_s=uptime)
+        with (
+            Storage(tmp_path / "service.sqlite") as storage,
+            Service(storage, now_s=clock, wall_s=wall, run=at_once) as service,
+        ):
+            yield service
+
+    def budgets(service: Service) -> tuple[float | None, float | None]:
+        planned(service)
+        service.tick()
+        return service.power_budget.power_w, service.status("gpt").job.power_w
+
+    with serving() as service:
+        service.register(job(), frontier_file())
+        service.set_power(None, 6e6, steps)
+        service.set_power("gpt", 6e6, steps)
+        for ahead_s, power_w in ((0.0, 6e6), (3600.0, 5e6), (7300.0, 4e6), (10.0, 6e6)):
+            wall.now_s = NOW_S + ahead_s
+            assert budgets(service) == (power_w, power_w)
+    for ahead_s, power_w in ((365 * 86400.0, 4e6), (5.0, 6e6), (3605.0, 5e6)):
+        wall.now_s = NOW_S + ahead_s
+        with serving() as service:
+            assert budgets(service) == (power_w, power_w)
+            assert [each.power_w for each in service.power_budget.schedule] == [
+                each.power_w for each in steps if (each.power_w or 0.0) < power_w
+            ]
+            wall.now_s += 30.0
+            uptime.now_s += 30.0
 
 
 def test_speeding_up_does_not_wait_for_plans_that_are_being_made(tmp_path: Path):

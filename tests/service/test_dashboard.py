@@ -18,14 +18,14 @@ from services import at_once, frontier_file, job, service_at, small_frontier
 from waiting import LONG_S
 
 pytest.importorskip("fastapi")
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
 from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, read_tokens  # noqa: E402
 from perseus_planner.service.http.server import Address, serving  # noqa: E402
 from perseus_planner.service.model import PowerStep  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
-from perseus_planner.service.storage import Storage  # noqa: E402
+from perseus_planner.service.store import Storage  # noqa: E402
 
 LIGHT, DARK = {"color_scheme": "light"}, {"color_scheme": "dark"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -416,14 +416,27 @@ def test_a_job_has_its_events_and_its_autopilot(browser: Any, url: str):
             "run": "first",
             "iterations": iterations,
             "time_s": 0.8 * iterations,
+            "gpu_s": 4.8 * iterations,
+            "metered_s": 4.8 * iterations,
+            "energy_j": 4800.0 * iterations,
+            "energy_is": "simulated",
             "autopilot": autopilot,
         }
         httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent, timeout=LONG_S).raise_for_status()
     post(url, {**SLOW, "source": "dcgm"})
-    with looking(browser, url) as page:
+    budget = httpx.put(f"{url}/v1/jobs/gpt/power", json={"power_w": 5000.0}, timeout=LONG_S)
+    budget.raise_for_status()
+    with looking(browser, url, viewport={"width": 390, "height": 844}) as page:
         has(page, "#events li", "pipeline 1 slow 1.3x (dcgm), 2 others moved to")
         has(page, "#events li", "registered with 3 pipelines of 2 GPUs")
         page.locator("#history-time svg").wait_for()
+        marks = page.locator("#history-time .event title").all_text_contents()
+        assert any("pipeline 1 slow 1.3x (dcgm)" in text for text in marks)
+        assert page.locator("#history-power .legend").inner_text().split() == ["Power", "budget"]
+        page.select_option("#history-range", "3600")
+        page.locator("#history-time .event").first.wait_for(state="attached")
+        why = page.locator("#pipelines .why").first  # a block of its own on a phone
+        assert why.bounding_box()["width"] > 250
         facts = page.inner_text("#autopilot")
         assert "Phase: learning." in facts
         assert "11.3 ± 1.2\u00a0%" in facts

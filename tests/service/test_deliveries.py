@@ -18,7 +18,7 @@ from services import NOW_S, Clock, at_once, frontier_file, job
 from strategies import fixed
 
 from perseus_planner.service.service import Service
-from perseus_planner.service.storage import Storage
+from perseus_planner.service.store import Storage
 
 httpx = pytest.importorskip("httpx")
 

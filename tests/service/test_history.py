@@ -13,7 +13,7 @@ from command_options import ROOT
 from services import NOW_S, Clock, frontier_file, job, planned, report, service_at
 
 pytest.importorskip("fastapi")
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("fastapi")
 parser = pytest.importorskip("prometheus_client.parser")
 
 from perseus_planner.service.http.metrics import Metrics  # noqa: E402

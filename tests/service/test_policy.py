@@ -31,10 +31,8 @@ from perseus_planner.service.model import (
 )
 from perseus_planner.service.policy import PolicySettings, decide, saving_w
 from perseus_planner.service.reports import (
-    active_reports,
+    Look,
     check_scope,
-    lasting_reports,
-    next_turn_s,
     parts_concerned,
 )
 from perseus_planner.solver.frontier import solve
@@ -267,7 +265,7 @@ class Straggling(RuleBasedStateMachine):
 
     @rule()
     def forget_what_is_over(self):
-        self.reports = list(lasting_reports(self.reports, self.now_s, self.iteration))
+        self.reports = list(self.look().lasting)
         self.decide()
 
     @rule(deadline_s=st.sampled_from((None, 0.9, 1.1, 1.2, 5.0)))
@@ -309,18 +307,20 @@ class Straggling(RuleBasedStateMachine):
 
     def decided(self, reports: Iterable[Report]) -> Decision:
         before, how = self.decision, self.how
-        return decide(
-            self.job, reports, self.numbers, before, self.now_s, how, iteration=self.iteration
-        )
+        look = Look.at(reports, self.now_s, self.iteration)
+        return decide(self.job, look, self.numbers, before, self.now_s, how)
+
+    def look(self) -> Look:
+        return Look.at(self.reports, self.now_s, self.iteration)
 
     def decide(self) -> None:
         decision = self.decided(self.reports)
         assert decision == self.decided(reversed(self.reports))
-        assert decision == self.decided(lasting_reports(self.reports, self.now_s, self.iteration))
+        assert decision == self.decided(self.look().lasting)
         self.decision = decision
         self.active = counting(self.reports, self.now_s, self.iteration)
         assert times_s(decision) == self.model.decide(self.job, self.active, self.now_s)
-        assert set(active_reports(self.reports, self.now_s, self.iteration)) == set(self.active)
+        assert set(self.look().active) == set(self.active)
 
     @invariant()
     def deciding_again_changes_nothing(self):
@@ -360,7 +360,7 @@ def decided(
     *reports: Report, at_s: float = START_S, before: Decision | None = None, **of: Any
 ) -> Decision:
     how, job = of.pop("how", PolicySettings()), replace(JOB, **of)
-    return decide(job, reports, Formula(), before, at_s, how)
+    return decide(job, Look.at(reports, at_s), Formula(), before, at_s, how)
 
 
 def test_nobody_straggles_so_all_take_the_target():
@@ -483,10 +483,10 @@ def test_what_expires_before_it_begins_ends_nothing():
 def test_what_begins_at_an_iteration_waits_for_it():
     said = report(begins_iteration=7, expires_s=START_S + 100)
     for iteration, time_s in ((None, CALM_S), (6, CALM_S), (7, 1.2 * CALM_S), (8, 1.2 * CALM_S)):
-        decision = decide(JOB, [said], Formula(), None, START_S, iteration=iteration)
+        decision = decide(JOB, Look.at([said], START_S, iteration), Formula(), None, START_S)
         assert decision.straggler_time_s == time_s
-    assert next_turn_s([said], START_S, 6) == math.inf
-    assert next_turn_s([said], START_S, 7) == START_S + 100
+    assert Look.at([said], START_S, 6).next_s == math.inf
+    assert Look.at([said], START_S, 7).next_s == START_S + 100
 
 
 def test_plans_that_would_hardly_be_longer_are_left():
@@ -555,7 +555,7 @@ def test_what_saves_nothing_changes_nothing():
         def bound_j(self, deadline_s: float) -> float:
             return 100.0 * deadline_s
 
-    decision = decide(JOB, [report()], Flat(), None, START_S)
+    decision = decide(JOB, Look.at([report()], START_S), Flat(), None, START_S)
     assert times_s(decision) == [CALM_S] * 3
     assert decision.reason.endswith("but nothing is slowed down: that saves nothing")
 
@@ -641,7 +641,7 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(
     numbers = solved()
     job = replace(JOB, deadline_s=slack * numbers.baseline_time_s)
     said = report(scope.kind, scope.value, slowdown, pipeline=scope.pipeline)
-    decision = decide(job, [said], numbers, None, START_S, EAGER)
+    decision = decide(job, Look.at([said], START_S), numbers, None, START_S, EAGER)
     saved_j = 0.0
     for target in decision.targets:
         own = numbers.slowed(target.slow_stages).frontier

@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import re
+import select
 import signal
 import socket
 import ssl
@@ -16,9 +18,11 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -29,12 +33,12 @@ from click.core import ParameterSource
 from commands import refusal
 from service_stand_in import StandIn
 from strategies import smooth_profile
-from waiting import LONG_S
+from waiting import LONG_S, eventually
 
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import sha256
-from perseus_planner.cli.serve import _listening, serve
+from perseus_planner.cli.serve import LogLine, _listening, serve
 from perseus_planner.service import worker
 from perseus_planner.service.http import server
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
@@ -42,7 +46,7 @@ from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.server import Address, listening, serving
 from perseus_planner.service.model import RegisteredJob
 from perseus_planner.service.service import Service
-from perseus_planner.service.storage import Storage
+from perseus_planner.service.store import Storage, without_password
 from perseus_planner.service.worker import Unsolved
 
 httpx = pytest.importorskip("httpx")
@@ -58,10 +62,15 @@ TOKEN = "0123456789abcdef"
 PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 
+LACK = "Connections are refused, as 256 files may be open; raise the limit, such as LimitNOFILE"
+
+
 @contextmanager
-def planner_serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def planner_serve(
+    folder: Path, *options: str, before: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command as a process, and the URL that it says."""
-    command = [*PYTHON, "-m", "perseus_planner", "serve", *options]
+    command = [*before, *PYTHON, "-m", "perseus_planner", "serve", *options]
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -142,7 +151,7 @@ def test_a_request_whose_planning_processes_are_killed_is_answered_with_503_and_
     ):
         answer = client.post("/v1/jobs", json=a_job())
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-        assert answer.json()["error"]["message"].startswith(
+        assert answer.json()["detail"].startswith(
             "the process that solves and plans was killed twice"
         )
         monkeypatch.setattr(worker, "curve_of", curve_of)
@@ -181,7 +190,7 @@ def test_a_job_may_be_registered_with_its_profile_and_schedule(folder: Path):
         ):
             refused = client.post("/v1/jobs", json={**sent, "name": "other", **changes})
             assert refused.status_code == 422
-            assert refused.json()["error"]["message"].startswith(complaint)
+            assert refused.json()["detail"].startswith(complaint)
     assert service.kept["gpt3"].frontier == sha256(
         frontier_file()
     )  # as `planner solve` has it, to the byte
@@ -450,7 +459,7 @@ def test_a_service_ends_when_another_has_opened_its_database(folder: Path):
     ):
         answer = httpx.put(f"{url}/v1/power", json={"power_w": 1e6}, timeout=LONG_S)
         assert answer.status_code == 503
-        assert "another service has opened it" in answer.json()["error"]["message"]
+        assert "another service has opened it" in answer.json()["detail"]
         _, complaint = first.communicate(timeout=LONG_S)
         assert (first.returncode, complaint.splitlines()[-1]) == (
             2,
@@ -482,11 +491,24 @@ def test_the_database_is_in_the_folder_for_state(folder: Path):
         assert re.search(r'level=debug msg="GET /healthz: 200 in [\d.]+ ms"', logged)
 
 
+def test_what_others_send_neither_begins_a_line_of_the_log_nor_controls_a_terminal():
+    forged = 'x\n\x1b[2J\x7f\x9b\u202etime=2026-11-22T14:02:11Z level=info “gü"'
+    error = ValueError(forged)
+    record = logging.LogRecord("a", logging.INFO, "", 1, "%s", (forged,), (ValueError, error, None))
+    record.job = forged
+    first, *trace = LogLine().format(record).split("\n")
+    fields = re.fullmatch(r'time=\S+ level=info job=(".*") msg=(".*")', first)
+    assert [json.loads(each) for each in fields.groups()] == [forged] * 2
+    assert all(each.startswith("  ") and each.isprintable() for each in trace)
+    assert trace[-1].endswith('level=info \\u201cg\\u00fc\\"')
+    record.msg, record.args = "gültig", ()
+    assert 'msg="gültig"' in LogLine().format(record)
+
+
 def test_a_password_of_a_database_is_not_shown():
-    said = _listening("http://127.0.0.1:1", 2, "postgresql+psycopg://planner:secret@host/name")
-    assert (
-        said == "Listening at http://127.0.0.1:1, 2 tokens, database "
-        "postgresql+psycopg://planner:***@host/name"
+    shown = without_password("postgresql://planner:secret@host/name")
+    assert _listening("http://127.0.0.1:1", 2, shown) == (
+        "Listening at http://127.0.0.1:1, 2 tokens, database postgresql://planner:***@host/name"
     )
 
 
@@ -553,6 +575,40 @@ def test_a_connection_without_a_whole_head_is_closed(monkeypatch: pytest.MonkeyP
                 pass
 
 
+def test_a_head_that_waits_while_the_service_computes_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A request comes at the end of its connection's time, and before the service looks."""
+    monkeypatch.setattr(server, "HEAD_S", 2.0)
+    service = StandIn()
+    service.register(RegisteredJob("gpt3", 2, ""), b"PK")
+    plans = service.plans
+    request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with (
+        serving(service, Address(port=0)) as url,
+        socket.create_connection(where(url), timeout=LONG_S) as idle,
+    ):
+
+        def slow_plans(job: str, after: int) -> Any:
+            asyncio.get_running_loop().call_later(0.0, idle.sendall, request)  # before the limit
+            time.sleep(2.1)  # computes, until after it
+            return plans(job, after)
+
+        monkeypatch.setattr(service, "plans", slow_plans)
+        idle.sendall(request)
+        assert status_of_next(idle) == 200  # its time begins anew
+        assert httpx.get(f"{url}/v1/jobs/gpt3/plans", timeout=LONG_S).status_code == 200
+        assert status_of_next(idle) == 200
+
+
+def status_of_next(connection: socket.socket) -> int:
+    """Read an answer."""
+    answer = HTTPResponse(connection)
+    answer.begin()
+    answer.read()
+    return answer.status
+
+
 def test_a_body_that_stays_out_is_answered_and_a_long_poll_is_not_cut_short(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -573,6 +629,58 @@ def test_a_body_that_stays_out_is_answered_and_a_long_poll_is_not_cut_short(
         with socket.create_connection(where(url), timeout=LONG_S) as half:
             half.sendall(head + b"Content-Length: 1000\r\n\r\n{")
             assert half.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_drips_is_answered_when_its_time_is_over():
+    """However often a part of it comes: until then it took 20 s for each byte."""
+    with (
+        serving(StandIn(), Address(port=0), limits=Limits(body_s=0.5)) as url,
+        socket.create_connection(where(url), timeout=LONG_S) as client,
+    ):
+        client.sendall(
+            b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 60000\r\n\r\n"
+        )
+        client.setblocking(False)
+        answered: list[bytes] = []
+
+        def dripped() -> bool:
+            with suppress(BlockingIOError):
+                answered.append(client.recv(1000))
+            if not answered:
+                client.send(b" ")
+            return bool(answered)
+
+        eventually(dripped)
+        assert answered[0].startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("hard", [256, 4096])
+def test_many_connections_are_answered_or_refused_and_the_log_says_so_once(folder: Path, hard: int):
+    """With 256 descriptors, each connection beyond them was a traceback, again and again."""
+    limit = ["prlimit", f"--nofile=256:{hard}"]
+    with planner_serve(folder, "--port", "0", before=limit) as (process, url):
+        with ExitStack() as held:
+            clients = [
+                held.enter_context(socket.create_connection(where(url), timeout=LONG_S))
+                for _ in range(300)
+            ]
+            if hard > 300:
+                assert httpx.get(f"{url}/livez", timeout=LONG_S).status_code == 200
+            else:
+                assert select.select(clients, [], [], LONG_S)[0]  # it is closed
+        eventually(lambda: answers_on(url))
+        code, _, logged = ended(process, signal.SIGTERM)
+    lines = [line.partition(" level=")[2] for line in logged.splitlines()]
+    assert code == 0
+    assert lines == ([] if hard > 300 else [f"warning msg={json.dumps(LACK)}"])
+
+
+def answers_on(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/livez", timeout=LONG_S).status_code == 200
+    except httpx.TransportError:  # as connections that have ended are not closed yet
+        return False
 
 
 def where(url: str) -> tuple[str, int]:

@@ -59,6 +59,21 @@ def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tm
             service._storage.frontier(before.job.frontier)
 
 
+def test_who_has_seen_later_versions_hears_of_a_job_that_was_registered_anew(tmp_path: Path):
+    """Its versions begin at 1 again, and a watcher heard nothing until there were as many."""
+    with (
+        service_at(tmp_path / "service.sqlite") as service,
+        serving(service, Address(port=0)) as url,
+        Client(url) as client,
+    ):
+        for _ in range(2):
+            client.register(Registration("gpt", PIPELINES, frontier_file()))
+            plans = client.plans("gpt", after=5)
+            client.end("gpt")
+        assert plans is not None
+        assert plans.version == 1
+
+
 def test_a_registration_over_http_takes_over(tmp_path: Path):
     with (
         service_at(tmp_path / "service.sqlite") as service,

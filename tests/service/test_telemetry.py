@@ -233,6 +233,7 @@ def test_plans_are_expected_to_draw_what_they_say_and_wait_for_the_slowest(place
                     "target_s": target["time_s"],
                     "slow_stages": target["slow_stages"],
                     "report": {1: "slow", 2: "stage"}.get(number),
+                    "reason": target["reason"],
                 }
                 for number, (plan, target) in enumerate(
                     zip(plans.plans, status["decision"]["targets"], strict=True)
@@ -293,7 +294,8 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
         # Prometheus takes a counter that falls to begin anew, and would count all of it twice.
         assert "planner_job_energy_joules_total{" not in ask("GET", "/metrics").text
         assert (
-            f'planner_job_saved_joules{{job="gpt"}} {found.saved_j}' in ask("GET", "/metrics").text
+            f'planner_job_saved_joules{{training_job="gpt"}} {found.saved_j}'
+            in ask("GET", "/metrics").text
         )
         service.telemetry("gpt", counters(30))
         service.telemetry("gpt", counters(5, "two"))
@@ -301,12 +303,13 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
         assert (found.iterations, found.energy_j) == (35, 35 * 800.0)
         assert found.saved_j == pytest.approx(before.saved_j / 20 * 35)
         text = ask("GET", "/metrics").text
-        assert 'planner_job_energy_joules_total{energy="measured",job="gpt"} 28000.0' in text
         assert (
-            f'planner_job_baseline_joules_total{{energy="measured",job="gpt"}} {35 * 1000.0}'
-            in text
+            'planner_job_energy_joules_total{energy="measured",training_job="gpt"} 28000.0' in text
         )
-        assert 'planner_job_iterations_total{job="gpt"} 35.0' in text
+        labels = 'energy="measured",training_job="gpt"'
+        assert f"planner_job_energy_joules_total{{{labels}}} 28000.0" in text
+        assert f"planner_job_baseline_joules_total{{{labels}}} {35 * 1000.0}" in text
+        assert 'planner_job_iterations_total{training_job="gpt"} 35.0' in text
     with served(place, clock) as (service, _):  # it ended in peace, so nothing is lost
         assert service.status("gpt").telemetry == found
 
@@ -474,7 +477,7 @@ def test_counts_that_contradict_each_other_are_refused_and_nothing_is_added(
         "POST", "/v1/jobs/gpt/telemetry", content=body, headers={"Content-Type": "application/json"}
     )
     assert answer.status_code in (400, 422)
-    assert complaint in answer.json()["error"]["message"]
+    assert complaint in answer.json()["detail"]
     assert told(ask) is None
 
 
@@ -512,7 +515,7 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         assert refusal(f"status gpt --totals --service {url}") == (
             2,
             "",
-            "Error: --totals: is of all jobs, once; leave out the name of a job and --watch\n",
+            "Error: --totals: shows all jobs, once; leave out the name of a job, and --watch\n",
         )
         assert client.pipelines("gpt") == service.pipelines("gpt")[1]
         points, curve = client.frontier("gpt"), service.curve("gpt")

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -56,20 +57,29 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "package"
 
 
-def cache_of(package: Path, temporary: Path) -> tuple[Path, int]:
+def cache_of(
+    package: Path, temporary: Path, named: Mapping[str, str] = {}, writes_all: bool = True
+) -> tuple[Path, int]:
     """Where a process without a home folder keeps what it compiles, and how much it has
-    compiled.
+    compiled; unless it `writes_all`, it respects modes of folders although it is root's.
     """
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
     }
-    environment |= {"PYTHONPATH": str(package), "HOME": os.devnull, "TMPDIR": str(temporary)}
+    environment |= {
+        **named,
+        "PYTHONPATH": str(package),
+        "HOME": os.devnull,
+        "TMPDIR": str(temporary),
+    }
     program = package / "program.py"
     program.write_text(PROGRAM)
     (package / "__pycache__").touch()
     command = [sys.executable, str(program)]
+    if os.geteuid() == 0 and not writes_all:
+        command = ["setpriv", "--bounding-set=-dac_override", *command]
     ran = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -101,3 +111,23 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(package: Path, tmp_pat
     planted.chmod(0o777)
     assert cache_of(package, temporary)[0] != planted
     assert [*planted.iterdir()] == []
+
+
+@pytest.mark.parametrize("place", ["beside the package", "in the folder that is named"])
+def test_what_an_image_has_compiled_is_read_where_it_cannot_be_written(
+    package: Path, tmp_path: Path, place: str
+):
+    """The image is built by one user; its containers run as another one, or cannot write at all."""
+    temporary, named = tmp_path / "tmp", tmp_path / "image"
+    temporary.mkdir()
+    if place == "beside the package":
+        environment, kept = {}, package / "__pycache__"
+        kept.mkdir()
+    else:
+        environment, kept = {"NUMBA_CACHE_DIR": str(named)}, named
+    assert cache_of(package, temporary, environment)[1] == 2
+    assert [*temporary.iterdir()] == []
+    for folder in (kept, *kept.rglob("*/")):
+        folder.chmod(0o555)
+    used = temporary / f"perseus-planner-{os.getuid()}"
+    assert cache_of(package, temporary, environment, writes_all=False) == (used, 0)

@@ -45,7 +45,7 @@ def check_shell(line: str) -> None:
     """Parse the options of each command of a line with its program's parser."""
     for part in re.split(r" \| | && ", line.partition(" #")[0].replace("2>&1", "")):
         words = shlex.split(part)
-        while words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        while words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         program, *arguments = words
         assert program in _PARSERS, (
@@ -81,7 +81,7 @@ def _pip(words: list[str]) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     extras = project.partition("[project.optional-dependencies]\n")[2].partition("\n\n")[0]
     known = set(re.findall(r"^(\w+) =", extras, re.MULTILINE))
-    for word in words[1:]:
+    for word in filter(lambda word: word != "-e", words[1:]):
         named = re.fullmatch(r"(?:\.|perseus-planner)(?:\[([\w,]+)\])?", word)
         assert named, f"pip install {word}: not this package"
         assert set((named[1] or "plot").split(",")) <= known, word
@@ -131,6 +131,10 @@ def _training(script: str, arguments: list[str], *, is_module: bool) -> None:
         assert all(f'"{word}"' in text for word in arguments if word.startswith("-")), arguments
 
 
+def _sbatch(arguments: list[str]) -> None:
+    assert arguments == ["train.sbatch"]  # the file of the tutorial
+
+
 def _source(arguments: list[str]) -> None:
     assert arguments == [".venv/bin/activate"], f"source {arguments}: is not what `make` makes"
 
@@ -143,5 +147,6 @@ _PARSERS = {
     "deepspeed": _deepspeed,
     "source": _source,
     "srun": _slurm,
+    "sbatch": _sbatch,
     "salloc": _slurm,
 }

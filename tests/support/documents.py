@@ -3,16 +3,17 @@ folder.
 
 | block | what happens |
 |---|---|
-| `sh` | each line is run: `planner` in this process, `planner serve` in the background, all else by
-bash |
+| `sh` | each line is run: `planner` in this process, `planner serve &` in the background, all
+else by bash |
 | `sh title="REASON"` | with one of `REASONS`: the options of each line are parsed by its program,
 but it is not run |
 | `python` | run; names last from block to block |
 | `python title="REASON"` | its imports are run, and calls of the imported names are checked against
 their signatures |
-| `yaml`, `json`, `csv`, `ini`, optionally with a file name as title | parsed, and written to that
-file |
+| `yaml`, `json`, `csv`, `ini`, `bash`, optionally with a file name as title | parsed, and
+written to that file |
 | `text title="COMMAND"` | the command is run and must print this; … stands for any text |
+| `text title="needs a cluster: COMMAND"` | the same, if there is a cluster |
 | `text` that begins with … | a message that only some machines print: its parts must occur in the
 sources |
 | `text` | must not contain a command |
@@ -48,10 +49,11 @@ from markdown_it.token import Token
 from perseus_planner.cli import main
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_CLUSTER = "needs a cluster"
 REASONS = {
     "installs",
     "needs a GPU",
-    "needs a cluster",
+    _CLUSTER,
     "needs root",
     "in the training script",
     "until interrupted",
@@ -141,12 +143,14 @@ class Reader:
         port: The port of the service that a page starts or uses.
         export: Sets an environment variable while the page is read.
         before: Called with each command before it is run.
+        has_cluster: Whether blocks that need a cluster are run too.
         names: The names that the page's Python blocks have defined.
     """
 
     port: int
     export: Callable[[str, str], None]
     before: Callable[[str], None] = lambda command: None
+    has_cluster: bool = False
     names: dict[str, Any] = field(default_factory=dict)
     _served: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -186,7 +190,7 @@ class Reader:
             check_python(block.text) if block.title else exec(code, self.names)
             return
         for line in block.lines():
-            if block.title:
+            if block.title and not (self.has_cluster and block.title == _CLUSTER):
                 check_shell(line)
             else:
                 self._run(line, block.place)
@@ -202,7 +206,11 @@ class Reader:
                 missing = [part for part in parts if not any(part in text for text in _texts())]
                 assert not missing, f"{block.place}: no source has {missing}"
             return
-        result = CliRunner().invoke(main, _words(self._ported(block.title)))
+        command = block.title.removeprefix(f"{_CLUSTER}: ")
+        if command != block.title and not self.has_cluster:
+            check_shell(command)
+            return
+        result = CliRunner().invoke(main, _words(self._ported(command)))
         said = re.sub(r"\s+", " ", result.output).strip()
         pattern = ".*".join(map(re.escape, re.sub(r"\s+", " ", block.text).strip().split("…")))
         assert re.search(pattern, said), f"{block.place}: it prints\n{result.output}"
@@ -223,12 +231,12 @@ class Reader:
             assert (result.exit_code, result.stderr) == (0, ""), f"{place}: {line}\n{result.output}"
         else:
             said = _bash(line, place)
-            assert '{"error"' not in said, f"{place}: {line}\n{said}"
+            assert '{"title":' not in said, f"{place}: {line}\n{said}"
 
     def _serve(self, line: str, place: str) -> None:
         """Start a service instead of the one before, and wait until it listens."""
         self.close()
-        options = _words(line)
+        options = _words(line.partition("&")[0])
         at = [] if {"--unix", "--port"} & set(options) else ["--port", str(self.port)]
         python = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
         process = subprocess.Popen(
@@ -284,6 +292,7 @@ _DATA: dict[str, Callable[[str], object]] = {
     "json": json.loads,
     "csv": lambda text: list(csv.DictReader(text.splitlines(), strict=True)),
     "ini": lambda text: check_unit(text),
+    "bash": lambda text: subprocess.run(["bash", "-n"], input=text, text=True, check=True),
 }
 
 

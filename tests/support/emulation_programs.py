@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,12 +14,15 @@ import torch
 import torch.distributed as dist
 from tiny_training import DeepSpeed, Torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.sweep import SweepSettings
+from perseus_planner.profiles.modes import OWN, in_mode
+from perseus_planner.runtime import Recompute
 from perseus_planner.runtime.emulation import emulate
 
 WIDTH, MICROBATCHES = 32, 4
@@ -59,6 +63,32 @@ def train(name: str) -> None:
     dist.destroy_process_group()
 
 
+def modes() -> None:
+    """Each mode of a stage takes the energy of its rows, and so the time."""
+    engine, step, modules = torch_pipeline(layer=lambda: checkpoint_wrapper(_layer()))
+    recompute, drawn = Recompute(engine), {}
+    switch = {"own": recompute.on, "keep": recompute.off}
+    gpu_text = "emulated:a100-sxm?slower=20000"
+    with emulate(engine, gpu_text, mode=lambda: recompute.is_on) as gpu:
+        for mode, enter in switch.items():
+            enter()
+            step()  # counts its FLOPs
+            drawn[mode] = _drawn(gpu, step)
+        recompute.on()
+    request = {"gpu": gpu.simulated_text, "settings": SweepSettings(control="observed")}
+    with profile_pipeline(engine, output="profile.yaml", modes=switch, **request):
+        step()
+    dist.barrier()
+    profile = Profile.load("profile.yaml")
+    for mode in switch:
+        _check(profile, modules, *drawn[mode], mode=mode)
+    assert (
+        profile.measurements[0, "B"][0].time_s > 1.1 * profile.measurements[0, "B@keep"][0].time_s
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def split() -> None:
     """A schedule that computes I and W separately."""
     schedule = Torch("interleaved-zb", 4).engine
@@ -86,12 +116,15 @@ def _check(
     gpu: EmulatedGpu,
     seconds: tuple[float, float],
     joules: float,
+    mode: str = OWN,
 ) -> None:
     """Check that the energy is that of the profile's rows and of waiting, within one percent of
     the rows.
     """
     stages = range(dist.get_rank(), dist.get_world_size() * len(modules), dist.get_world_size())
-    rows = [profile.measurements[stage, kind][0] for stage in stages for kind in "FB"]
+    rows = [
+        profile.measurements[stage, in_mode(kind, mode)][0] for stage in stages for kind in "FB"
+    ]
     busy_s, busy_j = (
         MICROBATCHES * sum(getattr(row, each) for row in rows) for each in ("time_s", "energy_j")
     )
@@ -107,9 +140,11 @@ def _check(
     )
 
 
-def torch_pipeline(name: str = "1f1b") -> tuple[Any, Any, list[Any]]:
+def torch_pipeline(
+    name: str = "1f1b", layer: Callable[[], nn.Module] | None = None
+) -> tuple[Any, Any, list[Any]]:
     """Return an engine, its step, and its modules."""
-    pipeline = Torch(name, MICROBATCHES, layer=_layer, shape=SHAPE, has_shapes=True)
+    pipeline = Torch(name, MICROBATCHES, layer=layer or _layer, shape=SHAPE, has_shapes=True)
 
     def step() -> list[Any]:
         losses = pipeline.run(pipeline.engine.step)

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-Answers = Callable[[str, str, Any], tuple[int, Any]]
-"""(method, path with its query, body) -> status, body; a text is sent as it is, None: no
-content.
+Answers = Callable[[str, str, Any], tuple[Any, ...]]
+"""(method, path with its query, body) -> status, body, headers if any. A text is sent as it is;
+None: no content.
 """
 
 
@@ -46,7 +46,8 @@ def stand_in(answers: Answers, port: int = 0) -> Iterator[StandIn]:
             sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             body = json.loads(sent) if sent else None
             asked.append(Asked(self.command, self.path, body, self.headers.get("Authorization")))
-            status, content = answers(self.command, self.path, body)
+            status, content, *more = answers(self.command, self.path, body)
+            headers = more[0] if more else {}
             data = (
                 b""
                 if content is None
@@ -56,6 +57,8 @@ def stand_in(answers: Answers, port: int = 0) -> Iterator[StandIn]:
             )
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +38,13 @@ input,output,tensor_degree,clock_mhz,tokens_per_s,energy_j,idle_w
 4096,100,2,1980,3000,1000,200
 """
 RATES = "input,output,requests_per_s,tokens_per_s\n256,100,20,4000\n4096,100,2,5000\n"
+
+VLLM = {
+    "request_rate": "inf", "max_concurrency": 8, "completed": 10, "request_throughput": 2.0,
+    "total_input_tokens": 2560, "total_output_tokens": 1000, "median_ttft_ms": 90.0,
+    "p99_ttft_ms": 120.0, "median_tpot_ms": 20.0, "p99_tpot_ms": 25.0,
+}  # fmt: skip
+"""What `vllm bench serve --save-result` writes, as far as it is read."""
 
 
 def write_trace(path: Path, requests: Sequence[tuple[float, int, int]]) -> Path:
@@ -96,53 +104,57 @@ def least_energy_j(
     carry the load.
     """
     kinds = [
-        (of, at)
+        (of, at, segment)
         for of in (SHORT, LONG)
         for at in profile.configurations
-        if profile.feasible(of, at)
+        for segment in range(len(profile.feasible(of, at)))
     ]
     best_j = math.inf
-    for counts in itertools.product(*(range(gpus // at.tensor_degree + 1) for _, at in kinds)):
-        pools = [Pool(of, at, count) for (of, at), count in zip(kinds, counts, strict=True)]
-        if 0 < sum(pool.gpus for pool in pools) <= gpus:
-            change_j = 0.0 if before is None else costs.between(before, pools)
-            best_j = min(best_j, change_j + period_s * _least_power_w(profile, demand, pools))
+    for count in range(1, gpus + 1):
+        for chosen in itertools.combinations_with_replacement(kinds, count):
+            if sum(at.tensor_degree for _, at, _ in chosen) <= gpus:
+                pools = [Pool(of, at, 1) for of, at, _ in chosen]
+                change_j = 0.0 if before is None else costs.between(before, pools)
+                power_w = _least_power_w(profile, demand, Counter(chosen))
+                best_j = min(best_j, change_j + period_s * power_w)
     return best_j
 
 
 def _least_power_w(
-    profile: InferenceProfile, demand: Mapping[RequestClass, Load], pools: Sequence[Pool]
+    profile: InferenceProfile,
+    demand: Mapping[RequestClass, Load],
+    counts: Mapping[tuple[RequestClass, Configuration, int], int],
 ) -> float:
-    """Return the least power of given pools, by a linear programme over the shares of their
-    instances.
+    """Return the least power of so many instances on segments of the curve, by a linear programme:
+    each class has so much of them at the lower end of the segment, and so much at the upper end.
     """
-    shares = [
-        (number, of, cell)
-        for number, pool in enumerate(pools)
-        for of in demand
-        if pool.longest.covers(of) and pool.instances
-        for cell in profile.feasible(of, pool.at)
-        if cell.tokens_per_s <= profile.feasible(pool.longest, pool.at)[-1].tokens_per_s
-    ]
-    if not shares:
-        return math.inf
-    idle_w = [profile.idle_w(pool.at) for pool in pools]
-    costs = [
-        cell.energy_j * cell.tokens_per_s * demand[of].requests_per_s / demand[of].tokens_per_s
-        - idle_w[number]
-        for number, of, cell in shares
-    ]
-    filled = [
-        [demand[of].peak * (number == each) for number, of, _ in shares]
-        for each in range(len(pools))
-    ]
-    carried = [[cell.tokens_per_s * (of == each) for _, of, cell in shares] for each in demand]
+    columns, powers_w, carried, filled = [], [], [], []
+    for number, (longest, at, segment) in enumerate(counts):
+        columns.append((number, None))  # idle, or nothing
+        powers_w.append(0.0 if segment else profile.idle_w(at))
+        carried.append([0.0] * len(demand))
+        filled.append(0.0)
+        most = len(profile.feasible(longest, at))
+        for place, (of, load) in enumerate(demand.items()):
+            cells = profile.feasible(of, at)[:most]
+            if longest.covers(of) and segment < len(cells):
+                for cell in cells[max(0, segment - 1) : segment + 1]:
+                    columns.append((number, of))
+                    rate = cell.tokens_per_s * load.requests_per_s / load.tokens_per_s
+                    powers_w.append(cell.energy_j * rate)
+                    carried.append(
+                        [cell.tokens_per_s * (place == each) for each in range(len(demand))]
+                    )
+                    filled.append(load.peak * cell.tokens_per_s / cells[-1].tokens_per_s)
+    segments = [segment for _, _, segment in counts]
+    upper = [math.inf if of or not segments[number] else 0.0 for number, of in columns]
+    belongs = [[float(number == each) for number, _ in columns] for each in range(len(counts))]
     found = linprog(
-        costs,
-        A_ub=np.array(filled),
-        b_ub=[pool.instances for pool in pools],
-        A_eq=np.array(carried),
-        b_eq=[load.tokens_per_s for load in demand.values()],
+        powers_w,
+        A_ub=np.array(belongs) * filled,
+        b_ub=[*counts.values()],
+        A_eq=np.array([*np.transpose(carried), *belongs]),
+        b_eq=[*(load.tokens_per_s for load in demand.values()), *counts.values()],
+        bounds=[(0.0, most) for most in upper],
     )
-    idle = sum(pool.instances * idle_w[number] for number, pool in enumerate(pools))
-    return idle + float(found.fun) if found.success else math.inf
+    return float(found.fun) if found.success else math.inf

@@ -471,7 +471,7 @@ def planned(state: str) -> None:
     with job(state) as result, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
         result["interleaved-1f1b"] = followed(
-            lambda watch: _Planned(schedule, watch), plan_of(schedule)
+            lambda watch: Planned(schedule, watch), plan_of(schedule)
         )
 
 
@@ -481,14 +481,14 @@ def learned(state: str) -> None:
 
     with job(state) as result, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
-        result["megatron"] = referenced(lambda watch: _Planned(schedule, watch), "megatron")
+        result["megatron"] = referenced(lambda watch: Planned(schedule, watch), "megatron")
 
 
-class _Planned:
+class Planned:
     """A training with the interface of the pipelines in tiny_training.py."""
 
-    def __init__(self, schedule: Any, watch: Any) -> None:
-        self._training, self.rank = Training(2), dist.get_rank()
+    def __init__(self, schedule: Any, watch: Any, virtual: int | None = 2, **options: Any) -> None:
+        self._training, self.rank = Training(virtual, **options), dist.get_rank()
         self.engine = self._training.model
         if watch is not None:
             self._training.config.timers = _WatchTimers(schedule.ranks[self.rank], watch)

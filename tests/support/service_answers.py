@@ -67,7 +67,7 @@ ANSWER = Answer(
 
 
 def refused(status: int, message: str) -> tuple[int, Any]:
-    return status, {"error": {"code": "a_code", "message": message}}
+    return status, {"code": "a_code", "detail": message}
 
 
 HAPPENED = [{"at_s": 1.0, "text": "1 pipeline moved to 18.03 s"}] * 10 + [
@@ -99,6 +99,6 @@ def api(method: str, path: str, body: Any) -> tuple[int, Any]:
         ("PUT", "/v1/jobs/gpt3/power"): (200, {"answers": [{**EFFECT, "report": None}]}),
         ("PUT", "/v1/power"): (200, {"answers": []}),
         ("GET", "/metrics"): (200, "planner_jobs 1\n"),
-        ("GET", "/healthz"): (200, {"status": "ok", "version": "0"}),
+        ("GET", "/readyz"): (200, {"status": "ok", "version": "0"}),
     }  # fmt: skip
     return answers.get((method, path), refused(404, "there is no such job; see `planner status`"))

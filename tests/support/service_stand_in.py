@@ -111,12 +111,21 @@ class StandIn:
         return self._changed(job, report)
 
     def submit_report(self, job: str, report: Report) -> Future[Answer]:
-        taken: Future[Answer] = Future()
+        return self._submitted(self.report, job, report)
+
+    def submit_taken(self, job: str, version: int, iteration: int) -> Future[None]:
+        return self._submitted(self.taken, job, version, iteration)
+
+    def submit_telemetry(self, job: str, sent: Counters) -> None:
+        self.telemetry(job, sent)
+
+    def _submitted(self, method: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        result: Future[Any] = Future()
         try:
-            taken.set_result(self.report(job, report))
+            result.set_result(method(*arguments))
         except PlannerError as error:
-            taken.set_exception(error)
-        return taken
+            result.set_exception(error)
+        return result
 
     def next_tick_s(self) -> float:
         return self.ticks[0] if self.ticks else math.inf
@@ -222,6 +231,14 @@ class StandIn:
             if version > after
             else None
         )
+
+    def epoch(self, job: str) -> str:
+        self._check(job)
+        return "e"
+
+    def lease_s(self, job: str) -> float | None:
+        self._check(job)
+        return None
 
     def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
         self.callbacks.append(callback)

@@ -4,6 +4,7 @@ for plans.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
 from perseus_planner.service.service import Service
-from perseus_planner.service.storage import Storage
+from perseus_planner.service.store import Storage
 
 PIPELINES, STAGES = 3, 2
 NOW_S = 1_800_000_000.0
@@ -89,8 +90,13 @@ class Clock:
 def service_at(
     place: str | Path, clock: Callable[[], float] | None = None, run: Any = at_once
 ) -> Iterator[Service]:
-    """A service with its database at `place`, by the true time without a clock."""
-    with Storage(place) as storage, Service(storage, now_s=clock, run=run) as service:
+    """A service with its database at `place`, by the true time without a clock; it never stops
+    hearing of a job.
+    """
+    with (
+        Storage(place) as storage,
+        Service(storage, now_s=clock, run=run, lease_s=math.inf) as service,
+    ):
         yield service
 
 

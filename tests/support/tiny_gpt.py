@@ -101,6 +101,7 @@ class Training:
         apart: bool = False,
         overlap: bool = False,
         experts: int = 1,
+        **options: Any,
     ) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         config = TransformerConfig(
@@ -115,6 +116,7 @@ class Training:
             batch_p2p_sync=False,
             hidden_dropout=0.1,
             **(EXPERTS if experts > 1 else {}),
+            **options,
         )
         torch.manual_seed(parallel_state.get_pipeline_model_parallel_rank())
         self.chunks = [

@@ -55,8 +55,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_it_has_all_figures_and_no_barrier(browser, report: str, theme: str):
     with opened(browser, report, color_scheme=theme) as page:
-        page.locator("#curve-5").scroll_into_view_if_needed()
-        page.locator("#curve-5 svg").wait_for()
+        page.locator("#curve-5 svg").wait_for()  # drawn before it is scrolled to
         assert (
             page.locator("#energy-ranks rect.bar").count() == 3 * 2 * 3
         )  # ranks, computing and waiting, iterations
@@ -166,13 +165,15 @@ def test_a_forward_and_a_backward_differ_in_shape(browser, report: str):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_every_point_has_a_label_that_nothing_crosses(browser, report: str, width: int):
+def test_every_point_is_at_its_place_with_a_label_that_nothing_crosses(
+    browser, report: str, width: int
+):
     with opened(browser, report, viewport={"width": width, "height": 844}) as page:
         found = page.evaluate("""() => {
             const all = (of) => [...document.querySelectorAll(`#frontier ${of}`)];
             const boxes = (of) => all(of).map((each) => each.getBoundingClientRect());
             const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
-            const [line] = all("path.line"), labels = boxes(".label"), marks = boxes(".mark");
+            const [line] = all("path.line"), labels = boxes(".label");
             const at = (share) => {
                 const point = line.getPointAtLength(share * line.getTotalLength()), matrix = line.getScreenCTM();
                 return point.matrixTransform(matrix);
@@ -181,11 +182,20 @@ def test_every_point_has_a_label_that_nothing_crosses(browser, report: str, widt
             const inside = (box, { x, y }) => box.left < x && x < box.right && box.top + 3 < y && y < box.bottom - 3;
             const pairs = (boxes) => boxes.flatMap((a, i) => boxes.slice(i + 1).filter((b) => meet(a, b)));
             const struck = labels.filter((box) => on.some((point) => inside(box, point)));
-            return [marks.length, labels.length, struck.length, pairs(marks).length, pairs(labels).length];
+            const { points } = JSON.parse(document.getElementById("data").textContent).frontier;
+            const centres = boxes(".mark").map((box) => [(box.left + box.right) / 2, box.bottom]);
+            return [centres, points, all(".label tspan").map((each) => each.textContent), struck.length, pairs(labels).length];
         }""")  # noqa: E501
-        marks, labels, *troubles = found
-        assert marks == labels >= 6
-        assert troubles == [0, 0, 0]
+        centres, points, names, *troubles = found
+        assert troubles == [0, 0]
+        assert len(centres) == len(points) >= 6
+        assert sorted(names) == sorted(each["name"].replace("bound, ", "") for each in points)
+        # Marks are as far apart as times are: none is moved aside, so faster is farther left.
+        times_s = sorted(each["time_s"] for each in points)
+        places = sorted(x for x, _ in centres)
+        scale = (places[-1] - places[0]) / (times_s[-1] - times_s[0])
+        for x, time_s in zip(places, times_s, strict=True):
+            assert x == pytest.approx(places[0] + scale * (time_s - times_s[0]), abs=1.0)
 
 
 def test_the_colour_is_of_power_or_of_clocks(browser, report: str):

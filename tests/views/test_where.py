@@ -5,6 +5,7 @@ numbers say.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,20 +76,20 @@ def test_the_first_sentence_says_what_is_saved_and_why():
     frontier = frontier_of(1.0, 1.0, 1.2, 1.0)
     plan = frontier.plan_for(1.02 * frontier.baseline_time_s)
     found = where(frontier=frontier, plans={"plan.yaml": plan})
-    first, before, bottleneck, phases = found.sentences
+    first, why, before, bottleneck, phases = found.sentences
     share = 100 * plan.saving_j / plan.baseline_energy_j
-    assert (
-        f": {share:.1f} % less energy than all clocks at maximum, and 2.0 % longer. Computing "
-        "takes " in first
+    assert first.endswith(
+        f": {share:.1f} % less energy than all clocks at maximum, and 2.0 % longer."
     )
-    assert "ranks run at lower clocks; waiting takes" in first
+    assert why.startswith("In its pipeline computing takes ")
+    assert "ranks run at lower clocks; waiting takes" in why
     assert before.startswith("With all clocks at maximum, ")
     assert bottleneck.startswith("Rank 2 is the bottleneck: it computes for ")
     assert (
         "20.0 % longer than the median rank; with equal work on all ranks, an iteration would be "
         in bottleneck
     )
-    assert phases.startswith("The plan saves ")
+    assert re.fullmatch(r"Of the saving, \d+ % is in the steady state, .*", phases)
     assert found.bottleneck is not None
     balanced = solve(profile_of([1.05] * 4), schedules.one_f_one_b(4, 8))
     assert found.bottleneck.balanced_time_s == pytest.approx(balanced.baseline_time_s)
@@ -97,12 +98,12 @@ def test_the_first_sentence_says_what_is_saved_and_why():
 def test_equal_ranks_have_no_bottleneck_and_a_few_share_one():
     frontier = frontier_of(1.0, 1.0, 1.0, 1.0)
     plans = {"plan.yaml": frontier.plan_for(frontier.baseline_time_s)}
-    assert "No rank is the bottleneck" in where(frontier=frontier, plans=plans).sentences[2]
+    assert "No rank is the bottleneck" in where(frontier=frontier, plans=plans).sentences[3]
     frontier = frontier_of(1.1, 1.0, 1.1, 1.0)
     plans = {"plan.yaml": frontier.plan_for(frontier.baseline_time_s)}
     assert (
         "Ranks 0 and 1 more are the bottleneck"
-        in where(frontier=frontier, plans=plans).sentences[2]
+        in where(frontier=frontier, plans=plans).sentences[3]
     )
 
 
@@ -116,7 +117,9 @@ def test_a_report_with_a_run_leads_with_the_run(tmp_path: Path):
         IterationSize(),
     )
     assert report.savings[0].is_run
-    assert report.where.sentences[0].startswith("The run (run) takes ")
+    job, pipeline, *_ = report.where.sentences
+    assert job.startswith("The run in the folder run (2 pipelines together) takes ")
+    assert pipeline.startswith("In each pipeline computing takes ")
     run = report.where.iterations[-1]
     planned = energy_of_plan("plan", plan)
     assert (run.kind, run.phases) == ("run", ())

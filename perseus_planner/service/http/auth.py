@@ -29,14 +29,13 @@ TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
 
 _LINE = re.compile(r"(?P<secret>[!-~]{16,}) +(?P<role>\S+) +(?P<name>[A-Za-z0-9._-]{1,64})")
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-_OPEN_PATHS = (
-    "/healthz",
-    "/v1/me",
-)  # for supervisors and the dashboard; they reveal nothing about jobs
+#: For supervisors and the dashboard; they reveal nothing about jobs.
+_OPEN_PATHS = ("/livez", "/readyz", "/healthz", "/v1/me")
 _ELSEWHERE = (
     "cross-site",
     "same-site",
 )  # browsers send these for pages of other sites, or of another port
+_LEAST_BYTES_A_SECOND = 2**16
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
 _HEADERS = (
@@ -90,7 +89,8 @@ class Limits:
     waiting: int = 10_000  #: How many long polls may be open, over all clients
     #: The longest time to solve a profile that a job is registered with, seconds.
     solve_s: float = 600.0
-    body_s: float = 20.0  #: The longest silence while a body is being sent, seconds
+    #: How long a body may take, seconds, and a second more for each 64 KiB of it that have come.
+    body_s: float = 20.0
 
 
 def read_tokens(
@@ -231,18 +231,20 @@ def _with_headers(send: Send) -> Send:
 
 
 def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
-    """Return a `receive` that refuses a body that is larger than `most` bytes, or stays out for
-    `most_s` seconds.
+    """Return a `receive` that refuses a body that is larger than `most` bytes, or takes longer than
+    `most_s` seconds and one for each 64 KiB.
     """
-    seen, is_whole = 0, False
+    loop = asyncio.get_running_loop()
+    seen, is_whole, until_s = 0, False, loop.time() + most_s
 
     async def receiving() -> Message:
         nonlocal seen, is_whole
         try:
-            message = await (receive() if is_whole else asyncio.wait_for(receive(), most_s))
+            left_s = None if is_whole else until_s + seen / _LEAST_BYTES_A_SECOND - loop.time()
+            message = await asyncio.wait_for(receive(), left_s)
         except asyncio.TimeoutError:
             raise HTTPException(
-                408, f"no more of the body came within {most_s:g} s; send all of it"
+                408, f"{seen} bytes of the body came in time; send all of it within {most_s:g} s"
             ) from None
         seen, is_whole = seen + len(message.get("body", b"")), not message.get("more_body", False)
         if seen > most:

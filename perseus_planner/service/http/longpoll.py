@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -16,15 +16,15 @@ from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
-from perseus_planner.service.answers import Answer, Registered
+from perseus_planner.service.answers import Registered
 from perseus_planner.service.http.auth import Limits
-from perseus_planner.service.model import Fenced, PlanSet, RegisteredJob, Report
+from perseus_planner.service.model import Fenced, PlanSet, RegisteredJob
 from perseus_planner.service.service import Service
 from perseus_planner.service.worker import Unsolved
 
 _THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4
-_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 30.0
+_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 2.0
 _RETRY_S = 1.0
 
 P = ParamSpec("P")
@@ -101,13 +101,19 @@ class AsyncService:
         finally:
             self._wake_clock.set()
 
-    async def report(self, job: str, report: Report) -> Answer:
-        """Call `Service.report` without a thread that waits for the disk."""
+    async def written(self, submitted: Future[R]) -> R:
+        """Return the result of a change that was submitted, without a thread that waits for the
+        disk.
+        """
         try:
-            return await asyncio.wrap_future(self.service.submit_report(job, report))
+            return await asyncio.wrap_future(submitted)
         finally:
-            if self.service.next_tick_s() < self._next_tick_s:
-                self._wake_clock.set()
+            self.look_at_clock()
+
+    def look_at_clock(self) -> None:
+        """Tick earlier if the service wants that by now."""
+        if self.service.next_tick_s() < self._next_tick_s:
+            self._wake_clock.set()
 
     async def solve(self, unsolved: Unsolved) -> bytes:
         """Call `Service.solve`, which may take minutes, once for all who ask for the same

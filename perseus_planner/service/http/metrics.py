@@ -93,7 +93,7 @@ class Metrics:
 
 class _Jobs(Collector):
     """Metrics of jobs, computed when they are read; counters only of jobs that sent telemetry after
-    `since_s`.
+    `since_s`. The label is not `job`, which Prometheus sets to its own name for what it scrapes.
 
     Telemetry that a killed service had not written returns with the job's next message. Showing a
     lower counter until then would count everything once more, as Prometheus takes a counter that
@@ -106,49 +106,34 @@ class _Jobs(Collector):
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("planner_jobs", "Jobs that are registered.", len(self._jobs))
         for name, text, value_of in _GAUGES:
-            family = GaugeMetricFamily(name, text, labels=("job",))
+            family = GaugeMetricFamily(name, text, labels=("training_job",))
             for status in self._jobs:
                 value = value_of(status)
                 if value is not None:
                     family.add_metric((status.job.name,), value)
             yield family
-        reporting = [
-            (status.job.name, status.telemetry)
-            for status in self._jobs
-            if status.telemetry is not None
-        ]
         yield from _counters(
             [
-                (job, telemetry)
-                for job, telemetry in reporting
-                if telemetry.observed_s >= self._since_s
+                (status.job.name, telemetry)
+                for status in self._jobs
+                if (telemetry := status.telemetry) is not None
+                and telemetry.observed_s >= self._since_s
             ]
         )
-        yield _latencies(reporting)
 
 
 def _counters(reporting: Sequence[tuple[str, JobTelemetry]]) -> Iterator[Metric]:
     for name, text, number_of in _COUNTERS:
-        family = CounterMetricFamily(name, text, labels=("job",))
+        family = CounterMetricFamily(name, text, labels=("training_job",))
         for job, telemetry in reporting:
             family.add_metric((job,), number_of(telemetry))
         yield family
     for name, text, joules_of in _JOULES:
-        family = CounterMetricFamily(name, text, labels=("job", "energy"))
+        family = CounterMetricFamily(name, text, labels=("training_job", "energy"))
         for job, telemetry in reporting:
             if telemetry.energy_is is not None:
                 family.add_metric((job, telemetry.energy_is), joules_of(telemetry))
         yield family
-
-
-def _latencies(reporting: Sequence[tuple[str, JobTelemetry]]) -> Metric:
-    text = "Recent time from requesting a clock until it is set."
-    family = GaugeMetricFamily("planner_job_clock_set_seconds", text, labels=("job", "quantile"))
-    for job, telemetry in reporting:
-        for quantile, seconds in (("0.5", telemetry.set_p50_s), ("0.99", telemetry.set_p99_s)):
-            if seconds is not None:
-                family.add_metric((job, quantile), seconds)
-    return family
 
 
 _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
@@ -197,6 +182,21 @@ _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
         "planner_job_iteration_seconds",
         "Recent time of an iteration of a job.",
         lambda status: status.telemetry.iteration_s if status.telemetry else None,
+    ),
+    (
+        "planner_job_over_budget",
+        "Whether a job has drawn over 2 % more than its power budgets allow for a minute.",
+        lambda status: float(status.over_budget_since_s is not None),
+    ),
+    (
+        "planner_job_clock_set_median_seconds",
+        "Recent time from requesting a clock until it is set: half of the changes took less.",
+        lambda status: status.telemetry.set_p50_s if status.telemetry else None,
+    ),
+    (
+        "planner_job_clock_set_slow_seconds",
+        "Recent time from requesting a clock until it is set: one change of 100 took longer.",
+        lambda status: status.telemetry.set_p99_s if status.telemetry else None,
     ),
     (
         "planner_job_saved_joules",

@@ -1,5 +1,5 @@
-"""What is answered beside values: errors, always as `{"error": {"code", "message"}}`; pages for
-those who look again and again, with a tag and compressed; and the dashboard at `/`.
+"""What is answered beside values: problems, as RFC 9457 has them; pages for those who look again
+and again, with a tag and compressed; and the dashboard at `/`.
 
 The dashboard is a page with scripts and styles, which contain nothing about jobs and need no token;
 it asks the API for everything it shows, with the viewer's token.
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import gzip
 import math
-import threading
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
 from importlib.resources import files
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 from fastapi.exceptions import RequestValidationError
@@ -29,7 +29,7 @@ from perseus_planner.base.errors import (
     PlannerError,
 )
 from perseus_planner.base.files import sha256
-from perseus_planner.service.answers import Error, ErrorContent, JobStatus
+from perseus_planner.service.answers import JobStatus, Problem
 from perseus_planner.service.model import Conflict, StorageError, UnknownJob
 from perseus_planner.service.planning import NotPlanned
 from perseus_planner.service.schemas import to_json
@@ -38,58 +38,41 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
 
+PROBLEM = "application/problem+json"
+
 _QUICK = 1  # the level of gzip: higher ones take much longer and save little
+_READS_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
-class Page(NamedTuple):
-    """JSON with its tag, as it is and compressed."""
-
-    tag: str
-    content: bytes
-    zipped: bytes
-
-    @classmethod
-    def of(cls, content: bytes) -> Page:
-        """Return the page with this content; takes some milliseconds for a megabyte."""
-        return cls(f'"{sha256(content)}"', content, gzip.compress(content, _QUICK, mtime=0))
-
-    def answer(self, request: Request) -> Response:
-        """Return the answer to a request: 304 if the client has the page, and compressed if it
-        can read that.
-        """
-        headers = {"ETag": self.tag, "Vary": "Accept-Encoding"}
-        if self.tag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(self.content, headers=headers, media_type="application/json")
+def page_response(request: Request, content: bytes) -> Response:
+    """Return JSON as the answer to a request: 304 if the client has it, and compressed if it can
+    read that; takes some milliseconds for a megabyte.
+    """
+    headers = {"ETag": f'"{sha256(content)}"', "Vary": "Accept-Encoding"}
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if _READS_GZIP.search(request.headers.get("accept-encoding", "")):
+        content = gzip.compress(content, _QUICK, mtime=0)
         headers["Content-Encoding"] = "gzip"
-        return Response(self.zipped, headers=headers, media_type="application/json")
+    return Response(content, headers=headers, media_type="application/json")
 
 
 class StatusPages:
-    """The page with the status of all jobs: a job's part is made once for each change, the whole
-    once for all who ask.
-
-    It may be used from any thread.
-    """
+    """The page with the status of all jobs, of which a job's part is made once for each change."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._parts: dict[str, tuple[JobStatus, bytes]] = {}
-        self._made: tuple[tuple[bytes, ...], Page] | None = None
 
-    def of(self, jobs: Sequence[JobStatus]) -> Page:
-        """Return the page with these jobs."""
-        with self._lock:
-            self._parts = {status.job.name: self._part(status) for status in jobs}
-            parts = tuple(content for _, content in self._parts.values())
-            if self._made is None or self._made[0] != parts:
-                self._made = parts, Page.of(b'{"jobs":[' + b",".join(parts) + b"]}")
-            return self._made[1]
-
-    def _part(self, status: JobStatus) -> tuple[JobStatus, bytes]:
-        part = self._parts.get(status.job.name)
-        return part if part is not None and part[0] is status else (status, to_json(status))
+    def of(self, jobs: Sequence[JobStatus]) -> bytes:
+        """Return the page with these jobs; from any thread."""
+        parts = {}
+        for status in jobs:
+            part = self._parts.get(status.job.name)
+            if part is None or part[0] is not status:
+                part = status, to_json(status)
+            parts[status.job.name] = part
+        self._parts = parts
+        return b'{"jobs":[' + b",".join(content for _, content in parts.values()) + b"]}"
 
 
 _CODES = {
@@ -204,10 +187,10 @@ def _answer(
     headers: Mapping[str, str] | None = None,
     least: Mapping[str, float] | None = None,
 ) -> Response:
-    content = Error(ErrorContent(code or _CODES.get(status, "fault"), message, **(least or {})))
-    return Response(
-        to_json(content, without_defaults=True), status, headers, media_type="application/json"
-    )
+    title = HTTPStatus(status).phrase
+    problem = Problem(title, status, message, code or _CODES.get(status, "fault"), **(least or {}))
+    content = to_json(problem, without_defaults=True)
+    return Response(content, status, headers, media_type=PROBLEM)
 
 
 PAGE = "/"

@@ -20,13 +20,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from perseus_planner.base import __version__
-from perseus_planner.service import alertmanager, answers, schemas
-from perseus_planner.service.answers import Answer, Error, History, JobStatus, Registered
+from perseus_planner.service import answers, schemas
+from perseus_planner.service.alertmanager import read_alert, rule_of
+from perseus_planner.service.answers import Answer, History, JobStatus, Problem, Registered
 from perseus_planner.service.curves import Curve
 from perseus_planner.service.http.auth import Role, check_role
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import CONTENT_TYPE
-from perseus_planner.service.http.pages import Page
+from perseus_planner.service.http.pages import page_response
 from perseus_planner.service.model import PlanSet, UnknownJob
 from perseus_planner.service.worker import Unsolved
 
@@ -131,7 +132,7 @@ def add_route(
     """
     statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
-        status: {"model": Error, "description": HTTPStatus(status).phrase} for status in statuses
+        status: {"model": Problem, "description": HTTPStatus(status).phrase} for status in statuses
     }
     dependencies = [] if role is None else [Security(_Bearer(role))]
     return router.api_route(
@@ -161,6 +162,9 @@ After = Annotated[
     int,
     Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none."),
 ]
+Epoch = Annotated[
+    str, Query(max_length=256, description="That in which `after` is; empty for this one.")
+]
 Wait = Annotated[
     float,
     Query(
@@ -183,7 +187,7 @@ _NOTHING_NEWER: Mapping[int | str, Any] = {204: {"description": "Nothing newer w
 
 
 def _page(value: Any, request: Request) -> Response:
-    return Page.of(schemas.to_json(value)).answer(request)
+    return page_response(request, schemas.to_json(value))
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -225,7 +229,7 @@ async def register(request: Request, sent: schemas.Registration, live: Live) -> 
 async def jobs(request: Request, live: Live) -> Response:
     """List all running jobs with their status."""
     pages = request.app.state.pages
-    return await live.call(lambda: pages.of(live.service.jobs()).answer(request))
+    return await live.call(lambda: page_response(request, pages.of(live.service.jobs())))
 
 
 @_get("/v1/totals", "read", answers.Totals, also=_UNCHANGED)
@@ -264,7 +268,7 @@ async def report(
     If slow stages have to be solved and planned first, the answer waits up to `wait_s` for that.
     """
     straggler = sent.report(idempotency_key, request.app.state.now_s())
-    answer = await live.report(job, straggler)
+    answer = await live.written(live.service.submit_report(job, straggler))
     if wait_s and answer.takes_effect == "planning":
         with suppress(
             HTTPException, UnknownJob
@@ -288,36 +292,54 @@ async def clear(
     return _json(await live.change(live.service.clear, job, key))
 
 
-@_post("/v1/alerts", "report", answers.AlertAnswers, description=alertmanager.__doc__)
+@_post("/v1/alerts", "report", answers.AlertAnswers)
 async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Response:
-    """Take the alerts that Alertmanager posts.
+    """Take the alerts that Prometheus' Alertmanager posts.
 
+    Each reports the GPU (label `UUID`) or node (`Hostname`, `node`, `nodename` or `instance`) that
+    it names, in every job that has it, with the annotation or label `slowdown` or `score`.
     Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is
     refused.
     """
-    received = await live.call(alertmanager.read_alerts, sent.alerts, request.app.state.now_s())
-    effects = await live.change(
-        live.service.alert, [alert.report for alert in received if alert.report is not None]
-    )
-    ignored = alertmanager.ignored_alerts(received, effects.ignored)
+    now_s = request.app.state.now_s()
+    received = await live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
+    reports = [each for each in received if not isinstance(each, str)]
+    effects = await live.change(live.service.alert, reports)
+    ignored = []
+    for index, (alert, each) in enumerate(zip(sent.alerts, received, strict=True)):
+        problem = each if isinstance(each, str) else effects.ignored.get(each.key)
+        if problem is not None:
+            ignored.append(answers.IgnoredAlert(index, rule_of(alert), problem))
+        if isinstance(each, str):
+            _log.warning("An alert of the rule %r cannot be used: %s", rule_of(alert), problem)
     request.app.state.metrics.count_alerts(len(received), len(ignored))
-    for alert in received:
-        if alert.report is None:
-            _log.warning("An alert of the rule %r cannot be used: %s", alert.name, alert.problem)
-    return _json(answers.AlertAnswers(effects.answers, ignored))
+    return _json(answers.AlertAnswers(effects.answers, tuple(ignored)))
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
-async def plans(job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0) -> Response:
-    """Return the plans of all pipelines of a job, as soon as their version is above `after`."""
-    newer = await live.newer(job, after, wait_s)
-    return Response(status_code=204) if newer is None else _json(newer)
+async def plans(
+    job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0, epoch: Epoch = ""
+) -> Response:
+    """Return the plans of all pipelines of a job, as soon as their version is above `after`, or at
+    once if that was of another `epoch`, which the header `Planner-Epoch` says.
+
+    The header `Planner-Lease` says for how many seconds plans that wait for a straggler hold if the
+    service is not heard of any more. The job then runs the plan `own` in all pipelines.
+    """
+    now = live.service.epoch(job)
+    newer = await live.newer(job, 0 if epoch and epoch != now else after, wait_s)
+    answer = Response(status_code=204) if newer is None else _json(newer)
+    answer.headers[schemas.EPOCH] = live.service.epoch(job)
+    lease_s = live.service.lease_s(job)
+    if lease_s is not None:
+        answer.headers[schemas.LEASE] = f"{lease_s:.3f}"
+    return answer
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
 async def taken(job: JobName, sent: schemas.TakenRequest, live: Live) -> Response:
     """Report which version of its plans a job runs."""
-    await live.call(live.service.taken, job, sent.version, sent.iteration)
+    await live.written(live.service.submit_taken(job, sent.version, sent.iteration))
     return Response(status_code=204)
 
 
@@ -330,7 +352,10 @@ async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Respons
     another `run`. The counts are on disk some seconds later; if the service is killed before, the
     next message makes up for it.
     """
-    await live.change(live.service.telemetry, job, sent)
+    limited = live.service.submit_telemetry(job, sent)
+    if limited is not None:
+        await live.written(limited)
+    live.look_at_clock()
     return Response(status_code=204)
 
 
@@ -396,8 +421,9 @@ async def power_budget(request: Request, live: Live) -> Response:
     response_class=Response,
 )
 async def metrics(request: Request, live: Live) -> Response:
-    """Return metrics for Prometheus."""
-    text = await live.call(lambda: request.app.state.metrics.text(live.service.jobs()))
+    """Return metrics for Prometheus, of jobs that are heard of."""
+    jobs = [each for each in live.service.jobs() if each.silent_since_s is None]
+    text = await live.call(request.app.state.metrics.text, jobs)
     return Response(text, media_type=CONTENT_TYPE)
 
 
@@ -407,9 +433,19 @@ async def me(request: Request) -> Response:
     return _json(answers.Me(request.state.role, request.state.name))
 
 
+@_get("/livez", None, answers.Health)
+@router.head("/livez", include_in_schema=False)
+async def livez() -> Response:
+    """Return whether the service answers at all; needs no token."""
+    return _json(answers.Health("ok", __version__))
+
+
 @_get("/healthz", None, answers.Health)
-async def healthz(live: Live) -> Response:
-    """Return whether the service is healthy; needs no token."""
+@router.head("/healthz", include_in_schema=False)
+@_get("/readyz", None, answers.Health)
+@router.head("/readyz", include_in_schema=False)
+async def readyz(live: Live) -> Response:
+    """Return whether the service can take what it is sent; needs no token."""
     if live.problem is not None:
         raise HTTPException(503, f"the service is stuck: {live.problem}; see its log")
     return _json(answers.Health("ok", __version__))

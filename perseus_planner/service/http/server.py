@@ -7,8 +7,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import logging
+import math
 import os
 import re
+import resource
+import select
 import signal
 import socket
 import ssl
@@ -23,28 +27,47 @@ from ipaddress import ip_address
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.loops import Loop
 from perseus_planner.runs import account
 from perseus_planner.service import answers, curves, model, schemas
 from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Guard, Limits, Token
 from perseus_planner.service.http.longpoll import AsyncService
 from perseus_planner.service.http.metrics import Metrics
-from perseus_planner.service.http.pages import StatusPages, add_error_handlers, dashboard
+from perseus_planner.service.http.pages import (
+    PROBLEM,
+    StatusPages,
+    add_error_handlers,
+    dashboard,
+    error_answer,
+)
 from perseus_planner.service.http.routes import router
 from perseus_planner.service.service import Service
+
+_STAND_BY_S = 1.0  # between two tries to take the database over
+_STANDING_BY = (
+    "another service has the database, and this one stands by; ask the other, or wait until this "
+    "one takes over"
+)
+_log = logging.getLogger(__name__)
 
 _GRACE_S = 5  # how long requests may still take when the server ends
 _BACKLOG = 2048
 # a thread that computes for long gives way this often; a report waits for that a few times
 _SWITCH_S = 0.0005
+_LAG_S = 0.1
 HEAD_S = 10.0  # within which the head of a request must have come
+_DESCRIPTORS = 2**16  # each long poll is one
+_OWN_DESCRIPTORS = 64  # for the database and planning processes
+_BETWEEN_WARNINGS_S = 60.0
 _VANISHED_S = 60  # after which a client that the network no longer reaches is given up
 
 
@@ -120,11 +143,45 @@ def serve(
         Fenced: If another service has opened the database.
     """
     sys.setswitchinterval(_SWITCH_S)
+    _raise_limit_of_descriptors()
     with _ended_by_sigterm():
         server = _server(service, listener, limits, ready)
         server.run(sockets=[listener.socket])
     if server.live.fenced is not None:
         raise server.live.fenced
+
+
+def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
+    """Answer with status 503, except that the process lives, until `take_over` returns True, which
+    is called every second on another thread; or until SIGTERM or SIGINT, as for `serve`.
+
+    Returns:
+        Whether `take_over` did.
+    """
+    has_taken = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/livez":
+            answer = Response(schemas.to_json(answers.Health("ok", __version__)))
+        else:
+            answer = error_answer(HTTPException(503, _STANDING_BY, {"Retry-After": "1"}))
+        await answer(scope, receive, send)
+
+    server = uvicorn.Server(_config(app, listener.address, lifespan="off"))
+
+    def look() -> None:
+        if take_over():
+            has_taken.set()
+            server.should_exit = True
+
+    loop = Loop(look, "planner-stand-by", _STAND_BY_S)
+    with _ended_by_sigterm():
+        loop.start()
+        try:
+            server.run(sockets=[listener.socket.dup()])
+        finally:
+            loop.stop()
+    return has_taken.is_set()
 
 
 @contextmanager
@@ -151,15 +208,26 @@ def serving(
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if the head of a request does not come, or its client has
-    vanished.
+    """A connection that is closed if the head of a request does not come, its client has vanished,
+    or it takes a descriptor that the service needs for itself.
     """
 
     _late: asyncio.TimerHandle | None = None
+    _warns_from_s: ClassVar[float] = -math.inf
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_head()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(self.connections) > descriptors - _OWN_DESCRIPTORS:
+            transport.abort()
+            if self.loop.time() > _Connection._warns_from_s:
+                _Connection._warns_from_s = self.loop.time() + _BETWEEN_WARNINGS_S
+                _log.warning(
+                    "Connections are refused, as %d files may be open; raise the limit, such as "
+                    "LimitNOFILE",
+                    descriptors,
+                )
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -179,7 +247,15 @@ class _Connection(H11Protocol):
     def _expect_head(self) -> None:
         if self._late is not None:
             self._late.cancel()
-        self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._late = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _give_up(self) -> None:
+        unread = select.poll()
+        unread.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        if unread.poll(0):  # the head waits, as the loop lags
+            self._late = self.loop.call_later(_LAG_S, self._give_up)
+        else:
+            self.transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -198,11 +274,19 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.live.end_waiting()
         await super().shutdown(sockets)
+
+
+def _raise_limit_of_descriptors() -> None:
+    """Raise the soft limit, which is low for programs that use select(), to what is needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
 
 
 def _server(
@@ -211,7 +295,11 @@ def _server(
     address, tokens = listener.address, listener.tokens
     access = Access(tokens, loopback_only=not tokens and address.unix is None)
     app = create_app(service, access, limits or Limits())
-    config = uvicorn.Config(
+    return _Server(_config(app, address), ready, app.state.service)
+
+
+def _config(app: Any, address: Address, **more: Any) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         http=_Connection,
         log_config=None,  # only warnings, on stderr
@@ -219,12 +307,14 @@ def _server(
         server_header=False,
         proxy_headers=False,  # clients could forge them
         ws="none",
-        backlog=_BACKLOG,
+        # so many are accepted before others get a turn; the queue of the socket itself is longer
+        backlog=1,
+        timeout_keep_alive=_VANISHED_S,  # `HEAD_S` ends it before
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=address.certificate,
         ssl_keyfile=address.key,
+        **more,
     )
-    return _Server(config, ready, app.state.service)
 
 
 def _check_tls(address: Address) -> None:
@@ -342,8 +432,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 _DESCRIPTION = """
 Report that a rank, a GPU, a node, a stage or a pipeline of a training job is slow, and all other
 pipelines of the job get plans that save energy in the meantime, until it has recovered. Times are
-in seconds, powers in watts. Every request that is not carried out is answered with `{"error":
-{"code", "message"}}`. What is answered with 2xx is on disk.
+in seconds, powers in watts. Every request that is not carried out is answered with a problem as RFC
+9457 has it, whose `code` is for programs. What is answered with 2xx is on disk.
 """
 
 
@@ -388,7 +478,14 @@ def create_app(
 
 
 def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
-    """Describe the fields in an OpenAPI document by the comments that stand beside them."""
+    """Describe the fields in an OpenAPI document by the comments that stand beside them, and name
+    the type of problems, which FastAPI takes for plain JSON.
+    """
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            for status, answer in operation["responses"].items():
+                if status >= "400":
+                    answer["content"] = {PROBLEM: answer["content"].pop("application/json")}
     described = document["components"]["schemas"]
     of_kinds: dict[str, dict[str, str]] = {}
     for module in (account, answers, curves, model, schemas):

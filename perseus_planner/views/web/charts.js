@@ -32,12 +32,11 @@ const charts = (() => {
 
   // --- Numbers -------------------------------------------------------------------------------------------------------
 
-  /** Writes a number with thousands separated, and `digits` digits after the point, or four digits in all. */
+  /** Writes a number with thousands separated, and `digits` digits after the point, or three digits in all. */
   function number(value, digits = null) {
     if (value === null || !Number.isFinite(value)) return "–";
-    const size = Math.abs(value);
-    const places = digits ?? (size >= 1000 || size === 0 ? 0 : Math.max(0, 3 - Math.floor(Math.log10(size))));
-    return value.toLocaleString("en-US", { minimumFractionDigits: 0, maximumFractionDigits: Math.min(places, 12) });
+    if (digits === null && !Number.isInteger(value)) return value.toLocaleString("en-US", { maximumSignificantDigits: 3 });
+    return value.toLocaleString("en-US", { maximumFractionDigits: Math.min(digits ?? 0, 12) });
   }
 
   /** Writes a number with its unit, such as "1,234 W"; an empty unit is left out. */
@@ -162,9 +161,10 @@ const charts = (() => {
    *   description: text for screen readers,
    *   x: {label, unit, range?: [low, high]}, y: the same,
    *   series: [{name, color: 1..8, x: [..], y: [..], line?: true, dashed?: false, dots?: false, errors?: [..] (+- on y),
-   *             xErrors?: [..] (+- on x), steps?: false (a value lasts until the next)}],
+   *             xErrors?: [..] (+- on x)}],
    *   marks?: (the most important first) [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the
    *             legend, or null to leave it out, from?: {x, y} previous position, to animate a move}],
+   *   events?: [{x, text}], each a dotted line over the whole height,
    *   table?: true for the numbers below, legend?: false to leave it out, height?: px,
    *   compact?: true for one of many small charts, whose axes are described once
    * }
@@ -179,7 +179,8 @@ const charts = (() => {
       const yRange = chart.y.range ?? range([...chart.series.flatMap((each) => each.y), ...marks.map((mark) => mark.y), ...lows, ...highs]);
       const xTicks = ticks(...xRange, chart.compact ? 2 : width < NARROW ? 4 : 8);
       const plane = frame(width, chart, xRange, yRange, xTicks.values.map((at) => ({ at, text: number(at, xTicks.digits) })));
-      const parts = [...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, chart.series, isNew)];
+      const happened = (chart.events ?? []).filter(({ x }) => x >= xRange[0] && x <= xRange[1]).map(({ x, text }) => svg("path", { class: "event", d: `M${plane.x(x)} ${plane.box.top}V${plane.box.bottom}` }, svg("title", {}, text)));
+      const parts = [...happened, ...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, chart.series, isNew)];
       isNew = false;
       const readout = html("p", { class: "readout", "aria-hidden": "true" }); // for the pointer; the table has the same for everybody
       const image = picture(plane, chart, parts);
@@ -194,7 +195,7 @@ const charts = (() => {
     const points = series.x.map((x, index) => [plane.x(x), plane.y(series.y[index])]);
     const parts = [];
     if (series.line ?? true) {
-      const path = points.map(([x, y], index) => index === 0 ? `M${x.toFixed(1)} ${y.toFixed(1)}` : `${series.steps ? `H${x.toFixed(1)}` : ""}L${x.toFixed(1)} ${y.toFixed(1)}`);
+      const path = points.map(([x, y], index) => `${index === 0 ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`);
       parts.push(svg("path", { class: series.dashed ? "line dashed" : "line", d: path.join("") || null }));
     }
     (series.errors ?? []).forEach((error, index) => {
@@ -211,31 +212,25 @@ const charts = (() => {
     return [svg("g", { class: `series-${series.color}` }, ...parts)];
   }
 
-  /** Returns the marks; the first is on top and is labelled first. Marks that would hide each other, and labels that lie
-   * on a line, a mark or another label, are moved aside, with a thin line to where they belong. */
+  /** Returns the marks, each where it belongs; the first is on top and is labelled first. Marks that hide each other share a
+   * label of several lines. Labels keep clear of lines, marks and other labels, with a thin line to marks that are far. */
   function marked(plane, marks, series, moving) {
     const size = 7; // px, of half a mark
-    const box = ({ x, y }) => ({ left: x - size, right: x + size, top: y - size, bottom: y + size });
-    const spots = [];
-    for (const mark of marks) {
-      const [x, y] = [plane.x(mark.x), plane.y(mark.y)];
-      const aside = [0, 1, -1, 2, -2, 3, -3].map((step) => ({ x: x + 2.2 * size * step, y }));
-      const free = (spot) => spot.x > plane.box.left - size && spot.x < plane.width - size && spots.every((other) => apart(box(spot), box(other)));
-      spots.push(aside.find(free) ?? { x, y });
+    const spots = marks.map((mark) => ({ mark, x: plane.x(mark.x), y: plane.y(mark.y), texts: [] }));
+    for (const { mark, x, y } of spots) {
+      if (mark.label) spots.find((other) => Math.hypot(x - other.x, y - other.y) < 1.5 * size).texts.push(mark.label);
     }
-    const taken = spots.map(box);
+    const taken = spots.map(({ x, y }) => ({ left: x - size, right: x + size, top: y - size, bottom: y + size }));
     const lines = series.flatMap((each) => (each.line ?? true) ? segments(each.x.map((x, index) => [plane.x(x), plane.y(each.y[index])])) : []);
-    const groups = marks.map((mark, order) => {
-      const [spot, x, y] = [spots[order], plane.x(mark.x), plane.y(mark.y)];
+    const groups = spots.map(({ mark, x, y, texts }) => {
       const group = svg("g", { class: `series-${mark.color}` });
-      if (spot.x !== x) group.append(svg("path", { class: "leader", d: `M${x} ${y}H${spot.x}` }));
-      const found = mark.label ? room(plane, spot, 6.6 * mark.label.length, taken, lines) : null;
+      const found = texts.length ? room(plane, { x, y }, 6.6 * Math.max(...texts.map((text) => text.length)), 16 * texts.length, taken, lines) : null;
       if (found !== null) {
         taken.push(found);
-        if (found.far) group.append(svg("path", { class: "leader", d: `M${spot.x} ${spot.y}L${Math.min(Math.max(spot.x, found.left), found.right)} ${spot.y < found.top ? found.top : found.bottom}` }));
-        group.append(svg("text", { class: "label", x: found.left, y: found.bottom - 4 }, mark.label));
+        if (found.far) group.append(svg("path", { class: "leader", d: `M${x} ${y}L${Math.min(Math.max(x, found.left), found.right)} ${y < found.top ? found.top : found.bottom}` }));
+        group.append(svg("text", { class: "label" }, ...texts.map((text, row) => svg("tspan", { x: found.left, y: found.top + 12 + 16 * row }, text))));
       }
-      group.append(svg("path", { class: "mark", d: shape(mark.shape, spot.x, spot.y) }));
+      group.append(svg("path", { class: "mark", d: shape(mark.shape, x, y) }));
       if (moving && mark.from) move(group, plane.x(mark.from.x) - x, plane.y(mark.from.y) - y);
       return group;
     });
@@ -252,14 +247,14 @@ const charts = (() => {
     element.animate([{ transform: `translate(${dx}px, ${dy}px)` }, { transform: "none" }], { duration: 600, easing: "ease-in-out" });
   }
 
-  /** Returns the nearest free box for a label of `width` pixels, or null if there is none. */
-  function room(plane, { x, y }, width, taken, lines) {
+  /** Returns the nearest free box for a label of `width` and `height` pixels, or null if there is none. */
+  function room(plane, { x, y }, width, height, taken, lines) {
     const inside = (box) => box.left >= plane.box.left && box.right <= plane.width && box.top >= 14 && box.bottom <= plane.box.bottom;
     const boxes = [11, 22, 36, 54, 76, 104, 140, 190].flatMap((away) => Array.from({ length: 16 }, (_, turn) => {
       const [dx, dy] = [away * Math.cos((turn - 1) * Math.PI / 8), away * Math.sin((turn - 1) * Math.PI / 8)];
       const left = x + dx - (dx > away / 3 ? 0 : dx < -away / 3 ? width : width / 2);
-      const top = y + dy - (dy > away / 3 ? 2 : dy < -away / 3 ? 14 : 8);
-      return { left, right: left + width, top, bottom: top + 16, far: away > 22 };
+      const top = y + dy - (dy > away / 3 ? 2 : dy < -away / 3 ? height - 2 : height / 2);
+      return { left, right: left + width, top, bottom: top + height, far: away > 22 };
     })).filter((box) => inside(box) && taken.every((other) => apart(box, other)));
     return boxes.find((box) => !lines.some((line) => crosses(line, box))) ?? boxes[0] ?? null;
   }
@@ -291,9 +286,11 @@ const charts = (() => {
     return [...ofSeries, ...ofMarks];
   }
 
-  function nearest(image, event, plane, chart, marks) {
+  function nearest(image, pointer, plane, chart, marks) {
     const box = image.getBoundingClientRect();
-    const [px, py] = [((event.clientX - box.left) * plane.width) / box.width, ((event.clientY - box.top) * plane.height) / box.height];
+    const [px, py] = [((pointer.clientX - box.left) * plane.width) / box.width, ((pointer.clientY - box.top) * plane.height) / box.height];
+    const event = (chart.events ?? []).find(({ x }) => Math.abs(plane.x(x) - px) < 3);
+    if (event) return event.text;
     let best = { distance: 40, text: "" }; // px; points farther away do not count
     const look = (name, x, y, favour) => {
       const distance = Math.hypot(plane.x(x) - px, plane.y(y) - py) - favour;
@@ -371,5 +368,5 @@ const charts = (() => {
       svg("path", { d: "M0 0V5", stroke: "currentColor", "stroke-width": 3 }));
   }
 
-  return { html, svg, number, quantity, ticks, range, table, line, bars, shape };
+  return { html, svg, number, quantity, ticks, range, table, line, bars };
 })();

@@ -95,20 +95,12 @@
     }, { once: true });
   }
 
-  /** Draws each figure when it comes near the viewport, or before the page is printed. */
-  function lazily(draws) {
-    const left = new Map(draws);
-    const watch = new IntersectionObserver((entries) => {
-      for (const { isIntersecting, target } of entries) if (isIntersecting) now(target);
-    }, { rootMargin: "400px" });
-    function now(place) {
-      const draw = left.get(place);
-      left.delete(place);
-      watch.unobserve(place);
-      draw?.();
-    }
-    for (const place of left.keys()) watch.observe(place);
-    addEventListener("beforeprint", () => [...left.keys()].forEach(now));
+  /** Draws small charts a few at a time, so that the page answers meanwhile; all of them before the page is printed. */
+  function inTurn(draws) {
+    const some = (count) => draws.splice(0, count).forEach((draw) => draw());
+    const next = () => { some(8); if (draws.length) setTimeout(next); };
+    setTimeout(next);
+    addEventListener("beforeprint", () => some(draws.length));
   }
 
   if (at("energy-ranks")) {
@@ -118,6 +110,6 @@
   if (at("frontier")) frontier(at("frontier"), data.frontier);
   if (at("timelines")) timelines.show(at("timelines"), data.iterations, data.unit);
   if (at("changes")) changes(at("changes"), data.ranks);
-  lazily(data.curves.flatMap((each, index) => at(`curve-${index}`) ? [[at(`curve-${index}`), () => curve(at(`curve-${index}`), each)]] : []));
+  inTurn(data.curves.flatMap((each, index) => at(`curve-${index}`) ? [() => curve(at(`curve-${index}`), each)] : []));
   for (const details of document.querySelectorAll("[data-computation]")) numbers(details);
 })();

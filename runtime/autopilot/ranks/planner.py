@@ -352,6 +352,8 @@ def _difference(profile: Profile, job: AutopilotJob) -> str | None:
         return f"is of the GPU {profile.gpu!r}, and this job has {job.gpu!r}"
     if profile.gpus_per_stage != job.gpus_per_stage:
         return f"has {profile.gpus_per_stage} GPUs in a stage, and this job {job.gpus_per_stage}"
+    if profile.modes is not None:
+        return "has modes, and the autopilot learns one way of running"
     if set(profile.measurements) != set(job.iteration.keys):
         return "has other stages or kinds of computations than this job"
     if profile.control != job.control:

@@ -62,7 +62,7 @@ async function request(method, path, body, signal, viewer) {
   }
   setClock(response.headers.get("Date"));
   if (response.ok || response.status === 304) return response;
-  const message = (await response.json().catch(() => null))?.error?.message ?? `status ${response.status}`;
+  const message = (await response.json().catch(() => null))?.detail ?? `status ${response.status}`;
   throw response.status >= 500 ? new Away(message) : new Refused(response.status, message);
 }
 

@@ -22,7 +22,7 @@ export function showJob({ status, frontier, pipelines, history }, mayReport, cle
   byId("origin").replaceChildren(...originOf(status, frontier));
   showPipelines(status, frontier, groups(pipelines));
   showAutopilot(status.autopilot ?? null);
-  showHistory(history, job.since_s);
+  showHistory(history, job);
   showReports(status, mayReport, clear);
   document.title = `${slow ? `${reportsText(slow)} · ` : ""}${job.name} · Planner`;
 }
@@ -54,7 +54,7 @@ function power({ job, telemetry, expected, unlike_plan: unlike }) {
   const most_w = expected.baseline_power_w;
   const saving = `${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, ${byPlans(expected.origin)}`;
   const notes = unlike ? [] : [saving.replace("the same than", "the same as")];
-  if (job.power_w !== null) notes.push(`at most ${watts(job.power_w)} allowed`);
+  if (job.power_w !== null) notes.push(sent_w > job.power_w ? `${watts(sent_w - job.power_w)} over its budget of ${watts(job.power_w)}` : `at most ${watts(job.power_w)} allowed`);
   if (job.next_power) notes.push(budgetText(job.next_power));
   return { name: "Power, all GPUs", value: watts(now_w), origin: sent_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: unlike ? null : now_w / most_w };
 }

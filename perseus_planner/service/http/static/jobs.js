@@ -52,6 +52,7 @@ export function stateOf(status) {
   const { telemetry, autopilot, promised, version, taken } = status;
   if (slowOf(status)) return `${reportsText(slowOf(status))}: ${status.decision.reason}`;
   if (status.unlike_plan) return status.unlike_plan;
+  if (telemetry !== null && status.job.power_w !== null && telemetry.power_w > status.job.power_w) return "over its power budget";
   if (promised > version) return `planning version ${number(promised)}`;
   if (autopilot !== null && autopilot !== undefined) return `autopilot: ${autopilot.phase}`;
   if (telemetry === null) return "sends no telemetry";

@@ -33,8 +33,8 @@ export function showPipelines(status, frontier, grouped) {
 }
 
 function row() {
-  return html("tr", {}, html("th", { scope: "row", "data-part": "numbers" }), html("td", { class: "number", "data-part": "time" }),
-    html("td", { class: "number", "data-part": "energy" }), html("td", { class: "why", "data-part": "why" }));
+  const cell = (name, label, type = "number") => html("td", { class: type, "data-part": name, "data-label": label });
+  return html("tr", {}, html("th", { scope: "row", "data-part": "numbers" }), cell("time", "Iteration"), cell("energy", "Energy"), cell("why", "Reason", "why"));
 }
 
 function fill(element, group, status, frontier, reports) {
@@ -42,15 +42,22 @@ function fill(element, group, status, frontier, reports) {
   say(part(element, "numbers"), numbers.length > 2 ? `${ranges(numbers)} (${number(numbers.length)})` : ranges(numbers));
   say(part(element, "time"), seconds(group.time_s));
   say(part(element, "energy"), joules(group.energy_j));
-  say(part(element, "why"), why(group, status, frontier, reports.get(group.report)));
+  say(part(element, "why"), why(group, reports.get(group.report)));
 }
 
-function why(group, status, frontier, report) {
+const WHY = {
+  straggler: "runs slower to save energy, as it would wait for the slowest",
+  "job budget": "runs slower to keep the power budget of its job",
+  "cluster budget": "runs slower to keep the power budget of all jobs",
+  "GPU limit": "keeps the power limit of its GPUs",
+  deadline: "at the deadline of its job",
+};
+
+function why(group, report) {
   const coming = Math.abs(group.target_s - group.time_s) > 0.01 * group.time_s ? `; target ${seconds(group.target_s)}` : "";
   const slow = Object.entries(group.slow_stages).map(([stage, slowdown]) => `stage ${stage} × ${number(slowdown)}`).join(", ");
   if (report) return `slow: ${scopeText(report)}, ${slownessText(report)}${slow ? ` (planned with ${slow})` : ""}${coming}`;
-  const own_s = status.job.deadline_s ?? frontier.baseline_time_s;
-  return (group.target_s > own_s * 1.0001 ? "runs slower to save energy, as it would wait for the slowest" : "at its target") + coming;
+  return (WHY[group.reason] ?? "at its target") + coming;
 }
 
 function draw(status, frontier, grouped) {

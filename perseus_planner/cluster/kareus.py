@@ -1,0 +1,206 @@
+"""The plans of Kareus (OSDI'26), read as data: which mode's plan is the better one at which time.
+
+Kareus writes each plan as the literal of a Python list, `freqs_pipeline_N.py`, with its predicted
+energy in comments; and when its collectives begin, and on how many SMs, as another one,
+`scheds_pipeline_N.py`. Both are parsed, never run. They hold no energy of a single computation, so
+no frontier can be made of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import read_text
+from perseus_planner.base.prefixes import si
+from perseus_planner.base.tables import Column, lay_out, table
+
+_COST = re.compile(r"^# Iteration \d+ total cost( with P2P)?: (\S+)$", re.MULTILINE)
+_KINDS = ("forward", "backward")
+_FOLDERS = ("frontier", "schedules")  #: that tell neither a mode nor a configuration
+
+
+@dataclass(frozen=True)
+class KareusPlan:
+    """One plan, as its file predicts it."""
+
+    file: str  #: its file, in the folder that was read
+    time_s: float  #: iteration time, seconds
+    #: energy over one GPU of each stage, joules, waiting included.
+    energy_j: float
+    #: the same less what these GPUs would draw if they waited all that time.
+    effective_j: float
+    has_launches: bool  #: whether a file beside it says when collectives begin
+
+
+@dataclass(frozen=True)
+class KareusMode:
+    """The plans of one mode for a configuration."""
+
+    mode: str  #: its folder, such as "nanobatch_perseus"
+    plans: tuple[KareusPlan, ...]  #: fastest first
+
+
+@dataclass(frozen=True)
+class Span:
+    """Iteration times for which one plan is the best one."""
+
+    mode: str
+    from_s: float  #: seconds
+    until_s: float | None  #: seconds; None for the slowest ones
+    file: str
+
+
+@dataclass(frozen=True)
+class KareusConfiguration:
+    """A model and how it is trained, with its plans in all modes."""
+
+    name: str  #: its folders, such as "megatron_llama3.2_3b/cp1_tp8_mbs8_seq4096"
+    modes: tuple[KareusMode, ...]
+    best: tuple[Span, ...]  #: fastest first
+
+
+def show_kareus(
+    folder: Path, blocking_power_w: float | None
+) -> tuple[tuple[KareusConfiguration, ...], str]:
+    """Return what a folder of plans holds, and the text about it; see `read_kareus`."""
+    if blocking_power_w is None:
+        raise UsageError(
+            f"{folder}: holds plans of Kareus, whose times follow from the power of a waiting GPU; "
+            "give it with --blocking-power, such as 85W, which Kareus takes for an A100"
+        )
+    configurations = read_kareus(folder, blocking_power_w)
+    return configurations, "\n".join(map(_text, configurations)) + _NOTE
+
+
+def read_kareus(folder: Path, blocking_power_w: float) -> tuple[KareusConfiguration, ...]:
+    """Read all plans below a folder whose folders are the modes, such as Kareus' `tests`.
+
+    Args:
+        folder: the folder.
+        blocking_power_w: what a waiting GPU draws in these plans, watts.
+
+    Raises:
+        UsageError: If a file is not such a plan, or there is none.
+    """
+    if blocking_power_w <= 0.0:
+        raise UsageError("--blocking-power: is 0, from which no time follows; give it in watts")
+    found: dict[str, dict[str, list[KareusPlan]]] = defaultdict(lambda: defaultdict(list))
+    for file in sorted(folder.rglob("freqs_pipeline_*.py")):
+        mode, *names = file.relative_to(folder).parent.parts or (folder.name,)
+        name = "/".join(part for part in names if part not in _FOLDERS)
+        found[name][mode].append(_plan(file, folder, blocking_power_w))
+    if not found:
+        raise UsageError(f"{folder}: holds no freqs_pipeline_*.py, the plans of Kareus")
+    return tuple(
+        _configuration(name, {mode: found[name][mode] for mode in sorted(found[name])})
+        for name in sorted(found)
+    )
+
+
+def _configuration(name: str, modes: dict[str, list[KareusPlan]]) -> KareusConfiguration:
+    each = sorted(
+        ((mode, plan) for mode, plans in modes.items() for plan in plans),
+        key=lambda entry: (entry[1].time_s, entry[1].effective_j),
+    )
+    best: list[tuple[str, KareusPlan]] = []
+    for mode, plan in each:  # until a longer time, a plan waits
+        if not best or plan.effective_j < best[-1][1].effective_j:
+            best.append((mode, plan))
+    ends = [*(plan.time_s for _, plan in best[1:]), None]
+    return KareusConfiguration(
+        name,
+        tuple(
+            KareusMode(mode, tuple(sorted(plans, key=lambda plan: plan.time_s)))
+            for mode, plans in modes.items()
+        ),
+        tuple(
+            Span(mode, plan.time_s, end, plan.file)
+            for (mode, plan), end in zip(best, ends, strict=True)
+        ),
+    )
+
+
+def _plan(file: Path, folder: Path, blocking_power_w: float) -> KareusPlan:
+    text = read_text(file, UsageError)
+    ranks = _literal(file, text)
+    clocks = [clock for rank in ranks for _, clock in rank]
+    if not all(type(clock) is int and clock > 0 for clock in clocks):
+        raise _refusal(file, "a clock is not a whole number of MHz")
+    costs = {bool(p2p): value for p2p, value in _COST.findall(text)}
+    try:
+        effective_j, energy_j = float(costs[False]), float(costs[True])
+    except (KeyError, ValueError):
+        raise _refusal(file, "its comments lack the total cost, or that with P2P") from None
+    time_s = (energy_j - effective_j) / (blocking_power_w * len(ranks))
+    if not 0.0 < time_s < float("inf"):
+        raise _refusal(file, "its total costs give no iteration time")
+    launches = file.with_name(file.name.replace("freqs", "scheds", 1))
+    if has_launches := launches.exists():
+        kinds = [[kind for kind, *_ in rank] for rank in _literal(launches)]
+        if kinds != [[kind for kind, _ in rank] for rank in ranks]:
+            raise _refusal(launches, f"it has other computations than {file.name}")
+    relative = str(file.relative_to(folder))
+    return KareusPlan(relative, time_s, energy_j, effective_j, has_launches)
+
+
+def _literal(file: Path, text: str | None = None) -> list[list[tuple[Any, ...]]]:
+    """Return the computations of each stage."""
+    try:
+        ranks = ast.literal_eval((text or read_text(file, UsageError)).strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise _refusal(file, "it is not the literal of a list") from error
+    if not (
+        isinstance(ranks, list)
+        and ranks
+        and all(isinstance(rank, list) and rank for rank in ranks)
+        and all(
+            isinstance(each, tuple) and len(each) >= 2 and each[0] in _KINDS
+            for rank in ranks
+            for each in rank
+        )
+        and (text is None or all(len(each) == 2 for rank in ranks for each in rank))
+    ):
+        raise _refusal(file, "it is not a list of computations for each stage")
+    return ranks
+
+
+def _refusal(file: Path, problem: str) -> UsageError:
+    return UsageError(
+        f"{file}: is not a plan of Kareus: {problem}; name a folder of files that Kareus wrote"
+    )
+
+
+def _text(configuration: KareusConfiguration) -> str:
+    columns = lay_out(
+        configuration.modes,
+        Column("mode", "mode", "<"),
+        Column("plans", lambda each: len(each.plans)),
+        Column("fastest {}", lambda each: each.plans[0].time_s, "s"),
+        Column("its {}", lambda each: each.plans[0].energy_j, "J"),
+        Column("least {}", lambda each: min(plan.energy_j for plan in each.plans), "J"),
+    )
+    spans: list[tuple[str, float, float | None]] = []
+    for span in configuration.best:
+        if spans and spans[-1][0] == span.mode:
+            spans[-1] = (span.mode, spans[-1][1], span.until_s)
+        else:
+            spans.append((span.mode, span.from_s, span.until_s))
+    texts = [
+        f"{mode} from {si(begin_s, 's', 4)}" + (f" to {si(end_s, 's', 4)}" if end_s else " on")
+        for mode, begin_s, end_s in spans
+    ]
+    best = fill(f"Best: {', '.join(texts)}.", 100)
+    return f"{configuration.name}\n{table(columns)}\n{best}\n"
+
+
+_NOTE = (
+    "\nPredicted by Kareus in the comments of its plans, for one GPU of each stage; not measured, "
+    "and not\nreplayed here. Times follow from the blocking power.\n"
+)

@@ -1,0 +1,92 @@
+"""A switch for activation recompute, which a mode of a plan can set for each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.engines import engine_of
+from perseus_planner.profiles.modes import OWN
+
+
+class Recompute:
+    """Switches the activation recompute of this rank's stages, as the training has set it up.
+
+        recompute = Recompute(engine)
+        modes = {"own": recompute.on, "keep": recompute.off}
+
+    A forward recomputes or keeps its activations as the switch stands when it begins, and its
+    backward goes by that. Losses are the same to the last bit. What it switches:
+
+    - layers inside torch's `checkpoint_wrapper`, with any engine;
+    - `activation_checkpoint_interval` of a DeepSpeed `PipelineModule`;
+    - `recompute_granularity` "full" of Megatron-core.
+
+    Args:
+        engine: As for `planner_runtime`.
+
+    Attributes:
+        is_on: Whether activations are recomputed now.
+
+    Raises:
+        UsageError: If nothing of this rank recomputes its activations.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._find(stage.module for stage in engine_of(engine, "Recompute").stages())
+
+    @classmethod
+    def of_modules(cls, modules: Iterable[Any]) -> Recompute:
+        """Return the switch of the stages that are these torch modules."""
+        switch = cls.__new__(cls)
+        switch._find(modules)
+        return switch
+
+    def _find(self, stages: Iterable[Any]) -> None:
+        self.is_on = True
+        #: (owner, attribute, value that recomputes, value that does not).
+        self._parts: list[tuple[Any, str, Any, Any]] = []
+        configs: dict[int, Any] = {}
+        for stage in stages:
+            for module in stage.modules():
+                if any(base.__name__ == "CheckpointWrapper" for base in type(module).__mro__):
+                    self._parts.append((module, "checkpoint_fn", module.checkpoint_fn, _call))
+                elif getattr(module, "activation_checkpoint_interval", 0) > 0:
+                    # Not the interval: engines make inputs ready for it before a forward begins.
+                    function = module.activation_checkpoint_func
+                    self._parts.append((module, "activation_checkpoint_func", function, _call))
+                config = getattr(module, "config", None)
+                if getattr(config, "recompute_granularity", None) == "full":
+                    configs[id(config)] = config
+        name = "recompute_granularity"
+        self._parts += [(config, name, "full", None) for config in configs.values()]
+        if not self._parts:
+            raise UsageError(
+                "nothing of this rank recomputes activations, so there is nothing to switch: wrap "
+                "layers in torch's checkpoint_wrapper, or train with DeepSpeed's "
+                "activation_checkpoint_interval or Megatron-core's recompute_granularity full"
+            )
+
+    def on(self) -> None:
+        """Recompute the activations of the next forwards."""
+        self._set(True)
+
+    def off(self) -> None:
+        """Keep the activations of the next forwards."""
+        self._set(False)
+
+    def _set(self, is_on: bool) -> None:
+        self.is_on = is_on
+        for owner, attribute, recomputing, keeping in self._parts:
+            setattr(owner, attribute, recomputing if is_on else keeping)
+
+
+def recompute_modes(module: Any) -> dict[str, Callable[[], None]]:
+    """Return the modes of a stage that recomputes activations: its own, and "keep"."""
+    switch = Recompute.of_modules([module])
+    return {OWN: switch.on, "keep": switch.off}
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

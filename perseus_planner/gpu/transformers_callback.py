@@ -1,0 +1,38 @@
+"""The energy of training with Hugging Face's Trainer, in its logs.
+
+trainer.add_callback(EnergyCallback("nvml:0"))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from perseus_planner.gpu.monitor import Monitor
+
+
+class EnergyCallback(TrainerCallback):  # type: ignore[misc]
+    """Adds `energy_j` and `average_w` since the log before to each log; the arguments are those of
+    `Monitor`.
+    """
+
+    def __init__(self, *gpus: Any, **options: Any) -> None:
+        self._arguments = (list(gpus) or None, options)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Begin to measure."""
+        gpus, options = self._arguments
+        self._monitor = Monitor(gpus, **options)
+        self._window = self._monitor.window("train").begin()
+
+    def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
+        """Add what was measured since the log before."""
+        window, self._window = self._window.end(), self._monitor.window("train").begin()
+        found = {"energy_j": window.energy_j, "average_w": window.average_w}
+        logs.update(found)
+        state.log_history[-1].update(found)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """End to measure."""
+        self._monitor.close()

@@ -1,0 +1,700 @@
+"""The service's database: everything that must survive it, in an SQLite file or in PostgreSQL,
+with one writer.
+
+| table | content |
+|---|---|
+| meta | the version of these tables, the writer, when it last wrote, the power budget of all jobs |
+| frontiers | every frontier once, with its curve |
+| jobs | one row for each running job: its registration, and what changes of it |
+| reports | the reports of each job; `counts` is 0 for those that no longer count |
+| totals | what each running job ran, used and saved |
+| versions, plans | the latest versions of each job's plans; every plan of a job once |
+| ended | what each job that has ended ran, used and saved; rows are never deleted |
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal, get_type_hints
+from uuid import uuid4
+
+from pydantic import TypeAdapter
+from pydantic_core import from_json as read_json
+from pydantic_core import to_json as write_json
+from typing_extensions import TypedDict
+
+from perseus_planner.base.errors import how_to_install
+from perseus_planner.base.files import sha256
+from perseus_planner.service.answers import JobTotals, PowerBudget
+from perseus_planner.service.curves import Curve
+from perseus_planner.service.migrations import LAYOUT, MIGRATIONS, TABLES
+from perseus_planner.service.model import (
+    Decision,
+    Fenced,
+    PlanSet,
+    RegisteredJob,
+    Report,
+    StorageError,
+    distinct,
+)
+from perseus_planner.service.schemas import from_json, to_json
+from perseus_planner.service.state import JobState
+from perseus_planner.service.telemetry import Tally
+
+Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
+Versions = list[tuple[PlanSet, Decision]]
+"""Versions of a job's plans, rising, each with the decision it was planned for."""
+
+VERSIONS_KEPT = 16
+"""How many versions of a job's plans are kept. Jobs return to earlier plans, which are then not
+computed again.
+"""
+ENDED_SHOWN = 1000
+"""How many of the jobs that have ended are listed; the totals of all are kept."""
+
+_WAIT_S = 10  # for another process that has locked the file
+_LOCK = 0x706C616E6E6572  # of PostgreSQL: names the writer's lock, which its connection holds
+_STATE = (
+    "decision",
+    "saving_w",
+    "promised",
+    "taken",
+    "share",
+    "events",
+    "silent_since_s",
+    "over_budget_since_s",
+)
+_SETTINGS = ("deadline_s", "power_w", "power_schedule", "power_since_s", "gpu_power_limit_w")
+
+
+class StandBy(StorageError):
+    """Another service has the database; this one may take over when that has ended."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The content of one transaction."""
+
+    #: Name -> (state before, state after); None if the job did not run before, or has ended.
+    jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
+    #: Digest -> file and curve, for frontiers that these jobs may be the first to have.
+    frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
+    budget: PowerBudget | None = None  #: The new power budget of all jobs; None if it is as before
+    #: Name -> telemetry, for running jobs.
+    telemetry: Mapping[str, Tally] = field(default_factory=dict)
+    ended: Sequence[JobTotals] = ()  #: What jobs that have ended ran, used and saved
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The content of the database."""
+
+    jobs: Mapping[str, JobState]  #: Name -> state
+    versions: Mapping[str, Versions]  #: Name -> the versions of its plans that are kept
+    budget: PowerBudget  #: The power budget of all jobs
+    telemetry: Mapping[str, Tally]  #: Name -> telemetry, for jobs that have sent some
+    written_s: float = 0.0  #: When something was last written, by the clock of who wrote it
+
+
+class Storage:
+    """A database of the service. Use it as a context manager, which closes it.
+
+    The last process to open an SQLite file is its writer: a service that opened it earlier can no
+    longer write. In PostgreSQL the first one is, as long as its connection lives. So two services
+    never write to one database.
+    """
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str],
+        *,
+        synchronous: Synchronous = "FULL",
+    ) -> None:
+        """Open the database, or create it.
+
+        Args:
+            location: The path of an SQLite file, or a URL of PostgreSQL.
+            synchronous: For SQLite. With FULL, what is acknowledged survives a loss of power; with
+                NORMAL, only the death of the service.
+
+        Raises:
+            StandBy: If another service has it, in PostgreSQL.
+            StorageError: If it cannot be opened, or is of another version.
+        """
+        location = os.fspath(location)
+        self.location = without_password(location)
+        self._path: str | None = None
+        self._lock = threading.RLock()
+        self.now_s: Callable[[], float] = time.time  #: when something is written, as it is noted
+        self._writer, self._report_number = uuid4().hex, 0
+        self._size = 0  #: characters and bytes written in the transaction
+        self._known_plans: set[tuple[str, str]] = set()  #: (job, digest), for some that are stored
+        self.is_shared = location.startswith(("postgresql://", "postgres://"))
+        self._connection: Any = _postgres(location) if self.is_shared else self._sqlite(location)
+        with self._or_close():
+            if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
+                raise StandBy(f"{self.location}: another service has it; this one stands by")
+            if not self.is_shared:
+                self._set_pragmas(synchronous)
+            with self.transaction():
+                self._migrate()
+                self._set("writer", self._writer)
+                if self._get("written_s") is None:
+                    self._set("written_s", "0.0")
+
+    def __enter__(self) -> Storage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    # Statements
+
+    def execute(self, statement: str, *values: Any) -> list[Any]:
+        """Run a statement with a value for each `?`, and return its rows; while a transaction
+        runs.
+        """
+        self._size += sum(len(value) for value in values if isinstance(value, (str, bytes)))
+        if self.is_shared:
+            statement = statement.replace("?", "%s")
+        cursor = self._connection.execute(statement, values)
+        rows: list[Any] = cursor.fetchall() if cursor.description else []
+        self._count = cursor.rowcount
+        return rows
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """What is written in the block is on disk after it, or not at all if it raises.
+
+        Raises:
+            StorageError: If the database cannot be read or written.
+            Fenced: If it is not this one's any more.
+        """
+        with self._lock:
+            self._size = 0
+            try:
+                self._connection.execute("BEGIN" if self.is_shared else "BEGIN IMMEDIATE")
+                try:
+                    yield
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    with suppress(*_errors()):
+                        self._connection.execute("ROLLBACK")
+                    raise
+            except _errors() as error:
+                if self.is_shared and self._connection.broken:
+                    raise Fenced(
+                        f"{self.location}: the connection is lost, and with it the right to write; "
+                        "start the service again"
+                    ) from error
+                raise self._error(error) from error
+            self._check_file()
+
+    def _value(self, statement: str, *values: Any) -> Any:
+        rows = self.execute(statement, *values)
+        return rows[0][0] if rows else None
+
+    def _set(self, name: str, value: str | None) -> None:
+        self.execute("DELETE FROM meta WHERE name = ?", name)
+        if value is not None:
+            self.execute("INSERT INTO meta (name, value) VALUES (?, ?)", name, value)
+
+    def _get(self, name: str) -> str | None:
+        value: str | None = self._value("SELECT value FROM meta WHERE name = ?", name)
+        return value
+
+    # Opening
+
+    def _sqlite(self, location: str) -> sqlite3.Connection:
+        if "://" in location and not location.startswith("sqlite://"):
+            raise StorageError(
+                f"{self.location}: is not a database of the service; give the path of an SQLite "
+                "file, or postgresql://user@host/name"
+            )
+        path = re.sub("^sqlite:///?", "", location) or ":memory:"
+        self.location = path
+        if path != ":memory:":
+            _make_private(path)
+            self._path = path
+        try:
+            connection = sqlite3.connect(
+                path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+        with suppress(OSError):
+            self._identity = _identity(path)
+        return connection
+
+    def _set_pragmas(self, synchronous: Synchronous) -> None:
+        self.execute("PRAGMA journal_mode=WAL")
+        self.execute(f"PRAGMA synchronous={synchronous}")
+
+    @contextmanager
+    def _or_close(self) -> Iterator[None]:
+        """Close the connection if it cannot be used."""
+        try:
+            yield
+        except _errors() as error:
+            self._connection.close()
+            raise self._error(error) from error
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _migrate(self) -> None:
+        """Bring the tables to the layout of this version, step by step; a file as it was is kept
+        beside an SQLite file.
+        """
+        self.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        layout = self._get("layout")
+        if layout is None:
+            for statement in TABLES:
+                self.execute(statement)
+            self._set("layout", str(LAYOUT))
+            return
+        if layout == str(LAYOUT):
+            return
+        if not layout.isdecimal() or int(layout) not in MIGRATIONS:
+            raise StorageError(
+                f"{self.location}: is of version {layout} and this planner reads version {LAYOUT}; "
+                "use the planner that wrote it, or start with another database"
+            )
+        if self._path is not None:
+            _copy(self._path, f"{self._path}.layout-{layout}")
+        try:
+            for number in range(int(layout), LAYOUT):
+                MIGRATIONS[number](self.execute)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._unreadable(error) from error
+        self._set("layout", str(LAYOUT))
+
+    def _error(self, error: Exception) -> StorageError:
+        return StorageError(
+            f"{self.location}: {_one_line(error)}; check that it is a database of the service, can "
+            "be written and has room"
+        )
+
+    def _check_file(self) -> None:
+        """Check that the file at the path is the one that is open, as only that one is read again.
+
+        Raises:
+            Fenced: If it is not.
+        """
+        if self._path is None:
+            return
+        with suppress(OSError):
+            if _identity(self._path) == self._identity:
+                return
+        raise Fenced(
+            f"{self._path}: was removed or replaced while the service wrote it, so this one writes "
+            "no more; start it again"
+        )
+
+    # What is kept
+
+    def load(self) -> Stored:
+        """Read everything except the frontier files.
+
+        Raises:
+            StorageError: If the database cannot be read, or holds what the service did not write.
+        """
+        with self.transaction():
+            try:
+                curves = {
+                    digest: from_json(Curve, curve)
+                    for digest, curve in self.execute("SELECT digest, curve FROM frontiers")
+                }
+                kept, reports = self._versions(), self._reports()
+                states = {
+                    name: _state_of(
+                        registration, state, curves[frontier], kept[name][-1], reports.get(name)
+                    )
+                    for name, frontier, registration, state in self.execute(
+                        "SELECT name, frontier, registration, state FROM jobs"
+                    )
+                }
+                tallies = {
+                    name: from_json(Tally, content)
+                    for name, content in self.execute("SELECT job, content FROM totals")
+                }
+                budget, written_s = self._get("budget"), float(self._get("written_s") or 0.0)
+                return Stored(
+                    states,
+                    kept,
+                    PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget),
+                    tallies,
+                    written_s,
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> StorageError:
+        return StorageError(
+            f"{self.location}: holds what this planner cannot read ({_one_line(error)}); restore a "
+            "copy of it, or start with another database"
+        )
+
+    def _versions(self) -> dict[str, Versions]:
+        texts = {
+            (job, digest): text
+            for job, digest, text in self.execute("SELECT job, digest, text FROM plans")
+        }
+        by_job: dict[str, Versions] = {}
+        for job, content in self.execute("SELECT job, content FROM versions ORDER BY version"):
+            record = from_json(_Version, _unpacked(content))
+            distinct = tuple(texts[job, digest] for digest in record["digests"])
+            plan_set = PlanSet(
+                record["version"], distinct, record["of_pipeline"], record["made_s"], record["own"]
+            )
+            by_job.setdefault(job, []).append((plan_set, record["decision"]))
+        return by_job
+
+    def _reports(self) -> dict[str, tuple[dict[str, Report], dict[str, Report]]]:
+        """Return the reports of each job by key: those that do not count any more, and the others;
+        each in their order.
+        """
+        found: dict[str, tuple[dict[str, Report], dict[str, Report]]] = {}
+        rows = self.execute("SELECT job, counts, content, number FROM reports ORDER BY number")
+        for job, counts, content, number in rows:
+            report = from_json(Report, content)
+            found.setdefault(job, ({}, {}))[counts][report.key] = report
+            self._report_number = number
+        return found
+
+    def ended_jobs(self) -> tuple[JobTotals, ...]:
+        """Return the totals of the `ENDED_SHOWN` jobs that have ended last, the last one first.
+
+        Raises:
+            StorageError: If they cannot be read.
+        """
+        with self.transaction():
+            rows = self.execute(f"SELECT totals FROM ended ORDER BY id DESC LIMIT {ENDED_SHOWN}")
+        return tuple(from_json(JobTotals, text) for (text,) in rows)
+
+    def frontier(self, digest: str) -> bytes:
+        """Return the file of a frontier that a job has.
+
+        Raises:
+            StorageError: If there is no such frontier, or it cannot be read.
+        """
+        with self.transaction():
+            content = self._value("SELECT content FROM frontiers WHERE digest = ?", digest)
+        if content is None:
+            raise StorageError(f"{self.location}: has no frontier {digest}; its job has ended")
+        return bytes(content)
+
+    def commit(self, change: Change) -> None:
+        """Write `change`, all of it or nothing. It is on disk when this returns.
+
+        Raises:
+            StorageError: If it cannot be written.
+            Fenced: If another service has opened the database since, or it was replaced.
+        """
+        with self.transaction():
+            self._claim()
+            for digest, (content, curve) in change.frontiers.items():
+                self.execute(
+                    "INSERT INTO frontiers (digest, content, curve) VALUES (?, ?, ?) "
+                    "ON CONFLICT (digest) DO NOTHING",
+                    digest,
+                    content,
+                    to_json(curve).decode(),
+                )
+            for name, (before, after) in change.jobs.items():
+                if after is None:
+                    self._delete(name, "reports", "totals", "versions", "plans")
+                    self.execute("DELETE FROM jobs WHERE name = ?", name)
+                    self._sweep_frontiers()
+                else:
+                    self._write_job(name, before, after)
+            for name, tally in change.telemetry.items():
+                self.execute(
+                    "INSERT INTO totals (job, content) VALUES (?, ?) "
+                    "ON CONFLICT (job) DO UPDATE SET content = excluded.content",
+                    name,
+                    to_json(tally).decode(),
+                )
+            for totals in change.ended:
+                self.execute(
+                    "INSERT INTO ended (id, totals) "
+                    "SELECT COALESCE(MAX(id), 0) + 1, CAST(? AS TEXT) FROM ended",
+                    to_json(totals).decode(),
+                )
+            if change.budget is not None:
+                self._set("budget", write_json(change.budget).decode())
+
+    def probe(self, size: int) -> None:
+        """Write and remove `size` characters, to see that as much can be written.
+
+        Raises:
+            StorageError: If it cannot, as for `commit`.
+        """
+        for text in ("x" * size, ""):
+            with self.transaction():
+                self._claim()
+                self._set("probe", text)
+
+    @property
+    def size(self) -> int:
+        """How many characters and bytes the last transaction wrote, or was to write."""
+        return self._size
+
+    def _claim(self) -> None:
+        """Check that this is the writer, by an update, which makes any other one wait for the end
+        of this transaction.
+        """
+        self.execute(
+            "UPDATE meta SET value = ? WHERE name = 'written_s' "
+            "AND EXISTS (SELECT 1 FROM meta WHERE name = 'writer' AND value = ?)",
+            repr(self.now_s()),
+            self._writer,
+        )
+        if self._count != 1:
+            raise Fenced(
+                f"{self.location}: another service has opened it, so this one writes no more; run "
+                "one of them"
+            )
+
+    def _write_job(self, name: str, before: JobState | None, after: JobState) -> None:
+        """Write the rows that differ."""
+        content = write_json(
+            {
+                **{field: getattr(after, field) for field in _STATE},
+                "decision": _packed(after.decision),
+                **{field: getattr(after.job, field) for field in _SETTINGS},
+            },
+            inf_nan_mode="null",
+        ).decode()
+        if before is not None and before.registered is after.registered:
+            self.execute("UPDATE jobs SET state = ? WHERE name = ?", content, name)
+        else:  # some megabytes for a large job
+            row = (name, after.job.frontier, to_json(after.registered).decode(), content)
+            statement = "INSERT INTO jobs (name, frontier, registration, state) VALUES (?, ?, ?, ?)"
+            if before is not None:
+                statement += (
+                    " ON CONFLICT (name) DO UPDATE SET frontier = excluded.frontier, "
+                    "registration = excluded.registration, state = excluded.state"
+                )
+            self.execute(statement, *row)
+        if before is not None and before.job.frontier != after.job.frontier:
+            self._delete(name, "versions", "plans")  # of another frontier
+            self._sweep_frontiers()
+        self._write_reports(name, before, after)
+        if before is None or before.published.version != after.published.version:
+            self._write_version(name, after)
+
+    def _write_reports(self, name: str, before: JobState | None, after: JobState) -> None:
+        for counts, kind in enumerate(("past", "reports")):
+            old: Mapping[str, Report] = {} if before is None else getattr(before, kind)
+            new: Mapping[str, Report] = getattr(after, kind)
+            if old is new:
+                continue
+            for report in [each for key, each in new.items() if old.get(key) is not each]:
+                self._report_number += 1
+                row = (name, report.key, self._report_number, counts)
+                self.execute(_WRITE_REPORT, *row, to_json(report).decode())
+        if before is not None and before.past is not after.past:
+            for key in before.past.keys() - after.past.keys() - after.reports.keys():
+                self.execute("DELETE FROM reports WHERE job = ? AND key = ?", name, key)
+
+    def _write_version(self, name: str, state: JobState) -> None:
+        """Write the published version of a job, and delete those that are too old."""
+        published = state.published
+        digests = [_digest(text) for text in published.texts]
+        content = {
+            "version": published.version,
+            "made_s": published.made_s,
+            "decision": _packed(state.planned),
+            "of_pipeline": published.of_pipeline,
+            "own": published.own,
+            "digests": digests,
+        }
+        self.execute(
+            "INSERT INTO versions (job, version, content) VALUES (?, ?, ?)",
+            name,
+            published.version,
+            write_json(content, inf_nan_mode="null").decode(),
+        )
+        for digest, text in zip(digests, published.texts, strict=True):
+            self.execute(
+                "UPDATE plans SET version = ? WHERE job = ? AND digest = ?",
+                published.version,
+                name,
+                digest,
+            )
+            if not self._count:
+                row = (name, digest, published.version, text)
+                self.execute(
+                    "INSERT INTO plans (job, digest, version, text) VALUES (?, ?, ?, ?)", *row
+                )
+        for table in ("versions", "plans"):
+            self.execute(
+                f"DELETE FROM {table} WHERE job = ? AND version <= ?",
+                name,
+                published.version - VERSIONS_KEPT,
+            )
+
+    def _delete(self, job: str, *tables: str) -> None:
+        for table in tables:
+            self.execute(f"DELETE FROM {table} WHERE job = ?", job)
+
+    def _sweep_frontiers(self) -> None:
+        self.execute(
+            "DELETE FROM frontiers WHERE NOT EXISTS "
+            "(SELECT 1 FROM jobs WHERE jobs.frontier = frontiers.digest)"
+        )
+
+
+_WRITE_REPORT = """
+INSERT INTO reports (job, key, number, counts, content) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (job, key) DO UPDATE SET counts = excluded.counts, content = excluded.content,
+number = CASE WHEN reports.counts = excluded.counts THEN reports.number ELSE excluded.number END
+"""
+_JOB_HINTS = get_type_hints(RegisteredJob, include_extras=True)
+_STATE_HINTS = get_type_hints(JobState, include_extras=True)
+
+
+class _Version(TypedDict):
+    version: int
+    made_s: float
+    decision: Decision
+    of_pipeline: tuple[int, ...]
+    own: int | None
+    digests: tuple[str, ...]
+
+
+def _packed(decision: Decision) -> dict[str, Any]:
+    """Return the fields of a decision in which equal targets are listed once."""
+    targets = [target for target, _ in distinct(decision.targets)]
+    of_target = {id(target): index for index, target in enumerate(targets)}
+    of_pipeline = list(map(of_target.__getitem__, map(id, decision.targets)))
+    return {**vars(decision), "targets": targets, "of_pipeline": of_pipeline}
+
+
+def _unpacked(text: str) -> str | bytes:
+    """Return the JSON of a row with a target for each pipeline in its decision."""
+    content = read_json(text)
+    decision = content["decision"]
+    of_pipeline = decision.pop("of_pipeline", None)
+    if of_pipeline is not None:
+        decision["targets"] = [decision["targets"][index] for index in of_pipeline]
+    return write_json(content)
+
+
+def _state_of(
+    registration: str,
+    state: str,
+    curve: Curve,
+    newest: tuple[PlanSet, Decision],
+    reports: tuple[Mapping[str, Report], Mapping[str, Report]] | None,
+) -> JobState:
+    """Return the state of a job from its row, its newest plans and the decision they were made
+    for.
+    """
+    registered = from_json(RegisteredJob, registration)
+    stored = _state_adapter().validate_json(_unpacked(state))
+    settings = {name: stored.pop(name) for name in _SETTINGS if name in stored}
+    past, counting = reports or ({}, {})
+    return JobState(
+        registered=registered,
+        job=replace(registered, **settings),
+        curve=curve,
+        published=newest[0],
+        planned=newest[1],
+        reports=counting,
+        past=past,
+        **stored,
+    )
+
+
+@cache
+def _state_adapter() -> TypeAdapter[Any]:
+    hints: Any = {name: _STATE_HINTS[name] for name in _STATE}
+    hints |= {name: _JOB_HINTS[name] for name in _SETTINGS}
+    return TypeAdapter(TypedDict("_State", hints, total=False))  # type: ignore[operator]
+
+
+@cache
+def _errors() -> tuple[type[Exception], ...]:
+    """Return what the drivers raise."""
+    try:
+        import psycopg
+    except ImportError:
+        return (sqlite3.Error,)
+    return (sqlite3.Error, psycopg.Error)
+
+
+def _postgres(location: str) -> Any:
+    try:
+        import psycopg
+    except ImportError as error:
+        raise StorageError(
+            f"{without_password(location)}: needs psycopg; {how_to_install('postgresql')}"
+        ) from error
+    try:
+        connection = psycopg.connect(location, autocommit=True, connect_timeout=_WAIT_S)
+        connection.execute("SET synchronous_commit TO on")
+        for name, number in (("idle", 5), ("interval", 1), ("count", 3)):
+            connection.execute(f"SET tcp_keepalives_{name} TO {number}")
+    except psycopg.Error as error:
+        raise StorageError(
+            f"{without_password(location)}: {_one_line(error)}; check that the server runs and "
+            "lets this user in"
+        ) from error
+    return connection
+
+
+def _copy(path: str, to: str) -> None:
+    """Copy an SQLite file that others may read, with what its log has, unless it is there."""
+    with suppress(FileExistsError):
+        os.close(os.open(to, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        source, target = sqlite3.connect(path), sqlite3.connect(to)
+        source.backup(target)
+        source.close()
+        target.close()
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+_digests: dict[str, str] = {}
+
+
+def _digest(text: str) -> str:
+    """Return the digest of a plan; cached, as the same plans are published again and again."""
+    if text not in _digests:
+        if len(_digests) >= 1024:
+            _digests.clear()
+        _digests[text] = sha256(text.encode())
+    return _digests[text]
+
+
+def _one_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _make_private(path: str) -> None:
+    """Have only the owner read and write an SQLite file, and the log files that SQLite puts
+    beside it.
+    """
+    with suppress(OSError):  # SQLite says what is wrong with the path
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    with suppress(OSError):  # another user's
+        if os.path.isfile(path):
+            os.chmod(path, 0o600)
+
+
+def without_password(location: str) -> str:
+    """Return the location of a database as it is shown."""
+    return re.sub(r"(://[^/@]*):.*@", r"\1:***@", location)

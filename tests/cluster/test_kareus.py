@@ -1,0 +1,124 @@
+"""Plans of Kareus, read as data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.cluster.kareus import KareusConfiguration, read_kareus, show_kareus
+
+PLAN = """[
+[('forward', 1410), ('backward', 1410)],
+[('forward', 1200), ('backward', 1410)],
+]
+# Iteration 7 cost change: 0.02
+# Iteration 7 total cost: {cost}
+# Iteration 7 total cost with P2P: {energy}
+"""
+
+
+def write(folder: Path, name: str, time_s: float, cost: float, text: str = PLAN) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.format(cost=cost, energy=cost + 2 * 100.0 * time_s))
+    return path
+
+
+def test_the_best_plan_at_each_time_whatever_its_mode(tmp_path: Path) -> None:
+    write(tmp_path, "perseus/schedules/gpt/tp8/freqs_pipeline_9.py", 4.0, 50.0)
+    write(tmp_path, "perseus/schedules/gpt/tp8/frontier/freqs_pipeline_1.py", 6.0, 20.0)
+    write(tmp_path, "nanobatch/schedules/gpt/tp8/frontier/freqs_pipeline_1.py", 5.0, 30.0)
+    slow = write(tmp_path, "nanobatch/schedules/gpt/tp8/frontier/freqs_pipeline_2.py", 5.5, 40.0)
+    slow.with_name("scheds_pipeline_2.py").write_text(
+        "[[('forward', 'a-1'), ('backward', 'b-2')], [('forward', 'a'), ('backward', 'b', 'c')]]"
+    )
+    (configuration,), text = show_kareus(tmp_path, 100.0)
+    assert configuration.name == "gpt/tp8"
+    assert [(each.mode, len(each.plans)) for each in configuration.modes] == [
+        ("nanobatch", 2), ("perseus", 2)
+    ]  # fmt: skip
+    assert [plan.has_launches for each in configuration.modes for plan in each.plans] == [
+        False, True, False, False
+    ]  # fmt: skip
+    spans = [(span.mode, span.from_s, span.until_s) for span in configuration.best]
+    assert spans == [
+        ("perseus", pytest.approx(4.0), pytest.approx(5.0)),
+        ("nanobatch", pytest.approx(5.0), pytest.approx(6.0)),
+        ("perseus", pytest.approx(6.0), None),
+    ]
+    assert "Best: perseus from 4 s to 5 s, nanobatch from 5 s to 6 s, perseus from 6 s on." in text
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("__import__('os').mkdir('ran')\n# Iteration 7 total cost: {cost}", "not the literal of a"),
+        ("[" * 5000, "it is not the literal of a list"),
+        ("[[('forward', 1410), ('sideways', 1410)]]", "it is not a list of computations for each"),
+        ("[[('forward', 'fast')]]\n", "a clock is not a whole number of MHz"),
+        (PLAN.replace("with P2P", "without"), "its comments lack the total cost, or that with P2P"),
+        (PLAN.replace("{energy}", "nan"), "its total costs give no iteration time"),
+    ],
+)
+def test_what_is_no_plan_is_refused_and_never_run(
+    text: str, problem: str, tmp_path: Path, folder: Path
+) -> None:
+    write(tmp_path, "perseus/a/freqs_pipeline_1.py", 1.0, 1.0, text)
+    with pytest.raises(UsageError, match=problem):
+        read_kareus(tmp_path, 85.0)
+    assert not (folder / "ran").exists()
+
+
+def test_what_is_missing_or_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "perseus/a/freqs_pipeline_1.py", 1.0, 1.0)
+    with pytest.raises(UsageError, match="give it with --blocking-power, such as 85W"):
+        show_kareus(tmp_path, None)
+    path.with_name("scheds_pipeline_1.py").write_text("[[('forward', 'a')]]")
+    with pytest.raises(UsageError, match="it has other computations than freqs_pipeline_1"):
+        read_kareus(tmp_path, 85.0)
+    with pytest.raises(UsageError, match="holds no freqs_pipeline"):
+        read_kareus(tmp_path / "perseus" / "b", 85.0)
+
+
+@pytest.fixture
+def published() -> Path:
+    """The folder that has Kareus' own plans, `tests` of its repository."""
+    folder = os.environ.get("PLANNER_KAREUS")
+    if folder is None:
+        pytest.skip("PLANNER_KAREUS does not name the folder tests of Kareus' repository")
+    return Path(folder)
+
+
+def test_of_kareus_own_plans_the_better_mode_is_chosen_at_every_time(published: Path) -> None:
+    """The one that its scripts except by hand included, which runs without nanobatching."""
+    configurations = read_kareus(published, 85.0)
+    assert len(configurations) == 10
+    for configuration in configurations:
+        plans = {mode.mode: mode.plans for mode in configuration.modes}
+        assert min(map(len, plans.values())) >= 10
+        moments = sorted(plan.time_s for each in plans.values() for plan in each)
+        for at_s in [*moments, 2 * moments[-1]]:
+            span = next(
+                span for span in configuration.best if at_s < (span.until_s or float("inf"))
+            )
+            least = {
+                mode: min((p.effective_j for p in each if p.time_s <= at_s), default=float("inf"))
+                for mode, each in plans.items()
+            }
+            assert least[span.mode] == min(least.values())
+    slower = [each.name for each in configurations if fastest(each) == "perseus"]
+    assert slower == [
+        "megatron_llama3.2_3b/cp2_tp4_mbs8_seq4096",
+        "megatron_qwen3_1.7b/cp2_tp4_mbs8_seq4096",  # which its scripts except
+    ]
+    excepted = next(each for each in configurations if each.name == slower[1])
+    assert {span.mode for span in excepted.best} == {"perseus"}
+
+
+def fastest(configuration: KareusConfiguration) -> str:
+    order: Callable[..., float] = lambda mode: mode.plans[0].time_s  # noqa: E731
+    return min(configuration.modes, key=order).mode

@@ -1,0 +1,241 @@
+"""The clock of a server is chosen while it serves: by what its metrics say, within its objectives,
+and reset whatever happens.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import pytest
+from commands import refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_cases import CLOCKS, SETTINGS, at_fixed, online
+from waiting import eventually
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.gpu.simulated.emulated import open_emulated
+from perseus_planner.inference.metrics import Histogram, MetricsReader, ServerState, parse_state
+from perseus_planner.inference.online import ServerClock
+from perseus_planner.inference.targets import Server
+
+GPU = "emulated:a100-sxm/72?slower=10"
+SERVER = Path(__file__).parents[1] / "support" / "completions_server.py"
+PLANNER = [sys.executable, "-m", "perseus_planner"]
+KEEP = ["--gpu", GPU, "--ttft", "2s", "--tbt", "500ms"]
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+
+
+@settings(max_examples=60)
+@given(
+    values=st.lists(st.floats(0.001, 4.9), min_size=1, max_size=30),
+    most=st.sampled_from([0.1, 0.3, 0.4, 1.0]),
+)
+def test_a_histogram_tells_what_was_above_as_far_as_it_can(values: list[float], most: float):
+    bounds = (0.1, 0.25, 0.5, 1.0, 5.0, float("inf"))
+    counts = tuple(float(sum(value <= bound for value in values)) for bound in bounds)
+    found = Histogram(bounds, counts, sum(values)).above(most)
+    around = next(place for place, bound in enumerate(bounds) if bound > most)
+    low = bounds[around - 1] if around else 0.0
+    assert sum(value > bounds[around] for value in values) <= found + 1e-9
+    assert found <= sum(value > low for value in values) + 1e-9
+    if len(values) == 1:
+        assert found == (values[0] > most)
+
+
+def test_metrics_of_both_servers_are_read_and_engines_added_up():
+    vllm = "\n".join(
+        f'vllm:{name}{{engine="{engine}"}} {value}'
+        for engine in (0, 1)
+        for name, value in (
+            ("num_requests_running", 2), ("num_requests_waiting", 1), ("prompt_tokens_total", 100),
+            ("generation_tokens_total", 1e3), ("time_to_first_token_seconds_sum", 0.5),
+            ("inter_token_latency_seconds_sum", 10.0),
+        )
+    )  # fmt: skip
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+        for bound, count in (("0.25", 1), ("+Inf", 2)):
+            vllm += f'\nvllm:{name}_bucket{{engine="0",le="{bound}"}} {count}'
+    sglang = vllm.replace("vllm:num_requests_running", "sglang:num_running_reqs")
+    sglang = sglang.replace("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+    for text in (vllm, sglang.replace("vllm:", "sglang:")):
+        state = parse_state(text, 1.0, "here")
+        ttft, tbt = (Histogram((0.25, float("inf")), (1, 2), total) for total in (1.0, 20.0))
+        assert state == ServerState(1.0, 4, 2, 200, 2e3, ttft, tbt)
+    with pytest.raises(UsageError, match=r"^here: has no vllm:num_requests_waiting or sglang:num_"):
+        parse_state(vllm.replace("num_requests_waiting", "waiting"), 1.0, "here")
+
+
+@pytest.mark.parametrize("kind", ["busy", "idle", "code"])
+def test_less_energy_is_needed_and_no_more_is_late_than_agreed(kind: str):
+    full = at_fixed(kind, 120.0, CLOCKS[0])
+    kept, chooser = online(kind, 120.0)
+    assert full.late <= SETTINGS[kind].late
+    assert kept.energy_j < (0.65 if kind == "idle" else 0.9) * full.energy_j
+    assert chooser.late <= SETTINGS[kind].late * chooser.requests + 5
+
+
+def busy_state(time_s: float, waiting: float = 0.0) -> ServerState:
+    """Return the state of a server that computes 200 iterations of 5 ms a second."""
+    done = 200 * time_s
+    tbt = Histogram((0.01, float("inf")), (8 * done, 8 * done), 8 * done * 0.005)
+    ttft = Histogram((0.1, float("inf")), (done / 20, done / 20), done / 20 * 0.03)
+    return ServerState(time_s, 8.0, waiting, 50 * done, 8 * done, ttft, tbt)
+
+
+def test_clocks_are_full_in_doubt():
+    chooser = ServerClock(CLOCKS, SETTINGS["busy"])
+    now_s = 0.0
+    while now_s < 10.0:
+        now_s += 0.05
+        assert chooser.observe(busy_state(now_s), 300.0 * now_s) == CLOCKS[0] or now_s > 3.0
+    assert chooser.clock_mhz < CLOCKS[0]
+    assert chooser.observe(busy_state(now_s + 0.05, waiting=1e4), 300 * now_s) == CLOCKS[0]
+    chooser.observe(busy_state(now_s + 0.1), 300 * now_s)
+    chooser.fail()
+    assert (chooser.clock_mhz, chooser.reason) == (CLOCKS[0], "no answer")
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[str, subprocess.Popen[str]]]]:
+    """Start servers, and return their addresses and processes."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def started(*options: str) -> tuple[str, subprocess.Popen[str]]:
+        command = [sys.executable, str(SERVER), GPU, *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        return process.stdout.readline().strip(), process
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def locked_mhz() -> int | None:
+    with open_emulated(GPU.removeprefix("emulated:")) as gpu:
+        return gpu._chip.locked_mhz
+
+
+class Load:
+    """Requests at random moments, until it is left."""
+
+    def __init__(self, address: str) -> None:
+        self._server, self._drawn = Server(address), Random(1)
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(3)]
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._drawn.expovariate(10)):
+            self._server.complete(self._drawn.randint(8, 32), self._drawn.randint(8, 24))
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        self._server.close()
+
+
+def test_a_server_is_slowed_while_it_serves_and_reset_when_the_planner_is_killed(
+    serve: Callable[..., tuple[str, subprocess.Popen[str]]],
+):
+    address, server = serve()
+    with Load(address):
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            command = [*PLANNER, "inference", "attach", address, *KEEP, "--json"]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as planner:
+                eventually(locked_mhz)
+                planner.send_signal(end)
+                text, _ = planner.communicate()
+            if end == signal.SIGTERM:
+                assert planner.returncode == 0
+                result = json.loads(text)
+                assert result["requests"] > 0
+                assert result["late"] <= 0.01 * result["requests"] + 3
+                assert result["changes"] > 0
+            eventually(lambda: locked_mhz() is None)
+    assert server.poll() is None
+
+
+def test_a_command_is_run_and_its_clocks_are_kept_until_it_ends(tmp_path: Path):
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [*PLANNER, "inference", "run", "--url", url, *KEEP, "--dry-run", "--json", "--"]
+    server = [sys.executable, str(SERVER), GPU, f"port={port}"]
+    with subprocess.Popen(
+        [*command, *server], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as planner:
+        assert planner.stderr is not None
+        while not planner.stderr.readline().startswith("planner: would set 1410 MHz (learning)"):
+            pass
+        with Load(url):
+            eventually(lambda: has_served(url))
+        planner.send_signal(signal.SIGTERM)
+        text, _ = planner.communicate()
+    assert json.loads(text)["requests"] > 0, text
+    assert locked_mhz() is None
+    assert planner.returncode == 128 + signal.SIGTERM
+    assert not is_there(url)
+
+
+def is_there(url: str) -> bool:
+    try:
+        with closing(MetricsReader(url, 1.0)) as reader:
+            return reader.read().running >= 0
+    except OSError:
+        return False
+
+
+def has_served(url: str) -> bool:
+    with closing(MetricsReader(url, 1.0)) as reader:
+        return reader.read().ttft.seen > 3
+
+
+def test_what_cannot_be_kept_is_refused_before_anything_is_set(
+    serve: Callable[..., tuple[str, subprocess.Popen[str]]],
+):
+    other, _ = serve("metrics=other")
+    without, _ = serve("metrics=no")
+    kept = " ".join(KEEP)
+    for address, problem in (
+        (other, "has no vllm:num_requests_running or sglang:num_running_reqs; give the address of"),
+        (without, "answers 404; start the server with its metrics (vLLM has them, SGLang with"),
+        ("http://127.0.0.1:9", "does not answer (ConnectionRefusedError"),
+    ):
+        status, _, text = refusal(f"inference attach {address} {kept}")
+        assert status == 2
+        assert text.startswith("Error: ")
+        assert problem in text
+        assert text.count("\n") == 1
+    assert locked_mhz() is None
+    with subprocess.Popen(
+        [*PLANNER, "inference", "attach", serve()[0], *KEEP], stderr=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stderr is not None
+        first.stderr.readline()  # its first line: it keeps the clocks
+        status, _, text = refusal(f"inference attach {serve()[0]} {kept}")
+        assert status == 2
+        assert str(first.pid) in text
+        first.send_signal(signal.SIGTERM)

@@ -1,0 +1,169 @@
+"""Programs of ranks that train in the modes of a plan, with activation recompute as the own way."""
+# ruff: noqa: TID253 - the process in which this runs is there for torch
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from runtime_training import (
+    NAME,
+    DeepSpeed,
+    Torch,
+    WarningLog,
+    Watch,
+    equal,
+    job,
+    outcome,
+    planned,
+    trained,
+)
+from strategies import recomputed, smooth_profile
+from tiny_training import Layer
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from perseus_planner import solve
+from perseus_planner.base.errors import PlanError, UsageError
+from perseus_planner.plans.plan import Plan
+from perseus_planner.runtime import Recompute
+from perseus_planner.schedules import Computation
+
+MICROBATCHES, ITERATIONS = 4, 3
+
+
+def plan_in_modes(memory_bytes: float = 1.5) -> Plan:
+    """A plan in which some microbatches of each stage keep their activations."""
+    profile = recomputed(smooth_profile(2, 90), memory_bytes, gpu=NAME, origin="simulated")
+    frontier = solve(profile, "1f1b", microbatches=MICROBATCHES)
+    return frontier.plan_for(frontier.baseline_time_s, on_time=None)
+
+
+def torch_engine(state: str) -> None:
+    """Layers in torch's checkpoint wrapper."""
+    with job(state) as result:
+        _refusals(Torch("1f1b", MICROBATCHES).engine)
+        create = partial(Torch, layer=lambda: checkpoint_wrapper(Layer()), has_shapes=True)
+        result.update(_trained_in_modes(create))
+        result.update(_failed())
+
+
+def deepspeed_engine(state: str) -> None:
+    """DeepSpeed's own checkpoints."""
+    options = {
+        "activation_checkpoint_interval": 1,
+        "activation_checkpoint_func": partial(checkpoint, use_reentrant=False),
+    }
+
+    def create(_: str, count: int, watch: Watch | None) -> DeepSpeed:
+        return DeepSpeed(count, watch, **options)
+
+    with job(state) as result:
+        result.update(_trained_in_modes(create))
+
+
+def megatron_engine(state: str) -> None:
+    """Megatron-core's full recompute."""
+    from megatron.core.tensor_parallel import random
+    from megatron_programs import Planned
+    from tiny_gpt import parallel
+
+    from perseus_planner.schedules import one_f_one_b
+
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    with job(state) as result, parallel(), ExitStack() as stack:
+        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):  # there are none on the CPU
+            stack.enter_context(mock.patch.object(random, name, return_value=None))
+        schedule = one_f_one_b(2, MICROBATCHES)
+        result.update(_trained_in_modes(lambda *given: Planned(schedule, given[2], None, **full)))
+
+
+def _trained_in_modes(create: Callable[..., Any]) -> dict[str, Any]:
+    """Return the modes in which each computation ran, and whether results equal those of plain
+    training.
+    """
+    plan, log = plan_in_modes(), WarningLog()
+    expected = trained(create("1f1b", MICROBATCHES, None), ITERATIONS)
+    modes: list[dict[str, bool]] = []
+
+    class Watched(Watch):
+        def __call__(self, stage: int, kind: str, microbatch: int) -> None:
+            modes[-1][str(Computation(stage, kind, microbatch))] = recompute.is_on
+            super().__call__(stage, kind, microbatch)
+
+    watch = Watched()
+    pipeline = create("1f1b", MICROBATCHES, watch)
+    recompute = Recompute(pipeline.engine)
+    switch = {"own": recompute.on, "keep": recompute.off}
+    results, forwards = [], Counter[str]()
+
+    def count(_: Any, __: Any) -> None:
+        forwards["all"] += 1
+
+    for module in _modules(pipeline):
+        if type(module).__name__ in ("Layer", "TransformerLayer"):
+            module.register_forward_pre_hook(count)
+    with planned(pipeline, plan, modes=switch) as runtime:
+        watch.planned = lambda: runtime.plan
+        for _ in range(ITERATIONS):
+            modes.append({})
+            results += pipeline.step()
+            assert recompute.is_on
+        results += pipeline.state()
+    rank = plan.schedule.ranks[dist.get_rank()]
+    kept = [str(each) for each in rank if plan.modes.get(str(each)) == "keep"]
+    return {
+        "equal": equal(expected, results),
+        "ran": [[name for name, is_on in each.items() if not is_on] for each in modes],
+        "planned": kept,
+        "of": len(rank),
+        "forwards": forwards["all"],
+        "as planned": [row.is_as_planned for row in runtime.iterations],
+        **outcome(runtime, log, watch),
+    }
+
+
+def _modules(pipeline: Any) -> list[Any]:
+    engine = pipeline.engine
+    parts = engine if isinstance(engine, list) else getattr(pipeline, "layers", None)
+    parts = [engine.module] if parts is None else parts
+    return [module for part in parts for module in part.modules()]
+
+
+def _refusals(engine: Any) -> None:
+    plan = plan_in_modes()
+    with pytest.raises(UsageError, match="nothing of this rank recomputes activations"):
+        Recompute(engine)
+    known: list[dict[str, Any]] = [{}, {"keep": lambda: None}]
+    for modes, missing in zip(known, ("keep", "own"), strict=True):
+        refused = pytest.raises(PlanError, match=f"has no mode {missing}; give it in modes= of")
+        with refused, planned(Torch("1f1b", MICROBATCHES), plan, modes=modes):
+            pass
+    refused = pytest.raises(UsageError, match="are for one way of running")
+    with refused, planned(Torch("1f1b", MICROBATCHES), None, modes={"own": lambda: None}):
+        pass
+
+
+def _failed() -> dict[str, Any]:
+    """A mode that raises."""
+    log, entered = WarningLog(), []
+
+    def fail() -> None:
+        raise ArithmeticError("no")
+
+    pipeline = Torch("1f1b", MICROBATCHES)
+    modes = {"own": lambda: entered.append("own"), "keep": fail}
+    with planned(pipeline, plan_in_modes(), modes=modes) as runtime:
+        for _ in range(2):
+            pipeline.step()
+    return {"entered": entered, "failed": outcome(runtime, log)}
