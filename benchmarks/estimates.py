@@ -10,17 +10,14 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from data import Case, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Profile
-from perseus_planner.estimate.estimate import (
-    StageCalibration,
-    TransformerPipeline,
-    estimate,
-    stage_calibration,
-)
-from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.configuration import Configuration
+from perseus_planner.estimate.estimate import Calibration, calibration_of, estimate
+from perseus_planner.estimate.system import SYSTEMS, with_link
 from perseus_planner.estimate.transformer import PRESETS
 from perseus_planner.profiles.csv_file import word_of
 
@@ -28,11 +25,11 @@ _MAX_ERRORS = (
     0.01,
     0.10,
 )  #: mean over the clocks, without a head and with it, calibrated on all clocks
-_PIPELINES: Mapping[str, tuple[str, TransformerPipeline]] = {
+# Traffic does not seem to be in the data.
+_PIPELINES: Mapping[str, tuple[str, Configuration]] = {
     "gpt3-175b": (
         "a100-sxm",
-        TransformerPipeline(
-            "gpt3-175b",
+        Configuration(
             replace(
                 PRESETS["gpt3-175b"],
                 sequence=1024,
@@ -41,16 +38,17 @@ _PIPELINES: Mapping[str, tuple[str, TransformerPipeline]] = {
                 attention="plain",
             ),
             (12,) * 8,
-            math.inf,  # traffic does not seem to be in the data
+            1,
+            1,
         ),
     ),
     "bloom": (
         "a40",
-        TransformerPipeline(
-            "bloom-176b",
+        Configuration(
             replace(PRESETS["bloom-176b"], tensor_degree=8, attention="plain"),
             (9, 9, 9, 9, 9, 9, 9, 7),
-            math.inf,
+            1,
+            1,
         ),
     ),
 }
@@ -124,9 +122,9 @@ def measure(size: Size) -> Section:
 
 def _rows(case: Case) -> Iterator[dict[str, Any]]:
     measured, (name, pipeline) = profile_of(case), _PIPELINES[case.model]
-    system = SYSTEMS[name]
-    middle = stage_calibration(measured, pipeline, system)
-    calibrations = {"none": (), "top": (_top(middle),), "all": (middle,)}
+    system = with_link(SYSTEMS[name], math.inf)
+    middle = calibration_of(measured, pipeline, system)
+    calibrations = {"none": None, "top": _top(middle), "all": middle}
     for wanted, chosen in calibrations.items():
         estimated = estimate(pipeline, system, chosen)
         for kind in "FB":
@@ -146,11 +144,10 @@ def _rows(case: Case) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _top(calibration: StageCalibration) -> StageCalibration:
+def _top(calibration: Calibration) -> Calibration:
     """Return a calibration with only the highest clock of each kind."""
     return replace(
-        calibration,
-        measurements={kind: rows[:1] for kind, rows in calibration.measurements.items()},
+        calibration, ratios={kind: rows[:, -1:] for kind, rows in calibration.ratios.items()}
     )
 
 
@@ -163,12 +160,16 @@ def _errors(measured: Profile, estimated: Profile, kind: str, what: str) -> dict
     errors = {}
     for stage in range(measured.stages):
         if stage != (measured.stages - 1) // 2:
-            by_clock = {
-                row.clock_mhz: getattr(row, name) / gpus
-                for row in estimated.measurements[stage, kind]
-            }
             rows = measured.measurements[stage, kind]
+            same = estimated.measurements[stage, kind][::-1]
+            # Clocks that the power limit does not allow are no rows: the highest stands for them.
+            found = np.interp(
+                [row.clock_mhz for row in rows],
+                [row.clock_mhz for row in same],
+                [getattr(row, name) / gpus for row in same],
+            )
             errors[stage] = [
-                100 * (by_clock[row.clock_mhz] / getattr(row, name) - 1) for row in rows
+                100 * (value / getattr(row, name) - 1)
+                for value, row in zip(found.tolist(), rows, strict=True)
             ]
     return errors

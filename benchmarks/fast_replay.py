@@ -35,10 +35,10 @@ def replay_s(job: Configuration, system: System, stages: Sequence[dict[str, floa
     and kind.
     """
     ranks = stage_ranks(job.schedule, job.ranks, job.virtual_stages)
-    backward_s = [0.0] * job.ranks
+    both_s = [0.0] * job.ranks
     for stage, rank in enumerate(ranks):
-        backward_s[rank] += stages[stage]["B"]
-    hop_s, ends_s = job.transfer_s(system), job.end_s(system, backward_s)
+        both_s[rank] += stages[stage]["F"] + stages[stage]["B"]
+    hop_s, ends_s = job.transfer_s(system), job.end_s(system, both_s)
     settled = _SETTLED * job.ranks
     if job.microbatches <= settled + job.ranks:
         count, more = job.microbatches, 0

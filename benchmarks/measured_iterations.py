@@ -17,7 +17,7 @@ from fast_replay import iteration_s
 
 from perseus_planner.estimate.configuration import Configuration
 from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
-from perseus_planner.estimate.system import SYSTEMS, KernelKey, System, kernel_key
+from perseus_planner.estimate.system import SYSTEMS, System, kernel_key
 from perseus_planner.estimate.transformer import Transformer, split_layers
 
 #: padded as Megatron does, but for heads of one GPU on 2 to 8 GPUs, which take as if it were not
@@ -61,6 +61,7 @@ def table_5() -> Mapping[str, Measured]:
             "recomputation": what,
             "sequence_parallel": sequence_parallel,
             "attention": "plain",
+            "gradient_bytes": 2,
         }
         small = Transformer(48, 6144, 64, 64, 96, 4 * 6144, 51200, 2048, microbatch=4, **extras)
         large = Transformer(105, 20480, 128, 128, 160, 4 * 20480, 51200, 2048, **extras)
@@ -74,7 +75,7 @@ class TimeEstimates:
     """Estimated times on a system; kernels that configurations share are computed once."""
 
     def __init__(self, system: System) -> None:
-        self._system, self._layers = system, dict[KernelKey, LayerTimes]()
+        self._system, self._layers = system, dict[Transformer, LayerTimes]()
 
     def __call__(self, job: Configuration) -> float:
         """Return the estimated seconds of an iteration."""
@@ -104,6 +105,7 @@ def _measured(row: Mapping[str, float]) -> Measured:
         tensor_degree=tensor,
         recomputation="none" if row["gpus"] <= 8 else "full",
         attention="plain",
+        gradient_bytes=2,  # assumed
     )
     split = split_layers(layers, int(row["pipeline_parallel"]))
     return Measured(

@@ -12,7 +12,8 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.estimate.configuration import Configuration, Memory, memory
 from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
-from perseus_planner.estimate.transformer import Transformer, split_layers
+from perseus_planner.estimate.system import kernel_key
+from perseus_planner.estimate.transformer import Transformer, shared_by, split_layers
 
 if TYPE_CHECKING:
     from perseus_planner.estimate.system import System
@@ -21,9 +22,10 @@ RECOMPUTATIONS = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
 _MAX_MICROBATCH = 64
 _VIRTUAL_STAGES = (2, 3, 4, 6)
-_MAX_RANKS = 48
+_RANKS = (*range(1, 17), 18, 20, 21, 24, 27, 28, 30, 32, 36, 40, 42, 48)
 _MAX_STAGES = 64
-_ALL_PARTS = 24  # GPUs, of which any part is explored
+_MAX_TENSOR = 16
+_CONTEXT = 8192  # tokens of a sequence on a GPU from which on it is divided
 _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 
 
@@ -31,12 +33,11 @@ _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 class Choices:
     """What may be chosen; everything else follows from the model, the GPUs and the batch.
 
-    Tensor groups divide norms too, the optimizer is distributed, and gradients are summed during
-    the backward.
+    Tensor groups divide norms too, the optimizer's state is shared, and gradients are summed during
+    the backward. Without a pipeline weights may be shared too.
     """
 
-    #: GPUs of the job. Configurations that leave some of them unused count too: see `_parts`.
-    gpus: int
+    gpus: int  #: GPUs of the job. Configurations that leave some of them unused count too.
     batch: int  #: Sequences of an iteration
     recomputations: tuple[str, ...] = RECOMPUTATIONS  #: Kinds of recomputation
     schedules: tuple[str, ...] = SCHEDULES  #: Names of schedules
@@ -55,27 +56,38 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     """Return all configurations that fit in memory.
 
     Raises:
-        UsageError: If there are none; the text names the nearest number of GPUs or batch that
-            works, the memory that is missing, or the option that allows none.
+        UsageError: If there are none; the text names the memory that is missing, or the option that
+            allows none.
     """
-    if model.precision == "fp8" and system.fp8_speedup <= 1:
-        raise UsageError(f"--precision: {system.gpu.name} has no fp8; give bf16 or fp16")
+    speedup = {"fp8": system.fp8_speedup, "nvfp4": system.fp4_speedup}
+    if model.precision == "mxfp8":  # what has FP4 has scales of blocks too
+        speedup["mxfp8"] = system.fp4_speedup
+    if speedup.get(model.precision, 2.0) <= 1:
+        raise UsageError(
+            f"--precision: {system.gpu.name} has no {model.precision}; give bf16 or fp16"
+        )
     if model.attention != "plain" and tuple(choices.recomputations) == ("selective",):
         raise UsageError(
             f"--recompute: {model.attention} attention keeps no scores that selective could "
             "recompute; give none or full, or --attention plain"
         )
-    fitting, least, any_full = [], None, False
-    for gpus in _parts(choices.gpus):
-        for job, times in _configurations(model, system, replace(choices, gpus=gpus)):
-            any_full = any_full or gpus == choices.gpus
+    fitting, least, unmeasured = list[Candidate](), None, bool(system.kernels)
+    for job, times in _configurations(model, system, choices):
+        unmeasured = unmeasured and kernel_key(job.shape) not in system.kernels
+        needed = memory(job, system)
+        if job.ranks == 1 and job.replicas > 1 and not needed.fits:
+            job = replace(job, sharding=3)  # sends more than what shares the optimizer's state
             needed = memory(job, system)
-            if needed.fits:
-                fitting.append(Candidate(job, times, needed))
-            elif least is None or needed.total < least[1].total:
-                least = job, needed
-    if not any_full:
-        raise UsageError(_nearest(model, choices))
+        if needed.fits:
+            fitting.append(Candidate(job, times, needed))
+        elif least is None or needed.total < least[1].total:
+            least = job, needed
+    if unmeasured:
+        raise UsageError(
+            f"--system: its kernels are of no configuration of this model in {model.precision}, "
+            f"with {model.attention} attention and {model.sequence} tokens; measure "
+            f"them by planner calibrate --kernels MODEL --gpu {system.gpu.name} -o FILE"
+        )
     if not fitting and least is not None:
         job, needed = least
         raise UsageError(
@@ -87,21 +99,21 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
 
 
 def split_choices(
-    model: Transformer, stages: int, times: LayerTimes, top_mhz: float
+    layers: int, stages: int, times: LayerTimes, top_mhz: float
 ) -> list[tuple[int, ...]]:
     """Return the splits to try: as even as possible, and with fewer layers beside embedding and
     head.
 
     The second one makes the slowest stage as fast as whole layers allow.
     """
-    even = split_layers(model.layers, stages)
+    even = split_layers(layers, stages)
     if stages == 1:
         return [even]
     layer_s, first_s, last_s = (
         part["F"].time_s(top_mhz) + part["B"].time_s(top_mhz)
         for part in (times.layer, times.embedding, times.head)
     )
-    balanced = _balanced(model.layers, stages, layer_s, first_s, last_s)
+    balanced = _balanced(layers, stages, layer_s, first_s, last_s)
     return [even] if balanced == even else [even, balanced]
 
 
@@ -129,21 +141,15 @@ def _balanced(
 def _configurations(
     model: Transformer, system: System, choices: Choices
 ) -> Iterator[tuple[Configuration, LayerTimes]]:
-    """Yield the configurations that use all of the GPUs, and the times of their layers."""
-    for tensor in _divisors(min(choices.gpus, system.gpus_per_node)):
-        if choices.gpus % tensor or not _shares(model, tensor):
-            continue
-        # Frameworks pad the vocabulary, so that all GPUs of a group have a share that aligns.
-        vocabulary = -(-model.vocabulary // (128 * tensor)) * 128 * tensor
-        shared = replace(
-            model,
-            tensor_degree=tensor,
-            vocabulary=vocabulary,
-            sequence_parallel=tensor > 1 and model.sequence % tensor == 0,
-        )
+    """Yield the configurations of at most so many GPUs, and the times of their layers.
+
+    Which ones does not depend on the number of GPUs otherwise, so that more never make it worse.
+    """
+    for tensor, context, expert in _groups(model, system, choices.gpus):
+        shared = shared_by(model, tensor, context_degree=context, expert_degree=expert)
         for microbatch in _divisors(choices.batch):
-            if microbatch > _MAX_MICROBATCH:
-                continue
+            if microbatch > (_MAX_MICROBATCH if context == 1 else 1):
+                continue  # more sequences need less traffic than parts of one
             for recomputation in choices.recomputations:
                 if recomputation == "selective" and model.attention != "plain":
                     continue  # flash attention keeps no scores
@@ -152,36 +158,54 @@ def _configurations(
                 yield from ((job, times) for job in _pipelines(shape, system, times, choices))
 
 
+def _groups(model: Transformer, system: System, gpus: int) -> Iterator[tuple[int, int, int]]:
+    """Yield tensor, context and expert degrees, the latter powers of 2."""
+    for tensor in range(1, min(gpus, system.gpus_per_node, _MAX_TENSOR) + 1):
+        if not _shares(model, tensor):
+            continue
+        for context in _powers(min(gpus // tensor, model.sequence // _CONTEXT)):
+            if model.sequence % context == 0:
+                for expert in _powers(min(gpus, model.experts)):
+                    if max(1, model.experts) % expert == 0:
+                        yield tensor, context, expert
+
+
 def _pipelines(
     shape: Transformer, system: System, times: LayerTimes, choices: Choices
 ) -> Iterator[Configuration]:
-    for ranks in _divisors(choices.gpus // shape.tensor_degree):
-        data = choices.gpus // shape.tensor_degree // ranks
-        if ranks > min(shape.layers, _MAX_RANKS) or choices.batch % (data * shape.microbatch):
-            continue
-        count = choices.batch // (data * shape.microbatch)
-        if ranks == 1:
-            kinds = [("1f1b", 1)]
-        else:
-            kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
-            if "interleaved-1f1b" in choices.schedules and count % ranks == 0:
-                kinds += [
-                    ("interleaved-1f1b", virtual_stages)
-                    for virtual_stages in _VIRTUAL_STAGES
-                    if virtual_stages * ranks <= min(shape.layers, _MAX_STAGES)
-                ]
-        for schedule, virtual in kinds:
-            for split in split_choices(shape, ranks * virtual, times, system.top_mhz):
-                yield Configuration(
-                    shape,
-                    split,
-                    data,
-                    count,
-                    schedule,
-                    virtual,
-                    distributed_optimizer=data > 1,
-                    overlap_reduction=data > 1,
-                )
+    group = shape.tensor_degree * shape.context_degree
+    for ranks in _RANKS:
+        if ranks > min(shape.layers, choices.gpus // group):
+            break
+        for data in _divisors(choices.batch // shape.microbatch):
+            if group * ranks * data > choices.gpus:
+                break
+            if group * data % shape.expert_degree == 0:
+                yield from _scheduled(shape, system, times, choices, ranks, data)
+
+
+def _scheduled(
+    shape: Transformer,
+    system: System,
+    times: LayerTimes,
+    choices: Choices,
+    ranks: int,
+    data: int,
+) -> Iterator[Configuration]:
+    count = choices.batch // (data * shape.microbatch)
+    kinds = [("1f1b", 1)]
+    if ranks > 1:
+        kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
+        if "interleaved-1f1b" in choices.schedules and count % ranks == 0:
+            kinds += [
+                ("interleaved-1f1b", virtual_stages)
+                for virtual_stages in _VIRTUAL_STAGES
+                if virtual_stages * ranks <= min(shape.layers, _MAX_STAGES)
+            ]
+    shared = data * shape.context_degree > 1
+    for schedule, virtual in kinds:
+        for split in split_choices(shape.layers, ranks * virtual, times, system.top_mhz):
+            yield Configuration(shape, split, data, count, schedule, virtual, int(shared), shared)
 
 
 def _shares(model: Transformer, tensor: int) -> bool:
@@ -190,57 +214,14 @@ def _shares(model: Transformer, tensor: int) -> bool:
     return model.heads % tensor == 0 and model.ffn % tensor == 0 and groups
 
 
+@lru_cache(maxsize=4096)
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _parts(gpus: int) -> list[int]:
-    """Return the numbers of GPUs to use, so that few more GPUs make nothing worse.
-
-    All up to 24; beyond, the number itself, its half and so on while whole, powers of 2, and 3
-    times those.
-    """
-    halves = [gpus >> step for step in range(gpus.bit_length()) if gpus % (1 << step) == 0]
-    rounds = [
-        times << step
-        for times in (1, 3)
-        for step in range(gpus.bit_length())
-        if times << step < gpus
-    ]
-    return sorted({*range(1, min(gpus, _ALL_PARTS) + 1), *halves, *rounds}, reverse=True)
-
-
-def _possible(model: Transformer, gpus: int, batch: int) -> bool:
-    return any(
-        gpus % (tensor * ranks) == 0 and batch % (gpus // (tensor * ranks)) == 0
-        for tensor in _divisors(min(gpus, 8))
-        if _shares(model, tensor)
-        for ranks in range(1, min(model.layers, _MAX_RANKS) + 1)
-    )
-
-
-def _nearest(model: Transformer, choices: Choices) -> str:
-    """Return why no configuration uses all GPUs, with the nearest number of GPUs or batch that
-    works.
-    """
-    gpus, batch = choices.gpus, choices.batch
-    fewer = (
-        next(count for count in range(gpus - 1, 0, -1) if _possible(model, count, batch))
-        if gpus > 1
-        else 1
-    )
-    near = (
-        batch_size
-        for step in range(1, gpus + 1)
-        for batch_size in (batch + step, batch - step)
-        if batch_size > 0
-    )
-    other = next((batch_size for batch_size in near if _possible(model, gpus, batch_size)), None)
-    more = "" if other is None else f", or --batch {other}"
-    return (
-        f"--gpus: {gpus} GPUs cannot share {model.heads} heads, {model.layers} layers and a batch "
-        f"of {batch} sequences; give --gpus {fewer}{more}"
-    )
+def _powers(most: int) -> list[int]:
+    """Return the powers of 2 up to a number; 1 if there are none."""
+    return [1 << step for step in range(max(1, most.bit_length()))]
 
 
 def _enough(model: Transformer, system: System, choices: Choices) -> str:

@@ -31,7 +31,7 @@ from perseus_planner.cli.options import (
 if TYPE_CHECKING:
     from perseus_planner.cli.calibrate import KernelOptions
     from perseus_planner.estimate.candidates import Choices
-    from perseus_planner.estimate.estimate import StageCalibration, TransformerPipeline
+    from perseus_planner.estimate.configuration import Configuration
     from perseus_planner.estimate.explore import Objective, Prices
     from perseus_planner.estimate.system import System
     from perseus_planner.estimate.transformer import Transformer
@@ -48,6 +48,33 @@ _Gpu = Annotated[str, complete(chip_names), Option(metavar="GPU")]
 _Sequence = Annotated[
     int | None, "Tokens of a sequence.  [default: the model's]", Option(metavar="TOKENS")
 ]
+
+
+@dataclass(frozen=True)
+class _System:
+    """The kind of GPU."""
+
+    gpu: Annotated[_Gpu | None, "Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]"]
+    system_file: Annotated[Path | None, "System file of `planner calibrate`.", Option("--system")]
+
+    def system(self) -> System:
+        """Return the GPUs and their links."""
+        from perseus_planner.estimate.system import load_system, system_of
+
+        if self.system_file is not None:
+            system = load_system(self.system_file)
+            if self.gpu is not None and self.gpu.removeprefix("simulated:") != system.gpu.name:
+                raise UsageError(
+                    f"--gpu: is {self.gpu}, but {self.system_file} is of {system.gpu.name}; leave "
+                    "it out"
+                )
+            return system
+        if self.gpu is None:
+            raise UsageError(
+                "--gpu: is missing; give the kind of GPU, such as h100-sxm, or a system with "
+                "--system"
+            )
+        return system_of(self.gpu)
 
 
 @dataclass(frozen=True)
@@ -84,10 +111,10 @@ class _Pipeline:
         Option(metavar="GB/S"),
     ]
 
-    def of(self, model: str) -> TransformerPipeline:
+    def of(self, model: str) -> Configuration:
         """Return the pipeline of a model."""
-        from perseus_planner.estimate.estimate import TransformerPipeline
-        from perseus_planner.estimate.transformer import check_split, name_of
+        from perseus_planner.estimate.configuration import Configuration
+        from perseus_planner.estimate.transformer import check_split
 
         transformer = _changed(
             model,
@@ -101,9 +128,9 @@ class _Pipeline:
             raise UsageError(
                 "give either --stages, the number of stages, or --layers, the layers of each"
             )
-        split = check_split(transformer, self.layers or self.stages or 0)
-        link = None if self.link is None else self.link * 1e9
-        return TransformerPipeline(name_of(model), transformer, split, link)
+        return Configuration(
+            transformer, check_split(transformer, self.layers or self.stages or 0), 1, 1
+        )
 
 
 @command(
@@ -122,23 +149,13 @@ def estimate(
         "dimensions, or a "
         "config.json.",
     ],
-    gpu: Annotated[_Gpu, "Kind of GPU, e.g. a100-sxm or h100-sxm."],
+    of: _System,
     pipeline: _Pipeline,
     power_limit_w: Annotated[
         Power | None, "Power limit of each GPU, e.g. 500W.  [default: the GPU's]"
     ],
     calibrate: Annotated[
-        tuple[str, ...],
-        "Measured profile of the same model; PROFILE@TOKENS if its sequences had another length. "
-        "Can be given twice, "
-        "for two lengths.",
-        Option(metavar="PROFILE"),
-    ],
-    calibrate_stage: Annotated[
-        int | None,
-        "Stage of that profile to use; if it has one stage, the number of that stage.  [default: "
-        "in the middle]",
-        Option(metavar="STAGE"),
+        Path | None, "Measured profile of the same model.", Option(metavar="PROFILE")
     ],
     split_backward: Annotated[
         bool, "Also estimate the gradients of inputs and of weights separately."
@@ -151,25 +168,32 @@ def estimate(
     """Estimate the profile of a model without a GPU.
 
     The operations of every stage follow from the dimensions of the model, time and energy from a
-    model of the GPU and its links, which you can calibrate with one measured stage. The profile is
-    marked as simulated; `planner solve` reads it like any other.
+    model of the GPU and its links, which you can calibrate with a measured profile, whose middle
+    stage corrects all others. The profile is marked as simulated; `planner solve` reads it like any
+    other.
     """
     from perseus_planner.estimate import estimate as estimating
-    from perseus_planner.estimate.system import system_of
+    from perseus_planner.estimate.system import with_link
+    from perseus_planner.estimate.transformer import name_of
     from perseus_planner.estimate.views import estimate_text, summarize_estimate
+    from perseus_planner.profiles.profiles import Profile
 
     refuse_same([Path(model)], output)
-    system, of_model = system_of(gpu).limited(power_limit_w), pipeline.of(model)
-    if calibrate_stage is not None and not calibrate:
-        raise UsageError("--calibrate-stage: works only with --calibrate; give both or neither")
-    calibrations = [
-        _calibration(text, calibrate_stage, of_model, system, output) for text in calibrate
-    ]
-    profile = estimating.estimate(of_model, system, calibrations, split_backward=split_backward)
+    system, job = of.system().limited(power_limit_w), pipeline.of(model)
+    if pipeline.link is not None:
+        system = with_link(system, pipeline.link * 1e9)
+    calibration = None
+    if calibrate is not None:
+        for target in (output, output.with_suffix(".csv")):
+            refuse_same([calibrate, calibrate.with_suffix(".csv")], target)
+        # A CSV does not contain the blocking power, so that of the GPU model is used.
+        is_csv = calibrate.suffix.lower() == ".csv"
+        measured = Profile.load(calibrate, system.gpu.blocking_power_w if is_csv else None)
+        calibration = estimating.calibration_of(measured, job, system, str(calibrate))
+    kinds = "FBIW" if split_backward else "FB"
+    profile = estimating.estimate(job, system, calibration, kinds=kinds)
     profile.save(output)
-    summary = summarize_estimate(
-        profile, of_model, [calibration.source for calibration in calibrations]
-    )
+    summary = summarize_estimate(name_of(model), profile, job)
     files = [output, output.with_suffix(".csv")]
     console.report(summary, estimate_text(summary), files, as_json=as_json)
 
@@ -182,37 +206,11 @@ def _changed(model: str, **changes: object) -> Transformer:
     return replace(named_transformer(model), **given)  # type: ignore[arg-type]  # it checks them
 
 
-def _calibration(
-    text: str, stage: int | None, pipeline: TransformerPipeline, system: System, output: Path
-) -> StageCalibration:
-    from perseus_planner.estimate.estimate import stage_calibration
-    from perseus_planner.profiles.profiles import Profile
-
-    path, tokens = _split_tokens(text)
-    for target in (output, output.with_suffix(".csv")):
-        refuse_same([path, path.with_suffix(".csv")], target)
-    if tokens is not None:
-        pipeline = replace(pipeline, transformer=replace(pipeline.transformer, sequence=tokens))
-    # A CSV does not contain the blocking power, so that of the GPU model is used.
-    power_w = system.gpu.blocking_power_w if path.suffix.lower() == ".csv" else None
-    return stage_calibration(Profile.load(path, power_w), pipeline, system, stage, str(path))
-
-
-def _split_tokens(text: str) -> tuple[Path, int | None]:
-    """Split `PROFILE@TOKENS` into the file and the tokens, if any."""
-    name, separator, tokens = text.rpartition("@")
-    if separator and tokens.isascii() and tokens.isdecimal():
-        return Path(name), int(tokens)
-    return Path(text), None
-
-
 @dataclass(frozen=True)
 class _Gpus:
     """The GPUs to explore, and what may be chosen on them."""
 
     gpus: Annotated[int, click.IntRange(1), "Number of GPUs.", Option(metavar="N")]
-    gpu: Annotated[_Gpu | None, "Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]"]
-    system_file: Annotated[Path | None, "System file of `planner calibrate`.", Option("--system")]
     batch: Annotated[int, click.IntRange(1), "Sequences of an iteration.", Option(default=512)]
     sequence: _Sequence
     precision: Annotated[
@@ -231,25 +229,6 @@ class _Gpus:
         "none, selective or full; can be given more than once.",
         Option("--recompute"),
     ]
-
-    def system(self) -> System:
-        """Return the GPUs and their links."""
-        from perseus_planner.estimate.system import load_system, system_of
-
-        if self.system_file is not None:
-            system = load_system(self.system_file)
-            if self.gpu is not None and self.gpu.removeprefix("simulated:") != system.gpu.name:
-                raise UsageError(
-                    f"--gpu: is {self.gpu}, but {self.system_file} is of {system.gpu.name}; leave "
-                    "it out"
-                )
-            return system
-        if self.gpu is None:
-            raise UsageError(
-                "--gpu: is missing; give the kind of GPU, such as h100-sxm, or a system with "
-                "--system"
-            )
-        return system_of(self.gpu)
 
     def choices(self) -> Choices:
         """Return what may be chosen."""
@@ -324,6 +303,7 @@ class _Run:
 def explore(
     model: _Model,
     *,
+    of: _System,
     job_gpus: _Gpus,
     goal: _Goal,
     power_limit_w: Annotated[Power | None, "Power limit of each GPU, e.g. 500W."],
@@ -360,10 +340,18 @@ def explore(
         precision=job_gpus.precision,
         attention=job_gpus.attention,
     )
-    system, objective = job_gpus.system().limited(power_limit_w), goal.objective()
-    with console.progress("Exploring"):
-        explored = exploring(shape, system, job_gpus.choices(), objective)
-    result = views.exploration_view(name_of(model), explored, run.tokens, run.prices())
+    system, objective = of.system().limited(power_limit_w), goal.objective()
+    with console.progress("Exploring") as update:
+        explored = exploring(
+            shape,
+            system,
+            job_gpus.choices(),
+            objective,
+            update or (lambda solved, total: None),
+        )
+    result = views.exploration_view(
+        name_of(model), job_gpus.gpus, explored, run.tokens, run.prices()
+    )
     written: list[Path] = []
     if plot is not None:
         save_figure(views.exploration_figure(result), plot)
@@ -379,7 +367,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: 
     from perseus_planner.base.units import TIME
     from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
     from perseus_planner.estimate.system import save_system, system_of, system_view
-    from perseus_planner.estimate.transformer import named_transformer
+    from perseus_planner.estimate.transformer import named_transformer, shared_by
     from perseus_planner.estimate.views import system_text
     from perseus_planner.profiler.ranks.group import process_group
 
@@ -390,6 +378,12 @@ def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: 
     if options.recompute not in ("none", "full"):
         raise UsageError(f"--recompute: {options.recompute!r} is not measured; give none or full")
     system, shape = system_of(options.gpu), named_transformer(str(options.kernels))
+    for name, measured in (("precision", "bf16"), ("experts", 0), ("kv_latent", 0), ("window", 0)):
+        if getattr(shape, name) != measured:
+            raise UsageError(
+                f"--kernels: {name} of {getattr(shape, name)} is not measured; give a model with "
+                f"{name} of {measured}"
+            )
     if options.node_bandwidth is not None:
         system = replace(
             system,
@@ -413,7 +407,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: 
                 err=True,
             )
         shapes = [
-            replace(shape, tensor_degree=degree, microbatch=size, recomputation=options.recompute)
+            shared_by(shape, degree, microbatch=size, recomputation=options.recompute)
             for degree in sorted(degrees)
             for size in sorted(set(options.microbatch))
         ]

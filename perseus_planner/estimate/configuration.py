@@ -5,29 +5,29 @@ of gradients over the data-parallel GPUs and the optimizer's step.
 
 Memory holds parameters, gradients, optimizer, activations, and a reserve. Activations of a layer
 are those of Korthikanti et al. ("Reducing activation recomputation in large transformer models",
-2022, section 4), written for any widths: for each token 10 h bytes of norms, residuals and dropout
-masks, which sequence parallelism divides; 2 bytes for each input of a product and of the activation
-in the tensor group's share; 5 bytes for each score of plain attention. Each rank keeps as many
+2022, section 4), written for any widths and without dropout, whose masks no model has since GPT-3:
+for each token 8 h bytes of norms and residuals, which sequence parallelism divides; 2 bytes for
+each input of a product and of the activation in the tensor group's share, and 1 or less for those
+of narrow products; 5 bytes for each score of plain attention. Each rank keeps as many
 microbatches as its own schedule has in flight.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
+from perseus_planner.estimate.kernel_times import LayerTimes, Phases, layer_times, sum_s
 from perseus_planner.estimate.transformer import Transformer, check_split
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, pipeline_iteration
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from perseus_planner.estimate.kernel_times import Phases
     from perseus_planner.estimate.system import System
     from perseus_planner.schedules import Schedule
     from perseus_planner.schedules.iteration import Iteration
@@ -50,8 +50,9 @@ class Configuration:
     microbatches: int  #: Microbatches of a pipeline in an iteration
     schedule: str = "1f1b"  #: Name of the schedule
     virtual_stages: int = 1  #: Stages that each rank holds
-    #: Whether the data-parallel GPUs share gradients' sums and the optimizer's state.
-    distributed_optimizer: bool = False
+    #: What the data-parallel GPUs share, as the stages of ZeRO (Rajbhandari et al., 2020): 0
+    #: nothing, 1 the optimizer's state, 2 gradients' sums too, 3 weights too (FSDP).
+    sharding: int = 0
     #: Whether gradients are summed during the backward of the last microbatch.
     overlap_reduction: bool = False
 
@@ -71,7 +72,17 @@ class Configuration:
     @property
     def gpus(self) -> int:
         """GPUs of the job."""
-        return self.ranks * self.shape.tensor_degree * self.data_degree
+        return self.ranks * self.shape.tensor_degree * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """GPUs that hold the same weights but for experts, and sum their gradients."""
+        return self.data_degree * self.shape.context_degree
+
+    @property
+    def expert_replicas(self) -> int:
+        """GPUs that hold the same experts."""
+        return max(1, self.replicas * self.shape.tensor_degree // self.shape.expert_degree)
 
     @property
     def batch(self) -> int:
@@ -89,18 +100,21 @@ class Configuration:
         return "FIW" if self.schedule in SPLIT_BACKWARD else "FB"
 
     @cached_property
-    def rank_parameters(self) -> tuple[float, ...]:
-        """Parameters on each GPU of each rank."""
+    def rank_parameters(self) -> tuple[tuple[float, float], ...]:
+        """Parameters on each GPU of each rank: those of experts, and all others."""
         shape, stages = self.shape, len(self.split)
         words = shape.vocabulary * shape.hidden
         positions = shape.sequence * shape.hidden if shape.positions == "learned" else 0
-        layer = (shape.parameters - words * (1 if shape.tied else 2) - positions) / shape.layers
-        parameters = [0.0] * self.ranks
+        norm = shape.hidden * (2 if shape.biases else 1)
+        dense = shape.layer_parameters - shape.expert_parameters
+        others, experts = [0.0] * self.ranks, [0.0] * self.ranks
         for stage, rank in enumerate(stage_ranks(self.schedule, self.ranks, self.virtual_stages)):
-            held = self.split[stage] * layer + (words + positions if stage == 0 else 0)
-            held += words if stage == stages - 1 and (stages > 1 or not shape.tied) else 0
-            parameters[rank] += held / shape.tensor_degree
-        return tuple(parameters)
+            held = self.split[stage] * dense + (words + positions if stage == 0 else 0)
+            if stage == stages - 1:
+                held += norm + (words if stages > 1 or not shape.tied else 0)
+            others[rank] += held / shape.tensor_degree
+            experts[rank] += self.split[stage] * shape.expert_parameters / shape.expert_degree
+        return tuple(zip(experts, others, strict=True))
 
     @property
     def name(self) -> str:
@@ -109,8 +123,10 @@ class Configuration:
         counts = [(layers, len(list(same))) for layers, same in groupby(self.split)]
         runs = [f"{layers}" if count == 1 else f"{count}*{layers}" for layers, count in counts]
         even = f"({','.join(runs)})" if len(runs) > 1 else ""
+        others = (("c", shape.context_degree), ("e", shape.expert_degree), ("z", self.sharding))
+        more = "".join(f"-{letter}{n}" for letter, n in others if n > 1)
         return (
-            f"t{shape.tensor_degree}-p{self.ranks}{virtual}{even}-d{self.data_degree}-mb{shape.microbatch}-"
+            f"t{shape.tensor_degree}-p{self.ranks}{virtual}{even}-d{self.data_degree}{more}-mb{shape.microbatch}-"
             f"{self.schedule}-{shape.recomputation}"
         )
 
@@ -118,7 +134,44 @@ class Configuration:
         self, system: System, times: LayerTimes | None = None
     ) -> list[dict[str, Phases]]:
         """Return the phases of each kind of each stage, on one GPU."""
-        return (times or layer_times(self.shape, system)).stages(self.split)
+        times = times or layer_times(self.shape, system)
+        if self.sharding == 3:
+            times = replace(times, layer=self._gathered(times.layer, system))
+        return times.stages(self.split)
+
+    def _gathered(self, layer: Mapping[str, Phases], system: System) -> dict[str, Phases]:
+        """Return the phases of a layer whose weights are gathered while the one before computes,
+        and whose gradients are scattered while the next one does (Zhao et al., "PyTorch FSDP",
+        2023).
+        """
+        shape = self.shape
+        experts = shape.expert_parameters / shape.expert_degree
+        held = experts, (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree
+        gather_s = self._sum_s(held, (shape.narrow_bytes or _WEIGHT) / 2, system)
+        scatter_s = self._sum_s(held, shape.gradient_bytes / 2, system)
+        traffic_s = {"F": gather_s, "B": gather_s + scatter_s, "I": gather_s, "W": scatter_s}
+        return {
+            kind: phases
+            + Phases(exchange_s=max(0.0, traffic_s[kind] - phases.time_s(system.top_mhz)))
+            for kind, phases in layer.items()
+        }
+
+    def _sum_s(self, held: tuple[float, float], size: float, system: System) -> float:
+        """Return the seconds in which replicas sum `size` bytes of each parameter on a GPU."""
+        seconds, shape = 0.0, self.shape
+        for parameters, replicas, groups in zip(
+            held,
+            (self.expert_replicas, self.replicas),
+            (shape.expert_degree, shape.tensor_degree),
+            strict=True,
+        ):
+            if groups * replicas <= system.gpus_per_node:
+                few = min(replicas, 2)  # in a node eight were measured to take as long as two
+                seconds += sum_s(size * parameters, few, system) if parameters else 0.0
+            else:  # as many rings as a node has groups
+                per_byte_s = min(groups, system.gpus_per_node) / system.node_bytes_per_s
+                seconds += 2 * (1 - 1 / replicas) * size * parameters * per_byte_s
+        return seconds
 
     def transfer_s(self, system: System) -> float:
         """Return the seconds of an activation from one rank to the next; between nodes the
@@ -135,57 +188,62 @@ class Configuration:
     def reduction_s(self, system: System) -> list[float]:
         """Return the seconds in which each rank sums its gradients over the pipelines.
 
-        In a node two GPUs were measured to take as long as eight.
+        Where the optimizer's state is shared, gradients are scattered, and weights gathered in
+        bf16. FSDP does both in each microbatch.
         """
-        # With a distributed optimizer gradients are scattered and parameters gathered in bf16.
-        sent = (
-            system.reduction_bytes / 2 + 2 if self.distributed_optimizer else system.reduction_bytes
-        )
-        if self.gpus > system.gpus_per_node:
-            share = (self.data_degree - 1) / self.data_degree
-            per_byte_s = (
-                share
-                * min(self.shape.tensor_degree, system.gpus_per_node)
-                / system.node_bytes_per_s
-            )
-        else:
-            per_byte_s = (self.data_degree > 1) / system.link_bytes_per_s
-        return [sent * held * per_byte_s for held in self.rank_parameters]
+        size = float(self.shape.gradient_bytes)
+        if self.sharding:
+            size = 0.0 if self.sharding == 3 else (size + _WEIGHT) / 2
+        return [self._sum_s(held, size, system) for held in self.rank_parameters]
 
     def optimizer_s(self, system: System) -> list[float]:
         """Return the seconds of the optimizer's step on each rank."""
-        pieces = self.data_degree if self.distributed_optimizer else 1
-        per_byte_s = 1 / (system.memory_share * system.gpu.bytes_per_s)
-        return [
-            system.optimizer_bytes * held / pieces * per_byte_s for held in self.rank_parameters
-        ]
+        per_byte_s = system.optimizer_bytes / (system.memory_share * system.gpu.bytes_per_s)
+        return [per_byte_s * self.shared(held, 1) for held in self.rank_parameters]
 
-    def end_s(self, system: System, backward_s: Sequence[float]) -> list[float]:
+    def shared(self, held: tuple[float, float], stage: int) -> float:
+        """Return the parameters of which a GPU keeps what stage `stage` of ZeRO shares."""
+        if self.sharding < stage:
+            return sum(held)
+        return held[0] / self.expert_replicas + held[1] / self.replicas
+
+    def end_s(self, system: System, microbatch_s: Sequence[float]) -> list[float]:
         """Return the seconds of each rank after its last computation.
 
         Args:
             system: The GPUs.
-            backward_s: Seconds of a microbatch's backward on each rank, which hide the reduction
-                where they overlap.
+            microbatch_s: Seconds of a microbatch's forward and backward on each rank. Those of the
+                last microbatch hide sums where they overlap, the forward of the first one the
+                gathers; with virtual stages those of as many microbatches as there are ranks, but
+                for one stage. What is first in the model, the embedding too, has nothing to hide
+                behind.
         """
         steps_s = self.optimizer_s(system)
         sums_s = self.reduction_s(system)
         if self.overlap_reduction:
-            layers = max(1, min(self.split))
+            shape, virtual = self.shape, self.virtual_stages
+            layer = (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree
+            layer += shape.expert_parameters / shape.expert_degree
+            words = shape.vocabulary * shape.hidden / shape.tensor_degree
+            window = (self.ranks * (virtual - 1) + 1) / virtual
+            bare = [
+                min(1.0, (layer + (words if rank == 0 else 0)) / sum(held))
+                for rank, held in enumerate(self.rank_parameters)
+            ]
             sums_s = [
-                max(reduction_s / layers, reduction_s - hidden)
-                for reduction_s, hidden in zip(sums_s, backward_s, strict=True)
+                max(reduction_s * share, reduction_s - window * hidden_s)
+                for reduction_s, share, hidden_s in zip(sums_s, bare, microbatch_s, strict=True)
             ]
         return [reduction_s + step for reduction_s, step in zip(sums_s, steps_s, strict=True)]
 
     def iteration(
-        self, system: System, backward_s: Sequence[float], microbatches: int | None = None
+        self, system: System, microbatch_s: Sequence[float], microbatches: int | None = None
     ) -> Iteration:
         """Return the graph of an iteration."""
         hop_s = self.transfer_s(system)
         ends = [
             FixedOperation("step", "end", end_s, where=(rank,))
-            for rank, end_s in enumerate(self.end_s(system, backward_s))
+            for rank, end_s in enumerate(self.end_s(system, microbatch_s))
         ]
         schedule = schedule_of(
             self.schedule, len(self.split), microbatches or self.microbatches, self.virtual_stages
@@ -213,11 +271,7 @@ def schedule_of(name: str, stages: int, microbatches: int, virtual_stages: int) 
     )
 
 
-_WEIGHT, _GRADIENT, _STATE = (
-    2,
-    4,
-    12,
-)  # bytes: bf16, float32, and the float32 weight and two moments of Adam
+_WEIGHT, _STATE = 2, 12  # bytes: bf16, and the float32 weight and two moments of Adam
 _RESERVE_BYTES = 2e9  # CUDA context, NCCL buffers, workspaces; assumed
 _RESERVE_SHARE = 0.02  # fragmentation; assumed
 
@@ -228,7 +282,7 @@ class Memory:
 
     rank: int  #: Number of the rank
     parameters: float  #: Weights in bf16
-    gradients: float  #: Their sums in float32
+    gradients: float  #: Their sums
     optimizer: float  #: Weights in float32 and the moments of Adam
     #: Activations of all microbatches in flight, and of the layer that is recomputed.
     activations: float
@@ -249,7 +303,6 @@ class Memory:
 def memory(job: Configuration, system: System) -> Memory:
     """Return the memory of the rank that needs most."""
     shape, held = job.shape, job.rank_parameters
-    pieces = job.data_degree if job.distributed_optimizer else 1
     # Where forwards and backwards alternate, further microbatches keep no more.
     count = (
         job.microbatches
@@ -269,13 +322,21 @@ def memory(job: Configuration, system: System) -> Memory:
     for stage, rank in enumerate(ranks):
         activations[rank] += counts[stage] * job.split[stage] * kept
     activations[ranks[-1]] += logits
-    state = _WEIGHT + _GRADIENT + _STATE / pieces
-    most = max(range(job.ranks), key=lambda rank: state * held[rank] + activations[rank])
+    states = [
+        (
+            _WEIGHT * job.shared(each, 3),
+            shape.gradient_bytes * job.shared(each, 2),
+            _STATE * job.shared(each, 1),
+        )
+        for each in held
+    ]
+    if job.sharding == 3:  # the weights of two layers are gathered
+        layer = shape.layer_parameters - shape.expert_parameters * (1 - 1 / shape.expert_degree)
+        activations = [each + 2 * _WEIGHT * layer / shape.tensor_degree for each in activations]
+    most = max(range(job.ranks), key=lambda rank: sum(states[rank]) + activations[rank])
     return Memory(
-        rank=most,
-        parameters=_WEIGHT * held[most],
-        gradients=_GRADIENT * held[most],
-        optimizer=_STATE * held[most] / pieces,
+        most,
+        *states[most],
         activations=activations[most],
         reserve=_RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes,
         available=system.memory_bytes,
@@ -292,12 +353,22 @@ def kept_layer_bytes(shape: Transformer) -> float:
 
 
 def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
-    """Return the bytes of all activations of a layer."""
-    inner, keys_values = shape.heads * shape.head_size, 2 * shape.kv_heads * shape.head_size
-    shared = 2 * (2 * inner + keys_values) + 2 * shape.ffn * (3 if shape.gated else 2)
+    """Return the bytes of all activations of a layer: in bf16 what norms, attention and the
+    activation read, and in `precision` what products read.
+    """
+    low = shape.narrow_bytes or 2.0
+    inner, wide = shape.heads * shape.head_size, 2 * (2 if shape.gated else 1)
+    keys_values = 2 * (shape.heads if shape.kv_latent else shape.kv_heads) * shape.head_size
+    shared = 2 * (2 * inner + keys_values) + (low if shape.narrow_bytes else 0) * inner
+    dense = 1 - shape.expert_share
+    shared += (dense * shape.ffn + shape.expert_share * shape.shared_ffn) * (wide + low)
     if scores:
         shared += 5 * shape.heads * shape.sequence
-    return shape.tokens * (10 * shape.hidden / _divided(shape) + shared / shape.tensor_degree)
+    # Experts keep the copies of tokens that they read and wrote.
+    routed = shape.expert_ffn * (wide + low) + (low + 2) * shape.hidden
+    shared += shape.expert_share * shape.experts_used * routed
+    residual = (4 + 2 * low) * shape.hidden / _divided(shape)
+    return shape.tokens * (residual + shared / shape.tensor_degree)
 
 
 def _divided(shape: Transformer) -> int:

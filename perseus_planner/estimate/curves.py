@@ -118,6 +118,28 @@ def hull_of(rows: tuple[Measurement, ...], blocking_power_w: float) -> Hull:
     return Hull(*np.array(lower_hull((point.time_s, point.effective_j) for point in front)).T)
 
 
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A lower bound on time and energy of iterations of a whole job."""
+
+    least_s: float  #: Seconds
+    gpus_per_rank: float  #: GPUs of all pipelines that a rank stands for
+    blocking_w: float  #: Power of all of them while they wait
+    #: Of each rank: seconds in which it runs nothing, microbatches that share the rest of the time,
+    #: others, and the hull of a microbatch.
+    parts: list[tuple[float, int, int, Hull]]
+
+    def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the least joules at each of `times_s`; infinite where that is too short."""
+        total_j = np.zeros(len(times_s))
+        for fixed_s, count, others, hull in self.parts:
+            spare_s = (times_s - fixed_s) / count
+            total_j += count * np.interp(spare_s, hull.times_s, hull.effective_j)
+            total_j += others * hull.effective_j[-1]
+        energy_j = self.gpus_per_rank * total_j + self.blocking_w * times_s
+        return np.where(times_s >= self.least_s * (1 - 1e-9), energy_j, np.inf)
+
+
 def _slopes(curve: Curve) -> NDArray[np.float64]:
     """Return the slopes of a curve, J/s; breakpoints that are one time in floats have none
     between them.
@@ -140,15 +162,9 @@ class CurveMaker:
         self._hulls: dict[tuple[Phases, ...], Hull] = {}
         self._frontiers: dict[Configuration, Frontier] = {}
 
-    def bound(
-        self, candidate: Candidate, times_s: NDArray[np.float64]
-    ) -> tuple[float, NDArray[np.float64]]:
-        """Return a lower bound on the time of an iteration, and on the energy of the whole job at
-        each of `times_s`.
-
-        The energy is infinite where the time is too short.
-        """
-        job, gpu = candidate.job, self.system.gpu
+    def bound(self, candidate: Candidate) -> Bound:
+        """Return a lower bound on the time of an iteration, and on the energy of the whole job."""
+        job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
         of_rank: list[list[int]] = [[] for _ in range(job.ranks)]
         for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
@@ -161,40 +177,25 @@ class CurveMaker:
         both = [
             self._hull(tuple(stages[own[0]][kind] for kind in passed)).times_s[0] for own in of_rank
         ]
-        ends_s = job.end_s(
-            self.system,
-            [self._hull((stages[own[0]]["B"],)).times_s[0] * len(own) for own in of_rank],
-        )
+        ends_s = job.end_s(self.system, self._microbatch_s(job, stages))
         hop_s, before_s = job.transfer_s(self.system), 0.0
         trips = [
             self._hull(tuple(stages[own[-1]][kind] for kind in job.kinds[:2])).times_s[0]
             for own in of_rank
         ]
-        after_s = [
-            sum(trips[rank + 1 :]) + 2 * hop_s * (job.ranks - 1 - rank) for rank in range(job.ranks)
-        ]
-        least_s, total_j = 0.0, np.zeros(len(times_s))
+        least_s, parts, after_s = 0.0, [], sum(trips) + 2 * hop_s * job.ranks
         for rank, hull in enumerate(hulls):
+            after_s -= trips[rank] + 2 * hop_s
             fixed_s, count = before_s + ends_s[rank], job.microbatches
-            # Under ZB-H1 gradients of weights fill the second wait.
-            waited_s = {"1f1b": 2.0, "zb-h1": 1.0}.get(job.schedule, 0.0) * after_s[rank]
-            waits = job.ranks - 1 - rank if waited_s and count > job.ranks - rank else 0
-            if waits:
-                least_s = max(least_s, fixed_s + waited_s + (count - waits) * hull.times_s[0])
             least_s = max(least_s, fixed_s + count * hull.times_s[0])
-            if waits:
-                steady = count - waits
-                spare_s = (times_s - fixed_s - waited_s) / steady
-                total_j += steady * np.interp(spare_s, hull.times_s, hull.effective_j)
-                total_j += waits * hull.effective_j[-1]
-            else:
-                total_j += count * np.interp(
-                    (times_s - fixed_s) / count, hull.times_s, hull.effective_j
-                )
+            # Under ZB-H1 gradients of weights fill the second wait.
+            waited_s = {"1f1b": 2.0, "zb-h1": 1.0}.get(job.schedule, 0.0) * after_s
+            waits = job.ranks - 1 - rank if waited_s > 0 and count > job.ranks - rank else 0
+            fixed_s += waited_s if waits else 0.0
+            least_s = max(least_s, fixed_s + (count - waits) * hull.times_s[0])
+            parts.append((fixed_s, count - waits, waits, hull))
             before_s += both[rank] + len(passed) * hop_s
-        gpus = job.gpus
-        energy_j = gpus / job.ranks * total_j + gpus * gpu.blocking_power_w * times_s
-        return least_s, np.where(times_s >= least_s * (1 - 1e-9), energy_j, np.inf)
+        return Bound(least_s, job.gpus / job.ranks, job.gpus * self._gpu.blocking_power_w, parts)
 
     def size(self, job: Configuration) -> int:
         """Return the number of computations that the exact curve takes."""
@@ -256,51 +257,88 @@ class CurveMaker:
             / frontier.baseline_energy_j
         )
 
+    def energy_shares(self, candidate: Candidate) -> dict[str, float]:
+        """Return the shares of a job's energy at full clocks by what GPUs do.
+
+        Static power counts with what takes the time; the iteration is that of the microbatches that
+        were solved, at most.
+        """
+        job, gpu = candidate.job, self._gpu
+        frontier, parts = (
+            self._frontiers[job],
+            dict.fromkeys(("arithmetic", "memory", "traffic"), 0.0),
+        )
+        for phases in job.stage_phases(self.system, candidate.times):
+            for kind in job.kinds:
+                load = phases[kind].load(self.system)
+                clock = load.achieved_mhz(self.system.top_mhz)
+                square = clock * load.voltage(clock) ** 2
+                still_s = phases[kind].memory_s
+                parts["arithmetic"] += (
+                    load.megacycles / clock * (load.static_w + load.arithmetic_w_per_mhz * square)
+                )
+                parts["memory"] += still_s * (load.static_w + gpu.memory_w_per_mhz * square)
+                parts["traffic"] += (load.memory_s - still_s) * load.static_w + phases[
+                    kind
+                ].exchange_s * 0.5 * gpu.memory_w_per_mhz * square
+        per_gpu = self._solved_counts(job)[0] * job.shape.tensor_degree * job.shape.context_degree
+        shares = {name: j * per_gpu / frontier.baseline_energy_j for name, j in parts.items()}
+        return {**shares, "waiting": 1 - sum(shares.values())}
+
     def profile(
-        self, job: Configuration, stages: list[dict[str, Phases]], points: int = 0
+        self,
+        job: Configuration,
+        stages: list[dict[str, Phases]],
+        points: int = 0,
+        kinds: str = "",
     ) -> Profile:
         """Return the profile of one pipeline, with so many points of a computation, or all;
-        energies are of a group.
+        energies are of a stage's GPUs.
         """
         rows = {
-            (stage, kind): self._points(kinds[kind], points)
-            for stage, kinds in enumerate(stages)
-            for kind in job.kinds
+            (stage, kind): self._points(phases[kind], points)
+            for stage, phases in enumerate(stages)
+            for kind in kinds or job.kinds
         }
+        shape = job.shape
         one_gpu = Profile(
             rows,
             blocking_power_w=self.system.gpu.blocking_power_w,
             gpu=f"simulated {self.system.gpu.name}",
             origin="simulated",
             conditions={
-                "estimate": f"{job.name}, operations in closed form on a model of the system"
+                "estimate": f"{job.name}, operations in closed form on a model of the system; "
+                "nothing was measured on these stages",
+                "workload": f"{shape.microbatch} x {shape.sequence} tokens a microbatch, layers "
+                f"{','.join(map(str, job.split))}, {shape.attention} attention, {shape.precision}",
             },
         )
-        return on_each_gpu(one_gpu, job.shape.tensor_degree)
+        return on_each_gpu(one_gpu, shape.tensor_degree * shape.context_degree)
 
     def dag(self, candidate: Candidate, microbatches: int | None = None) -> PipelineDag:
         """Return the graph of an iteration of one pipeline."""
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
-        backward_s = self._backward_s(job, stages)
+        both_s = self._microbatch_s(job, stages)
         points = self.points or (_MANY if self.size(job) > _LARGE else 0)
         return PipelineDag(
-            self.profile(job, stages, points), job.iteration(self.system, backward_s, microbatches)
+            self.profile(job, stages, points), job.iteration(self.system, both_s, microbatches)
         )
 
     def ends_s(self, candidate: Candidate) -> list[float]:
         """Return the seconds of each rank after its last computation."""
         job = candidate.job
         return job.end_s(
-            self.system, self._backward_s(job, job.stage_phases(self.system, candidate.times))
+            self.system, self._microbatch_s(job, job.stage_phases(self.system, candidate.times))
         )
 
-    def _backward_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> list[float]:
-        """Return the seconds of a microbatch's backward on each rank, at the top clock."""
-        backward_s = [0.0] * job.ranks
+    def _microbatch_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> list[float]:
+        """Return the seconds of a microbatch on each rank, at the top clock."""
+        both_s = [0.0] * job.ranks
         for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
-            backward_s[rank] += self._points(stages[stage]["B"], self.points)[0].time_s
-        return backward_s
+            for kind in "FB":
+                both_s[rank] += self._points(stages[stage][kind], self.points)[0].time_s
+        return both_s
 
     def _solved(self, candidate: Candidate, microbatches: int) -> Curve:
         frontier = solve_dag(self.dag(candidate, microbatches))

@@ -22,6 +22,8 @@ from perseus_planner.estimate.candidates import Candidate, Choices, candidates
 from perseus_planner.estimate.curves import Curve, CurveMaker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
     from perseus_planner.estimate.system import System
@@ -115,7 +117,7 @@ class Exploration:
     #: `first`, if it is; 0 if it is certain that this is the best by the estimate.
     gap: float
     #: The best configuration by the objective, and the best of other tensor degrees; at most
-    #: `FIRST`.
+    #: `FIRST`; see `worth_measuring`.
     first: tuple[Row, ...]
     frontier: tuple[Row, ...]  #: The frontier of all configurations, fastest first
 
@@ -125,6 +127,7 @@ def explore(
     system: System,
     choices: Choices,
     objective: Objective | None = None,
+    progress: Callable[[int, int], None] = lambda solved, total: None,
 ) -> Exploration:
     """Return the best configurations and the frontier of all.
 
@@ -133,6 +136,7 @@ def explore(
         system: The GPUs and their links.
         choices: What may be chosen.
         objective: What is best; the fastest if None.
+        progress: Called before each exact curve with their number, and that of configurations.
 
     Raises:
         UsageError: If no configuration uses the GPUs, fits in memory, or meets the objective; names
@@ -141,7 +145,7 @@ def explore(
     search = _Search(
         candidates(model, system, choices), CurveMaker(system, _POINTS), objective or Objective()
     )
-    search.run()
+    search.run(progress)
     if not search.first():
         raise UsageError(search.out_of_reach())
     solved, gap = len(search.curves), search.gap()
@@ -156,28 +160,42 @@ def explore(
     )
 
 
+def worth_measuring(degrees: Sequence[int], wide: int) -> list[int]:
+    """Return which of ranked configurations to measure, by their tensor degrees: the best of each,
+    and of the degree that is as wide as a node two.
+
+    What an estimate knows least are the kernels of each tensor degree, whose errors go together.
+    """
+    chosen: list[int] = []
+    for place, degree in enumerate(degrees):
+        if sum(degrees[other] == degree for other in chosen) < 1 + (degree == wide):
+            chosen.append(place)
+    return chosen[:FIRST]
+
+
 class _Search:
     """Which exact curves are computed."""
 
     def __init__(self, found: list[Candidate], maker: CurveMaker, objective: Objective) -> None:
         self.found, self.maker, self.objective = found, maker, objective
-        least_s = np.array([maker.bound(candidate, np.empty(0))[0] for candidate in found])
-        fastest_s = float(least_s.min())
+        bounds = [maker.bound(candidate) for candidate in found]
+        fastest_s = min(bound.least_s for bound in bounds)
         slowest_s = max(_SLOWEST * fastest_s, objective.deadline_s or 0.0)
         self.grid_s = np.geomspace(fastest_s, slowest_s, _GRID)
-        self.bounds_j = np.array([maker.bound(candidate, self.grid_s)[1] for candidate in found])
+        self.bounds_j = np.array([bound.at(self.grid_s) for bound in bounds])
         self.curves: dict[int, Curve] = {}
         self.exact_values: dict[int, tuple[float, float]] = {}
         self.envelope_j = np.full(_GRID, np.inf)
         self.values = [
-            objective.value(_bound_curve(least, self.grid_s, row))
-            for least, row in zip(least_s.tolist(), self.bounds_j, strict=True)
+            objective.value(_bound_curve(bound.least_s, self.grid_s, row))
+            for bound, row in zip(bounds, self.bounds_j, strict=True)
         ]
 
-    def run(self) -> None:
+    def run(self, progress: Callable[[int, int], None]) -> None:
         """Compute exact curves until no bound is below what was found."""
         computed = 0
         while computed < _MOST_COMPUTATIONS:
+            progress(len(self.curves), len(self.found))
             place = self._next()
             if place is None:
                 return
@@ -213,7 +231,15 @@ class _Search:
         exact = sorted((value, place) for place, value in self.exact_values.items())
         if not exact or self.values[nearest] < exact[0][0]:
             return nearest
-        best = {self._degree(place): value for value, place in reversed(exact)}
+        values: dict[int, list[tuple[float, float]]] = {}
+        for value, place in exact:
+            values.setdefault(self._degree(place), []).append(value)
+        wanted = {degree: 1 + (degree == self.maker.system.gpus_per_node) for degree in values}
+        best = {
+            degree: some[wanted[degree] - 1]
+            for degree, some in values.items()
+            if len(some) >= wanted[degree]
+        }
         ranked = sorted(((self.values[place], place) for place in open_places), reverse=True)
         near = {self._degree(place): place for _, place in ranked}
         for degree, place in sorted(near.items()):
@@ -233,19 +259,13 @@ class _Search:
         return open_places[most] if gains[most] > _GAIN else None
 
     def first(self) -> list[int]:
-        """Return the best configuration, and the best of other tensor degrees; further ones if
-        these are too few.
-
-        What an estimate knows least are the kernels of each tensor degree, so those are to be
-        measured.
-        """
+        """Return the configurations to measure."""
         allowed = [place for place, value in self.exact_values.items() if math.isfinite(value[0])]
         ranked = sorted(allowed, key=self.exact_values.__getitem__)
-        chosen: list[int] = []
-        for place in ranked:
-            near = self.exact_values[place][0] <= _WORTH * self.exact_values[ranked[0]][0]
-            if near and self._degree(place) not in {self._degree(other) for other in chosen}:
-                chosen.append(place)
+        most = _WORTH * self.exact_values[ranked[0]][0] if ranked else 0.0
+        near = [place for place in ranked if self.exact_values[place][0] <= most]
+        degrees = [self._degree(place) for place in near]
+        chosen = [near[k] for k in worth_measuring(degrees, self.maker.system.gpus_per_node)]
         chosen += [place for place in ranked if place not in chosen]
         return sorted(chosen[:FIRST], key=self.exact_values.__getitem__)
 
@@ -361,18 +381,13 @@ class Forecast:
     tokens: float  #: Tokens to train on
     hours: float  #: Time
     gpu_kwh: float  #: Energy of the GPUs
-    meter_kwh: float  #: Energy at the meter: with the rest of the nodes and the data center's share
-    cost: float  #: Price of that energy
-    co2e_kg: float  #: Emissions of that energy, kilograms
-    node_overhead_w: float  #: What was assumed for each node beside its GPUs, watts
+    #: Energy at the meter, the least and the most: with the rest of the nodes and the data center's
+    #: share.
+    meter_kwh: tuple[float, float]
+    cost: tuple[float, float]  #: Price of that energy
+    co2e_kg: tuple[float, float]  #: Emissions of that energy, kilograms
+    node_overhead_w: tuple[float, float]  #: What was assumed for each node beside its GPUs, watts
     pue: float  #: What was assumed for the data center
-
-
-def node_overhead_w(gpus: int, system: System) -> float:
-    """Return the power of the nodes of so many GPUs beside the GPUs, watts; parts of a node
-    count as such.
-    """
-    return system.node_overhead_w * gpus / system.gpus_per_node
 
 
 def forecast(row: Row, tokens: float, system: System, prices: Prices) -> Forecast:
@@ -380,15 +395,16 @@ def forecast(row: Row, tokens: float, system: System, prices: Prices) -> Forecas
     job = row.candidate.job
     seconds = tokens / row.tokens_per_s
     gpu_kwh = tokens * row.j_per_token / _J_PER_KWH
-    beside_kwh = seconds * node_overhead_w(job.gpus, system) / _J_PER_KWH
-    meter_kwh = (gpu_kwh + beside_kwh) * prices.pue
+    beside_w = system.node_overhead_w, system.node_overhead_most_w
+    nodes = job.gpus / system.gpus_per_node  # parts of a node count as such
+    least, most = ((gpu_kwh + w * nodes * seconds / _J_PER_KWH) * prices.pue for w in beside_w)
     return Forecast(
         tokens=tokens,
         hours=seconds / 3600,
         gpu_kwh=gpu_kwh,
-        meter_kwh=meter_kwh,
-        cost=meter_kwh * prices.per_kwh,
-        co2e_kg=meter_kwh * prices.g_per_kwh / 1e3,
-        node_overhead_w=system.node_overhead_w,
+        meter_kwh=(least, most),
+        cost=(least * prices.per_kwh, most * prices.per_kwh),
+        co2e_kg=(least * prices.g_per_kwh / 1e3, most * prices.g_per_kwh / 1e3),
+        node_overhead_w=beside_w,
         pue=prices.pue,
     )

@@ -53,7 +53,10 @@ def measure_kernels(plan: KernelPlan, system: System) -> System:
 
 def measured_names(ranks: int) -> tuple[str, ...]:
     """Return the numbers of a system that `measure_kernels` measures on so many ranks."""
-    return ("memory_share", *(("exchange_s", "link_bytes_per_s") if ranks > 1 else ()))
+    return (
+        "memory_share",
+        *(("exchange_s", "exchange_gpu_s", "link_bytes_per_s") if ranks > 1 else ()),
+    )
 
 
 def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
@@ -64,7 +67,7 @@ def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
     layer, head = _Layer(shape, group), _Head(shape, group)
     hidden = torch.randn(
         shape.microbatch,
-        shape.sequence,
+        shape.sequence // (shape.tensor_degree if shape.sequence_parallel else 1),
         shape.hidden,
         device=device,
         dtype=dtype,
@@ -131,7 +134,7 @@ class _Layer:
         from torch.nn import functional
 
         shape = self._shape
-        into, summed = _exchanges(self._group)
+        into, summed = _exchanges(shape, self._group)
         normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[0]))
         parts = functional.linear(normed, self._qkv).split(self._sizes, -1)
         queries, keys, values = (
@@ -167,70 +170,92 @@ class _Head:
     """One GPU's share of embedding, head and loss."""
 
     def __init__(self, shape: Transformer, group: Any) -> None:
-        self._group = group
+        self._shape, self._group = shape, group
         self._table, self._norm = (
             _weight(shape.vocabulary_per_gpu, shape.hidden),
             _weight(shape.hidden),
         )
-        self._hidden = shape.hidden
 
     def run(self, words: torch.Tensor) -> torch.Tensor:
         """Run embedding, norm, head and loss."""
         from torch.nn import functional
 
-        into, summed = _exchanges(self._group)
+        into, summed = _exchanges(self._shape, self._group)
         hidden = summed(functional.embedding(words, self._table))
         logits = functional.linear(
-            into(functional.layer_norm(hidden, (self._hidden,), self._norm)), self._table
+            into(functional.layer_norm(hidden, (self._shape.hidden,), self._norm)), self._table
         )
         return functional.cross_entropy(logits.float().flatten(0, 1), words.flatten())
 
 
 def _exchanges(
-    group: Any,
+    shape: Transformer, group: Any
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Return what sums gradients on the way back, and what sums outputs on the way forth;
-    nothing without a group.
+    """Return what goes before the products of a group and after them; nothing without a group.
+
+    Before, the backward sums gradients; after, outputs are summed. With sequence parallelism sums
+    are scattered over the tokens, and gathered on the way through the other.
     """
     if group is None:
         return lambda value: value, lambda value: value
-    into, summed = _functions()
-    return lambda value: into.apply(value, group), lambda value: summed.apply(value, group)
+    through = _through()
+    before, after = (_gathered, _scattered) if shape.sequence_parallel else (_kept, _summed)
+    return (
+        lambda value: through.apply(value, group, before, after),
+        lambda value: through.apply(value, group, after, before),
+    )
 
 
-@cache
-def _functions() -> tuple[Any, Any]:
+def _kept(value: torch.Tensor, group: Any) -> torch.Tensor:
+    return value.view_as(value)
+
+
+def _summed(value: torch.Tensor, group: Any) -> torch.Tensor:
+    import torch.distributed as dist
+
+    value = value.clone()
+    dist.all_reduce(value, group=group)
+    return value
+
+
+def _gathered(value: torch.Tensor, group: Any) -> torch.Tensor:
     import torch
     import torch.distributed as dist
 
-    class Into(torch.autograd.Function):  # type: ignore[misc]
-        """Megatron's f: the identity, whose backward sums over the group."""
+    parts = [torch.empty_like(value).contiguous() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts, 1)
+
+
+def _scattered(value: torch.Tensor, group: Any) -> torch.Tensor:
+    import torch
+    import torch.distributed as dist
+
+    parts = [part.contiguous() for part in value.chunk(dist.get_world_size(group), 1)]
+    found = torch.empty_like(parts[0])
+    dist.reduce_scatter(found, parts, group=group)
+    return found
+
+
+@cache
+def _through() -> Any:
+    import torch
+
+    class Through(torch.autograd.Function):  # type: ignore[misc]
+        """A step over a group on the way forth, and another one on the way back: Megatron's f and
+        g, or those of sequence parallelism.
+        """
 
         @staticmethod
-        def forward(context: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-            context.group = group
-            return value.view_as(value)
+        def forward(context: Any, value: torch.Tensor, group: Any, *steps: Any) -> torch.Tensor:
+            context.group, context.back = group, steps[1]
+            return steps[0](value, group)
 
         @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            gradient = gradient.contiguous()
-            dist.all_reduce(gradient, group=context.group)
-            return gradient, None
+        def backward(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+            return context.back(gradient, context.group), None, None, None
 
-    class Summed(torch.autograd.Function):  # type: ignore[misc]
-        """Megatron's g: the sum over the group, whose backward is the identity."""
-
-        @staticmethod
-        def forward(context: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-            value = value.clone()
-            dist.all_reduce(value, group=group)
-            return value
-
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return gradient, None
-
-    return Into, Summed
+    return Through
 
 
 def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
@@ -246,8 +271,12 @@ def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
     few, many = plan.exchange_bytes
     per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
     fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
+    usual_s = system.exchange_s + system.exchange_gpu_s * (ranks - 2)
     return replace(
-        system, link_bytes_per_s=2 * (ranks - 1) / ranks / per_byte_s, exchange_s=fixed_s
+        system,
+        link_bytes_per_s=2 * (ranks - 1) / ranks / per_byte_s / (1 - system.link_lost / ranks),
+        exchange_s=fixed_s * system.exchange_s / usual_s,
+        exchange_gpu_s=fixed_s * system.exchange_gpu_s / usual_s,
     )
 
 

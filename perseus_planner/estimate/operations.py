@@ -23,13 +23,12 @@ for microbatches of some hundred tokens and more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
-
-from perseus_planner.estimate.transformer import Transformer, check_split
-from perseus_planner.gpu.simulated.model import OpCost
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from perseus_planner.estimate.transformer import Transformer
 
 
 _FLOAT32 = 4
@@ -49,6 +48,7 @@ class Product(NamedTuple):
     #: Whether one factor is a weight, or the result its gradient; such products may run in FP8.
     weights: bool = True
     fused: bool = False  #: Whether neither factors nor result are in memory, as in flash attention
+    grouped: bool = False  #: Whether a kernel has the products of several experts
 
     @property
     def flops(self) -> float:
@@ -60,7 +60,7 @@ class Product(NamedTuple):
         """Whether all rows of the matrices begin at multiples of 16 bytes, as tensor cores load
         them best.
         """
-        return self.fused or (self.n % 8, self.k % 8) == (0, 0)
+        return self.fused or self.grouped or (self.n % 8, self.k % 8) == (0, 0)
 
 
 class Pass(NamedTuple):
@@ -76,12 +76,14 @@ class Accumulation(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Collectives in the tensor group."""
+    """Collectives in a group of GPUs."""
 
-    bytes: float  #: Size of the tensor that is summed or gathered
+    #: Size of the tensor that is summed or gathered; of an all-to-all or ring what a GPU sends
+    bytes: float
     #: Number of all-reduces, or of pairs of reduce-scatter and all-gather; a half is one of the
     #: two.
     sums: float
+    group: str = "tensor"  #: "tensor", "context" (a ring) or "expert" (an all-to-all)
 
 
 Operation: TypeAlias = "Product | Pass | Accumulation | Exchange"
@@ -90,18 +92,22 @@ Operations: TypeAlias = "Mapping[str, tuple[Operation, ...]]"
 
 
 def layer_operations(shape: Transformer) -> Operations:
-    """Return the operations of one layer."""
-    linear, core = _linear(shape), _attention(shape)
+    """Return the operations of one layer; of layers that differ the mean."""
+    linear, core = (*_linear(shape), *_expert_products(shape)), _attention(shape)
     activation = shape.tokens * shape.hidden * shape.element_bytes
     traffic = (Exchange(activation, 2.0),) if shape.tensor_degree > 1 else ()
     # The gather before the products is repeated for the gradients of weights (Korthikanti et al.,
     # section 4.2.2).
     gathered = (Exchange(activation, 1.0),) if traffic and shape.sequence_parallel else ()
+    routed, passed_on = _dispatches(shape), _ring(shape)
     forward: tuple[Operation, ...] = (
         *linear,
         *core,
-        _passes(shape, residual=10, gated=3, plain=2, rotary=2),
+        _passes(shape, residual=10, gated=3, plain=2, rotary=2, moved=6),
+        *_casts(linear, shape, columns=False),
         *traffic,
+        *routed,
+        *passed_on,
     )
     # Flash attention does not store the scores, so it computes them once more than plain attention.
     products = tuple(
@@ -113,19 +119,23 @@ def layer_operations(shape: Transformer) -> Operations:
     if shape.attention != "plain":
         products += tuple(operation for operation in core if isinstance(operation, Product))[:1]
     backward = (
-        *(Product(product.m, product.k, product.n) for product in linear),
+        *(product._replace(n=product.k, k=product.n) for product in linear),
         *products,
-        _passes(shape, residual=12, gated=5, plain=3, rotary=2),
+        _passes(shape, residual=12, gated=5, plain=3, rotary=2, moved=6),
+        *_casts(linear, shape, columns=True),
         Pass(7 * _score_bytes(shape)),
         *traffic,
+        *routed,
+        *passed_on,
+        *passed_on,
     )
     again = {"none": (), "selective": core, "full": forward}[shape.recomputation]
     return {
         "F": forward,
         "I": (*again, *backward, *gathered),
         "W": (
-            *(Product(product.k, product.n, product.m) for product in linear),
-            Accumulation(_weights(shape)),
+            *(product._replace(m=product.k, n=product.n, k=product.m) for product in linear),
+            Accumulation(sum(each.n * each.k * each.number for each in linear)),
         ),
     }
 
@@ -173,127 +183,172 @@ def head_operations(shape: Transformer) -> Operations:
 
 
 def _linear(shape: Transformer) -> tuple[Product, ...]:
-    """Return the forward's products with weights."""
-    inner, keys_values = (
-        shape.heads_per_gpu * shape.head_size,
-        2 * shape.kv_heads_per_gpu * shape.head_size,
-    )
+    """Return the forward's products with weights that a tensor group shares."""
+    degree, copied = shape.tensor_degree, 0.0
+    if not shape.kv_latent:  # GPUs beyond the heads of keys and values have copies of them
+        copied = 2 * shape.head_size * (shape.kv_heads_per_gpu - shape.kv_heads / degree)
+    products = []
+    for place, (n, k, number) in enumerate(shape.linear_widths):
+        if k == shape.hidden and n != shape.hidden:
+            products.append(
+                Product(shape.tokens, n / degree + (copied if place == 0 else 0), k, number)
+            )
+        else:
+            products.append(Product(shape.tokens, n, k / degree, number))
+    return tuple(products)
+
+
+def _expert_products(shape: Transformer) -> tuple[Product, ...]:
+    """Return the router's product and those of the experts of a GPU, which tokens of all GPUs of
+    the expert group meet.
+    """
+    if not shape.experts:
+        return ()
+    tokens, share = shape.tokens / shape.tensor_degree, shape.expert_share
+    rows = tokens * shape.experts_used * shape.expert_degree / shape.experts
+    local = share * shape.experts / shape.expert_degree
+    wide = (2 if shape.gated else 1) * shape.expert_ffn
     return (
-        Product(shape.tokens, inner + keys_values, shape.hidden),
-        Product(shape.tokens, shape.hidden, inner),
-        Product(shape.tokens, (2 if shape.gated else 1) * shape.ffn_per_gpu, shape.hidden),
-        Product(shape.tokens, shape.hidden, shape.ffn_per_gpu),
+        Product(tokens, shape.experts, shape.hidden, share, weights=False),
+        Product(rows, wide, shape.hidden, local, grouped=True),
+        Product(rows, shape.hidden, shape.expert_ffn, local, grouped=True),
     )
 
 
-def _weights(shape: Transformer) -> float:
-    return sum(product.n * product.k for product in _linear(shape))
+def _dispatches(shape: Transformer) -> tuple[Exchange, ...]:
+    """Return the all-to-alls before and after experts: what a GPU sends of its tokens."""
+    if shape.expert_degree == 1:
+        return ()
+    sent = shape.tokens / shape.tensor_degree * shape.hidden * shape.element_bytes
+    return (Exchange(sent, 2.0 * shape.expert_share, "expert"),)
+
+
+def _ring(shape: Transformer) -> tuple[Exchange, ...]:
+    """Return the passing on of keys and values in the context group (Liu et al., "Ring attention
+    with blockwise transformers", 2023).
+    """
+    if shape.context_degree == 1:
+        return ()
+    width = 2 * shape.kv_heads_per_gpu * shape.head_size
+    if shape.kv_latent:
+        width = 2 * shape.heads_per_gpu * shape.head_size
+    sent = shape.tokens * width * shape.element_bytes * (shape.context_degree - 1)
+    return (Exchange(sent, 1.0, "context"),)
+
+
+def _casts(products: Iterable[Product], shape: Transformer, *, columns: bool) -> tuple[Pass, ...]:
+    """Return the pass that makes the inputs of the products narrow, or the gradients of their
+    results: read once, and written by rows and by columns.
+    """
+    if shape.narrow_bytes is None:
+        return ()
+    moved = shape.element_bytes + 2 * shape.narrow_bytes
+    return (
+        Pass(
+            sum(
+                moved * each.m * (each.n if columns else each.k) * each.number
+                for each in products
+                if each.weights
+            )
+        ),
+    )
 
 
 def _attention(shape: Transformer) -> tuple[Operation, ...]:
     """Return the products of queries with keys and of scores with values, and the passes over
     the scores.
     """
-    count, length = shape.microbatch * shape.heads_per_gpu, shape.sequence
-    fused = shape.attention != "plain"
-    pairs = (length + 1) / 2 if shape.attention == "flash-causal" else length
-    scores = Product(length, pairs, shape.head_size, count, weights=False, fused=fused)
-    values = Product(length, shape.head_size, pairs, count, weights=False, fused=fused)
+    count, rows = shape.microbatch * shape.heads_per_gpu, shape.sequence / shape.context_degree
+    fused, pairs = shape.attention != "plain", _pairs(shape)
+    width = shape.head_size + shape.rotary_size
+    scores = Product(rows, pairs, width, count, weights=False, fused=fused)
+    values = Product(rows, shape.head_size, pairs, count, weights=False, fused=fused)
     # Scores written, the softmax's read and write, read with the values.
     return (scores, values, Pass(4 * _score_bytes(shape)))
+
+
+def _pairs(shape: Transformer) -> float:
+    """Return the tokens that a token attends to and that are computed: the mean over tokens and
+    layers.
+    """
+    length = shape.sequence
+    if shape.attention != "flash-causal":
+        return length
+    every, window = (length + 1) / 2, min(shape.window or length, length)
+    inside = (window + 1) / 2 if shape.chunked else window - window * (window - 1) / (2 * length)
+    whole = shape.layers // shape.global_every / shape.layers if shape.global_every else 0.0
+    return whole * every + (1 - whole) * inside
 
 
 def _score_bytes(shape: Transformer) -> int:
     """Return the bytes of one pass over the attention scores; 0 if they stay on the chip."""
     if shape.attention != "plain":
         return 0
-    return shape.microbatch * shape.heads_per_gpu * shape.sequence**2 * shape.element_bytes
+    pairs = shape.sequence**2 // shape.context_degree
+    return shape.microbatch * shape.heads_per_gpu * pairs * shape.element_bytes
 
 
-def _passes(shape: Transformer, residual: int, gated: int, plain: int, rotary: int) -> Pass:
-    """Return passes over the residual stream, the inside of the feed-forward block, queries and
-    keys.
+def _passes(
+    shape: Transformer, residual: int, gated: int, plain: int, rotary: int, moved: int
+) -> Pass:
+    """Return passes over the residual stream, the inside of the feed-forward blocks, queries and
+    keys, and the tokens on their way to experts.
 
     Forward: two norms (2 each) and two residual sums (3 each); the activation reads one or two
-    tensors and writes one. Backward: norms and activation also read their inputs.
+    tensors and writes one; tokens are copied for their experts, sorted on arrival, and summed.
+    Backward: norms and activation also read their inputs.
     """
-    inside = shape.ffn_per_gpu * (gated if shape.gated else plain)
+    used, share = shape.experts_used / shape.tensor_degree, shape.expert_share
+    inside = (1 - share) * shape.ffn_per_gpu + share * (
+        shape.shared_ffn / shape.tensor_degree + used * shape.expert_ffn
+    )
     rotated = (
-        (shape.heads_per_gpu + shape.kv_heads_per_gpu) * shape.head_size
+        (shape.heads_per_gpu + shape.kv_heads_per_gpu) * (shape.rotary_size or shape.head_size)
         if shape.positions == "rotary"
         else 0
     )
     stream = residual * shape.hidden / (shape.tensor_degree if shape.sequence_parallel else 1)
-    return Pass(shape.tokens * shape.element_bytes * (stream + inside + rotary * rotated))
+    widths = stream + inside * (gated if shape.gated else plain) + rotary * rotated
+    return Pass(shape.tokens * shape.element_bytes * (widths + share * moved * used * shape.hidden))
 
 
-_Sum = TypeVar("_Sum", OpCost, float)
+class Total(NamedTuple):
+    """What operations add up to, on one GPU."""
+
+    flops: float  #: FLOPs
+    bytes: float  #: Bytes that elementwise operations move to and from memory
+    #: Bytes that a GPU sends to its tensor group: a ring sends 2 (t - 1) / t of what it sums.
+    sent_bytes: float
 
 
-def stage_op_costs(
-    transformer: Transformer, stages: int | Sequence[int]
-) -> list[dict[str, OpCost]]:
-    """Return the cost of each kind for one microbatch on one GPU of each stage.
+def stage_totals(shape: Transformer, split: Sequence[int]) -> list[dict[str, Total]]:
+    """Return the totals of each kind for one microbatch on one GPU of stages with so many layers.
 
     The first stage also has the embedding; the last has the final norm, the language-model head and
     the loss.
-
-    Args:
-        transformer: The model.
-        stages: Number of stages, or the number of layers of each.
-
-    Raises:
-        UsageError: If the layers cannot be split in this way.
     """
-    return _by_stage(transformer, stages, _cost)
-
-
-def stage_traffic(transformer: Transformer, stages: int | Sequence[int]) -> list[dict[str, float]]:
-    """Return the bytes that one GPU of each stage sends to its tensor group for one microbatch, for
-    each kind.
-
-    A layer of Megatron sums its output over the group twice in the forward, and the gradient of its
-    input twice in the backward (Narayanan et al., section 2.3); embedding and head do so once. A
-    ring sends 2 (t - 1) / t of the summed tensor. Sequence parallelism gathers once more in the
-    backward (Korthikanti et al., section 4.2.2).
-
-    Raises:
-        UsageError: If the layers cannot be split in this way.
-    """
-    degree = transformer.tensor_degree
-
-    def sent(operations: Iterable[Operation]) -> float:
-        return sum(
-            2 * (degree - 1) / degree * operation.bytes * operation.sums
-            for operation in operations
-            if isinstance(operation, Exchange)
-        )
-
-    return _by_stage(transformer, stages, sent)
-
-
-def _by_stage(
-    transformer: Transformer,
-    stages: int | Sequence[int],
-    measure: Callable[[Iterable[Operation]], _Sum],
-) -> list[dict[str, _Sum]]:
-    """Return the sum over the operations of each kind on each stage."""
-    split = check_split(transformer, stages)
     layer, embedding, head = (
-        {kind: measure(some) for kind, some in operations(transformer).items()}
+        {kind: _total(some, shape.tensor_degree) for kind, some in operations(shape).items()}
         for operations in (layer_operations, embedding_operations, head_operations)
     )
-    sums = []
+    stages = []
     for stage, layers in enumerate(split):
-        parts = {kind: layer[kind] * layers for kind in "FIW"}
-        for there, more in ((stage == 0, embedding), (stage == len(split) - 1, head)):
-            parts = {kind: parts[kind] + more[kind] for kind in "FIW"} if there else parts
-        sums.append({**parts, "B": parts["I"] + parts["W"]})
-    return sums
+        found = {}
+        for kind in "FIW":
+            parts = [Total(*(layers * value for value in layer[kind]))]
+            parts += [embedding[kind]] if stage == 0 else []
+            parts += [head[kind]] if stage == len(split) - 1 else []
+            found[kind] = Total(*map(sum, zip(*parts, strict=True)))
+        found["B"] = Total(*map(sum, zip(found["I"], found["W"], strict=True)))
+        stages.append(found)
+    return stages
 
 
-def _cost(operations: Iterable[Operation]) -> OpCost:
-    flops = sum(operation.flops for operation in operations if isinstance(operation, Product))
-    return OpCost(
-        flops, sum(operation.bytes for operation in operations if isinstance(operation, Pass))
+def _total(operations: Sequence[Operation], degree: int) -> Total:
+    share = 2 * (degree - 1) / degree
+    sums = [each for each in operations if isinstance(each, Exchange) and each.group == "tensor"]
+    return Total(
+        sum(each.flops for each in operations if isinstance(each, Product)),
+        sum(each.bytes for each in operations if isinstance(each, Pass)),
+        sum(share * each.bytes * each.sums for each in sums),
     )

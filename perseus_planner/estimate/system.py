@@ -1,8 +1,9 @@
 """Systems: GPUs, the links between them, and how fast the kernels of training run there.
 
 Constants of the A100 are fitted to measured iteration times of GPT models on 2 to 512 A100s
-(vTrain, MICRO 2024) by `benchmarks/time_fit.py`; they hold for its unfused kernels. Other GPUs have
-the same shares of their own peaks, which is an assumption unless an entry says otherwise.
+(vTrain, MICRO 2024), those of Hopper and Blackwell to published throughputs on H100, B200 and
+GB200, by `benchmarks/time_fit.py`. Other GPUs of a generation have the same shares of their own
+peaks, which is an assumption.
 
 System files hold measured kernels, as `planner calibrate --kernels` writes them:
 
@@ -11,7 +12,7 @@ System files hold measured kernels, as `planner calibrate --kernels` writes them
     gpu: h100-sxm
     node_bytes_per_s: 200.0e+9
     kernels:
-    - {hidden: 2048, sequence: 2048, tensor_degree: 1, microbatch: 2, recomputation: none,
+    - {hidden: 2048, heads: 16, vocabulary: 50304, sequence: 2048, microbatch: 2,
        layer_forward_s: 0.0021, layer_backward_s: 0.0042, head_s: 0.0055}
 
 Numbers that a file leaves out are those of the catalogue.
@@ -19,8 +20,9 @@ Numbers that a file leaves out are those of the catalogue.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,31 +30,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from perseus_planner.base.documents import read_document
-from perseus_planner.base.errors import GpuError, UsageError, did_you_mean
+from perseus_planner.base.errors import GpuError, UsageError, did_you_mean, shown
+from perseus_planner.base.fields import dump
 from perseus_planner.base.files import write_file
 from perseus_planner.base.units import COUNT, TIME
-from perseus_planner.estimate.transformer import CHOICES
+from perseus_planner.estimate.transformer import Transformer, transformer_of
 from perseus_planner.gpu.simulated.model import CATALOG
 
 if TYPE_CHECKING:
-    from perseus_planner.estimate.transformer import Transformer
     from perseus_planner.gpu.simulated.model import GpuModel
 
 
-class KernelKey(NamedTuple):
-    """What a measured kernel time is for: the shape of a layer, and how GPUs share it."""
-
-    hidden: int
-    sequence: int
-    tensor_degree: int
-    microbatch: int
-    recomputation: str
-
-
-def kernel_key(shape: Transformer) -> KernelKey:
-    """Return what a measured time of the kernels of a model is for."""
-    return KernelKey(
-        shape.hidden, shape.sequence, shape.tensor_degree, shape.microbatch, shape.recomputation
+def kernel_key(shape: Transformer) -> Transformer:
+    """Return what a measured time of the kernels of a model is for: all of a layer's shape, and how
+    GPUs share and run it, without what does not change a layer or head.
+    """
+    alike = not (shape.dense_layers or shape.global_every)
+    return replace(
+        shape,
+        layers=1 if alike else shape.layers,
+        tied=True,
+        gradient_bytes=4,
+        embedding_norm=False,
     )
 
 
@@ -75,8 +74,12 @@ class System:
     gpu: GpuModel  #: Model of each GPU: clocks, memory bandwidth, power
     memory_bytes: float  #: Device memory of each GPU
     product_flops_per_cycle: float  #: bf16 FLOPs of long matrix products, over all SMs
-    fp8_speedup: float  #: How many times as fast products in FP8 are
+    fp8_speedup: float  #: How many times as fast products in FP8 and MXFP8 are; 1 without
+    fp4_speedup: float  #: How many times as fast products in NVFP4 are; 1 without
     fused_share: float  #: Speed of flash attention, as a share of that of products
+    #: Power of flash attention above static power, as a share of that of products.
+    fused_activity: float
+    grouped_share: float  #: Speed of the products of experts, as a share of that of others
     #: Speed of products with a size that is no multiple of 8, as a share of that of others.
     unaligned_share: float
     memory_share: float  #: Share of the memory's bandwidth that kernels reach
@@ -86,19 +89,21 @@ class System:
     launch_s: float  #: Fixed time of a kernel
     host_forward_s: float  #: Time in which the host launches the forward of a layer
     host_backward_s: float  #: Time in which the host launches the backward of a layer
-    exchange_s: float  #: Fixed time of a collective in a node
-    link_bytes_per_s: float  #: Bandwidth of a GPU to the others of its node, each way
+    host_exchange_s: float  #: Time in which the host launches a collective
+    exchange_s: float  #: Fixed time of a collective of two GPUs of a node
+    exchange_gpu_s: float  #: Fixed time that each further GPU adds
+    link_bytes_per_s: float  #: Bandwidth of a GPU to many others of its node, each way
+    link_lost: float  #: Share of it that is lost in a group of t GPUs, times t
+    dispatch_share: float  #: Share of the bandwidth that an all-to-all of experts reaches
     transfer_bytes_per_s: float  #: Bandwidth of a transfer from one stage to the next in a node
-    gpus_per_node: int  #: GPUs of a node
+    gpus_per_node: int  #: GPUs that NVLink joins: of a node, or of a rack
     node_bytes_per_s: float  #: Bandwidth of a node's network, each way
     network_s: float  #: Fixed time of a message between nodes
-    #: Bytes of a parameter that data-parallel GPUs send, between nodes times (d - 1) / d; 8 for
-    #: sums in float32.
-    reduction_bytes: float
     optimizer_bytes: float  #: Bytes that the optimizer's step reads and writes for a parameter
-    node_overhead_w: float  #: Power of a node beside its GPUs, watts
+    node_overhead_w: float  #: Power of a node beside its GPUs, watts: the least
+    node_overhead_most_w: float  #: The most
     #: Measured times, which replace those of the model.
-    kernels: Mapping[KernelKey, KernelTimes] = field(default_factory=dict)
+    kernels: Mapping[Transformer, KernelTimes] = field(default_factory=dict)
 
     @property
     def top_mhz(self) -> float:
@@ -122,133 +127,145 @@ class System:
         return replace(self, gpu=replace(self.gpu, power_limit_w=power_limit_w))
 
 
+def with_link(system: System, bytes_per_s: float) -> System:
+    """Return the system with this bandwidth of a GPU to its tensor group; infinite if traffic takes
+    no time.
+
+    Raises:
+        UsageError: If it is not above 0.
+    """
+    if math.isinf(bytes_per_s):
+        return replace(system, link_bytes_per_s=math.inf, exchange_s=0.0, exchange_gpu_s=0.0)
+    if TIME.accept(bytes_per_s) is None:
+        raise UsageError(f"link: {shown(bytes_per_s)} is not a bandwidth; give one above 0")
+    return replace(system, link_bytes_per_s=bytes_per_s, link_lost=0.0)
+
+
 NUMBERS = tuple(each.name for each in fields(System) if each.name not in ("gpu", "kernels"))
 """The attributes that are numbers, as a system file has them."""
 
 
+# Measured all-reduces of 2, 4 and 8 A100 of a node, 1 MiB to 1 GiB (NCCL, vTrain), within 13 %.
+_EXCHANGE_S, _EXCHANGE_GPU_S, _LINK_SHARE, _LINK_LOST = 35.2e-6, 6.4e-6, 0.797, 0.536
+_NETWORK_SHARE = 0.72  # of the nominal bandwidth, fitted to iterations of vTrain on 64 to 512 A100
+
+# The speed of kernels by generation; `efficiency` is the share of the peak that products reach.
+_AMPERE: Mapping[str, float] = {
+    # Fitted to measured iterations (vTrain). The host's times are those of unfused kernels of 2021.
+    "efficiency": 0.88,
+    "host_forward_s": 0.71e-3,
+    "host_backward_s": 2.28e-3,
+    "host_exchange_s": 0.1e-3,
+    # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023). Its power is assumed.
+    "fused_share": 0.7,
+    "fused_activity": 0.4,
+}
+_HOPPER: Mapping[str, float] = {
+    # Fitted to published throughputs (modern_gpus.csv), with twice the speed in FP8, as the
+    # datasheet has it. Long products alone reach 0.80 (H200, NVIDIA aiconfigurator).
+    "efficiency": 0.68,
+    "fp8_speedup": 2.0,
+    "fused_share": 0.7,
+    # Attention draws 71 % of the limit (H200) at the top clock.
+    "fused_activity": 0.37,
+}
+_BLACKWELL: Mapping[str, float] = {
+    # As Hopper's; long products alone reach 0.73 (B200). FP4 by the datasheet, not measured.
+    **_HOPPER,
+    "efficiency": 0.60,
+    "fp4_speedup": 4.0,
+    # 89 % of the limit (B200) and 82 % (GB200).
+    "fused_activity": 0.46,
+}
+
+
 def _system(
     name: str,
+    generation: Mapping[str, float],
     memory_mib: float,
     peak_flops: float,
     peak_mhz: float,
-    *,
     link_gb_per_s: float,
     node_gb_per_s: float,
-    node_overhead_w: float,
-    efficiency: float = 0.80,
-    fp8_speedup: float = 1.0,
-    reduction_bytes: float = 8.0,
+    overhead_w: tuple[float, float],
+    gpus_per_node: int = 8,
+    **changes: float,
 ) -> System:
     """Return the system of one kind of GPU.
 
     Args:
         name: The GPU in the catalogue of simulated GPUs.
+        generation: The speeds of its kernels.
         memory_mib: Device memory that nvidia-smi reports, MiB.
         peak_flops: Dense bf16 FLOPS of the datasheet.
         peak_mhz: Clock that the datasheet assumes.
-        link_gb_per_s: Bandwidth between the GPUs of a node that collectives reach, GB/s.
-        node_gb_per_s: Bandwidth between nodes that transfers reach, GB/s.
-        node_overhead_w: As in `System`.
-        efficiency: Share of the peak that long products reach.
-        fp8_speedup: As in `System`.
-        reduction_bytes: As in `System`.
+        link_gb_per_s: Bandwidth of a GPU to its node, GB/s each way, by the datasheet.
+        node_gb_per_s: Bandwidth of a node's network, GB/s each way, by the datasheet.
+        overhead_w: The least and the most of a node's power beside its GPUs, watts.
+        gpus_per_node: As in `System`.
+        changes: Other numbers.
     """
+    numbers: dict[str, Any] = {
+        "fp8_speedup": 1.0,
+        "fp4_speedup": 1.0,
+        "host_forward_s": 0.0,
+        "host_backward_s": 0.0,
+        "host_exchange_s": 0.0,
+        "grouped_share": 0.92,
+        "dispatch_share": 0.75,
+        **generation,
+        **changes,
+    }
+    efficiency = numbers.pop("efficiency")
     return System(
         gpu=CATALOG[name],
         memory_bytes=memory_mib * 2**20,
         product_flops_per_cycle=efficiency * peak_flops / (peak_mhz * 1e6),
-        fp8_speedup=fp8_speedup,
-        fused_share=0.7,  # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023)
-        unaligned_share=0.254,
+        unaligned_share=0.254,  # fitted to measured iterations (vTrain), as are the passes
         memory_share=0.85,  # assumed
         passes=1.88,
         launch_s=3e-6,
-        host_forward_s=0.71e-3,
-        host_backward_s=2.28e-3,
-        exchange_s=460e-6,
-        link_bytes_per_s=link_gb_per_s * 1e9,
+        exchange_s=_EXCHANGE_S,
+        exchange_gpu_s=_EXCHANGE_GPU_S,
+        link_bytes_per_s=_LINK_SHARE * link_gb_per_s * 1e9,
+        link_lost=_LINK_LOST,
         transfer_bytes_per_s=15e9,  # NCCL's send and receive on measured A100s
-        gpus_per_node=8,
-        node_bytes_per_s=node_gb_per_s * 1e9,
+        gpus_per_node=gpus_per_node,
+        node_bytes_per_s=_NETWORK_SHARE * node_gb_per_s * 1e9,
         network_s=15e-6,
-        reduction_bytes=reduction_bytes,
-        # Adam: four in float32 read, three written, the parameter written in bf16
-        optimizer_bytes=30.0,
-        node_overhead_w=node_overhead_w,
+        # Adam: four in float32 read, three written, the parameter written in bf16; gradients are
+        # made float32 first
+        optimizer_bytes=36.0,
+        node_overhead_w=overhead_w[0],
+        node_overhead_most_w=overhead_w[1],
+        **numbers,
     )
 
 
 _SYSTEMS = (
-    # Datasheet of 80 GB: 312 TFLOPS; NVLink 300 GB/s each way, network 4 x 200 Gb/s a node, of
-    # which 83 % and gradients summed in fp16 fit best. Efficiency fitted.
+    # Datasheets: memory (what nvidia-smi reports), peak and its clock, links and network of a node.
+    # The power of a node beside its GPUs is assumed, but for the H100: of the nodes of MLPerf
+    # Training v4.0 and v4.1 immersed ones draw 1.7 kW, air-cooled ones up to 2.6 kW.
+    _system("a100-sxm", _AMPERE, 81920, 312e12, 1410, 300, 100, (1500, 2000)),
+    _system("h100-sxm", _HOPPER, 81559, 989.4e12, 1830, 450, 400, (1700, 2600)),
+    _system("h200", _HOPPER, 143771, 989.4e12, 1830, 450, 400, (1700, 2600)),
+    # The bridge of two H100 NVL is no link of the node: PCIe 5.0 is.
+    _system("h100-nvl", _HOPPER, 95830, 835e12, 1545, 64, 50, (1000, 1500)),
+    _system("h20", _HOPPER, 97871, 148e12, 1980, 450, 400, (1700, 2600)),
+    _system("b200", _BLACKWELL, 183359, 2250e12, 1850, 900, 400, (2500, 3800)),
+    _system("b300", _BLACKWELL, 275040, 2250e12, 1850, 900, 800, (2500, 3800), fp4_speedup=6.0),
+    # A rack of 72, without a datasheet of its parts: 120 to 132 kW in all.
+    _system("gb200", _BLACKWELL, 189471, 2500e12, 1965, 900, 3600, (33e3, 46e3), 72),
     _system(
-        "a100-sxm",
-        81920,
-        312e12,
-        1410,
-        link_gb_per_s=300,
-        node_gb_per_s=83,
-        node_overhead_w=1500,
-        efficiency=0.87,
-        reduction_bytes=4.0,
+        "gb300", _BLACKWELL, 284208, 2500e12, 1965, 900, 7200, (35e3, 48e3), 72, fp4_speedup=6.0
     ),
-    # Datasheet: 989.4 TFLOPS dense, NVLink 450 GB/s each way (half as fast again as the A100's), 8
-    # x 400 Gb/s a node. Clocks and cap as in the catalogue. FP8: see B200. The overhead of a node:
-    # 10.2 kW at most (DGX H100) less 5.6 kW of GPUs are 4.6 kW with fans at full speed; 1.7 kW
-    # assumed in the mean.
-    _system(
-        "h100-sxm",
-        81559,
-        989.4e12,
-        1830,
-        link_gb_per_s=450,
-        node_gb_per_s=288,
-        node_overhead_w=1700,
-        fp8_speedup=1.5,
-    ),
-    # As the H100. Long bf16 products reach 691 TFLOPS (median of those at the power limit, NVIDIA
-    # aiconfigurator), which is 80 % of the peak at 1590 MHz.
-    _system(
-        "h200",
-        143771,
-        989.4e12,
-        1830,
-        link_gb_per_s=450,
-        node_gb_per_s=288,
-        node_overhead_w=1700,
-        fp8_speedup=1.5,
-    ),
-    # Datasheet of the HGX: 2250 TFLOPS dense; NVLink 900 GB/s each way. Long bf16 products reach
-    # 1399 TFLOPS at the power limit and block-scaled FP8 2116 (medians, NVIDIA aiconfigurator): 1.5
-    # times as fast.
-    _system(
-        "b200",
-        183359,
-        2250e12,
-        1850,
-        link_gb_per_s=900,
-        node_gb_per_s=288,
-        node_overhead_w=2500,
-        efficiency=0.73,
-        fp8_speedup=1.5,
-    ),
-    # Datasheets; links are PCIe 4.0 x16 at 80 % (NVLink on V100), networks 100 Gb/s a node. No FP8
-    # but on the L40S.
-    _system(
-        "a100-pcie", 81920, 312e12, 1410, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000
-    ),
-    _system("a40", 46068, 149.7e12, 1740, link_gb_per_s=25, node_gb_per_s=9, node_overhead_w=1000),
-    _system(
-        "l40s",
-        46068,
-        362e12,
-        2520,
-        link_gb_per_s=25,
-        node_gb_per_s=9,
-        node_overhead_w=1000,
-        fp8_speedup=1.5,
-    ),
-    _system("v100", 32768, 125e12, 1530, link_gb_per_s=120, node_gb_per_s=9, node_overhead_w=1000),
+    # Seven links of 64 GB/s. Kernels as Hopper's, assumed.
+    _system("mi300x", _HOPPER, 196592, 1307.4e12, 2100, 448, 400, (2500, 3800), efficiency=0.5),
+    # PCIe 4.0 x16 (NVLink on V100), 100 Gb/s a node. Kernels as the A100's, assumed.
+    _system("a100-pcie", _AMPERE, 81920, 312e12, 1410, 32, 12.5, (1000, 1000)),
+    _system("a40", _AMPERE, 46068, 149.7e12, 1740, 32, 12.5, (1000, 1000)),
+    _system("l40s", _AMPERE, 46068, 362e12, 2520, 32, 12.5, (1000, 1000), fp8_speedup=2.0),
+    _system("v100", _AMPERE, 32768, 125e12, 1530, 150, 12.5, (1000, 1000)),
 )
 
 SYSTEMS: Mapping[str, System] = MappingProxyType(
@@ -270,9 +287,15 @@ def system_of(gpu: str) -> System:
     return SYSTEMS[name]
 
 
+_SHOWN = ("tensor_degree", "microbatch", "recomputation")
+_OPTIONAL = tuple(
+    each.name
+    for each in fields(Transformer)
+    if each.default is not MISSING and each.name not in _SHOWN
+)
 _FORMAT = "perseus-planner/system"
 _VERSION = 1
-_COUNTS = ("hidden", "sequence", "tensor_degree", "microbatch")
+_DIMENSIONS = ("hidden", "heads", "vocabulary", "sequence")
 _TIMES = ("layer_forward_s", "layer_backward_s", "head_s")
 
 
@@ -295,7 +318,10 @@ def system_view(system: System, measured: tuple[str, ...]) -> dict[str, Any]:
     return {
         "gpu": system.gpu.name,
         "measured": {name: getattr(system, name) for name in measured},
-        "kernels": [{**key._asdict(), **times._asdict()} for key, times in system.kernels.items()],
+        "kernels": [
+            {**dump(key, optional=_OPTIONAL), **times._asdict()}
+            for key, times in system.kernels.items()
+        ],
     }
 
 
@@ -314,16 +340,13 @@ def load_system(path: Path) -> System:
         if name in document.values
     }
     kernels = {}
-    if "kernels" in document.values and document.values["kernels"] != []:
-        for entry in document.sections("kernels", (*_COUNTS, "recomputation", *_TIMES), ()):
-            what = entry.text("recomputation")
-            if what not in CHOICES["recomputation"]:
-                raise entry.refusal(
-                    "recomputation", f"give {' or '.join(CHOICES['recomputation'])}"
-                )
-            hidden, sequence, tensor, microbatch = (entry.number(name, COUNT) for name in _COUNTS)
-            forward_s, backward_s, head_s = (entry.number(name, TIME) for name in _TIMES)
-            kernels[KernelKey(hidden, sequence, tensor, microbatch, what)] = KernelTimes(
-                forward_s, backward_s, head_s
-            )
+    if document.values.get("kernels", []) != []:
+        names = [each.name for each in fields(Transformer)]
+        for entry in document.sections("kernels", (*_DIMENSIONS, *_TIMES), names):
+            times = KernelTimes(*(entry.number(name, TIME) for name in _TIMES))
+            try:
+                key = transformer_of({k: v for k, v in entry.values.items() if k not in _TIMES})
+            except UsageError as error:
+                raise entry.refusal("layer_forward_s", f"{error}") from None
+            kernels[kernel_key(key)] = times
     return replace(system, **changes, kernels=kernels)

@@ -1,5 +1,5 @@
 """Decoder-only transformers: their dimensions, and models by name: published ones, YAML files, and
-`config.json`s of Hugging Face.
+`config.json`s of Hugging Face (`model_configs.py`).
 
     format: perseus-planner/transformer
     version: 1
@@ -16,23 +16,23 @@ wide as the hidden width.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from perseus_planner.base.documents import read_document
 from perseus_planner.base.errors import UsageError, did_you_mean, shown
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.files import read_text
-from perseus_planner.base.units import COUNT, Count
+from perseus_planner.base.units import COUNT, Count, Index
+from perseus_planner.estimate.model_configs import read_dimensions
 
 CHOICES = {
     "positions": ("learned", "rotary", "alibi"),
     "recomputation": ("none", "selective", "full"),
     "attention": ("plain", "flash", "flash-causal"),
-    "precision": ("bf16", "fp16", "fp8"),
+    "precision": ("bf16", "fp16", "fp8", "mxfp8", "nvfp4"),
 }
 """Values of the text attributes of a `Transformer`."""
 
@@ -50,7 +50,8 @@ class Transformer(Checked):
     heads: Count  #: Attention heads
     kv_heads: Count  #: Heads of keys and values; fewer than `heads` with grouped queries
     head_size: Count  #: Width of a head
-    ffn: Count  #: Inner width of the feed-forward block
+    #: Inner width of the feed-forward block, in models with experts of that of layers without.
+    ffn: Count
     #: Size of the vocabulary; give the padded size if the training framework pads. The GPUs of a
     #: tensor group share it, rounded up.
     vocabulary: Count
@@ -78,8 +79,32 @@ class Transformer(Checked):
     #: skips the pairs that a causal mask hides.
     attention: str = "flash-causal"
     element_bytes: Count = 2  #: Bytes of an activation, 2 in bf16
-    #: Of the layers' products with weights; "fp8" leaves attention and head in bf16.
+    #: Of the layers' products with weights; "fp8", "mxfp8" and "nvfp4" leave attention, router and
+    #: head in bf16.
     precision: str = "bf16"
+    #: Bytes of the sum of a weight's gradients: 4 in float32, 2 in bf16.
+    gradient_bytes: Count = 4
+    #: Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): width of the latent of keys
+    #: and values; 0 for other attention.
+    kv_latent: Index = 0
+    query_latent: Index = 0  #: Width of the latent of queries; 0 for none
+    rotary_size: Index = 0  #: Width of the rotary part of a head, beside `head_size`
+    #: Tokens that a token attends to, itself included; 0 for all before it. Only "flash-causal"
+    #: attention skips the others.
+    window: Index = 0
+    global_every: Index = 0  #: Every how many layers one has no window; 0 for none
+    chunked: bool = False  #: Whether windows are chunks that do not slide
+    experts: Index = 0  #: Experts of a layer; 0 for a dense model
+    experts_used: Index = 0  #: Experts that a token is sent to
+    expert_ffn: Index = 0  #: Inner width of an expert
+    shared_ffn: Index = 0  #: Inner width of the shared experts together
+    dense_layers: Index = 0  #: Layers without experts, in a model with some
+    #: Nodes that the experts of a token are on at most; 0 for any number.
+    routed_nodes: Index = 0
+    #: Number of GPUs that share the tokens of a sequence, with as many pairs for each.
+    context_degree: Count = 1
+    #: Number of GPUs that share the experts, of those that share tokens, sequences or layers.
+    expert_degree: Count = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,8 +121,20 @@ class Transformer(Checked):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.sequence * self.microbatch
+        """Tokens of a microbatch on a GPU."""
+        return self.sequence * self.microbatch // self.context_degree
+
+    @property
+    def narrow_bytes(self) -> float | None:
+        """Bytes of a factor of the products that `precision` makes narrow; None for none. Scales
+        of blocks of 32 and 16 are counted (OCP Microscaling Formats, v1.0; NVFP4).
+        """
+        return {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}.get(self.precision)
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the layers that have experts."""
+        return (1 - self.dense_layers / self.layers) if self.experts else 0.0
 
     @property
     def heads_per_gpu(self) -> int:
@@ -128,19 +165,63 @@ class Transformer(Checked):
         embedding += self.sequence * self.hidden if self.positions == "learned" else 0
         norm = self.hidden * (2 if self.biases else 1)
         return (
-            self.layers * self._layer_parameters
+            round(self.layers * self.layer_parameters)
             + embedding
             + norm * (2 if self.embedding_norm else 1)
         )
 
     @property
-    def _layer_parameters(self) -> int:
-        inner = (self.heads + 2 * self.kv_heads) * self.head_size
-        wide = self.ffn * (2 if self.gated else 1)
-        weights = self.hidden * (inner + self.heads * self.head_size + wide + self.ffn)
+    def linear_widths(self) -> tuple[tuple[float, float, float], ...]:
+        """Outputs, inputs and number of the products of a layer with weights that a tensor group
+        shares, but for those of experts; of layers that differ the mean.
+        """
+        inner, wide = self.heads * self.head_size, 2 if self.gated else 1
+        dense = 1 - self.expert_share
+        blocks = ((self.ffn, dense), (self.shared_ffn, self.expert_share))
+        return (
+            *self._query_key_value_widths,
+            (self.hidden, inner, 1),
+            *(
+                product
+                for width, number in blocks
+                if width and number
+                for product in ((wide * width, self.hidden, number), (self.hidden, width, number))
+            ),
+        )
+
+    @property
+    def _query_key_value_widths(self) -> tuple[tuple[float, float, float], ...]:
+        heads, hidden, rotary = self.heads, self.hidden, self.rotary_size
+        if not self.kv_latent:
+            return (((heads + 2 * self.kv_heads) * self.head_size, hidden, 1),)
+        queries = heads * (self.head_size + rotary)
+        narrow = self.query_latent
+        return (
+            *(((narrow, hidden, 1), (queries, narrow, 1)) if narrow else ((queries, hidden, 1),)),
+            (self.kv_latent + rotary, hidden, 1),
+            (2 * heads * self.head_size, self.kv_latent, 1),
+        )
+
+    @property
+    def expert_parameters(self) -> float:
+        """Parameters of all experts of a layer; of layers that differ the mean."""
+        return (
+            self.expert_share
+            * self.experts
+            * (3 if self.gated else 2)
+            * self.hidden
+            * self.expert_ffn
+        )
+
+    @property
+    def layer_parameters(self) -> float:
+        """Parameters of a layer; of layers that differ the mean."""
+        weights = sum(n * k * number for n, k, number in self.linear_widths)
+        weights += self.expert_parameters + self.expert_share * self.experts * self.hidden
+        weights += self.query_latent + self.kv_latent  # their norms
         if not self.biases:
             return weights + 2 * self.hidden
-        return weights + 4 * self.hidden + inner + wide + 2 * self.hidden
+        return weights + 4 * self.hidden + sum(n * number for n, _, number in self.linear_widths)
 
     def _check_shares(self) -> None:
         for name in ("heads", "ffn"):
@@ -158,6 +239,28 @@ class Transformer(Checked):
             raise UsageError(
                 f"tensor_degree: {self.tensor_degree} GPUs cannot share kv_heads of "
                 f"{self.kv_heads}; choose a degree that divides it, or a multiple of it"
+            )
+        if (2 if self.context_degree > 1 else 1) * self.context_degree > self.sequence or (
+            self.sequence % self.context_degree
+        ):
+            raise UsageError(
+                f"context_degree: {self.context_degree} GPUs cannot share sequences of "
+                f"{self.sequence} tokens; choose a degree that divides it"
+            )
+        if not 0 <= self.dense_layers < self.layers:
+            raise UsageError(
+                f"dense_layers: {self.dense_layers} of {self.layers} layers have no experts; give "
+                "less, or leave experts out"
+            )
+        if self.experts and not (1 <= self.experts_used <= self.experts and self.expert_ffn):
+            raise UsageError(
+                f"experts: {self.experts} experts need experts_used, from 1 to {self.experts}, and "
+                "expert_ffn; give both"
+            )
+        if max(1, self.experts) % self.expert_degree:
+            raise UsageError(
+                f"expert_degree: {self.expert_degree} GPUs cannot share {self.experts} experts; "
+                "choose a degree that divides it"
             )
 
 
@@ -206,18 +309,6 @@ _FORMAT = "perseus-planner/transformer"
 _VERSION = 1
 _REQUIRED = ("layers", "hidden", "heads", "vocabulary", "sequence")
 _YAML_SUFFIXES = (".yaml", ".yml")
-_CONFIG_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_CONFIG_KEYS = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_size",
-    "intermediate_size": "ffn",
-    "vocab_size": "vocabulary",
-    "max_position_embeddings": "sequence",
-}
-_MAX_CONFIG_SEQUENCE = 8192  # models with longer contexts are mostly trained on shorter sequences
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Transformer:
@@ -341,62 +432,55 @@ def read_transformer(path: Path) -> Transformer:
         key: value for key, value in document.values.items() if key not in ("format", "version")
     }
     hidden, heads = values["hidden"], values["heads"]
-    if COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None:
-        if "head_size" not in values and hidden % heads:
-            raise document.refusal(
-                "heads", f"{heads} does not divide hidden of {hidden}; give head_size too"
-            )
-        values = {"kv_heads": heads, "head_size": hidden // heads, "ffn": 4 * hidden, **values}
-    else:
-        values = {
-            "kv_heads": 1,
-            "head_size": 1,
-            "ffn": 1,
-            **values,
-        }  # Transformer reports which of the two is wrong
+    counts = COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None
+    if counts and "head_size" not in values and hidden % heads:
+        raise document.refusal(
+            "heads", f"{heads} does not divide hidden of {hidden}; give head_size too"
+        )
     try:
-        return Transformer(**values)
+        return transformer_of(values)
     except UsageError as error:
         key = str(error).partition(":")[0]
         place = f"{path}, line {document.lines[key]}" if key in document.lines else f"{path}"
         raise UsageError(f"{place}, {error}") from None
 
 
+def transformer_of(values: Mapping[str, Any]) -> Transformer:
+    """Return the model of these attributes, with what follows from others where it is left out: as
+    many key and value heads as heads, which divide the hidden width, and a feed-forward block four
+    times as wide.
+    """
+    hidden, heads = values["hidden"], values["heads"]
+    derived = {"kv_heads": 1, "head_size": 1, "ffn": 1, "layers": 1}
+    if COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None:
+        derived |= {"kv_heads": heads, "head_size": hidden // heads, "ffn": 4 * hidden}
+    # else Transformer reports which of the two is wrong
+    return Transformer(**{**derived, **values})
+
+
+def shared_by(model: Transformer, tensor_degree: int, **changes: Any) -> Transformer:
+    """Return the model on a tensor group as frameworks share it: the vocabulary padded so that each
+    share aligns, and norms divided where the sequences can be.
+    """
+    padding = 128 * tensor_degree
+    return replace(
+        model,
+        tensor_degree=tensor_degree,
+        vocabulary=-(-model.vocabulary // padding) * padding,
+        sequence_parallel=tensor_degree > 1 and model.sequence % tensor_degree == 0,
+        **changes,
+    )
+
+
 def read_config(path: Path) -> Transformer:
-    """Read the dimensions of a dense model like Llama from its `config.json`, with sequences of at
-    most 8,192 tokens.
+    """Read the dimensions of a model from its `config.json`, with sequences of at most 8,192
+    tokens.
 
     Raises:
         UsageError: If the file cannot be read, is not valid, or is of another kind of model.
     """
-    text = read_text(path, UsageError, "a config.json")
     try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{path}: is not JSON: {error}; give the config.json of a model") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in _CONFIG_TYPES:
-        raise UsageError(
-            f"{path}: a model_type of {shown(kind)} is not known; give one of "
-            f"{', '.join(_CONFIG_TYPES)}, or a .yaml file with the dimensions"
-        )
-    for key, value in config.items():
-        if key in _CONFIG_KEYS and value is not None and COUNT.accept(value) is None:
-            raise UsageError(f"{path}: {key} of {shown(value)} is not {COUNT.wanted}")
-    sizes = {name: config[key] for key, name in _CONFIG_KEYS.items() if config.get(key) is not None}
-    optional = ("kv_heads", "head_size")
-    for key, name in _CONFIG_KEYS.items():
-        if name not in (*sizes, *optional):
-            raise UsageError(f"{path}: has no {key}; add it")
-    sizes = {"kv_heads": sizes["heads"], "head_size": sizes["hidden"] // sizes["heads"], **sizes}
-    sizes["sequence"] = min(sizes["sequence"], _MAX_CONFIG_SEQUENCE)
-    try:
-        return Transformer(
-            **sizes,
-            gated=True,
-            biases=False,
-            tied=config.get("tie_word_embeddings") is True,
-            positions="rotary",
-        )
+        return Transformer(**read_dimensions(path))
     except UsageError as error:
-        raise UsageError(f"{path}, {error}") from None
+        text = str(error)
+        raise UsageError(text if text.startswith(str(path)) else f"{path}, {text}") from None

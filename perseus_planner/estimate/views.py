@@ -15,22 +15,20 @@ from perseus_planner.base.files import write_file
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, Sheet, column, lay_out, numbers, quantities, table
 from perseus_planner.estimate.explore import Prices, forecast
-from perseus_planner.estimate.operations import stage_op_costs, stage_traffic
+from perseus_planner.estimate.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.estimate.estimate import TransformerPipeline
+    from perseus_planner.estimate.configuration import Configuration
     from perseus_planner.estimate.explore import Exploration, Row
     from perseus_planner.profiles.profiles import Profile
 
 
-def summarize_estimate(
-    profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]
-) -> dict[str, Any]:
-    """Summarize a profile that was estimated for `pipeline`."""
-    computations = _computations(profile, pipeline)
+def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[str, Any]:
+    """Summarize a profile that was estimated for a pipeline."""
+    computations = _computations(profile, job)
     both_s = [
         sum(
             row["time_s"]
@@ -40,9 +38,9 @@ def summarize_estimate(
         for stage in range(profile.stages)
     ]
     return {
-        "model": pipeline.name,
-        "parameters": pipeline.transformer.parameters,
-        "tokens": pipeline.transformer.tokens,
+        "model": name,
+        "parameters": job.shape.parameters,
+        "tokens": job.shape.microbatch * job.shape.sequence,
         "origin": profile.origin,
         "gpu": profile.gpu,
         "stages": profile.stages,
@@ -53,7 +51,7 @@ def summarize_estimate(
         "imbalance": max(both_s) / min(both_s),
         "computations": computations,
         "efficiencies": list(_efficiencies(computations)),
-        "remarks": list(_remarks(profile, pipeline, calibrated_by)),
+        "remarks": list(_remarks(profile)),
     }
 
 
@@ -125,9 +123,8 @@ def system_text(view: dict[str, Any]) -> str:
     ).text()
 
 
-def _computations(profile: Profile, pipeline: TransformerPipeline) -> list[dict[str, Any]]:
-    costs = stage_op_costs(pipeline.transformer, pipeline.split)
-    sent = stage_traffic(pipeline.transformer, pipeline.split)
+def _computations(profile: Profile, job: Configuration) -> list[dict[str, Any]]:
+    totals = stage_totals(job.shape, job.split)
     tops = {key: rows[0] for key, rows in profile.measurements.items()}
     fastest_s = {
         kind: min(top.time_s for (_, top_kind), top in tops.items() if top_kind == kind)
@@ -137,10 +134,8 @@ def _computations(profile: Profile, pipeline: TransformerPipeline) -> list[dict[
         {
             "stage": stage,
             "instruction": word_of(kind),
-            "layers": pipeline.split[stage],
-            "flops": costs[stage][kind].flops,
-            "bytes": costs[stage][kind].bytes,
-            "sent_bytes": sent[stage][kind],
+            "layers": job.split[stage],
+            **totals[stage][kind]._asdict(),
             "time_s": top.time_s,
             "energy_j": top.energy_j / profile.gpus_per_stage,
             "time_ratio": top.time_s / fastest_s[kind],
@@ -157,32 +152,35 @@ def _efficiencies(computations: Sequence[dict[str, Any]]) -> Iterable[dict[str, 
         yield {"instruction": word, "flops_per_s": flops / time_s, "flops_per_j": flops / energy_j}
 
 
-def _remarks(
-    profile: Profile, pipeline: TransformerPipeline, calibrated_by: Sequence[str]
-) -> Iterable[str]:
-    if calibrated_by:
-        yield f"Calibrated by {' and '.join(calibrated_by)}."
-    else:
-        yield (
-            "Not calibrated: times and energies may be far off, all by a similar factor; measure "
-            "one stage and give its profile with --calibrate."
-        )
+def _remarks(profile: Profile) -> Iterable[str]:
+    source = profile.conditions.get("calibration")
+    yield (
+        f"Calibrated by {source}."
+        if source
+        else "Not calibrated: times and energies may be far off, all by a similar factor; measure "
+        "one stage and give its profile with --calibrate."
+    )
     if profile.gpus_per_stage > 1:
         yield f"Energies in the profile are sums over the {profile.gpus_per_stage} GPUs of a stage."
 
 
 _DIGITS = 4  # of an estimate
+NOT_TRIED = (
+    "Not tried: tensor degrees over 16, pipelines of more than 48 ranks, expert degrees that are "
+    "no power of 2, ZeRO-2, weights shared in a pipeline, offloading, other schedules."
+)
 
 
 def exploration_view(
-    name: str, found: Exploration, tokens: float | None, prices: Prices
+    name: str, gpus: int, found: Exploration, tokens: float | None, prices: Prices
 ) -> dict[str, Any]:
-    """Return what is printed of an exploration."""
+    """Return what is printed of an exploration of so many GPUs."""
     view = [_row_view(row, found, tokens, prices) for row in (*found.first, *found.frontier)]
     system = found.maker.system
     return {
         "model": name,
         "gpu": system.gpu.name,
+        "gpus": gpus,
         "origin": "estimated from measured kernels" if system.kernels else "simulated",
         "configurations": found.configurations,
         "solved": found.solved,
@@ -199,12 +197,26 @@ def exploration_text(view: dict[str, Any]) -> str:
         f"memory; {view['solved']} exact frontiers were computed.",
         f"{view['origin'].upper()}: no estimate ranks configurations surely. Measure these:",
         "",
-        table([["#", *map(str, range(1, 1 + len(view["first"])))], *_table(view["first"])]),
+        table(
+            [
+                ["#", *map(str, range(1, 1 + len(view["first"])))],
+                *_table(view["first"], view["gpus"]),
+            ]
+        ),
+        "",
+        *(
+            f"Where the energy of {number} goes at full clocks: "
+            + ", ".join(f"{what} {100 * share:.0f} %" for what, share in row["energy"].items())
+            + "."
+            for number, row in enumerate(view["first"], 1)
+        ),
+        *_energy_remarks(view["first"]),
+        NOT_TRIED,
         "",
         "Frontier of all configurations; energy saved is against all clocks at maximum in the same "
         "configuration:",
         "",
-        table(_table(view["frontier"])),
+        table(_table(view["frontier"], view["gpus"])),
     ]
     if view["gap"] > 0:
         lines += [
@@ -222,26 +234,38 @@ def exploration_text(view: dict[str, Any]) -> str:
         first = forecasts[0]
         lines += [
             "",
-            f"{first.tokens:,.0f} tokens (nodes draw {first.node_overhead_w:g} W beside their "
-            f"GPUs, PUE {first.pue:g}, both assumed unless given):",
+            f"{first.tokens:,.0f} tokens (nodes draw {_range(first.node_overhead_w)} W beside "
+            f"their GPUs, PUE {first.pue:g}, both assumed unless given):",
             "",
             table(
                 [
                     column("#", list(map(str, numbered))),
                     column("hours", numbers([run.hours for run in forecasts], _DIGITS)),
-                    *quantities(
-                        ["GPU {}", "meter {}"],
-                        "Wh",
-                        [1e3 * run.gpu_kwh for run in forecasts],
-                        [1e3 * run.meter_kwh for run in forecasts],
-                        digits=_DIGITS,
+                    column("GPU MWh", numbers([run.gpu_kwh / 1e3 for run in forecasts], _DIGITS)),
+                    *(
+                        column(title, [_range(value, scale) for value in values])
+                        for title, scale, values in (
+                            ("meter MWh", 1e-3, [run.meter_kwh for run in forecasts]),
+                            ("cost", 1.0, [run.cost for run in forecasts]),
+                            ("t CO2e", 1e-3, [run.co2e_kg for run in forecasts]),
+                        )
                     ),
-                    column("cost", numbers([run.cost for run in forecasts], _DIGITS)),
-                    column("t CO2e", numbers([run.co2e_kg / 1e3 for run in forecasts], _DIGITS)),
                 ]
             ),
         ]
     return "\n".join([*lines, ""])
+
+
+def _range(values: tuple[float, float], scale: float = 1.0) -> str:
+    return " to ".join(dict.fromkeys(f"{scale * value:,.{_DIGITS}g}" for value in values))
+
+
+def _energy_remarks(rows: Sequence[dict[str, Any]]) -> Iterable[str]:
+    if any(row["precision"] in ("fp8", "mxfp8", "nvfp4") for row in rows):
+        yield (
+            "Joules are an upper bound: narrow products were measured at the power limit only half "
+            "as often as bf16 ones."
+        )
 
 
 def exploration_figure(view: dict[str, Any]) -> Figure:
@@ -329,6 +353,11 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
         "schedule": job.schedule,
         "recomputation": shape.recomputation,
         "layers": job.split,
+        "context_degree": shape.context_degree,
+        "expert_degree": shape.expert_degree,
+        "sharding": job.sharding,
+        "precision": shape.precision,
+        "energy": found.maker.energy_shares(row.candidate),
         "memory_gb": row.candidate.memory.total / 1e9,
         "time_s": row.time_s,
         "tokens_per_s": row.tokens_per_s,
@@ -340,12 +369,15 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
     }
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+def _table(rows: Sequence[dict[str, Any]], gpus: int) -> list[list[str]]:
     return [
         *lay_out(
             rows,
             Column("configuration", "configuration", "<"),
-            Column("GPUs", "gpus"),
+            Column(
+                "GPUs",
+                lambda row: f"{row['gpus']}" if row["gpus"] == gpus else f"{row['gpus']} of {gpus}",
+            ),
             Column("GB/GPU", "memory_gb", ".1f"),
             Column("iteration {}", "time_s", f"s{_DIGITS}"),
             Column("tokens/s", "tokens_per_s", ".0f"),

@@ -216,7 +216,7 @@ def profile(
         "Clocks in MHz, or power limits in W.  [default: six, down to 40 % of the highest]",
         Option("--at", default=()),
     ],
-    window_s: Annotated[Time, "Time of a window.", Option(default="10s")],
+    window_s: Annotated[Time, "Least time of a window.", Option(default="10s")],
     windows: Annotated[int, click.IntRange(1), "Windows a row.", Option(metavar="N", default=3)],
     model: Annotated[
         str | None, "Model of the server.  [default: its first]", Option(metavar="NAME")

@@ -24,12 +24,14 @@ TARGETS = "--deadline, --slowdown, --straggler-time, --least-energy, --power-bud
 # A later option of the same name wins over the one in PROFILE, SOLVE or PLAN.
 REFUSED = {
     f"{PROFILE} --gpu simulated:h100": (
-        "GPU 'simulated:h100': there is no simulated GPU 'h100'; did you mean simulated:h100-sxm?"
+        "GPU 'simulated:h100': there is no simulated GPU 'h100'; did you mean simulated:h100-sxm "
+        "or simulated:h100-nvl?"
     ),
     f"{PROFILE} --gpu simulated:p4": (
         "GPU 'simulated:p4': there is no simulated GPU 'p4'; choose one of: simulated:v100, "
         "simulated:a100-pcie, simulated:a100-sxm, simulated:a40, simulated:l40s, "
-        "simulated:h100-sxm, simulated:h200, simulated:b200"
+        "simulated:h100-sxm, simulated:h200, simulated:b200, simulated:h100-nvl, simulated:h20, "
+        "simulated:gb200, simulated:b300, simulated:gb300, simulated:mi300x"
     ),
     f"{PROFILE} --gpu nvml:0": (
         "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a "

@@ -11,9 +11,10 @@ import yaml
 from commands import done, refusal
 
 from perseus_planner import Profile
-from perseus_planner.estimate.estimate import TransformerPipeline, estimate
-from perseus_planner.estimate.operations import stage_op_costs
-from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.configuration import Configuration
+from perseus_planner.estimate.estimate import estimate
+from perseus_planner.estimate.operations import stage_totals
+from perseus_planner.estimate.system import SYSTEMS, with_link
 from perseus_planner.estimate.transformer import PRESETS
 from perseus_planner.profiles.measurement import Measurement
 
@@ -41,9 +42,9 @@ def test_the_profile_is_that_of_python_and_can_be_planned_on(folder: Path):
     shape = replace(
         PRESETS["gpt3-1.3b"], tensor_degree=2, microbatch=4, sequence=1024, recomputation="full"
     )
-    work = TransformerPipeline("gpt3-1.3b", shape, (5, 7, 6, 6), 250e9)
+    job = Configuration(shape, (5, 7, 6, 6), 1, 1)
     profile = Profile.load("new.yaml")
-    assert profile == estimate(work, SYSTEMS["a100-sxm"])
+    assert profile == estimate(job, with_link(SYSTEMS["a100-sxm"], 250e9))
     assert (profile.origin, profile.gpus_per_stage) == ("simulated", 2)
     assert "nothing was measured" in profile.conditions["estimate"]
     done("solve new.yaml --schedule 1f1b --microbatches 8 -o frontier.npz")
@@ -93,7 +94,7 @@ def test_the_json_holds_the_same_in_si_units(folder: Path):
         shape.parameters,
         ["new.yaml", "new.csv"],
     )
-    works = stage_op_costs(shape, 4)
+    works = stage_totals(shape, (6,) * 4)
     for row in found["computations"]:
         kind = row["instruction"][0].upper()
         top = profile.measurements[row["stage"], kind][0]
@@ -144,21 +145,21 @@ def test_a_measured_stage_calibrates(folder: Path, file: str, power_w: float | N
     assert own.origin == "simulated"
 
 
-def test_a_stage_of_another_sequence_length_calibrates(folder: Path):
-    done(f"{GPT} --stages 4 --sequence 512")
-    twice("new.yaml", "short.yaml")
-    done(f"{GPT} --stages 4 --sequence 1024")
-    twice("new.yaml", "long@1.yaml")
-    done(f"{GPT} --stages 4")
-    twice("new.yaml", "wanted.yaml")
-    options = "--calibrate short.yaml@512 --calibrate long@1.yaml@1024 --calibrate-stage 2"
-    done(f"{GPT} --stages 4 {options} -o own.yaml")
-    own, wanted = Profile.load("own.yaml"), Profile.load("wanted.yaml")
-    assert own.conditions["calibration"] == (
-        "stage 2 of short.yaml (measured) at 512 tokens; stage 2 of long@1.yaml (measured) at 1024 "
-        "tokens"
+def test_a_system_file_of_measured_kernels_is_that_of_explore(folder: Path):
+    entry = "hidden: 2048, heads: 16, vocabulary: 50257, sequence: 2048"
+    times = "layer_forward_s: 0.01, layer_backward_s: 0.02, head_s: 0.03"
+    (folder / "system.yaml").write_text(
+        "format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\nkernels:\n"
+        f"- {{{entry}, {times}}}\n"
     )
-    assert_near(own, wanted)
+    options = "--model gpt3-1.3b --system system.yaml --stages 4"
+    found = json.loads(done(f"estimate {options} -o own.yaml --json"))
+    seconds = {(r["stage"], r["instruction"]): r["time_s"] for r in found["computations"]}
+    assert seconds[1, "forward"] == pytest.approx(6 * 0.01)
+    assert seconds[1, "backward"] == pytest.approx(6 * 0.02)
+    for change in ("--microbatch 2", "--attention plain", "--recompute full"):
+        found = json.loads(done(f"estimate {options} {change} -o own.yaml --json"))
+        assert found["computations"][2]["time_s"] != pytest.approx(6 * 0.01, rel=0.01)
 
 
 NAMES = ", ".join(PRESETS)
@@ -190,10 +191,6 @@ REFUSED = {
         "more.yaml, line 8: unknown key 'headsize'; did you mean 'head_size'?"
     ),
     f"{GPT} --stages 2 --model none.yaml": "none.yaml: has no key 'sequence'; add it",
-    f"{GPT} --stages 4 --calibrate-stage 2": (
-        "--calibrate-stage: works only with --calibrate; give both or neither"
-    ),
-    f"{GPT} --stages 4 --calibrate old.yaml@0": "sequence: 0 is not a whole number of at least 1",
     f"{GPT} --stages 4 --calibrate old.yaml -o old.yaml": "--output old.yaml: is the file that is "
     "read; name another",
     f"{GPT} --stages 4 --calibrate old.csv -o old.yaml": "--output old.csv: is the file that is "

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.estimate import KINDS
-from perseus_planner.estimate.operations import stage_op_costs, stage_traffic
+from perseus_planner.estimate.operations import Total, stage_totals
 from perseus_planner.estimate.transformer import (
     CHOICES,
     PRESETS,
@@ -20,7 +19,6 @@ from perseus_planner.estimate.transformer import (
     check_split,
     split_layers,
 )
-from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.profiler.simulated_pipeline import _small_gpt
 
 SMALL = Transformer(
@@ -72,7 +70,7 @@ def splits(draw: st.DrawFn, layers: int) -> tuple[int, ...]:
 
 def flops(shape: Transformer, split: tuple[int, ...]) -> list[dict[str, float]]:
     return [
-        {kind: work.flops for kind, work in stage.items()} for stage in stage_op_costs(shape, split)
+        {kind: work.flops for kind, work in stage.items()} for stage in stage_totals(shape, split)
     ]
 
 
@@ -109,27 +107,27 @@ def test_torch_counts_the_same_flops_for_every_choice(
 def test_a_backward_is_both_its_gradients_and_a_split_keeps_the_sum(
     shape: Transformer, data: st.DataObject
 ):
-    works = stage_op_costs(shape, data.draw(splits(shape.layers)))
-    (whole,) = stage_op_costs(shape, 1)
-    for kind in KINDS:
+    works = stage_totals(shape, data.draw(splits(shape.layers)))
+    (whole,) = stage_totals(shape, (shape.layers,))
+    for kind in "FBIW":
         assert sum(stage[kind].flops for stage in works) == whole[kind].flops
         assert sum(stage[kind].bytes for stage in works) == whole[kind].bytes
-    assert all(stage["B"] == stage["I"] + stage["W"] for stage in works)
-    assert all(tuple(sorted(stage)) == tuple(sorted(KINDS)) for stage in works)
+    for stage in works:
+        assert stage["B"] == Total(*map(sum, zip(stage["I"], stage["W"], strict=True)))
 
 
 @given(shape=transformers())
 def test_twice_the_microbatch_is_twice_the_work(shape: Transformer):
     twice = replace(shape, microbatch=2 * shape.microbatch)
-    for once, double in zip(stage_op_costs(shape, 1), stage_op_costs(twice, 1), strict=True):
-        assert {kind: work * 2 for kind, work in once.items()} == double
+    (once,), (double,) = (stage_totals(each, (shape.layers,)) for each in (shape, twice))
+    assert {kind: Total(*(2 * v for v in work)) for kind, work in once.items()} == double
 
 
 @given(shape=transformers(attentions=("flash",)))
 def test_a_causal_mask_hides_all_pairs_but_those_up_to_the_diagonal(shape: Transformer):
     (full,), (causal,) = (
-        stage_op_costs(shape, 1),
-        stage_op_costs(replace(shape, attention="flash-causal"), 1),
+        stage_totals(shape, (shape.layers,)),
+        stage_totals(replace(shape, attention="flash-causal"), (shape.layers,)),
     )
     one = 2 * shape.microbatch * shape.heads_per_gpu * shape.head_size * shape.layers
     hidden = shape.sequence * (shape.sequence - 1) // 2
@@ -162,7 +160,7 @@ def test_the_flops_of_an_iteration_are_those_of_the_published_formula():
     published = (
         96 * tokens * layers * h**2 * (1 + s / (6 * h) + shape.vocabulary / (16 * layers * h))
     )
-    (whole,) = stage_op_costs(shape, 1)
+    (whole,) = stage_totals(shape, (shape.layers,))
     assert whole["F"].flops + whole["B"].flops == pytest.approx(published, rel=1e-12)
 
 
@@ -190,7 +188,7 @@ def test_bytes_are_those_of_the_operations_that_were_listed():
     shape = Transformer(
         1, 8, 2, 2, 4, ffn=16, vocabulary=10, sequence=4, microbatch=1, attention="plain"
     )
-    (works,) = stage_op_costs(shape, 1)
+    (works,) = stage_totals(shape, (1,))
     tokens, scores, logits = 4, 2 * 4 * 4, 4 * 10
     norms_sums, activation = 2 * 2 * 8 + 2 * 3 * 8, 2 * 16
     forward = 2 * (tokens * (norms_sums + activation) + 4 * scores)
@@ -204,15 +202,17 @@ def test_bytes_are_those_of_the_operations_that_were_listed():
 
 
 def test_a_group_of_one_has_no_traffic_and_others_sum_two_activations_a_layer():
-    assert stage_traffic(SMALL, 2) == [{"F": 0, "B": 0, "I": 0, "W": 0}] * 2
+    def sent(shape: Transformer) -> list[dict[str, float]]:
+        totals = stage_totals(shape, (1, 3))
+        return [{kind: each.sent_bytes for kind, each in stage.items()} for stage in totals]
+
+    assert sent(SMALL) == [{"F": 0, "B": 0, "I": 0, "W": 0}] * 2
     shared = replace(SMALL, tensor_degree=4)
     activation = shared.tokens * shared.hidden * shared.element_bytes
-    first, last = stage_traffic(shared, (1, 3))
+    first, last = sent(shared)
     assert (first["F"], first["B"]) == (1.5 * activation * 3, 1.5 * activation * 2)
     assert (last["F"], last["B"]) == (1.5 * activation * 6, 1.5 * activation * 7)
-    assert (
-        stage_traffic(replace(shared, recomputation="full"), (1, 3))[0]["B"] == 1.5 * activation * 4
-    )
+    assert sent(replace(shared, recomputation="full"))[0]["B"] == 1.5 * activation * 4
 
 
 @given(layers=st.integers(1, 300), data=st.data())
@@ -279,11 +279,13 @@ def test_what_is_no_split_is_refused(message: str, stages: object):
 def test_every_word_has_its_choices():
     words = {field.name for field in fields(Transformer) if field.type == "str"}
     assert words == set(CHOICES)
-    assert OpCost(1.0, 2.0) * 2 == OpCost(2.0, 4.0)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_simulated_pipeline_costs_what_its_model_does(stages: int):
     model = replace(PRESETS["gpt3-2.7b"], layers=8 * stages, microbatch=4)
-    # Their texts are equal, too: the noise of a simulated GPU follows from them.
-    assert repr(_small_gpt(stages)) == repr(stage_op_costs(model, stages))
+    totals = stage_totals(model, (8,) * stages)
+    for cost, total in zip(_small_gpt(stages), totals, strict=True):
+        assert {kind: (each.flops, each.bytes) for kind, each in cost.items()} == {
+            kind: (each.flops, each.bytes) for kind, each in total.items()
+        }

@@ -79,7 +79,11 @@ def test_a_gpu_is_opened_by_its_text():
 
 
 @pytest.mark.parametrize(
-    "name", ["v100", "a100-pcie", "a100-sxm", "a40", "l40s", "h100-sxm", "h200", "b200"]
+    "name",
+    [
+        *("v100", "a100-pcie", "a100-sxm", "a40", "l40s", "h100-sxm", "h200", "b200"),
+        *("h100-nvl", "h20", "gb200", "b300", "gb300", "mi300x"),
+    ],
 )
 def test_the_catalogue_has(name: str):
     assert opened(f"simulated:{name}").name == f"simulated {name}"

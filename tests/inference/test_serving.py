@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,10 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def serve(state: None) -> Iterator[Callable[..., str]]:
-    """Start servers with options, and return their addresses."""
+    """Start servers with options, each once, and return their addresses."""
     with ExitStack() as stack:
 
+        @cache
         def started(*options: str) -> str:
             process = stack.enter_context(
                 subprocess.Popen(

@@ -43,6 +43,7 @@ from perseus_planner.runtime.batches.exchange import (
     sent_profile,
 )
 from perseus_planner.runtime.batches.leader import Leader, Ran
+from perseus_planner.runtime.controller.latest import LATEST_BYTES, LatestStarts
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.solver.batch import BatchPlanner, Law
@@ -59,6 +60,11 @@ KNOWN = 20  #: iterations after which clocks follow
 
 
 TOP = PROFILE.measurements[0, "F"][0].clock_mhz
+#: from here on computations take no less
+POWER_LIMITED = max(
+    min(m.clock_mhz for m in rows if m.time_s <= 1.0001 * rows[0].time_s)
+    for rows in PROFILE.measurements.values()
+)
 
 
 def mean_s(kind: str) -> float:
@@ -91,8 +97,9 @@ class Pipelines:
             for rank in range(2)
             for seat in [Seat(pipeline, rank, 2, pipelines, has_followers=True)]
         ]
-        for each in self.batches:
-            each.start()
+        self.latest = [LatestStarts(memoryview(bytearray(LATEST_BYTES))) for _ in self.batches]
+        for each, latest in zip(self.batches, self.latest, strict=True):
+            each.start(latest)
 
     def run(
         self, work: Any, shown: Any = None, *, slow: float = 1.0, hampered: float = 1.0
@@ -196,6 +203,12 @@ def test_clocks_follow_the_batch_once_its_laws_are_known(
                 ran_s = sum(times_s_of(program, work[iteration][number // 2]))
                 assert rank.planned_busy_s(iteration) == pytest.approx(ran_s, rel=1e-3)
                 assert program.then == (program.top if program.decision else 0)
+                assert (program.table > 0) == bool(program.decision)
+                latest, fastest = two.latest[number], 10**15
+                for position, clock in enumerate(program.clocks if program.table else ()):
+                    assert latest.clock(program.table, position, -fastest) == clock
+                    found = latest.clock(program.table, position, fastest)
+                    assert (found == clock) == (clock >= POWER_LIMITED)
     assert lower >= 10
     status = two.batches[0].status
     assert status is not None

@@ -336,10 +336,10 @@ def test_a_program_that_comes_in_the_only_computation_comes_too_late():
 def test_the_microbatches_of_an_iteration_are_shown_to_who_asks():
     shown = []
     program = Program(1, one_f_one_b(1, 2).ranks[0], (9,) * 4, 1.0)
-    for show in (None, lambda batch: shown.append(batch())):
+    for show in (None, lambda count, batch: shown.append((count, batch and batch()))):
         source = Recorder([program, program])
         hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None, show)
         hook.begin_iteration(2, lambda: ["a", "b"])
         hook.end_iteration()
-        hook.begin_iteration(2)
-    assert shown == [["a", "b"]]
+        hook.begin_iteration(3)
+    assert shown == [(2, ["a", "b"]), (3, None)]

@@ -466,7 +466,8 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., http
         ({"time_s": math.nan}, "time_s"),
         ({"iterations": 1.5}, "iterations"),
         ({"run": "two words"}, "run"),
-        ({"power_w": 3.0}, "power_w"),
+        ({"energy_j": 1e300}, "energy_j"),
+        ({"saved_j": -1e300}, "saved_j"),
     ],
 )
 def test_counts_that_contradict_each_other_are_refused_and_nothing_is_added(

@@ -141,7 +141,14 @@ class GpuModel:
             self.memory_w_per_mhz,
         )
 
-    def phases(self, megacycles: float, memory_s: float, exchange_s: float, idle_s: float) -> Load:
+    def phases(
+        self,
+        megacycles: float,
+        memory_s: float,
+        exchange_s: float,
+        idle_s: float,
+        intensity: float = 1.0,
+    ) -> Load:
         """Return work with known phases at `REFERENCE_C`, under the default power limit.
 
         Args:
@@ -150,11 +157,15 @@ class GpuModel:
             exchange_s: Seconds of traffic between GPUs; draws half of what waiting for memory draws
                 (assumed).
             idle_s: Seconds in which the GPU waits for its host, at its static power.
+            intensity: Power of the arithmetic above static power, as a share of that of products.
         """
         fixed_s = memory_s + exchange_s + idle_s
         activity = (memory_s + 0.5 * exchange_s) / fixed_s if fixed_s > 0 else 0.0
         return self._load(
-            fixed_s, megacycles, self.arithmetic_w_per_mhz, activity * self.memory_w_per_mhz
+            fixed_s,
+            megacycles,
+            intensity * self.arithmetic_w_per_mhz,
+            activity * self.memory_w_per_mhz,
         )
 
     def blocking(self) -> Load:
@@ -389,6 +400,82 @@ _MODELS = (
         idle_power_w=140.0,
         capped_at=1590 / 1980,
         held_share=_HELD_SHARE,
+    ),
+    _model(
+        "h100-nvl",
+        # Datasheet: 835 TFLOPS dense, 3938 GB/s, 400 W; 132 SMs x 4096 a cycle at 1545 MHz. Clocks
+        # to 1785 MHz; smallest limit, idle, cap as the H100's, assumed.
+        clocks_mhz=_steps(1785, 345),
+        peak_flops=835e12,
+        peak_mhz=1545,
+        bytes_per_s=3938e9,
+        power_limits_w=(200.0, 400.0),
+        idle_power_w=60.0,
+        capped_at=0.8,
+        held_share=_HELD_SHARE,
+    ),
+    _model(
+        "h20",
+        # Datasheet: 148 TFLOPS dense, 4000 GB/s. 500 W in outputs of nvidia-smi; it has 78 SMs, but
+        # a sixth of the H100's FLOPS, so that its clock is hardly capped, assumed.
+        clocks_mhz=_steps(1980, 345),
+        peak_flops=148e12,
+        peak_mhz=1980,
+        bytes_per_s=4000e9,
+        power_limits_w=(200.0, 500.0),
+        idle_power_w=75.0,
+        capped_at=0.94,
+    ),
+    _model(
+        "gb200",
+        # Datasheet of the NVL72: 2500 TFLOPS dense, assumed to be at 1965 MHz, 8000 GB/s, 1200 W.
+        # The rest as the B200's, assumed.
+        clocks_mhz=_steps(2062, 345),
+        peak_flops=2500e12,
+        peak_mhz=1965,
+        bytes_per_s=8000e9,
+        power_limits_w=(400.0, 1200.0),
+        idle_power_w=140.0,
+        capped_at=1590 / 1980,
+        held_share=_HELD_SHARE,
+    ),
+    _model(
+        "b300",
+        # Datasheet of the HGX: 2250 TFLOPS dense, 8000 GB/s, 1100 W. The rest as the B200's,
+        # assumed.
+        clocks_mhz=_steps(1920, 345),
+        peak_flops=2250e12,
+        peak_mhz=1850,
+        bytes_per_s=8000e9,
+        power_limits_w=(400.0, 1100.0),
+        idle_power_w=150.0,
+        capped_at=1590 / 1980,
+        held_share=_HELD_SHARE,
+    ),
+    _model(
+        "gb300",
+        # Datasheet of the NVL72: 2500 TFLOPS dense, 8000 GB/s, 1400 W. The rest as the GB200's,
+        # assumed.
+        clocks_mhz=_steps(2062, 345),
+        peak_flops=2500e12,
+        peak_mhz=1965,
+        bytes_per_s=8000e9,
+        power_limits_w=(400.0, 1400.0),
+        idle_power_w=150.0,
+        capped_at=1590 / 1980,
+        held_share=_HELD_SHARE,
+    ),
+    _model(
+        "mi300x",
+        # Datasheet: 1307.4 TFLOPS dense at 2100 MHz, 5300 GB/s, 750 W. Clocks, smallest limit, idle
+        # power and cap assumed.
+        clocks_mhz=_steps(2100, 500, 20),
+        peak_flops=1307.4e12,
+        peak_mhz=2100,
+        bytes_per_s=5300e9,
+        power_limits_w=(300.0, 750.0),
+        idle_power_w=140.0,
+        capped_at=0.8,
     ),
 )
 
