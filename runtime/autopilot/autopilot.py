@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _REFERENCES = 2  #: iterations at full clocks before the first trial
 _BURST = 0.04  #: what the ledger may owe, as a share of the reference
 _UNJUDGED = 0.01  #: what ranks charge at most before an iteration is judged, likewise
-_FIRST = 0.0015  #: how much longer than agreed a plan may be at first, as a share of the reference
+_TIGHT = 0.0005  #: how much longer than agreed a plan may be at first, as a share of the reference
 _TRIAL, _LATE_TRIAL = 0.0023, 0.0009  #: how much more with trials, early and later, likewise
 _EARLY, _ENOUGH = (
     36,
@@ -124,7 +124,7 @@ class Autopilot:
         # What iterations took, or had taken, at full clocks.
         self._full_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._replayed_s = 0.0  # the replayed time at full clocks
-        self._allowed = _FIRST  # how much longer than agreed plans may be, by their replays
+        self._allowed = _TIGHT  # how much longer than agreed plans may be, by their replays
         #: by how much the computations of iterations were longer than was known of them: (m,) each
         self._noise: deque[Floats] = deque(maxlen=_NOISE)
         self._waits_s = (

@@ -51,7 +51,7 @@ LATE = 200.0  #: an iteration that is later by a part costs so many times that p
 #: most computations of a trial that is not a whole phase, and at most a twelfth of the rank's
 _BLOCK = 4
 _DRAWS = (8, 32)  #: least and most iterations that are drawn
-_DRAWN, _ANEW = 8_000, 8  #: nodes that they have together; one of so many is drawn anew
+_DRAWN = 50_000  #: nodes that they have together
 _MOST_TRIALS = 4  #: clocks that are tried on one rank in an iteration
 
 
@@ -100,18 +100,15 @@ class Searcher:
 
     def draw_noise(self, seen: Sequence[Floats], random: np.random.Generator) -> None:
         """Replay and search from now on in the mean of iterations that are as noisy as those seen,
-        whose microbatches come in another order. A part of them is drawn anew, so that a plan does
-        not leave what it gained in those before.
+        whose microbatches come in another order.
 
         Args:
             seen: of iterations, by how much each computation was longer than known: (m,).
             random: the source of chance.
         """
-        noise, nodes = self.problem.noise, len(self.problem.fixed_s)
-        drawn = noise[random.integers(_ANEW) :: _ANEW]
-        if seen and not len(noise):
-            drawn = noise = np.ones((int(np.clip(_DRAWN // nodes, *_DRAWS)), nodes))
-        for draw in drawn:
+        nodes = len(self.problem.fixed_s)
+        noise = np.ones((int(np.clip(_DRAWN // nodes, *_DRAWS)) if seen else 0, nodes))
+        for draw in noise:
             order = random.permutation(self._of_microbatch.shape[1])
             places = self._of_microbatch[self.problem.member, order[self._microbatch]]
             same = np.where(places < 0, np.arange(len(places)), places)
