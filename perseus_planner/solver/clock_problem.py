@@ -50,9 +50,6 @@ class ClockProblem(NamedTuple):
     #: (m,) when each computation runs, as a part of the iteration; never falls along a program
     wave: Floats
     last: Integers  #: nodes without successors
-    #: (draws, n) how many times as long each node is in iterations that were drawn; none if all are
-    #: alike
-    noise: Floats
 
 
 class ClockState(NamedTuple):
@@ -127,7 +124,6 @@ def clock_problem(
         place=member,
         wave=np.zeros(len(member)),
         last=np.setdiff1d(np.arange(len(node_of)), before),
-        noise=np.ones((0, len(node_of))),
     )
     return with_usable(problem, np.array(usable))
 
@@ -248,27 +244,6 @@ def replay(problem: ClockProblem, state: ClockState) -> float:
     for k in problem.last:
         makespan_s = max(makespan_s, end_s[k])
     return makespan_s
-
-
-@kernel
-def noise_s(problem: ClockProblem, state: ClockState) -> float:
-    """Return by how much longer an iteration is in the mean of `problem.noise`, seconds, if clock
-    changes take no time. `state.end_s` is that without noise then; without any it is left alone.
-    """
-    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
-    end_s, draws, longer_s = state.end_s, len(problem.noise), 0.0
-    for draw in range(draws + 1 if draws else 0):
-        makespan_s = 0.0
-        for k in range(len(end_s)):
-            latest_s = 0.0
-            for i in range(before_start[k], before_start[k + 1]):
-                latest_s = max(latest_s, end_s[before[i]] + lag_s[i])
-            longer = problem.noise[draw, k] if draw < draws else 1.0
-            end_s[k] = latest_s + state.duration_s[k] * longer
-        for k in problem.last:
-            makespan_s = max(makespan_s, end_s[k])
-        longer_s += makespan_s / draws if draw < draws else -makespan_s
-    return longer_s
 
 
 @inner_kernel

@@ -21,7 +21,6 @@ from perseus_planner.solver.clock_problem import (
     ClockProblem,
     ClockState,
     load_state,
-    noise_s,
     replay,
     replay_changes,
 )
@@ -199,7 +198,7 @@ def anneal(
     `start`, the difference is larger than rounding errors of sums.
 
     Args:
-        problem: the problem; with noise, times are those in its mean.
+        problem: the problem.
         start: (m,) clocks.
         goal: the limits.
         heat: effort and temperatures.
@@ -211,10 +210,8 @@ def anneal(
     scale_j = np.cumsum(np.abs(problem.cost_j[problem.member, start]))[-1]
     time_s = replay(problem, now)
     replay(problem, trial)
-    noisy_s = noise_s(problem, now)
     if change is not None:
         time_s, cost_j = replay_changes(problem, trial, change)
-    time_s += noisy_s
     cost_j += goal.waiting_w * time_s
     _anneal(problem, now, trial, best, time_s, cost_j, 1e-10 * scale_j, goal, heat, library, change)
     return best
@@ -269,13 +266,11 @@ def _anneal(
         good = trial.touched[0] < nodes and trial_j <= most_j + heat.slack_j
         good = good and max_changes(rank_start, trial.clock, low, high) <= goal.budget
         if good:
-            noisy_s = noise_s(problem, trial)
             if change is None:
                 trial.touched[0] = stale = min(trial.touched[0], stale)
-                trial_s = replay(problem, trial) + noisy_s
+                trial_s = replay(problem, trial)
             else:
                 trial_s, trial_j = replay_changes(problem, trial, change)
-                trial_s += noisy_s
                 trial_j += goal.waiting_w * trial_s
             good = trial_j + price_w * max(0.0, trial_s - goal.deadline_s) <= most_j
         trial.touched[0] = nodes

@@ -39,32 +39,31 @@ if TYPE_CHECKING:
 _REFERENCES = 2  #: iterations at full clocks before the first trial
 _BURST = 0.04  #: what the ledger may owe, as a share of the reference
 _UNJUDGED = 0.01  #: what ranks charge at most before an iteration is judged, likewise
-_TIGHT = 0.0005  #: how much longer than agreed a plan may be at first, as a share of the reference
-_TRIAL, _LATE_TRIAL = 0.0023, 0.0009  #: how much more with trials, early and later, likewise
+_TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
+_TRIAL, _LATE_TRIAL = 0.0028, 0.0014  #: likewise with trials, early and later
 _EARLY, _ENOUGH = (
     36,
     0.75,
 )  #: early are so many iterations of one pipeline, and until so many rows may be planned on
-#: how much longer than agreed iterations may be, a share of the reference; how fast plans follow
-#: that, and where it is owed; and how much longer plans may be by their replays, at most, at least
-_ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST, _LEAST = 0.002, 0.03, 0.15, 0.005, -0.02
-_MOST_LATE = 0.01  #: what one iteration counts for at most, likewise
-_NOISE = 48  #: iterations of pipelines whose noise is remembered
+#: how much longer than agreed iterations may be before plans leave more time; by how much more they
+#: leave for what is longer, and where that is owed; and how much at most: shares of the reference
+_ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.002, 0.3, 1.5, 0.3
+_MOST_LESS = 0.02  #: how much less than rows and their errors say, likewise, where that is too much
+_MOST_LATE = 0.01  #: what one iteration counts for at most
 _AUDIT = 2  #: iterations of an audit
 _FIRST_AUDIT = 16  #: when the reference of a profile that was given is compared
-_REMEMBERED = 10  #: iterations from which the reference is known
+_REMEMBERED = 20  #: iterations from which the reference is known
 _DOUBT, _MORE_DOUBT = (
     0.01,
     0.002,
 )  #: how much longer it may be if rows are over the bound; and while trials are ahead
-#: searches from one exact solution to the next for the same rows, whose powers are known better
-_AGAIN = 8
-#: a search for the same costs waits for the next iteration; later for that share of those since the
-#: job has changed. Costs are the same if none differs by more, relative; the job, if times at full
-#: clocks beside each other do not
-_REST, _SAME, _SAME_JOB = 1 / 200, 0.001, 0.01
+#: iterations between two solutions for the same rows, whose powers are known better by then
+_AGAIN = 4
+#: a search for the same costs waits for the next iteration; later for that share of all of them.
+#: Costs are the same if none differs by more, relative
+_REST, _SAME = 1 / 200, 0.001
 _REPEAT = 6  #: iterations before a trial is tried again
-_GROWTH = 1.25  #: how many more rows are worth an exact solution
+_GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
 
 
 class _Ran(NamedTuple):
@@ -110,10 +109,11 @@ class Autopilot:
         self._target: Integers | None = (
             None  # what the plan would be if all rows cost what is hoped
         )
-        self._solved_rows = 0.0  # how many rows were known at the last exact solution
-        self._solved = self._searched = self._changed = 0  # iterations
+        self._solved_rows = self._target_rows = (
+            0.0  # how many rows were known when they were solved for
+        )
+        self._solved = self._searched = -_AGAIN  # iterations
         self._searched_s: Floats | None = None  # seconds of rows for which it was searched
-        self._tops: Floats | None = None  # times at full clocks when the job has changed, relative
         self._last = (self._search.full(),) * job.pipelines
         self._version = 0
         self._ahead: dict[int, _Ran] = {}
@@ -121,12 +121,11 @@ class Autopilot:
             tuple[int, int], int
         ] = {}  # (rank, clock) -> the iteration of its last trial
         self._audits = Audits()
-        # What iterations took, or had taken, at full clocks.
-        self._full_s: deque[float] = deque(maxlen=_REMEMBERED)
+        # What iterations took, or had taken, at full clocks, and that over the replayed time.
+        self._full_s: deque[float] = deque(maxlen=_REMEMBERED // 2)
+        self._ratios: deque[float] = deque(maxlen=_REMEMBERED)
         self._replayed_s = 0.0  # the replayed time at full clocks
-        self._allowed = _TIGHT  # how much longer than agreed plans may be, by their replays
-        #: by how much the computations of iterations were longer than was known of them: (m,) each
-        self._noise: deque[Floats] = deque(maxlen=_NOISE)
+        self._margin: float | None = None  # by how much lower clocks are taken to be longer
         self._waits_s = (
             0.0,
         ) * job.pipelines  # how long each pipeline may take beside a slower one
@@ -135,7 +134,12 @@ class Autopilot:
         #: of a profile that is given, whose reference is compared soon
         self._is_given = self._learner.is_ready
         if self._is_given:
-            self._ledger = self._terms(self._at_full_clocks_s())
+            self._ledger = self._terms(
+                max(
+                    self._search.replay(self._search.full(), costs)[0]
+                    for costs in self._learner.costs()
+                )
+            )
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from what ranks observed of one iteration; ranks that observed nothing may be left
@@ -223,10 +227,12 @@ class Autopilot:
             longer_s += full_s * self._audits.add(unexplained, full_clocks=full)
             if not full:
                 late = min(max(ran_s / full_s - agreed - _ALLOWED, -_MOST_LATE), _MOST_LATE)
-                # Less is allowed at once where the ledger has nothing to spare.
+                # More is left at once where the ledger has nothing to spare.
                 is_owed = self._ledger is not None and self._ledger.owed_s > 0.0
                 gain = _GAIN_IF_OWED if is_owed and late > 0.0 else _GAIN
-                self._allowed = min(max(self._allowed - gain * late, _LEAST), _MOST)
+                margin = (self._margin or 0.0) + gain * late
+                self._margin = min(max(margin, -_MOST_LESS), _MOST_MARGIN)
+            self._ratios.append(time_s * full_s / ran_s / self._replayed_s)
         self._full_s.append(time_s - (longer_s or 0.0))
         reference_s = median(self._full_s)
         # Ranks account for iterations that are ahead by these terms, so the largest of theirs
@@ -241,11 +247,9 @@ class Autopilot:
         )
 
     def _at_full_clocks_s(self) -> float:
-        """Return the seconds of an iteration at full clocks, replayed from learnt rows without
-        noise.
-        """
-        member = self._search.problem.member
-        return max(self._search.replayed_s(c.time_s[member, 0]) for c in self._learner.costs())
+        """Return the seconds of an iteration at full clocks, as replayed from learnt rows."""
+        full = self._search.full()
+        return max(self._search.replay(full, costs)[0] for costs in self._learner.costs())
 
     def _terms(self, reference_s: float) -> Ledger:
         """Return a ledger in which nothing is owed."""
@@ -271,9 +275,6 @@ class Autopilot:
                 ranks_s[:, starts[seen.rank] : starts[seen.rank + 1]] = found
         if len(times_s) < self.job.pipelines or any(np.isnan(s).any() for s in times_s.values()):
             return None
-        member = self._search.problem.member
-        for pipeline, costs in enumerate(self._learner.costs()):
-            self._noise.append(times_s[pipeline][1] / costs.time_s[member, 0])
         ran_s, full_s = (
             max(self._search.replayed_s(each[i]) for each in times_s.values()) for i in range(2)
         )
@@ -297,23 +298,19 @@ class Autopilot:
 
     def _planned(self, iteration: int) -> Decision:
         settings, search = self.settings, self._search
-        assert self._ledger is not None
-        rows, mean = float(self._learner.times.known.sum()), self._learner.costs()
-        tops = np.array([costs.time_s[:, 0] for costs in mean])
-        tops /= tops.mean()
-        if self._tops is None or not np.allclose(tops, self._tops, rtol=_SAME_JOB):
-            self._tops, self._changed, self._solved_rows = tops, iteration, 0.0
-        age = iteration - self._changed
-        is_early = age < self._early and self._learner.planned_share() < _ENOUGH
-        plan = self._learner.costs("plan", 1.0 if is_early else 0.3)
-        search.draw_noise(self._noise, self._random)
+        rows = float(self._learner.times.known.sum())
+        is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
+        optimism = 1.0 if is_early else 0.3
+        if self._margin is None:
+            self._margin = min(self._learner.times.spread, _MOST_MARGIN)
+        margin = self._margin
+        mean, plan = self._learner.costs(), self._learner.costs("plan", optimism, margin)
         full = search.full()
         reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
-        agreed_s = reference_s * (settings.slowdown + self._allowed)
-        quiet_s = self._at_full_clocks_s()
-        deadlines_s = [max(agreed_s, wait_s / quiet_s * reference_s) for wait_s in self._waits_s]
+        agreed_s = reference_s * (settings.slowdown + _TIGHT)
+        deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
         programs: list[Integers] = []
-        rest = max(1, int(age * _REST))
+        rest = max(1, int(iteration * _REST))
         solve = rows >= _GROWTH * self._solved_rows or iteration - self._solved >= _AGAIN * rest
         is_due = solve or iteration - self._searched >= rest or self._is_new(plan)
         plans: dict[tuple[float, ...], Integers] = {}
@@ -329,20 +326,22 @@ class Autopilot:
         self._plan = plans
         if solve:
             self._solved_rows, self._solved = rows, iteration
-            self._aim(programs[0], max(deadlines_s), iteration)
         if is_due:
             self._searched, self._searched_s = iteration, np.array([each.time_s for each in plan])
         more = _TRIAL if is_early else _LATE_TRIAL
-        trials, limit_s = 0, agreed_s + reference_s * more
+        trials, limit_s = 0, reference_s * (settings.slowdown + more)
         run = list(programs)
         if settings.learn:
-            safe, doubt = self._learner.costs("safe"), self._learner.costs("doubt")
+            if is_due:
+                self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
+            safe = self._learner.costs("safe", margin=max(margin, 0.0))
+            doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
             doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
             for pipeline, program in enumerate(programs):
-                wanted, is_open = self._wanted(iteration, age, pipeline, is_early=is_early)
-                most_s = max(limit_s, deadlines_s[pipeline])
+                wanted, is_open = self._wanted(iteration, pipeline, is_early=is_early)
+                most_s = max(limit_s, self._waits_s[pipeline])
                 limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
-                known = self._learner.times.well_known
+                known = self._learner.times.known
                 run[pipeline], tried = search.with_trials(
                     program, limits, wanted, is_open, known, self._random
                 )
@@ -359,7 +358,7 @@ class Autopilot:
             "learning" if trials else "following",
             tuple(run),
             trials=trials,
-            time_s=time_s * self._ledger.reference_s / reference_s,
+            time_s=time_s * median(self._ratios or [1.0]),
             saving=(saving, error),
         )
 
@@ -419,23 +418,32 @@ class Autopilot:
         best = worths_j.index(min(worths_j))
         return polished[best][0], worths_j[best]
 
-    def _aim(self, program: Integers, deadline_s: float, iteration: int) -> None:
+    def _aim(
+        self,
+        mean: Sequence[Costs],
+        rows: float,
+        program: Integers,
+        deadline_s: float,
+        iteration: int,
+    ) -> None:
         """Find what the plan would be if all rows cost what is expected of them, or a little
         less.
         """
-        if self.settings.learn:
-            hopeful = self._learner.costs("mean", 1.0)[0]
-            solved = self._search.solve(hopeful, deadline_s, iteration)
-            starts = [each for each in (program, self._target, solved) if each is not None]
-            self._target, _ = self._polished(starts, hopeful, deadline_s)
+        hopeful = self._learner.costs("mean", 1.0, self._margin or 0.0)[0]
+        if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
+            self._target_rows = rows
+            self._target = self._search.solve(hopeful, deadline_s, iteration)
+        self._target, _ = self._polished(
+            [program if self._target is None else self._target], hopeful, deadline_s
+        )
 
     def _wanted(
-        self, iteration: int, age: int, pipeline: int, *, is_early: bool
+        self, iteration: int, pipeline: int, *, is_early: bool
     ) -> tuple[list[list[int]], NDArray[np.bool_]]:
         """Return the clocks that each rank should try, those first that the best plan might use;
         and which it may.
         """
-        known, search = self._learner.times.well_known, self._search
+        known, search = self._learner.times.known, self._search
         clocks = len(self.job.clocks_mhz)
         sweep = _bit_reversed(clocks)
         wanted, is_open = [], np.zeros((self.job.ranks, clocks), dtype=bool)
@@ -461,7 +469,7 @@ class Autopilot:
                 wanted.append(
                     [c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None]
                 )
-            elif (iteration + rank) % (2 if age < self._early else 8) == 0:
+            elif (iteration + rank) % (2 if iteration < self._early else 8) == 0:
                 wanted.append([*hoped[:2], *some[:1]])
             else:
                 wanted.append([])

@@ -124,7 +124,7 @@ class RankObservation(NamedTuple):
 
 
 def time_at_last_clock(
-    seen: ComputationObservation, old_s: float | None
+    seen: ComputationObservation, times_s: dict[int, float]
 ) -> tuple[int, float] | None:
     """Return a clock and the time that the whole computation takes at it, as one observation tells;
     None if it cannot.
@@ -136,14 +136,14 @@ def time_at_last_clock(
 
     Args:
         seen: the observation.
-        old_s: seconds of the computation at the clock in force at its begin; None if not known.
+        times_s: clock in MHz -> seconds of the computation, as far as they are known.
     """
     duration_s = seen.end_s - seen.begin_s
     if seen.clock_mhz is None or duration_s <= 0.0:
         return None
     if seen.change_s is None or seen.changed_mhz is None or seen.changed_mhz == seen.clock_mhz:
         return seen.clock_mhz, duration_s
-    before_s = seen.change_s - seen.begin_s
+    old_s, before_s = times_s.get(seen.clock_mhz), seen.change_s - seen.begin_s
     if before_s <= 0.0:
         return seen.changed_mhz, duration_s
     if before_s >= duration_s:

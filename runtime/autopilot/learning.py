@@ -143,10 +143,12 @@ class Learner:
         for (row, microbatch), computation in zip(
             self._programs[seen.rank], seen.computations, strict=False
         ):
-            first, old_s = self._number.get(computation.clock_mhz or 0), None
+            first = self._number.get(computation.clock_mhz or 0)
+            expected_s = {}
             if first is not None and self.times.count[row, first]:
-                old_s = math.exp(float(self.times.mean[row, first])) * factor
-            told = time_at_last_clock(computation, old_s)
+                mean_s = math.exp(float(self.times.mean[row, first]))
+                expected_s[self.job.clocks_mhz[first]] = mean_s * factor
+            told = time_at_last_clock(computation, expected_s)
             if told is not None and told[0] in self._number:
                 yield microbatch, row, self._number[told[0]], told[1]
 
@@ -316,12 +318,14 @@ class Learner:
         self,
         kind: Literal["mean", "plan", "safe", "doubt"] = "mean",
         optimism: float = 0.0,
+        margin: float = 0.0,
     ) -> list[Costs]:
-        """Return the costs for each pipeline."""
+        """Return the costs for each pipeline, with lower clocks longer by a margin, relative."""
         if self._tables is None:
             self._tables = self.times.tables(between=self._learn)
         tables = self._tables
-        table: Floats = getattr(tables, f"{kind}_s")
+        table: Floats = getattr(tables, f"{kind}_s").copy()
+        table[:, 1:] *= 1 + margin
         power_w, error_w, waiting_w = (
             self.powers.tables() if self.powers.top_w else _unknown_power(table)
         )

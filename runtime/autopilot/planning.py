@@ -22,7 +22,6 @@ from perseus_planner.solver.clock_problem import (
     change_cost,
     clock_problem,
     load_state,
-    noise_s,
     replay,
     replay_changes,
     with_usable,
@@ -50,8 +49,6 @@ _SLACK = 1e-3
 LATE = 200.0  #: an iteration that is later by a part costs so many times that part of its energy
 #: most computations of a trial that is not a whole phase, and at most a twelfth of the rank's
 _BLOCK = 4
-_DRAWS = (8, 32)  #: least and most iterations that are drawn
-_DRAWN = 50_000  #: nodes that they have together
 _MOST_TRIALS = 4  #: clocks that are tried on one rank in an iteration
 
 
@@ -75,10 +72,6 @@ class Searcher:
         self.class_rank = np.zeros(len(self.keys), dtype=np.int64)
         self.class_rank[self.problem.member] = self.problem.rank
         self.classes = [np.flatnonzero(self.class_rank == rank) for rank in range(job.ranks)]
-        each = [each.microbatch for ran in job.iteration.schedule.ranks for each in ran]
-        self._microbatch = np.array(each)
-        self._of_microbatch = np.full((len(self.keys), 1 + max(each)), -1)
-        self._of_microbatch[self.problem.member, self._microbatch] = np.arange(len(each))
         self.job = job
         self.set_clock_change(job.clock_change)
 
@@ -98,23 +91,6 @@ class Searcher:
         seconds, joules, _ = self._replayed(clock, costs, self._with(costs))
         return seconds, joules
 
-    def draw_noise(self, seen: Sequence[Floats], random: np.random.Generator) -> None:
-        """Replay and search from now on in the mean of iterations that are as noisy as those seen,
-        whose microbatches come in another order.
-
-        Args:
-            seen: of iterations, by how much each computation was longer than known: (m,).
-            random: the source of chance.
-        """
-        nodes = len(self.problem.fixed_s)
-        noise = np.ones((int(np.clip(_DRAWN // nodes, *_DRAWS)) if seen else 0, nodes))
-        for draw in noise:
-            order = random.permutation(self._of_microbatch.shape[1])
-            places = self._of_microbatch[self.problem.member, order[self._microbatch]]
-            same = np.where(places < 0, np.arange(len(places)), places)
-            draw[self.problem.node] = seen[int(random.integers(len(seen)))][same]
-        self.problem = self.problem._replace(noise=noise)
-
     def replayed_s(self, times_s: Floats) -> float:
         """Return the seconds of an iteration whose computations take so long: (m,)."""
         state, _ = load_state(self.problem, self.full())
@@ -131,9 +107,7 @@ class Searcher:
         self, clock: Integers, costs: Costs, problem: ClockProblem
     ) -> tuple[float, float, ClockState]:
         state, _ = load_state(problem, clock)
-        noise = noise_s(problem, state)
         seconds, spent_j = replay_changes(problem, state, self._change)
-        seconds += noise
         return seconds, spent_j + float(costs.waiting_w.sum()) * seconds, state
 
     def polish(
@@ -143,9 +117,9 @@ class Searcher:
         joules.
         """
         problem = with_usable(with_waves(self._with(costs), clock), self._usable(costs))
-        _, joules, state = self._replayed(clock, costs, problem)
+        seconds, joules, state = self._replayed(clock, costs, problem)
         last = self._change.queue[self._change.queue_start[1:] - 1]
-        self._change = self._change._replace(tail_s=state.end_s.max() - state.end_s[last])
+        self._change = self._change._replace(tail_s=np.maximum(0.0, seconds - state.end_s[last]))
         goal = Goal(
             deadline_s,
             self._budget,
@@ -180,8 +154,6 @@ class Searcher:
         plans.
         """
         job, table, usable = self.job, {}, self._usable(costs)
-        quiet_s = self.replayed_s(costs.time_s[self.problem.member, 0])
-        deadline_s *= quiet_s / self.replay(self.full(), costs)[0]
         for number, key in enumerate(self.keys):
             table[key] = tuple(
                 Measurement(

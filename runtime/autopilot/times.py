@@ -142,11 +142,6 @@ class TimeRows:
         """(classes, clocks) whether a row was measured."""
         return self.count > 0
 
-    @property
-    def well_known(self) -> NDArray[np.bool_]:
-        """(classes, clocks) whether a row was measured so well that trials tell nothing new."""
-        return np.sqrt(self.variance()) <= _USABLE
-
     def tables(self, *, between: bool) -> TimeTables:
         """Return the times of all rows; every class was measured at the highest clock.
 
@@ -258,8 +253,7 @@ def _factored(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
     return root[:size, :size], root[size, :size]
 
 
-#: the largest relative standard error of a row that was not measured and may be planned on, and of
-#: one that is not measured again
+#: the largest relative standard error of a row that was not measured and may be planned on
 _USABLE = 0.006
 
 
