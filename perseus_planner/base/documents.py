@@ -411,9 +411,10 @@ def _check_format(
         raise error(f"{document.path}: has no key 'version'; write `version: {version}`")
     # `True == 1`, so the type is compared too.
     if type(values["version"]) is not int or values["version"] not in (version, also):
+        read = f"version {version}" if also is None else f"versions {version} and {also}"
         raise error(
             f"{document.where('version')}: {shown(values['version'])} cannot be read: this "
-            f"planner reads version {version}; use the planner that wrote the file, or write it "
+            f"planner reads {read}; use the planner that wrote the file, or write it "
             "again with this one"
         )
 

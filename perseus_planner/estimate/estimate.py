@@ -3,12 +3,13 @@ corrected by one measured stage.
 
 The correction of each kind is the ratio of measured to modelled time, and of energies, at each
 measured clock, interpolated linearly in between and constant beyond. So a full sweep determines the
-shape of the estimate over clocks, a single clock only its level.
+shape of the estimate over clocks, a single clock only its level. All clocks have a row then, also
+those that the model's power limit does not allow, as measured stages may run at them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -44,18 +45,17 @@ def estimate(
         calibration: A measured stage.
         kinds: Of the computations.
     """
-    profile = CurveMaker(system).profile(job, job.stage_phases(system), kinds=kinds)
+    stages = job.stage_phases(system)
+    profile = CurveMaker(system).profile(job, stages, kinds=kinds)
     if calibration is None:
         return profile
-    rows = {
-        (stage, kind): tuple(
-            Measurement(row.clock_mhz, row.time_s * time, row.energy_j * energy)
-            for row, time, energy in zip(
-                measured, *calibration.factors(kind, [r.clock_mhz for r in measured]), strict=True
-            )
+    gpus, rows = profile.gpus_per_stage, {}
+    for stage, kind in profile.measurements:
+        load, clocks = stages[stage][kind].load(system), system.gpu.clocks_mhz
+        rows[stage, kind] = tuple(
+            Measurement(clock, load.time_s(clock) * time, load.energy_j(clock) * gpus * energy)
+            for clock, time, energy in zip(clocks, *calibration.factors(kind, clocks), strict=True)
         )
-        for (stage, kind), measured in profile.measurements.items()
-    }
     return replace(
         profile,
         measurements=rows,
@@ -74,7 +74,7 @@ class Calibration:
     blocking_power_w: float  #: Power of one GPU while it waits
 
     def factors(
-        self, kind: str, clocks_mhz: list[int]
+        self, kind: str, clocks_mhz: Sequence[int]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the factors of time and energy at clocks; I and W have those of B if they were not
         measured.

@@ -169,7 +169,7 @@ class Client:
             None if it is not within `wait_s` seconds.
         """
         params: dict[str, Any] = {"after": after, "wait_s": wait_s}
-        if after and job in self._epochs:
+        if after and self._epochs.get(job):
             params["epoch"] = self._epochs[job]
         timeout_s = wait_s + self._timeout_s
         response = self._send("GET", _path(job, "plans"), params=params, timeout=timeout_s)

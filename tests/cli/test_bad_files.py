@@ -210,8 +210,8 @@ def test_an_archive_of_anything_else_is_refused(
     [
         (
             "version: 1",
-            "version: 2",
-            "p.yaml, line 2, key 'version': 2 cannot be read: this planner reads version 1; ",
+            "version: 3",
+            "p.yaml, line 2, key 'version': 3 cannot be read: this planner reads versions 1 and ",
         ),
         ("perseus-planner/plan", "perseus-planner/profile", "p.yaml, line 1, key 'format': "),
         ("version: 1\n", "", "p.yaml: has no key 'version'; "),

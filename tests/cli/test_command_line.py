@@ -145,7 +145,7 @@ def test_a_job_file_alone_is_profiled_solved_and_planned():
     [
         (["solve", "--schedule"], "interleaved", ["interleaved-1f1b", "interleaved-zb"]),
         (["estimate", "--model"], "llama3-8", ["llama3-8b"]),
-        (["explore", "gpt3-1.3b", "--gpu"], "h1", ["h100-sxm"]),
+        (["explore", "gpt3-1.3b", "--gpu"], "h1", ["h100-sxm", "h100-nvl"]),
         (["profile", "--gpu"], "simulated:a4", ["simulated:a40"]),
     ],
 )

@@ -121,14 +121,11 @@ def test_options_are_read_as_they_were_written():
     }
 
 
-def test_every_option_is_an_argument_of_the_runtime_and_each_but_two_is_an_option():
+def test_every_option_is_an_argument_of_the_runtime_and_each_but_three_is_an_option():
     arguments = {*inspect.signature(runtime.planner_runtime).parameters} - {"engine"}
-    assert {each.name for each in run_command.params} - {"command"} == arguments - {
-        "max_changes_per_s",
-        "on_straggling",
-    }
-    every = {variable(name): "1" for name in arguments}
-    assert {*read_options(every)} == arguments - {"max_changes_per_s", "on_straggling"}
+    options = arguments - {"max_changes_per_s", "on_straggling", "modes"}
+    assert {each.name for each in run_command.params} - {"command"} == options
+    assert {*read_options({variable(name): "1" for name in arguments})} == options
 
 
 def test_the_service_of_other_commands_is_not_that_of_the_job(

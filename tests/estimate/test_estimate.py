@@ -90,7 +90,9 @@ def test_the_middle_stage_calibrates_all_others_where_the_model_is_off_alike(
     system, job = SYSTEMS[name], pipeline(tensor_degree=degree)
     truth = off_by(estimate(job, system, kinds="FBIW"), time, energy)
     calibration = calibration_of(off_by(truth, 1, 1, step), job, system)
-    assert same(estimate(job, system, calibration, kinds="FBIW"), truth)
+    found = estimate(job, system, calibration, kinds="FBIW")
+    rows = {key: rows[-len(truth.measurements[key]) :] for key, rows in found.measurements.items()}
+    assert same(replace(found, measurements=rows), truth)
 
 
 def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured():
@@ -182,9 +184,8 @@ def test_one_measured_stage_foretells_the_others(measured_data: Path, file: str)
         found = {row.clock_mhz: row for row in estimated.measurements[stage, kind]}
         for row in rows:
             near = 0.1 if stage == 7 else 0.01  # the head, of which the middle stage tells nothing
-            if row.clock_mhz in found:
-                assert found[row.clock_mhz].time_s == pytest.approx(row.time_s, rel=near)
-                assert found[row.clock_mhz].energy_j / 8 == pytest.approx(row.energy_j, rel=near)
+            assert found[row.clock_mhz].time_s == pytest.approx(row.time_s, rel=near)
+            assert found[row.clock_mhz].energy_j / 8 == pytest.approx(row.energy_j, rel=near)
 
 
 ONE = Measurement(1410, 1.0, 1.0)

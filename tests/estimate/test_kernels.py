@@ -77,8 +77,9 @@ REFUSED = {
     ),
     f"{MEASURE} --recompute selective": "--recompute: 'selective' is not measured; give none or "
     "full",
-    "calibrate small.yaml": "give a profile or job and a plan or run, or --kernels and a model",
-    f"{MEASURE} small.yaml small.yaml": "--kernels: measures on its own; leave out profile, plan "
+    "calibrate": "give a profile or job and a plan or run, or --kernels and a model",
+    "calibrate small.yaml": "small.yaml: is a model; name a profile or a job file",
+    f"{MEASURE} --measured 1s": "--kernels: measures on its own; leave out profile, plan "
     "and --measured",
 }
 

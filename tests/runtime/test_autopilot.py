@@ -53,6 +53,11 @@ def trained() -> Training:
     return train(LARGER, 24, microbatches=8)
 
 
+def last_planned(done: Training) -> int:
+    """The last iteration that was not an audit."""
+    return max(i for i, each in enumerate(done.decisions) if each.phase != "audit")
+
+
 def test_it_saves_energy_within_the_agreed_time(trained: Training):
     full_s, full_j = steady(LARGER, job_of(LARGER, 8).iteration, Physics(), full_clocks(LARGER, 8))
     given_all = train(
@@ -66,7 +71,8 @@ def test_it_saves_energy_within_the_agreed_time(trained: Training):
     assert given_all.decisions[-1].phase == "following"
     best = 1 - given_all.ran[-1].energy_j / full_j
     assert best > 0.04
-    last = steady(LARGER, job_of(LARGER, 8).iteration, Physics(), trained.programs[-1][0])
+    program = trained.programs[last_planned(trained)][0]
+    last = steady(LARGER, job_of(LARGER, 8).iteration, Physics(), program)
     assert 1 - last[1] / full_j > 0.75 * best
     assert max(ran.time_s for ran in trained.ran) < 1.01 * full_s
     assert np.mean([ran.time_s for ran in trained.ran]) < 1.004 * full_s
@@ -109,10 +115,11 @@ def test_what_it_learns_is_near_the_truth_and_a_profile(trained: Training, tmp_p
 
 
 def test_the_saving_that_it_reports_is_the_true_one_within_its_standard_error(trained: Training):
-    last = trained.decisions[-1]
+    number = last_planned(trained)
+    last, program = trained.decisions[number], trained.programs[number][0]
     iteration = job_of(LARGER, 8).iteration
     full_j = steady(LARGER, iteration, Physics(), full_clocks(LARGER, 8))[1]
-    true = 1 - steady(LARGER, iteration, Physics(), trained.programs[-1][0])[1] / full_j
+    true = 1 - steady(LARGER, iteration, Physics(), program)[1] / full_j
     assert abs(last.saving - true) < 4 * last.saving_stderr + 0.01
 
 
