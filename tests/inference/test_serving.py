@@ -185,7 +185,11 @@ EVENT = b'data: {"choices": [{"text": " a"}]}\n\n'
 @pytest.mark.parametrize(
     ("parts", "ends", "problem"),
     [
-        ((EVENT,), True, r"does not answer as OpenAI's API does \(IncompleteRead"),
+        (
+            (EVENT,),
+            True,
+            r"does not answer as OpenAI's API does \((IncompleteRead|ConnectionReset)",
+        ),
         ((EVENT,), False, r"sent nothing for 0\.2 s; start the server"),
         ((EVENT[:20], EVENT[20:], b"data: {\n\n"), False, r"does not answer .*DecodeError"),
         ((b'data: {"error": {"message": "full"}}\n\n',), False, r"ended a request with .*full"),

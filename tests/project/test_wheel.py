@@ -161,9 +161,9 @@ def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):
 
 
 def test_the_demo_runs_with_the_installed_package(environment: Path, tmp_path: Path):
-    installed = "--assume-old=.venv/installed-plot"
+    options = ("--no-print-directory", "--assume-old=.venv/installed-plot")
     printed = output_of(
-        "make", "-f", ROOT / "Makefile", installed, "demo", f"BIN={environment}/bin", cwd=tmp_path
+        "make", "-f", ROOT / "Makefile", *options, "demo", f"BIN={environment}/bin", cwd=tmp_path
     )
     assert {file.name for file in (tmp_path / "demo").iterdir()} == DEMO
     plan = Plan.load(tmp_path / "demo/plan.yaml")
