@@ -80,10 +80,10 @@ def test_a_server_is_measured_at_several_clocks(serve: Callable[..., str], tmp_p
     assert slow.energy_j < fast.energy_j
     for row in (fast, slow, by[1410, 4, LONG], by[705, 4, LONG]):
         first_j, after_j = 64 * row.input_token_j, 7 * row.output_token_j
-        assert first_j + after_j == pytest.approx(row.energy_j)
-        assert 64 * row.input_token_s + 7 * row.output_token_s == pytest.approx(
-            1 / row.requests_per_s
-        )
+        # An output token costs nothing where, by noise, the prefill alone took more than both.
+        assert first_j + after_j == pytest.approx(max(row.energy_j, first_j))
+        first_s, after_s = 64 * row.input_token_s, 7 * row.output_token_s
+        assert first_s + after_s == pytest.approx(max(1 / row.requests_per_s, first_s))
     # In the open loop the GPU also waits.
     assert by[1410, None, LONG].energy_j > by[1410, 1, LONG].energy_j
     assert all(row.error_j < 0.1 * row.energy_j for row in rows)
