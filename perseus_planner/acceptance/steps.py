@@ -398,10 +398,17 @@ def _trainings(
         _train, plan, options, in_turn, limit_s=_SLOW_S, environment=DETERMINISTIC
     )
     for each in found:
-        losses = [run.losses for run in (*each.plain, *each.by_plan)]
-        if len({of_run[: min(map(len, losses))] for of_run in losses}) > 1:
+        if _are_others(each.plain):
+            raise RankError("the losses of equal trainings differ, even without the runtime")
+        if _are_others((*each.plain, *each.by_plan)):
             raise RankError("the losses with the runtime are others than without")
     return found
+
+
+def _are_others(trainings: Sequence[Trained]) -> bool:
+    """Whether the trainings have different losses, as far as all of them went."""
+    iterations = min(len(run.losses) for run in trainings)
+    return len({run.losses[:iterations] for run in trainings}) > 1
 
 
 def _train(rank: Rank, plan: Path, options: Mapping[str, Any], in_turn: bool) -> _Trainings:
@@ -445,24 +452,17 @@ def _traced(training: Training) -> tuple[int, list[Span]]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize(training.device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(_PROFILED):
             training.iterate()
-    waits = sum(
-        event.count
-        for event in trace.key_averages()
-        if event.key.startswith("cu") and "ynchronize" in event.key
-    )
-    try:
-        events = trace.profiler.kineto_results.events()
-        spans = [
-            (event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9)
-            for event in events
-            if event.device_type() == torch.autograd.DeviceType.CUDA
-            and not any(name in event.name().lower() for name in ("nccl", "memset", "memcpy"))
-        ]
-    except AttributeError:  # of another torch
-        spans = []
+    events = trace.profiler.kineto_results.events()
+    waits = sum(event.name().startswith("cu") and "ynchronize" in event.name() for event in events)
+    spans = [
+        (event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9)
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+        and not any(name in event.name().lower() for name in ("nccl", "memset", "memcpy"))
+    ]
     return waits, spans
 
 

@@ -91,7 +91,7 @@ class Training:
 
         self._rank, self.device = rank, rank.device
         self.size = size_on(self.device)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)
         layout = Layout.of(rank.size)
         self._pipeline = rank.rank % layout.pipelines

@@ -119,6 +119,8 @@ _FULL = 32  #: iterations at full clocks with which those of the autopilot are c
 _KEPT = 8  #: iterations whose computations are kept
 _MAX_CHANGES = 20_000  #: clock changes that are kept
 _UNCLOCKED = "it ran without clocks, because the iteration before was not as planned"
+_DRY = "a dry run sets no clock"
+_UNLOCKED_S = 10.0  #: before a clock is set, until what counters said then is known within 2 %
 
 
 def wall_offset_ns() -> int:
@@ -284,9 +286,8 @@ class Telemetry:
         is_unclocked = self._has_deviated and program is self._program
         if program is not None and deviation is None:
             computations = self._match_computations(times, program, is_unclocked=is_unclocked)
-        record = self._record(
-            times, program, deviation or (_UNCLOCKED if is_unclocked else None), computations
-        )
+        unclocked = _UNCLOCKED if is_unclocked else _DRY if self._is_dry else None
+        record = self._record(times, program, deviation or unclocked, computations)
         record = self._compared(record, program)
         plan = None if program is None else program.plan
         self._checkpoints.add(record, None if plan is None else plan.gpu)
@@ -408,6 +409,11 @@ class Telemetry:
             return drawn_j
         return drawn_j * full_j / fmean(by_profile_j or 0.0 for _, by_profile_j in alike)
 
+    @property
+    def _is_dry(self) -> bool:
+        """Whether the controller sets nothing."""
+        return self._gpu is not None and self._gpu.gpu.startswith("dry-run:")
+
     def _next_ns(self, times: IterationTimes) -> int | None:
         """Return when the next iteration began; None for the last one, and if the next was not
         kept.
@@ -419,13 +425,14 @@ class Telemetry:
     def _compared(self, record: IterationRecord, program: Program | None) -> IterationRecord:
         """Return the record with what a window as long took before a clock was first requested."""
         window, usual = Account.of(record, is_first=False), self._unlocked
-        self._is_unlocked = self._is_unlocked and program is None
+        self._is_unlocked = self._is_unlocked and (program is None or self._is_dry)
         if self._is_unlocked:
             # The very first iteration is not typical.
             if self._iterations and window.metered_s == window.gpu_s:
                 self._unlocked += window
             return record
-        if not usual.windows:
+        is_stepped = self._gpu is not None and self._gpu.origin == "measured"
+        if not usual.windows or (is_stepped and usual.gpu_s < _UNLOCKED_S):
             return record
         plan = None if program is None else program.plan
         waiting_w = (

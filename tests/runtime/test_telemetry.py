@@ -284,19 +284,40 @@ def test_an_iteration_is_given_when_its_window_is_known_or_when_that_takes_too_l
 
 
 def test_what_a_gpu_took_before_a_clock_was_first_set_is_what_others_are_compared_with():
-    ran_by, telemetry = program(3), Telemetry(0, SEAT, offset_ns=lambda: 0)
-    telemetry.update([], [AttachReply("", "", "A100", "measured"), reading(0, 0.0)])
-    for i in range(8):  # 10 ns each, 2 of them after the end: 100 J, then 60 J, then unlocked again
-        telemetry.on_end(i, None if i < 4 or i > 5 else ran_by, "something else")
-        joules = 100.0 * min(i + 1, 4) + 60.0 * max(0, i - 3)
-        telemetry.update([iteration(i, 10 * i, 10 * i + 8)], [reading(10 * i + 10, joules)])
-    rows = telemetry.iterations
+    rows = begun("", "measured", iteration_s=4.0)
     assert [row.unlocked_j for row in rows] == [None] * 4 + [pytest.approx(100.0)] * 3
     assert {(row.gpu, row.origin) for row in rows} == {("A100", "measured")}
     account = sum((Account.of(row, is_first=True) for row in rows), Account())
     assert account.unlocked_share == pytest.approx(0.4)
     assert account.energy_j == pytest.approx(580.0)
-    assert account.between_s == pytest.approx(14e-9)
+    assert account.between_s == pytest.approx(14 * 0.4)
+
+
+def test_what_a_counter_says_of_too_short_a_time_is_compared_with_nothing():
+    of = {origin: begun("", origin, iteration_s=3.0) for origin in ("measured", "simulated")}
+    assert [row.unlocked_j for row in of["measured"]] == [None] * 7
+    assert [row.unlocked_j for row in of["simulated"]][4:] == [pytest.approx(100.0)] * 3
+
+
+def test_a_dry_run_has_saved_nothing():
+    rows = begun("dry-run:nvml:0", "measured", iteration_s=4.0, deviation=None)
+    assert {row.baseline_j for row in rows} == {row.unlocked_j for row in rows} == {None}
+    assert {row.deviation for row in rows[:4]} == {"a dry run sets no clock"}
+
+
+def begun(gpu: str, origin: str, iteration_s: float, deviation: str | None = "something else"):
+    """Return the records of iterations with a plan only in the fifth and sixth; a fifth of their
+    time is between them, and they took 100 J, then 60 J.
+    """
+    ran_by, telemetry = program(3), Telemetry(0, SEAT, offset_ns=lambda: 0)
+    telemetry.update([], [AttachReply(gpu, "", "A100", origin), reading(0, 0.0)])
+    unit_ns = int(iteration_s * 1e8)
+    for i in range(8):
+        telemetry.on_end(i, None if i < 4 or i > 5 else ran_by, deviation)
+        joules = 100.0 * min(i + 1, 4) + 60.0 * max(0, i - 3)
+        ran = iteration(i, 10 * i * unit_ns, (10 * i + 8) * unit_ns)
+        telemetry.update([ran], [reading(10 * (i + 1) * unit_ns, joules)])
+    return telemetry.iterations
 
 
 def test_the_ring_keeps_the_last_ones():
