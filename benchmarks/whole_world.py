@@ -166,7 +166,8 @@ class Trained:
     Attributes:
         pilot: What decided.
         decisions: What it decided, of each iteration.
-        owed_s: The largest debt of a rank's ledger.
+        owed_s: The largest debt of a rank's ledger after a planned iteration; afterwards the search
+            charges that, and what it is unsure of.
         excess_s: The most that one iteration added to it.
         burst_s: The largest that may be owed.
         forced: How many iterations a ledger forced to full clocks, or the search to pay it.
@@ -226,7 +227,7 @@ def trained(
         time_s, energy_j = world.run(clock), world.counter_j()
         ledger.add(number, time_s, full_clocks=version == 0)
         if ledger.ledger is not None:
-            owed_s = max(owed_s, ledger.ledger.owed_s)
+            owed_s = max(owed_s, ledger.ledger.owed_s if version else 0.0)
             burst_s = max(burst_s, ledger.ledger.burst_s)
             excess_s = max(excess_s, ledger.ledger.owed_s - before_s)
         ran = ComputationObservation(0.0, time_s, clock)
