@@ -40,7 +40,8 @@ _FIRST = 12  #: windows at full clocks before another clock is tried
 _LOWEST = 0.3  #: of the highest clock: no lower one is tried
 _MARGIN, _STEP = 0.4, 0.15  #: of an objective that may be predicted; how fast that changes
 _BUSIEST = 0.85  #: of its time in which a server may compute prompts
-_TOKENS = 20000.0  #: of whose share may be late at first
+_BURST = np.array((2.0, 200.0))  #: requests, and tokens, that may be late beyond what is agreed
+_CREDIT = 4.0  #: the most that earlier ones in time earn for later ones, as a multiple of that
 _AUDIT_S, _AUDITS = 0.5, 0.015  #: of an audit; share of time
 _FORGET = 0.99  #: of what is known of iterations, with each window at full clocks
 _SCATTER = 0.1  #: of a window's times and powers, relative
@@ -115,6 +116,7 @@ class ServerClock:
         self._length = np.zeros(2)  #: mean input tokens of a request, and of their square
         self.index = 0  #: of the clock that is set
         self.requests = self.late = self.tokens = self.late_tokens = 0.0
+        self._owed = np.zeros(2)  #: requests, and tokens, that were late beyond what is agreed
         self.reason = "learning"  #: why this clock
 
     @property
@@ -160,6 +162,9 @@ class ServerClock:
         late_tokens = tbt.seen * (tbt.total > tbt.seen * self.settings.tbt_s)
         self.late += late_requests
         self.late_tokens += late_tokens
+        agreed = self.settings.late * np.array((ttft.seen, tbt.seen))
+        owed = self._owed + np.array((late_requests, late_tokens)) - agreed
+        self._owed = np.maximum(owed, -_CREDIT * _BURST)
         # What is late makes the margins narrower, what is in time wider: until half is late of what
         # may be.
         late = np.array((late_requests, late_tokens / 100))
@@ -235,11 +240,8 @@ class ServerClock:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether more requests, or tokens, were late than agreed."""
-        late = self.settings.late
-        return self.late > late * self.requests + 2.0 or (
-            self.late_tokens > late * (self.tokens + _TOKENS)
-        )
+        """Whether more requests, or tokens, were late lately than agreed."""
+        return bool((self._owed > _BURST).any())
 
     def _audit_chance(self, now_s: float) -> float:
         """Return the chance that an audit begins now."""

@@ -96,6 +96,20 @@ def busy_state(time_s: float, waiting: float = 0.0) -> ServerState:
     return ServerState(time_s, 8.0, waiting, 50 * done, 8 * done, ttft, tbt)
 
 
+def test_a_day_in_time_earns_no_hour_of_late_requests():
+    chooser, tbt = ServerClock(CLOCKS, SETTINGS["busy"]), Histogram((0.1, float("inf")), (0, 0), 0)
+
+    def state(time_s: float, early: float, late: float) -> ServerState:
+        ttft = Histogram((0.1, float("inf")), (early, early + late), 0.05 * early + 60.0 * late)
+        return ServerState(time_s, 4, 0, 1e5, 1e5, ttft, tbt)
+
+    for second in range(101):
+        chooser.observe(state(float(second), 1e3 * second, 0.0), 100.0 * second)
+    assert not chooser.is_overdrawn
+    chooser.observe(state(101.0, 1e5, 20.0), 1e4)
+    assert chooser.is_overdrawn
+
+
 def test_clocks_are_full_in_doubt():
     chooser = ServerClock(CLOCKS, SETTINGS["busy"])
     now_s = 0.0

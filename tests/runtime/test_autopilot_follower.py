@@ -337,6 +337,21 @@ def observed(iteration: int, decision: int, clocks: Sequence[Sequence[int]]) -> 
     return Observations(iteration + 2, tuple(frames))
 
 
+def test_a_dry_run_says_that_no_clocks_are_tried():
+    told = {
+        sets_clocks: [
+            reply.text
+            for reply in Planner().take([description(sets_clocks=sets_clocks)])
+            if isinstance(reply, LogLine)
+        ]
+        for sets_clocks in (True, False)
+    }
+    assert told == {
+        True: ["reference"],
+        False: ["a dry run tries no clocks: the autopilot learns full clocks alone", "reference"],
+    }
+
+
 def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_programs(tmp_path: Path):
     state = tmp_path / "made" / "autopilot.yaml"
     planner = Planner(Mock(side_effect=range(10**6)))

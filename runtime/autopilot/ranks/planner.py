@@ -193,6 +193,8 @@ class Planner:
         self._orders = tuple(map(order_number, ranks))
         self._origin = gpu.origin
         self._step_s = COUNTER_STEP_S if gpu.origin == "measured" else 0.0
+        if not job.sets_clocks:
+            notes = [*notes, "a dry run tries no clocks: the autopilot learns full clocks alone"]
         return list(map(LogLine, notes))
 
     def _observe(self, frames: Sequence[Frame]) -> None:
