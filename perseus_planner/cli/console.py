@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _UNPRINTABLE = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
+
+_LINE_S = 20.0  #: between lines of progress, in a log
 
 
 def printable(text: str) -> str:
@@ -168,13 +171,24 @@ def report(
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr while the block runs, and yield the function to call with
-    (done, total).
+    """Show a progress bar on stderr while the block runs, or a line now and then if stderr is no
+    terminal; yield the function to call with (done, total).
 
-    Yields None if stderr is not a terminal, or if another rank of the job shows the bar.
+    Yields None if another rank of the job shows it.
     """
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0":
         yield None
+        return
+    if not sys.stderr.isatty():
+        told_s = time.monotonic()
+
+        def line(done: int, total: int) -> None:
+            nonlocal told_s
+            if time.monotonic() >= told_s + _LINE_S:
+                told_s = time.monotonic()
+                click.echo(f"{what}: {done} of {total}", err=True)
+
+        yield line
         return
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn

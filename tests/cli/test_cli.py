@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -430,6 +431,17 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytes
             tell()
     assert ("Solving" in stderr.getvalue()) is terminal
     assert ("compiling once: function 2, about 20 s" in stderr.getvalue()) is terminal
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    now_s = iter((0.0, 1.0, 21.0, 21.0, 22.0))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    with console.progress("Profiling") as progress:
+        for done in range(1, 4):
+            progress(done, 12)
+    assert capsys.readouterr().err == "Profiling: 2 of 12\n"
 
 
 def test_a_profile_unlike_the_training_is_written_and_exits_with_2(
