@@ -23,31 +23,31 @@ from perseus_planner.base.errors import (
     how_to_install,
     one_line,
 )
-from perseus_planner.service.answers import (
+from perseus_planner.service.models import (
+    EPOCH,
+    LEASE,
     Answer,
     Answers,
+    Counters,
+    Curve,
+    DeadlineRequest,
     History,
     Jobs,
     JobStatus,
     JobTotals,
     Pipelines,
     PipelineStatus,
+    PlanSet,
     PowerBudget,
-    Registered,
-    Reports,
-    Totals,
-)
-from perseus_planner.service.curves import Curve
-from perseus_planner.service.model import PlanSet, PowerStep, Report
-from perseus_planner.service.schemas import (
-    EPOCH,
-    LEASE,
-    Counters,
-    DeadlineRequest,
     PowerRequest,
+    PowerStep,
+    Registered,
     Registration,
+    Report,
     ReportRequest,
+    Reports,
     TakenRequest,
+    Totals,
     from_json,
     to_json,
 )

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.service import worker
-from perseus_planner.service.curves import Curve, KnownNumbers, NotSolved, Slow, slow_of
-from perseus_planner.service.model import distinct
+from perseus_planner.service.models import Curve, KnownNumbers, NotSolved, Slow, distinct, slow_of
 from perseus_planner.service.worker import PlanRequest, RecentlyUsed
 
 if TYPE_CHECKING:
-    from perseus_planner.service.model import Decision, PlanSet, RegisteredJob
+    from perseus_planner.service.models import Decision, PlanSet, RegisteredJob
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")

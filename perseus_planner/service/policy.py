@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.service.model import (
+from perseus_planner.service.models import (
     Decision,
     Numbers,
     RegisteredJob,

@@ -25,15 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.base.errors import InfeasibleError, InfeasiblePower
-from perseus_planner.service.answers import PowerBudget
-from perseus_planner.service.model import RegisteredJob, Slowing, split_at
-from perseus_planner.service.state import JobState, Share
+from perseus_planner.service.jobs import JobState, Share
+from perseus_planner.service.models import PowerBudget, RegisteredJob, Slowing, split_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from perseus_planner.service.curves import Curve
-    from perseus_planner.service.writer import Draft
+    from perseus_planner.service.models import Curve
+    from perseus_planner.service.store import Draft
 
 Floats = NDArray[np.float64]
 

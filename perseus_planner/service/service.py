@@ -1,7 +1,12 @@
-"""The service without HTTP: jobs, reports about them, and the versions of their plans."""
+"""The service without HTTP: jobs, reports about them, and the versions of their plans.
+
+One thread changes what it knows: commands that arrive while a transaction is being written go into
+the next one together, and are answered after it.
+"""
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import threading
@@ -14,22 +19,45 @@ from uuid import uuid4
 
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
-from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
-from perseus_planner.service.answers import (
+from perseus_planner.base.loops import SteadyClock
+from perseus_planner.service.alerts import AlertEffects, jobs_concerned, with_alerts
+from perseus_planner.service.jobs import (
+    JobState,
+    Statuses,
+    TelemetryBook,
+    answer_registration,
+    answer_to,
+    check_deadline,
+    check_report,
+    check_same,
+    current_reports,
+    expire,
+    first_state,
+    give_up,
+    is_other_limit,
+    is_same,
+    lease_s,
+    next_look_s,
+    pipeline_statuses,
+    prepare,
+    recognize,
+    reconcile,
+    take_over_job,
+    totals_of,
+    until_it_begins,
+)
+from perseus_planner.service.models import (
+    BOUND,
     Answer,
+    Conflict,
     History,
     JobStatus,
     JobTotals,
     PipelineStatus,
-    PowerBudget,
-    Registered,
-)
-from perseus_planner.service.clock import SteadyClock, Timers
-from perseus_planner.service.model import (
-    BOUND,
-    Conflict,
     PlanSet,
+    PowerBudget,
     PowerStep,
+    Registered,
     RegisteredJob,
     Report,
     Taken,
@@ -42,39 +70,67 @@ from perseus_planner.service.power import (
     share_least_power,
     share_power,
 )
-from perseus_planner.service.state import (
-    JobState,
-    answer_registration,
-    answer_to,
-    check_deadline,
-    check_report,
-    check_same,
-    expire,
-    first_state,
-    give_up,
-    is_other_limit,
-    is_same,
-    lease_s,
-    next_look_s,
-    prepare,
-    recognize,
-    reconcile,
-    take_over_job,
-    until_it_begins,
+from perseus_planner.service.store import (
+    Change,
+    Changed,
+    Draft,
+    Storage,
+    Stored,
+    Writer,
+    unknown_job,
 )
-from perseus_planner.service.status import Statuses, current_reports, pipeline_statuses
-from perseus_planner.service.store import Change
-from perseus_planner.service.telemetry import TelemetryBook, totals_of
 from perseus_planner.service.worker import Unsolved, solve_profile
-from perseus_planner.service.writer import Changed, Draft, Writer, unknown_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from perseus_planner.service.curves import Curve
-    from perseus_planner.service.schemas import Counters
+    from perseus_planner.service.models import Counters, Curve, JobTotals
     from perseus_planner.service.store import Storage, Stored
+
+
+_SPARE = 1024  # outdated heap entries that are tolerated besides as many as there are timers
+
+
+class Timers:
+    """One timer for each job. It may be used from any thread, and finds due jobs without looking
+    at all of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._at_s: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []
+
+    def set(self, name: str, at_s: float) -> None:
+        """Set the timer of a job, replacing an earlier one; infinite removes it."""
+        with self._lock:
+            if self._at_s.pop(name, math.inf) == at_s == math.inf:
+                return
+            if at_s < math.inf:
+                self._at_s[name] = at_s
+                heapq.heappush(self._heap, (at_s, name))
+            if len(self._heap) > 2 * len(self._at_s) + _SPARE:
+                self._heap = [(time_s, job) for job, time_s in self._at_s.items()]
+                heapq.heapify(self._heap)
+
+    def take_due(self, now_s: float) -> list[str]:
+        """Remove the timers that are due, and return the names of their jobs."""
+        names = []
+        with self._lock:
+            while self._heap and self._heap[0][0] <= now_s:
+                at_s, name = heapq.heappop(self._heap)
+                if self._at_s.get(name) == at_s:
+                    del self._at_s[name]
+                    names.append(name)
+        return names
+
+    def next_s(self) -> float:
+        """Return the time of the first timer; infinite if there is none."""
+        with self._lock:
+            while self._heap and self._at_s.get(self._heap[0][1]) != self._heap[0][0]:
+                heapq.heappop(self._heap)
+            return self._heap[0][0] if self._heap else math.inf
 
 
 JOB_LEASE_S = 180.0

@@ -34,7 +34,7 @@ from perseus_planner.plans.settings import Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
-from perseus_planner.service.curves import Curve, Slow
+from perseus_planner.service.models import Curve, Slow
 from perseus_planner.solver.frontier import Frontier, solve_dag
 
 Key = TypeVar("Key", bound=Hashable)

@@ -13,15 +13,15 @@ from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.views.context import share
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import (
+    from perseus_planner.service.models import (
         Answer,
         Event,
         JobStatus,
         JobSummary,
         JobTelemetry,
         JobTotals,
+        Report,
     )
-    from perseus_planner.service.model import Report
 
 
 _SUMS = ("iterations", "time_s", "energy_j", "saved_j")

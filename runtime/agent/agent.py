@@ -11,8 +11,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,15 +25,16 @@ from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Re
 from perseus_planner.service.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Sequence
+    from concurrent.futures import Future
+
     from perseus_planner.runtime.agent.outbox import RankLocation
     from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
-    from perseus_planner.service.answers import PipelineStatus
-    from perseus_planner.service.model import PlanSet
-    from perseus_planner.service.schemas import Registration
+    from perseus_planner.service.models import PipelineStatus, PlanSet, Registration
 
 
 POLL_S = 30.0

@@ -5,7 +5,6 @@ talks to the service.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,8 @@ from perseus_planner.runtime.agent.agent import Agent, LearningAgent
 from perseus_planner.runtime.agent.outbox import Detection, RankLocation, StoreMessages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings

@@ -7,7 +7,6 @@ So only rank 0 connects to the service and needs its token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, replace
 from functools import cache
 from itertools import count
@@ -15,19 +14,18 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from perseus_planner.base.loops import SteadyClock
 from perseus_planner.base.wires import Board, Record
 from perseus_planner.runs.account import Account
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runs.verdict import of_another_machine, verdict_of
 from perseus_planner.runtime.telemetry.counters import Checkpoint, common_checkpoint
-from perseus_planner.service.clock import SteadyClock
-from perseus_planner.service.schemas import Counters
-from perseus_planner.service.sources import straggling_report
+from perseus_planner.service.models import Counters, ReportRequest, Scope
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from collections.abc import Callable, Sequence
 
-    from perseus_planner.service.schemas import ReportRequest
+    from torch.distributed import Store
 
 
 class RankLocation(Record, frozen=True):
@@ -110,6 +108,32 @@ def told(value: Any) -> Any:
 @cache
 def _default(kind: Any) -> Any:
     return kind()
+
+
+RUNTIME = "perseus-planner runtime"
+"""The source, as reports name it, followed by its rank."""
+
+
+def straggling_report(
+    detection: StragglerDetection,
+    rank: int,
+    *,
+    key: str | None = None,
+    observed_s: float | None = None,
+    ttl_s: float | None = None,
+) -> ReportRequest:
+    """Report what the runtime detected about its rank `rank`; `key`, `observed_s`, `ttl_s` as in
+    `ReportRequest`.
+    """
+    return ReportRequest(
+        source=f"{RUNTIME}, rank {rank}",
+        scope=Scope("rank", str(rank)),
+        slowdown=max(1.0, detection.slowdown),
+        cause="compute",
+        key=key,
+        observed_s=observed_s,
+        ttl_s=ttl_s,
+    )
 
 
 TTL_S = 900.0

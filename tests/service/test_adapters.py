@@ -13,10 +13,9 @@ from resiliency_report import Report
 from service_answers import EFFECT
 
 from perseus_planner.runs.straggler import StragglerDetection
+from perseus_planner.runtime.agent.outbox import straggling_report
 from perseus_planner.service.client import Client
-from perseus_planner.service.model import Scope
-from perseus_planner.service.schemas import ReportRequest, from_json
-from perseus_planner.service.sources import straggling_report
+from perseus_planner.service.models import ReportRequest, Scope, from_json
 
 
 def rank(source: str, number: int, **fields: Any) -> ReportRequest:

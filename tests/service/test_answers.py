@@ -15,9 +15,8 @@ from services import NOW_S, Clock, frontier_file, job, planned, report, service_
 
 from perseus_planner.base.errors import ServiceRefusal
 from perseus_planner.service.client import Client
-from perseus_planner.service.http.server import Address, serving
-from perseus_planner.service.model import Scope
-from perseus_planner.service.schemas import ReportRequest
+from perseus_planner.service.models import ReportRequest, Scope
+from perseus_planner.service.serve import Address, serving
 from perseus_planner.service.service import Service
 from perseus_planner.views.service_text import answer_text
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from service_stand_in import LEAST_S, LEAST_W, NOW_S, StandIn, asking, opened
 
 from perseus_planner.base.files import sha256
-from perseus_planner.service.http.auth import Limits
-from perseus_planner.service.model import Place, Scope, StorageError, Taken
+from perseus_planner.service.access import Limits
+from perseus_planner.service.models import Place, Scope, StorageError, Taken
 
 httpx = pytest.importorskip("httpx")
 

@@ -20,10 +20,17 @@ from http_stand_in import StandIn, stand_in
 from service_answers import ANSWER, KEPT, STATUS, api, refused
 
 from perseus_planner.base.errors import ServiceAway, ServiceRefusal, UsageError
-from perseus_planner.service import budget_file
+from perseus_planner.service import budgets
 from perseus_planner.service.client import Client
-from perseus_planner.service.model import Decision, Place, Scope, Taken, Target
-from perseus_planner.service.schemas import Registration, ReportRequest
+from perseus_planner.service.models import (
+    Decision,
+    Place,
+    Registration,
+    ReportRequest,
+    Scope,
+    Taken,
+    Target,
+)
 
 
 @pytest.fixture(scope="module")
@@ -442,7 +449,7 @@ def test_a_schedule_that_is_replaced_is_sent_and_one_with_an_error_is_not(
             path.write_text(text)
             yield
 
-    monkeypatch.setattr(budget_file, "replaced", replaced)
+    monkeypatch.setattr(budgets, "replaced", replaced)
     path.write_text(texts[0])
     code, _, stderr = refusal(f"budget --schedule {path} --watch --service {service.address}")
     assert [each.body["power_w"] for each in service.asked[-2:]] == [20000.0, 30000.0]

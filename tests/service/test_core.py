@@ -51,23 +51,25 @@ from perseus_planner.base.errors import (
     InfeasiblePower,
     UsageError,
 )
+from perseus_planner.base.loops import SteadyClock
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service import store, worker, writer
-from perseus_planner.service.clock import SteadyClock
-from perseus_planner.service.curves import Curve, KnownNumbers
-from perseus_planner.service.model import (
+from perseus_planner.service import store, worker
+from perseus_planner.service.models import (
     Conflict,
+    Counters,
+    Curve,
     Fenced,
+    KnownNumbers,
     PowerStep,
     RegisteredJob,
     Scope,
     StorageError,
     UnknownJob,
     UnknownReport,
+    to_json,
 )
 from perseus_planner.service.planning import NotPlanned, Processes
-from perseus_planner.service.schemas import Counters, to_json
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import Change, Storage
 from perseus_planner.service.worker import PlanRequest, curve_of, nearest_plan_text
@@ -401,6 +403,19 @@ def test_a_report_that_says_nothing_of_the_job_is_refused(service: Service, wron
     assert service.status("gpt").promised == 1
 
 
+def test_what_one_source_sends_leaves_room_for_the_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("perseus_planner.service.jobs._MOST_OF_A_SOURCE", 3)
+    for number in range(3):
+        service.report("gpt", report(f"{number}", source="noisy", begins_s=NOW_S + 1e6 + number))
+    with pytest.raises(Conflict, match="has 3 reports, 3 of them by 'noisy'; clear some"):
+        service.report("gpt", report("more", source="noisy"))
+    assert service.report("gpt", report("honest")).report is not None
+    service.clear("gpt", "0")
+    assert service.report("gpt", report("more", source="noisy")).report is not None
+
+
 def test_what_is_not_there_is_said_to_be_unknown(service: Service):
     for call in (service.status, service.reports, service.end):
         with pytest.raises(UnknownJob, match="no job 'other' runs here"):
@@ -697,7 +712,7 @@ def test_a_service_that_has_nothing_to_write_finds_that_another_has_opened_its_d
 ):
     with Storage(one.place):
         one.service.tick()  # something was written a moment ago
-        monkeypatch.setattr(writer, "CHECKED_AFTER_S", -1.0)
+        monkeypatch.setattr(store, "CHECKED_AFTER_S", -1.0)
         with pytest.raises(Fenced, match="another service has opened it"):
             one.service.tick()
         assert "another service has opened it" in str(one.service.problem)

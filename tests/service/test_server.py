@@ -39,12 +39,12 @@ from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import sha256
 from perseus_planner.cli.serve import LogLine, _listening, serve
+from perseus_planner.service import serve as server
 from perseus_planner.service import worker
-from perseus_planner.service.http import server
-from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
-from perseus_planner.service.http.longpoll import AsyncService
-from perseus_planner.service.http.server import Address, listening, serving
-from perseus_planner.service.model import RegisteredJob
+from perseus_planner.service.access import TOKENS_VARIABLE, Limits, read_tokens
+from perseus_planner.service.live import AsyncService
+from perseus_planner.service.models import RegisteredJob
+from perseus_planner.service.serve import Address, listening, serving
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import Storage, without_password
 from perseus_planner.service.worker import Unsolved

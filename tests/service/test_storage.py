@@ -22,11 +22,18 @@ from services import (
     small_frontier,
 )
 
-from perseus_planner.service.answers import PowerBudget
-from perseus_planner.service.curves import Curve
-from perseus_planner.service.model import REMEMBERED, Decision, PlanSet, StorageError, Taken, Target
-from perseus_planner.service.schemas import Counters
-from perseus_planner.service.state import JobState, Share
+from perseus_planner.service.jobs import JobState, Share
+from perseus_planner.service.models import (
+    REMEMBERED,
+    Counters,
+    Curve,
+    Decision,
+    PlanSet,
+    PowerBudget,
+    StorageError,
+    Taken,
+    Target,
+)
 from perseus_planner.service.store import VERSIONS_KEPT, Change, Storage
 
 DIGEST = "f" * 64

@@ -18,9 +18,8 @@ from services import (
 
 from perseus_planner.base.errors import ServiceRefusal
 from perseus_planner.service.client import Client
-from perseus_planner.service.http.server import Address, serving
-from perseus_planner.service.model import Conflict
-from perseus_planner.service.schemas import Counters, Registration
+from perseus_planner.service.models import Conflict, Counters, Registration
+from perseus_planner.service.serve import Address, serving
 
 pytest.importorskip("httpx")
 

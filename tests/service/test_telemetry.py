@@ -33,11 +33,10 @@ from services import (
 from perseus_planner.runs import Account
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status, save_status
 from perseus_planner.service.client import Client
-from perseus_planner.service.http.server import Address, serving
-from perseus_planner.service.model import Conflict, Scope, UnknownJob
-from perseus_planner.service.schemas import Counters
+from perseus_planner.service.jobs import WRITTEN_AFTER_S, Tally, add_counters
+from perseus_planner.service.models import Conflict, Counters, Scope, UnknownJob
+from perseus_planner.service.serve import Address, serving
 from perseus_planner.service.service import Service
-from perseus_planner.service.telemetry import WRITTEN_AFTER_S, Tally, add_counters
 from perseus_planner.views.service_text import jobs_text, status_text, totals_text
 
 httpx = pytest.importorskip("httpx")

@@ -24,9 +24,16 @@ from perseus_planner.base.errors import (
     PlannerError,
 )
 from perseus_planner.base.files import sha256
-from perseus_planner.service.alertmanager import AlertEffects
-from perseus_planner.service.answers import (
+from perseus_planner.service.access import Access, Limits
+from perseus_planner.service.alerts import AlertEffects
+from perseus_planner.service.app import create_app
+from perseus_planner.service.jobs import Tally, add_counters
+from perseus_planner.service.models import (
     Answer,
+    Conflict,
+    Counters,
+    Curve,
+    Decision,
     Event,
     Expected,
     History,
@@ -34,16 +41,9 @@ from perseus_planner.service.answers import (
     JobSummary,
     JobTotals,
     PipelineStatus,
+    PlanSet,
     PowerBudget,
     Registered,
-)
-from perseus_planner.service.curves import Curve
-from perseus_planner.service.http.auth import Access, Limits
-from perseus_planner.service.http.server import create_app
-from perseus_planner.service.model import (
-    Conflict,
-    Decision,
-    PlanSet,
     RegisteredJob,
     Report,
     Taken,
@@ -51,8 +51,6 @@ from perseus_planner.service.model import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.service.schemas import Counters
-from perseus_planner.service.telemetry import Tally, add_counters
 from perseus_planner.service.worker import Unsolved, solve_profile
 
 httpx = pytest.importorskip("httpx")

@@ -18,7 +18,7 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
+from perseus_planner.service.models import Place, RegisteredJob, Report, Scope
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import Storage
 

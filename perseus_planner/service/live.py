@@ -16,9 +16,8 @@ from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
-from perseus_planner.service.answers import Registered
-from perseus_planner.service.http.auth import Limits
-from perseus_planner.service.model import Fenced, PlanSet, RegisteredJob
+from perseus_planner.service.access import Limits
+from perseus_planner.service.models import Fenced, PlanSet, Registered, RegisteredJob
 from perseus_planner.service.service import Service
 from perseus_planner.service.worker import Unsolved
 

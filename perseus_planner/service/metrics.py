@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from perseus_planner.service.answers import JobStatus, JobTelemetry
+from perseus_planner.service.models import JobStatus, JobTelemetry
 
 _log = logging.getLogger(__name__)
 

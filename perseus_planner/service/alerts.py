@@ -19,13 +19,12 @@ from pydantic import AwareDatetime, Field, ValidationError
 
 from perseus_planner.base.errors import PlannerError, UsageError, shown
 from perseus_planner.base.units import FACTOR
+from perseus_planner.service.jobs import JobState, check_report, expire
+from perseus_planner.service.models import ReportRequest, from_json
 from perseus_planner.service.reports import concerned_by
-from perseus_planner.service.schemas import ReportRequest, from_json
-from perseus_planner.service.state import JobState, check_report, expire
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import Answer
-    from perseus_planner.service.model import Report
+    from perseus_planner.service.models import Answer, Report
 
 
 @dataclass(frozen=True)

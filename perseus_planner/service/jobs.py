@@ -1,37 +1,65 @@
-"""All that the service knows of one running job, and how one state of it follows another:
-registered, reconciled with reports and budgets, planned, or given up.
+"""All that the service knows of one running job, how one state of it follows another, and what is
+said of it.
 
-Everything here takes a `JobState` and returns another one or an answer; nothing is written.
+A job is registered, reconciled with reports and budgets, planned, or given up: what does so takes a
+`JobState` and returns another one or an answer; nothing is written.
+
+A run counts from its beginning and repeatedly sends its totals, so a message that is lost loses
+nothing and one that arrives twice counts once. The service adds up the runs of a job:
+
+| received | effect |
+|---|---|
+| more iterations than before, from the same run | the difference counts |
+| as many iterations or fewer | none: the message was sent twice, or overtaken |
+| another run | all of it counts: the job was restarted and counts from 0 |
+| a run that another run has followed | none: the message was overtaken |
+
+The newest plans also predict energy. An iteration that lasts longer than its plan waits for the
+rest of the time: with `e` and `t` of the plan and `P` the power of the pipeline's GPUs while they
+wait, an iteration of T seconds takes e + P * max(0, T - t) joules. The same holds for the baseline,
+all clocks at maximum, so that a saving beside a straggler is not overstated.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import InfeasibleDeadline, UsageError, shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.service.answers import (
+from perseus_planner.runs.account import Entry, fold
+from perseus_planner.service.models import (
+    GROWING,
+    REMEMBERED,
     Answer,
+    Conflict,
+    Counters,
+    Curve,
+    Decision,
     Effect,
     Event,
+    Expected,
+    JobStatus,
     JobSummary,
+    JobTelemetry,
+    JobTotals,
+    NotSolved,
+    PipelineStatus,
+    PlanSet,
+    Point,
     PowerBudget,
     Registered,
-)
-from perseus_planner.service.curves import Curve, NotSolved
-from perseus_planner.service.model import (
-    REMEMBERED,
-    Conflict,
-    Decision,
-    PlanSet,
     RegisteredJob,
     Report,
     Slowing,
     Taken,
     check_name,
+    shared,
 )
 from perseus_planner.service.planning import Planning, deduplicated, requests_of
 from perseus_planner.service.policy import decide, saving_w
@@ -42,6 +70,172 @@ from perseus_planner.service.reports import (
     is_over,
     over_s,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from perseus_planner.service.models import Report
+
+
+_RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
+VERSIONS_APART = 16
+"""How many versions of a job's plans have accounts of their own; those of older ones are added
+up.
+"""
+POINTS = 120
+"""How many points of a job's figures are kept: when there are more, every second one goes, so that
+all of the job is covered and the spacing doubles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally(JobTelemetry):
+    """The telemetry of a job with what is needed to add to it."""
+
+    latest: Counters  #: The last message of the run that counts now
+    earlier: tuple[str, ...] = ()  #: Names of the runs before it, the latest last
+    plans: tuple[Entry, ...] = ()  #: The account by version of the plans
+    points: tuple[Point, ...] = ()  #: How its figures went, oldest first; see `with_point`
+
+
+def add_counters(
+    before: Tally | None, sent: Counters, now_s: float, version: int | None = None
+) -> Tally | None:
+    """Add the counters that a run has sent to the tally of its job.
+
+    Args:
+        before: The tally so far; None if there is none.
+        sent: The counters of one run.
+        now_s: Seconds since the epoch.
+        version: The version of its plans that the job runs, as it last reported; None if it has
+            reported none.
+
+    Returns:
+        The new tally; `before` if the message does not count.
+
+    Raises:
+        Conflict: If there are more iterations than before but another counter has fallen.
+    """
+    runs = () if before is None else (*before.earlier, before.latest.run)
+    is_same_run = before is not None and before.latest.run == sent.run
+    since = before.latest if before is not None and is_same_run else Counters(run=sent.run)
+    if sent.run in runs[:-1] or sent.iterations <= since.iterations:
+        return before
+    for name in GROWING:
+        if getattr(sent, name) < getattr(since, name):
+            raise Conflict(
+                f"{name}: was {getattr(since, name):g} and is {getattr(sent, name):g} after more "
+                "iterations of the same run; count from the beginning of the run, and give a "
+                "restarted run another name"
+            )
+    new = sent.since(since)
+    total = new if before is None else new + before
+    plans = (*(before.plans if before else ()), Entry(**vars(new), version=version))
+    tally = Tally(
+        **{**shared(JobTelemetry, sent), **vars(total)},
+        iteration_s=new.mean_iteration_s,
+        power_w=new.mean_power_w,
+        observed_s=now_s,
+        latest=sent,
+        earlier=tuple(run for run in runs if run != sent.run)[-_RUNS:],
+        plans=fold(plans, VERSIONS_APART + 1),
+    )
+    return replace(tally, points=with_point(before.points if before else (), tally))
+
+
+def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
+    """Add the figures of `tally`. The last point moves along until it is far enough from the one
+    before.
+    """
+    saved_j = None if tally.energy_is is None else tally.saved_j
+    now = Point(tally.observed_s, tally.iteration_s, tally.power_w, saved_j)
+    if len(points) > 1 and points[-1].at_s - points[-2].at_s < (now.at_s - points[0].at_s) / POINTS:
+        return (*points[:-1], now)
+    more = (*points, now)
+    return more if len(more) <= POINTS else (*more[:-1:2], now)
+
+
+def totals_of(job: RegisteredJob, tally: Tally | None, ended_s: float | None = None) -> JobTotals:
+    """Return the totals of a job; `ended_s` is None if it runs."""
+    plans = () if tally is None else tally.plans
+    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, plans)
+
+
+WRITTEN_AFTER_S = 5.0
+"""How long telemetry waits in memory before it is written."""
+_JOBS_AT_ONCE = 64  # writing them takes some milliseconds, for which reports wait
+
+
+class JobTally(NamedTuple):
+    """The tally of the job registered at `since_s`; an earlier job may have had the same name."""
+
+    since_s: float
+    tally: Tally
+
+
+class TelemetryBook:
+    """The telemetry of all jobs. It counts at once and is written some seconds later, for many jobs
+    together.
+
+    So no report waits for it. If the service is killed, the last seconds are missing until the job
+    sends its totals again; they are lost if that run has ended too. The book may be used from any
+    thread.
+
+    Args:
+        stored: Job name -> tally, as read from the database.
+        jobs: Those jobs by name.
+    """
+
+    def __init__(self, stored: Mapping[str, Tally], jobs: Mapping[str, RegisteredJob]) -> None:
+        self._entries = {
+            name: JobTally(jobs[name].since_s, tally) for name, tally in stored.items()
+        }
+        self._lock = threading.Lock()
+        self._unwritten: dict[str, JobTally] = {}
+        self._write_s = math.inf  #: holds while something is unwritten
+
+    @property
+    def write_s(self) -> float:
+        """When to write, seconds since the epoch; infinite if there is nothing to write."""
+        return self._write_s if self._unwritten else math.inf
+
+    def of(self, job: RegisteredJob) -> Tally | None:
+        """Return the telemetry of a job; None if it has sent none."""
+        entry = self._entries.get(job.name)
+        return entry.tally if entry is not None and entry.since_s == job.since_s else None
+
+    def add(
+        self,
+        job: RegisteredJob,
+        sent: Counters,
+        now_s: float,
+        version: int | None,
+    ) -> None:
+        """Add counters with `add_counters`.
+
+        Raises:
+            Conflict: If they contradict what the run sent before.
+        """
+        with self._lock:
+            before = self.of(job)
+            after = add_counters(before, sent, now_s, version)
+            if after is not None and after is not before:
+                if not self._unwritten:
+                    self._write_s = now_s + WRITTEN_AFTER_S
+                self._entries[job.name] = self._unwritten[job.name] = JobTally(job.since_s, after)
+
+    def take_unwritten(self) -> dict[str, JobTally]:
+        """Return the tallies of a few jobs to write now; afterwards `write_s` says when to write
+        the next.
+        """
+        with self._lock:
+            names = list(self._unwritten)[:_JOBS_AT_ONCE]
+            return {name: self._unwritten.pop(name) for name in names}
+
+    def forget(self, name: str) -> None:
+        """Forget a job that has ended."""
+        with self._lock:
+            self._entries.pop(name, None)
+            self._unwritten.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -479,7 +673,7 @@ def _effect(state: JobState) -> Effect:
     return "already" if is_taken else "next iteration"
 
 
-_MOST_REPORTS = 4096
+_MOST_REPORTS, _MOST_OF_A_SOURCE = 8192, 1024  # of a job: what one source sends leaves room
 
 
 def check_deadline(deadline_s: float | None, curve: Curve) -> None:
@@ -497,7 +691,7 @@ def check_report(state: JobState, report: Report) -> None:
 
     Raises:
         UsageError: If the job does not have the scope, or a time is not finite.
-        Conflict: If the job has too many reports.
+        Conflict: If the job has too many reports, or too many of that source.
     """
     check_name("key", report.key)
     check_scope(state.job, report.scope, state.curve.stages)
@@ -507,8 +701,12 @@ def check_report(state: JobState, report: Report) -> None:
         raise UsageError(
             f"report {shown(report.key)}: a time is not finite; give seconds since the epoch"
         )
-    if len(state.reports) >= _MOST_REPORTS:
-        raise Conflict(f"job {shown(state.job.name)} has {len(state.reports)} reports; clear some")
+    of_source = sum(report.source == each.source for each in state.reports.values())
+    if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:
+        raise Conflict(
+            f"job {shown(state.job.name)} has {len(state.reports)} reports, {of_source} of them by "
+            f"{shown(report.source)}; clear some"
+        )
 
 
 def check_same(known: Report, report: Report) -> None:
@@ -526,3 +724,267 @@ def check_same(known: Report, report: Report) -> None:
             f"report {shown(report.key)} differs from what was received with that key; give "
             "another report another key"
         )
+
+
+class _Made(NamedTuple):
+    """A status, and what it was made of; it holds until `until_s`."""
+
+    state: JobState
+    tally: Tally | None
+    until_s: float
+    status: JobStatus
+
+
+class Statuses:
+    """The last status of each job. It may be used from any thread."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, _Made] = {}
+
+    def of(self, state: JobState, tally: Tally | None, now_s: float) -> JobStatus:
+        """Return the status of a job: the same object until something in it changes."""
+        name = state.job.name
+        entry = self._made.get(name)
+        is_same = entry is not None and entry.state is state and entry.tally is tally
+        if entry is None or not is_same or entry.until_s <= now_s:
+            until_s, status = next_report_s(state, now_s), status_of(state, tally, now_s)
+            entry = self._made[name] = _Made(state, tally, until_s, status)
+        return entry.status
+
+    def forget(self, name: str) -> None:
+        """Forget a job that has ended."""
+        self._made.pop(name, None)
+
+
+EVENTS = 100
+"""How many events of a job are kept, the latest."""
+_NAMED = 3  #: pipelines that an event names; more are counted
+
+
+def with_events(before: JobState | None, after: JobState, now_s: float) -> JobState:
+    """Return the state `after` with an event for what differs from `before`, if that is worth
+    telling.
+    """
+    text = "; ".join(_changes(before, after))
+    if not text:
+        return after
+    return replace(after, events=(*after.events, Event(now_s, text))[-EVENTS:])
+
+
+def _changes(before: JobState | None, after: JobState) -> list[str]:
+    job = after.job
+    if before is None or before.job.pipelines != job.pipelines:  # it was started again with others
+        return [
+            f"registered with {_counted(job.pipelines, 'pipeline')} of "
+            f"{_counted(after.curve.gpus, 'GPU')}"
+        ]
+    changes = []
+    if job.deadline_s != before.job.deadline_s:
+        changes.append(
+            "deadline removed"
+            if job.deadline_s is None
+            else f"deadline set to {_time(job.deadline_s)}"
+        )
+    if job.power_w != before.job.power_w:
+        changes.append(
+            "power budget removed"
+            if job.power_w is None
+            else f"power budget {si(job.power_w, 'W')}"
+        )
+    if job.gpu_power_limit_w != before.job.gpu_power_limit_w:
+        limit_w = job.gpu_power_limit_w
+        changes.append(
+            f"GPUs are limited to {si(limit_w, 'W')}"
+            if limit_w
+            else "no power limit is set on the GPUs any more"
+        )
+    if (since_s := after.silent_since_s) != before.silent_since_s:
+        changes.append(
+            "heard of again"
+            if since_s is None
+            else "not heard of for its lease: it has no share of the power budget of all jobs"
+        )
+    if (after.over_budget_since_s is None) != (before.over_budget_since_s is None):
+        limit = f"its power budget of {si(after.power_limit_w or 0.0, 'W')}"
+        over = after.over_budget_since_s is not None
+        changes.append(f"over {limit} for a minute" if over else "within its power budget again")
+    if after.decision is not before.decision:
+        changes += _stragglers(before, after)
+        if after.published.version > before.published.version and after.planned is before.planned:
+            changes.append(after.decision.reason)  # planning failed
+    if after.taken is not None and (
+        before.taken is None or after.taken.version > before.taken.version
+    ):
+        changes.append(
+            f"version {after.taken.version} of the plans runs from iteration "
+            f"{after.taken.iteration:,}"
+        )
+    return changes
+
+
+def _stragglers(before: JobState, after: JobState) -> list[str]:
+    """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
+    was, now = before.decision.stragglers, after.decision.stragglers
+    slow: dict[str, list[int]] = {}
+    for pipeline, key in now.items():
+        if was.get(pipeline) != key:
+            slow.setdefault(key, []).append(pipeline)
+    changes = [_slow(after.reports, key, pipelines) for key, pipelines in slow.items()]
+    recovered = [pipeline for pipeline in was if pipeline not in now]
+    if recovered:
+        changes.append(f"{_pipelines(recovered)} not slow any more")
+    moved: dict[float, list[int]] = {}
+    pairs = zip(before.decision.targets, after.decision.targets, strict=True)
+    for pipeline, (old, new) in enumerate(pairs):
+        if new is not old and new.time_s != old.time_s and pipeline not in now:
+            moved.setdefault(new.time_s, []).append(pipeline)
+    for time_s, pipelines in moved.items():
+        whom = (
+            f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
+        )
+        changes.append(f"{whom} moved to {_time(time_s)}")
+    return [", ".join(changes)] if changes else []
+
+
+def _slow(reports: Mapping[str, Report], key: str, pipelines: list[int]) -> str:
+    report = reports.get(key)
+    if report is None:
+        return f"{_pipelines(pipelines)} slow"
+    measure = (
+        f"iterations of {_time(report.iteration_s)}"
+        if report.slowdown is None
+        else f"{report.slowdown:.4g}x"
+    )
+    part = "" if report.scope.kind == "pipeline" else f"{report.scope.kind} {report.scope.value}: "
+    return f"{part}{_pipelines(pipelines)} slow {measure} ({report.source})"
+
+
+def _pipelines(numbers: list[int]) -> str:
+    if len(numbers) > _NAMED:
+        return f"{len(numbers)} pipelines"
+    return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _time(time_s: float | None) -> str:
+    return "-" if time_s is None else si(time_s, "s")
+
+
+_KEPT = 1024
+
+
+def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStatus:
+    """Return the status of a job."""
+    return JobStatus(
+        job=JobSummary.of(state.job),
+        decision=state.decision,
+        version=state.published.version,
+        promised=state.promised,
+        taken=state.taken,
+        reports=current_reports(state, now_s),
+        expected_saving_w=state.saving_w,
+        expected=expected(state),
+        telemetry=telemetry,
+        autopilot=None if telemetry is None else telemetry.latest.autopilot,
+        unlike_plan=None if telemetry is None else telemetry.latest.unlike_plan,
+        verdict=None if telemetry is None else telemetry.latest.verdict,
+        gpus=state.job.pipelines * state.curve.gpus,
+        silent_since_s=state.silent_since_s,
+        over_budget_since_s=state.over_budget_since_s,
+    )
+
+
+def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:
+    """Return the reports of a job that count now or will count, in order of arrival."""
+    return tuple(report for report in state.reports.values() if not is_over(report, now_s))
+
+
+def next_report_s(state: JobState, now_s: float) -> float:
+    """Return when one of the job's reports next begins or expires; infinite for never."""
+    moments_s = [
+        moment_s
+        for report in state.reports.values()
+        for moment_s in (report.begins_s, report.expires_s)
+    ]
+    return min((moment_s for moment_s in moments_s if moment_s > now_s), default=math.inf)
+
+
+def _baseline_j(state: JobState, iteration_s: float) -> float:
+    """Return the energy of all pipelines in an iteration of that time with all clocks at
+    maximum, joules.
+    """
+    waiting_w = state.curve.waiting_w
+    return math.fsum(
+        count
+        * (costs.baseline_energy_j + waiting_w * max(0.0, iteration_s - costs.baseline_time_s))
+        for costs, count in _plans(state)
+    )
+
+
+def expected(state: JobState) -> Expected:
+    """Return the power that the newest plans predict while the slowest pipeline takes the
+    decided time.
+    """
+    plans, waiting_w = _plans(state), state.curve.waiting_w
+    iteration_s = max(state.decision.straggler_time_s, *(costs.time_s for costs, _ in plans))
+    energy_j = math.fsum(
+        count * (costs.energy_j + waiting_w * (iteration_s - costs.time_s))
+        for costs, count in plans
+    )
+    return Expected(
+        energy_j / iteration_s, _baseline_j(state, iteration_s) / iteration_s, state.curve.origin
+    )
+
+
+def pipeline_statuses(state: JobState) -> tuple[PipelineStatus, ...]:
+    """Return the status of each pipeline, in order."""
+    decision, plans = state.decision, [costs for costs, _ in _plans(state)]
+    of_pipeline = [plans[index] for index in state.published.of_pipeline]
+    return tuple(
+        PipelineStatus(
+            number,
+            costs.time_s,
+            costs.energy_j,
+            target.time_s,
+            target.slow_stages,
+            decision.stragglers.get(number),
+            target.reason,
+        )
+        for number, (costs, target) in enumerate(zip(of_pipeline, decision.targets, strict=True))
+    )
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """An iteration of one pipeline with its plan, and with all clocks at maximum; seconds and
+    joules.
+    """
+
+    time_s: float
+    energy_j: float
+    baseline_time_s: float
+    baseline_energy_j: float
+
+
+_NAMES = tuple(each.name for each in fields(_Costs))
+
+
+def _plans(state: JobState) -> list[tuple[_Costs, int]]:
+    """Return the distinct plans of the newest version, each with the number of pipelines that
+    have it.
+    """
+    published = state.published
+    return [
+        (_costs_of(text), published.of_pipeline.count(index))
+        for index, text in enumerate(published.texts)
+    ]
+
+
+@lru_cache(_KEPT)
+def _costs_of(text: str) -> _Costs:
+    """Read the costs of a plan; much faster than `Plan.loads`, which reads all of it."""
+    values = json.loads(text)
+    return _Costs(*(float(values[name]) for name in _NAMES))

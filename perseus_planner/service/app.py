@@ -4,15 +4,22 @@ is read.
 
 from __future__ import annotations
 
+import ast
+import gzip
+import inspect
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
-from functools import partial
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import cache, partial
 from http import HTTPStatus
+from importlib.resources import files
+from itertools import takewhile
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, Security
+from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -20,18 +27,95 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from perseus_planner.base import __version__
-from perseus_planner.service import answers, schemas
-from perseus_planner.service.alertmanager import read_alert, rule_of
-from perseus_planner.service.answers import Answer, History, JobStatus, Problem, Registered
-from perseus_planner.service.curves import Curve
-from perseus_planner.service.http.auth import Role, check_role
-from perseus_planner.service.http.longpoll import AsyncService
-from perseus_planner.service.http.metrics import CONTENT_TYPE
-from perseus_planner.service.http.pages import page_response
-from perseus_planner.service.model import PlanSet, UnknownJob
+from perseus_planner.base.files import sha256
+from perseus_planner.runs import account
+from perseus_planner.service import models
+from perseus_planner.service.access import (
+    PROBLEM,
+    STATIC,
+    Access,
+    Guard,
+    Limits,
+    Role,
+    add_error_handlers,
+    check_role,
+)
+from perseus_planner.service.alerts import read_alert, rule_of
+from perseus_planner.service.live import AsyncService
+from perseus_planner.service.metrics import CONTENT_TYPE, Metrics
+from perseus_planner.service.models import (
+    EPOCH,
+    KEY,
+    LEASE,
+    MOST_WHOLE,
+    NAME,
+    AlertAnswers,
+    AlertGroup,
+    Answer,
+    Answers,
+    Counters,
+    Curve,
+    DeadlineRequest,
+    Health,
+    History,
+    IgnoredAlert,
+    Jobs,
+    JobStatus,
+    Me,
+    Pipelines,
+    PlanSet,
+    PowerBudget,
+    PowerRequest,
+    Problem,
+    Registered,
+    Registration,
+    ReportRequest,
+    Reports,
+    TakenRequest,
+    Totals,
+    UnknownJob,
+    from_json,
+    to_json,
+)
+from perseus_planner.service.service import Service
 from perseus_planner.service.worker import Unsolved
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+_QUICK = 1  # the level of gzip: higher ones take much longer and save little
+_READS_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
+
+
+def page_response(request: Request, content: bytes) -> Response:
+    """Return JSON as the answer to a request: 304 if the client has it, and compressed if it can
+    read that; takes some milliseconds for a megabyte.
+    """
+    headers = {"ETag": f'"{sha256(content)}"', "Vary": "Accept-Encoding"}
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if _READS_GZIP.search(request.headers.get("accept-encoding", "")):
+        content = gzip.compress(content, _QUICK, mtime=0)
+        headers["Content-Encoding"] = "gzip"
+    return Response(content, headers=headers, media_type="application/json")
+
+
+class StatusPages:
+    """The page with the status of all jobs, of which a job's part is made once for each change."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, tuple[JobStatus, bytes]] = {}
+
+    def of(self, jobs: Sequence[JobStatus]) -> bytes:
+        """Return the page with these jobs; from any thread."""
+        parts = {}
+        for status in jobs:
+            part = self._parts.get(status.job.name)
+            if part is None or part[0] is not status:
+                part = status, to_json(status)
+            parts[status.job.name] = part
+        self._parts = parts
+        return b'{"jobs":[' + b",".join(content for _, content in parts.values()) + b"]}"
 
 
 _SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
@@ -106,7 +190,7 @@ def _parsed(kind: type[Any], parts: list[bytes]) -> Any:
         RequestValidationError: If it is not one.
     """
     try:
-        return schemas.from_json(kind, b"".join(parts))
+        return from_json(kind, b"".join(parts))
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         raise RequestValidationError(
@@ -128,7 +212,7 @@ def add_route(
     None.
 
     OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it
-    `also` answers.
+    `also`
     """
     statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
@@ -157,10 +241,10 @@ async def _live(request: Request) -> AsyncService:
 
 
 Live = Annotated[AsyncService, Depends(_live)]
-JobName = Annotated[str, Path(pattern=schemas.NAME, description="Name of the job.")]
+JobName = Annotated[str, Path(pattern=NAME, description="Name of the job.")]
 After = Annotated[
     int,
-    Query(ge=0, le=schemas.MOST_WHOLE, description="The version that the client has; 0 for none."),
+    Query(ge=0, le=MOST_WHOLE, description="The version that the client has; 0 for none."),
 ]
 Epoch = Annotated[
     str, Query(max_length=256, description="That in which `after` is; empty for this one.")
@@ -187,11 +271,11 @@ _NOTHING_NEWER: Mapping[int | str, Any] = {204: {"description": "Nothing newer w
 
 
 def _page(value: Any, request: Request) -> Response:
-    return page_response(request, schemas.to_json(value))
+    return page_response(request, to_json(value))
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(schemas.to_json(value), status, media_type="application/json")
+    return Response(to_json(value), status, media_type="application/json")
 
 
 _NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
@@ -205,7 +289,7 @@ _NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
     also={200: {"model": Registered, "description": "The same job was registered before."}},
     status_code=201,
 )
-async def register(request: Request, sent: schemas.Registration, live: Live) -> Response:
+async def register(request: Request, sent: Registration, live: Live) -> Response:
     """Register a job. Its plans are there when this is answered.
 
     A profile is solved first. The same request may be sent again while that lasts, and a job whose
@@ -225,19 +309,19 @@ async def register(request: Request, sent: schemas.Registration, live: Live) -> 
     return _json(registered, 201 if registered.is_new else 200)
 
 
-@_get("/v1/jobs", "read", answers.Jobs, also=_UNCHANGED)
+@_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
 async def jobs(request: Request, live: Live) -> Response:
     """List all running jobs with their status."""
     pages = request.app.state.pages
     return await live.call(lambda: page_response(request, pages.of(live.service.jobs())))
 
 
-@_get("/v1/totals", "read", answers.Totals, also=_UNCHANGED)
+@_get("/v1/totals", "read", Totals, also=_UNCHANGED)
 async def totals(request: Request, live: Live) -> Response:
     """List what every job ran, used and saved since it was registered, also of jobs that have
     ended.
     """
-    return await live.call(lambda: _page(answers.Totals(live.service.totals()), request))
+    return await live.call(lambda: _page(Totals(live.service.totals()), request))
 
 
 @_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
@@ -257,9 +341,9 @@ async def end(job: JobName, live: Live) -> Response:
 async def report(
     request: Request,
     job: JobName,
-    sent: schemas.ReportRequest,
+    sent: ReportRequest,
     live: Live,
-    idempotency_key: Annotated[str | None, Header(pattern=schemas.KEY)] = None,
+    idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
     wait_s: Wait = 0.0,
 ) -> Response:
     """Report that something is slow, or has recovered. The answer says what changes and what that
@@ -278,22 +362,20 @@ async def report(
     return _json(answer, 202)
 
 
-@_get("/v1/jobs/{job}/reports", "read", answers.Reports, 404)
+@_get("/v1/jobs/{job}/reports", "read", Reports, 404)
 async def reports(job: JobName, live: Live) -> Response:
     """List the reports of a job that count now or will count."""
-    return await live.call(lambda: _json(answers.Reports(live.service.reports(job))))
+    return await live.call(lambda: _json(Reports(live.service.reports(job))))
 
 
 @_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
-async def clear(
-    job: JobName, key: Annotated[str, Path(pattern=schemas.KEY)], live: Live
-) -> Response:
+async def clear(job: JobName, key: Annotated[str, Path(pattern=KEY)], live: Live) -> Response:
     """Withdraw a report."""
     return _json(await live.change(live.service.clear, job, key))
 
 
-@_post("/v1/alerts", "report", answers.AlertAnswers)
-async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Response:
+@_post("/v1/alerts", "report", AlertAnswers)
+async def alerts(request: Request, sent: AlertGroup, live: Live) -> Response:
     """Take the alerts that Prometheus' Alertmanager posts.
 
     Each reports the GPU (label `UUID`) or node (`Hostname`, `node`, `nodename` or `instance`) that
@@ -309,11 +391,12 @@ async def alerts(request: Request, sent: schemas.AlertGroup, live: Live) -> Resp
     for index, (alert, each) in enumerate(zip(sent.alerts, received, strict=True)):
         problem = each if isinstance(each, str) else effects.ignored.get(each.key)
         if problem is not None:
-            ignored.append(answers.IgnoredAlert(index, rule_of(alert), problem))
-        if isinstance(each, str):
-            _log.warning("An alert of the rule %r cannot be used: %s", rule_of(alert), problem)
+            ignored.append(IgnoredAlert(index, rule_of(alert), problem))
+    if ignored:
+        text = "%d of %d alerts are ignored, first one of the rule %r: %s"
+        _log.warning(text, len(ignored), len(received), ignored[0].name, ignored[0].problem)
     request.app.state.metrics.count_alerts(len(received), len(ignored))
-    return _json(answers.AlertAnswers(effects.answers, tuple(ignored)))
+    return _json(AlertAnswers(effects.answers, tuple(ignored)))
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
@@ -329,22 +412,22 @@ async def plans(
     now = live.service.epoch(job)
     newer = await live.newer(job, 0 if epoch and epoch != now else after, wait_s)
     answer = Response(status_code=204) if newer is None else _json(newer)
-    answer.headers[schemas.EPOCH] = live.service.epoch(job)
+    answer.headers[EPOCH] = live.service.epoch(job)
     lease_s = live.service.lease_s(job)
     if lease_s is not None:
-        answer.headers[schemas.LEASE] = f"{lease_s:.3f}"
+        answer.headers[LEASE] = f"{lease_s:.3f}"
     return answer
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
-async def taken(job: JobName, sent: schemas.TakenRequest, live: Live) -> Response:
+async def taken(job: JobName, sent: TakenRequest, live: Live) -> Response:
     """Report which version of its plans a job runs."""
     await live.written(live.service.submit_taken(job, sent.version, sent.iteration))
     return Response(status_code=204)
 
 
 @_post("/v1/jobs/{job}/telemetry", "report", None, 404, 409, **_NO_CONTENT)
-async def telemetry(job: JobName, sent: schemas.Counters, live: Live) -> Response:
+async def telemetry(job: JobName, sent: Counters, live: Live) -> Response:
     """Send what a run of a job has counted since it began. The job's status then says what was
     saved.
 
@@ -367,12 +450,12 @@ async def frontier(request: Request, job: JobName, live: Live) -> Response:
     return await live.call(lambda: _page(live.service.curve(job).thinned(_MOST_POINTS), request))
 
 
-@_get("/v1/jobs/{job}/pipelines", "read", answers.Pipelines, 404, also=_UNCHANGED)
+@_get("/v1/jobs/{job}/pipelines", "read", Pipelines, 404, also=_UNCHANGED)
 async def pipelines(request: Request, job: JobName, live: Live) -> Response:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is
     planned for.
     """
-    return await live.call(lambda: _page(answers.Pipelines(*live.service.pipelines(job)), request))
+    return await live.call(lambda: _page(Pipelines(*live.service.pipelines(job)), request))
 
 
 @_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)
@@ -384,30 +467,28 @@ async def history(request: Request, job: JobName, live: Live) -> Response:
 
 
 @_put("/v1/jobs/{job}/deadline", "operate", Answer, 404, 409)
-async def deadline(job: JobName, sent: schemas.DeadlineRequest, live: Live) -> Response:
+async def deadline(job: JobName, sent: DeadlineRequest, live: Live) -> Response:
     """Set the iteration time to aim for without stragglers."""
     return _json(await live.change(live.service.set_deadline, job, sent.deadline_s))
 
 
-@_put("/v1/jobs/{job}/power", "operate", answers.Answers, 404, 409)
-async def power(job: JobName, sent: schemas.PowerRequest, live: Live) -> Response:
+@_put("/v1/jobs/{job}/power", "operate", Answers, 404, 409)
+async def power(job: JobName, sent: PowerRequest, live: Live) -> Response:
     """Bound the average power of all GPUs of a job."""
     return _json(
-        answers.Answers(await live.change(live.service.set_power, job, sent.power_w, sent.schedule))
+        Answers(await live.change(live.service.set_power, job, sent.power_w, sent.schedule))
     )
 
 
-@_put("/v1/power", "operate", answers.Answers, 409)
-async def cluster_power(sent: schemas.PowerRequest, live: Live) -> Response:
+@_put("/v1/power", "operate", Answers, 409)
+async def cluster_power(sent: PowerRequest, live: Live) -> Response:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
     return _json(
-        answers.Answers(
-            await live.change(live.service.set_power, None, sent.power_w, sent.schedule)
-        )
+        Answers(await live.change(live.service.set_power, None, sent.power_w, sent.schedule))
     )
 
 
-@_get("/v1/power", "read", answers.PowerBudget, also=_UNCHANGED)
+@_get("/v1/power", "read", PowerBudget, also=_UNCHANGED)
 async def power_budget(request: Request, live: Live) -> Response:
     """Return the power budget of all jobs together, and what a schedule replaces it with later."""
     return await live.call(lambda: _page(live.service.power_budget, request))
@@ -427,25 +508,166 @@ async def metrics(request: Request, live: Live) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-@_get("/v1/me", None, answers.Me)
+@_get("/v1/me", None, Me)
 async def me(request: Request) -> Response:
     """Return the client's name and role; needs no token."""
-    return _json(answers.Me(request.state.role, request.state.name))
+    return _json(Me(request.state.role, request.state.name))
 
 
-@_get("/livez", None, answers.Health)
+@_get("/livez", None, Health)
 @router.head("/livez", include_in_schema=False)
 async def livez() -> Response:
     """Return whether the service answers at all; needs no token."""
-    return _json(answers.Health("ok", __version__))
+    return _json(Health("ok", __version__))
 
 
-@_get("/healthz", None, answers.Health)
+@_get("/healthz", None, Health)
 @router.head("/healthz", include_in_schema=False)
-@_get("/readyz", None, answers.Health)
+@_get("/readyz", None, Health)
 @router.head("/readyz", include_in_schema=False)
 async def readyz(live: Live) -> Response:
     """Return whether the service can take what it is sent; needs no token."""
     if live.problem is not None:
         raise HTTPException(503, f"the service is stuck: {live.problem}; see its log")
-    return _json(answers.Health("ok", __version__))
+    return _json(Health("ok", __version__))
+
+
+_FOLDERS = (("perseus_planner.views", "web"), ("perseus_planner.service", "static"))
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page only runs scripts of the service, only connects to it, and cannot be framed by other
+# pages.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+}
+
+dashboard = APIRouter(include_in_schema=False)
+
+
+@cache
+def _files() -> dict[str, tuple[bytes, str]]:
+    """Return the page's files by name, each with its type, read once. No other files can be
+    requested.
+    """
+    paths = [path for package, folder in _FOLDERS for path in (files(package) / folder).iterdir()]
+    types = {path: _TYPES.get(PurePath(path.name).suffix) for path in paths}
+    return {
+        path.name: (path.read_bytes(), media_type)
+        for path, media_type in types.items()
+        if media_type
+    }
+
+
+@dashboard.get("/")
+async def page() -> Response:
+    """Return the dashboard."""
+    return _file_response("dashboard.html")
+
+
+@dashboard.get(STATIC + "{name}")
+async def static(name: str) -> Response:
+    """Return a file of the dashboard."""
+    return _file_response(name)
+
+
+def _file_response(name: str) -> Response:
+    if name not in _files():
+        raise HTTPException(404)
+    content, media_type = _files()[name]
+    return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+
+
+_DESCRIPTION = """
+Report that a rank, a GPU, a node, a stage or a pipeline of a training job is slow, and all other
+pipelines of the job get plans that save energy in the meantime, until it has recovered. Times are
+in seconds, powers in watts. Every request that is not carried out is answered with a problem as RFC
+9457 has it, whose `code` is for programs. What is answered with 2xx is on disk.
+"""
+
+
+def create_app(
+    service: Service, access: Access, limits: Limits, *, now_s: Callable[[], float] | None = None
+) -> FastAPI:
+    """Return the application that serves `service`. Its lifespan must run, as ASGI servers have it.
+
+    Args:
+        service: The service, which the application does not close.
+        access: Who may send requests.
+        limits: How large requests may be, and how many may wait.
+        now_s: The clock in place of that of `service`, seconds since the epoch.
+    """
+    now_s = now_s or service.now_s
+    live = AsyncService(service, limits, now_s)
+    metrics = Metrics(lambda: live.waiting, now_s())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with live.running():
+            yield
+
+    routes = [*router.routes, *dashboard.routes]
+    app = FastAPI(
+        title="perseus-planner",
+        version=__version__,
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,  # its pages load scripts from another host
+        redoc_url=None,
+        routes=routes,
+    )
+    app.state.service, app.state.metrics = live, metrics
+    app.state.now_s, app.state.pages = now_s, StatusPages()
+    document = app.openapi
+    app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
+    add_error_handlers(app, routes)
+    app.add_middleware(Guard, access=access, limits=limits)
+    app.add_middleware(metrics.counting)
+    return app
+
+
+def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
+    """Describe the fields in an OpenAPI document by the comments that stand beside them, and name
+    the type of problems, which FastAPI takes for plain JSON.
+    """
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            for status, answer in operation["responses"].items():
+                if status >= "400":
+                    answer["content"] = {PROBLEM: answer["content"].pop("application/json")}
+    described = document["components"]["schemas"]
+    of_kinds: dict[str, dict[str, str]] = {}
+    for module in (account, models):
+        source = inspect.getsource(module)
+        for kind in ast.parse(source).body:
+            if isinstance(kind, ast.ClassDef):
+                texts = of_kinds.setdefault(kind.name, {})
+                for base in kind.bases:
+                    texts |= of_kinds.get(ast.unparse(base), {})
+                texts |= _texts(kind, source.splitlines())
+                for end in ("", "-Input", "-Output"):
+                    properties = described.get(kind.name + end, {}).get("properties", {})
+                    for name in properties.keys() & texts:
+                        properties[name]["description"] = texts[name]
+    return document
+
+
+def _texts(kind: ast.ClassDef, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name in JSON and the text of each field with a text."""
+    for field in kind.body:
+        if isinstance(field, ast.AnnAssign):
+            above = takewhile(_is_text, reversed(lines[: field.lineno - 1]))
+            beside = lines[field.lineno - 1 : field.end_lineno]
+            texts = [line.partition("#: ")[2] for line in (*reversed([*above]), *beside)]
+            alias = re.search(r"alias='(\w+)'", ast.unparse(field.annotation))
+            if text := " ".join(filter(None, texts)):
+                yield alias[1] if alias else ast.unparse(field.target), text
+
+
+def _is_text(line: str) -> bool:
+    return line.lstrip().startswith("#: ")
