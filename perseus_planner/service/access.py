@@ -360,17 +360,11 @@ def status_of(error: PlannerError) -> int:
 def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
     """Describe the first error in a request in one sentence, without repeating values."""
     first = errors[0]
-    field = ".".join(map(str, first["loc"]))
-    problem = (
-        "Extra inputs are not permitted"
-        if first["type"] == "unexpected_keyword_argument"
-        else first["msg"]
-    )
     if first["type"] == "json_invalid":
-        where = f" at character {first['loc'][-1]}" if isinstance(first["loc"][-1], int) else ""
-        return f"the body is not JSON: {first['ctx']['error']}{where}; send a JSON object"
+        return f"the body is not JSON: {first['ctx']['error']}; send a JSON object"
+    field = ".".join(map(str, first["loc"]))
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{field}: {problem}{more}; /openapi.json describes what is expected"
+    return f"{field}: {first['msg']}{more}; /openapi.json describes what is expected"
 
 
 def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:

@@ -77,8 +77,8 @@ from perseus_planner.service.models import (
     from_json,
     to_json,
 )
+from perseus_planner.service.planning import Unsolved
 from perseus_planner.service.service import Service
-from perseus_planner.service.worker import Unsolved
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -98,24 +98,6 @@ def page_response(request: Request, content: bytes) -> Response:
         content = gzip.compress(content, _QUICK, mtime=0)
         headers["Content-Encoding"] = "gzip"
     return Response(content, headers=headers, media_type="application/json")
-
-
-class StatusPages:
-    """The page with the status of all jobs, of which a job's part is made once for each change."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, tuple[JobStatus, bytes]] = {}
-
-    def of(self, jobs: Sequence[JobStatus]) -> bytes:
-        """Return the page with these jobs; from any thread."""
-        parts = {}
-        for status in jobs:
-            part = self._parts.get(status.job.name)
-            if part is None or part[0] is not status:
-                part = status, to_json(status)
-            parts[status.job.name] = part
-        self._parts = parts
-        return b'{"jobs":[' + b",".join(content for _, content in parts.values()) + b"]}"
 
 
 _SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
@@ -138,7 +120,7 @@ class _Bearer(HTTPBearer):
 
 
 class _ParsedRequest(Request):
-    """A request whose body was parsed by a thread; FastAPI takes the value as it is."""
+    """A request whose body was parsed; FastAPI takes the value as it is."""
 
     parsed: Any
 
@@ -150,7 +132,7 @@ class _ParsedRequest(Request):
 
 
 class CheckedRoute(APIRoute):
-    """Checks the role before any of the body is read, and has large bodies parsed by a thread."""
+    """Checks the role before any of the body is read, and parses it, large ones on a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return what handles a request."""
@@ -168,29 +150,27 @@ class CheckedRoute(APIRoute):
         async def checked(request: Request) -> Response:
             if role is not None:
                 check_role(request.state.role, role)
-            is_json = (
-                request.headers.get("content-type", "").partition(";")[0] == "application/json"
-            )
-            if kind is not None and is_json:
-                parts = [part async for part in request.stream()]
-                if sum(map(len, parts)) > _SMALL_BYTES:
-                    parsed = _ParsedRequest(request.scope, request.receive)
-                    parsed.parsed = await request.app.state.service.call(_parsed, kind, parts)
-                    return await handle(parsed)
-                request._body = b"".join(parts)
+            content_type = request.headers.get("content-type", "")
+            if kind is not None and content_type.partition(";")[0] == "application/json":
+                body = b"".join([part async for part in request.stream()])
+                request = _ParsedRequest(request.scope, request.receive)
+                if len(body) > _SMALL_BYTES:
+                    request.parsed = await request.app.state.service.call(_parsed, kind, body)
+                else:
+                    request.parsed = _parsed(kind, body)
             return await handle(request)
 
         return checked
 
 
-def _parsed(kind: type[Any], parts: list[bytes]) -> Any:
-    """Return a value of `kind` from the parts of a body.
+def _parsed(kind: Any, body: bytes) -> Any:
+    """Return a value of `kind` from a body.
 
     Raises:
         RequestValidationError: If it is not one.
     """
     try:
-        return from_json(kind, b"".join(parts))
+        return from_json(kind, body)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         raise RequestValidationError(
@@ -312,8 +292,12 @@ async def register(request: Request, sent: Registration, live: Live) -> Response
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
 async def jobs(request: Request, live: Live) -> Response:
     """List all running jobs with their status."""
-    pages = request.app.state.pages
-    return await live.call(lambda: page_response(request, pages.of(live.service.jobs())))
+
+    def page() -> Response:
+        jobs = b",".join(status.as_json for status in live.service.jobs())
+        return page_response(request, b'{"jobs":[' + jobs + b"]}")
+
+    return await live.call(page)
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
@@ -327,7 +311,7 @@ async def totals(request: Request, live: Live) -> Response:
 @_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
 async def status(request: Request, job: JobName, live: Live) -> Response:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
-    return await live.call(lambda: _page(live.service.status(job), request))
+    return await live.call(lambda: page_response(request, live.service.status(job).as_json))
 
 
 @_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
@@ -622,7 +606,7 @@ def create_app(
         routes=routes,
     )
     app.state.service, app.state.metrics = live, metrics
-    app.state.now_s, app.state.pages = now_s, StatusPages()
+    app.state.now_s = now_s
     document = app.openapi
     app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
     add_error_handlers(app, routes)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perseus_planner.base.errors import InfeasibleDeadline, UsageError, shown
+from perseus_planner.base.errors import InfeasibleDeadline, shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.runs.account import Entry, fold
 from perseus_planner.service.models import (
@@ -44,8 +44,8 @@ from perseus_planner.service.models import (
     Effect,
     Event,
     Expected,
+    JobKey,
     JobStatus,
-    JobSummary,
     JobTelemetry,
     JobTotals,
     NotSolved,
@@ -58,7 +58,6 @@ from perseus_planner.service.models import (
     Report,
     Slowing,
     Taken,
-    check_name,
     shared,
 )
 from perseus_planner.service.planning import Planning, deduplicated, requests_of
@@ -165,13 +164,6 @@ WRITTEN_AFTER_S = 5.0
 _JOBS_AT_ONCE = 64  # writing them takes some milliseconds, for which reports wait
 
 
-class JobTally(NamedTuple):
-    """The tally of the job registered at `since_s`; an earlier job may have had the same name."""
-
-    since_s: float
-    tally: Tally
-
-
 class TelemetryBook:
     """The telemetry of all jobs. It counts at once and is written some seconds later, for many jobs
     together.
@@ -181,16 +173,13 @@ class TelemetryBook:
     thread.
 
     Args:
-        stored: Job name -> tally, as read from the database.
-        jobs: Those jobs by name.
+        stored: `RegisteredJob.key` -> tally, as read from the database.
     """
 
-    def __init__(self, stored: Mapping[str, Tally], jobs: Mapping[str, RegisteredJob]) -> None:
-        self._entries = {
-            name: JobTally(jobs[name].since_s, tally) for name, tally in stored.items()
-        }
+    def __init__(self, stored: Mapping[JobKey, Tally]) -> None:
+        self._tallies = dict(stored)
         self._lock = threading.Lock()
-        self._unwritten: dict[str, JobTally] = {}
+        self._unwritten: dict[JobKey, Tally] = {}
         self._write_s = math.inf  #: holds while something is unwritten
 
     @property
@@ -200,8 +189,7 @@ class TelemetryBook:
 
     def of(self, job: RegisteredJob) -> Tally | None:
         """Return the telemetry of a job; None if it has sent none."""
-        entry = self._entries.get(job.name)
-        return entry.tally if entry is not None and entry.since_s == job.since_s else None
+        return self._tallies.get(job.key)
 
     def add(
         self,
@@ -221,21 +209,21 @@ class TelemetryBook:
             if after is not None and after is not before:
                 if not self._unwritten:
                     self._write_s = now_s + WRITTEN_AFTER_S
-                self._entries[job.name] = self._unwritten[job.name] = JobTally(job.since_s, after)
+                self._tallies[job.key] = self._unwritten[job.key] = after
 
-    def take_unwritten(self) -> dict[str, JobTally]:
+    def take_unwritten(self) -> dict[JobKey, Tally]:
         """Return the tallies of a few jobs to write now; afterwards `write_s` says when to write
         the next.
         """
         with self._lock:
-            names = list(self._unwritten)[:_JOBS_AT_ONCE]
-            return {name: self._unwritten.pop(name) for name in names}
+            keys = list(self._unwritten)[:_JOBS_AT_ONCE]
+            return {key: self._unwritten.pop(key) for key in keys}
 
-    def forget(self, name: str) -> None:
+    def forget(self, job: RegisteredJob) -> None:
         """Forget a job that has ended."""
         with self._lock:
-            self._entries.pop(name, None)
-            self._unwritten.pop(name, None)
+            self._tallies.pop(job.key, None)
+            self._unwritten.pop(job.key, None)
 
 
 @dataclass(frozen=True)
@@ -367,7 +355,7 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
         curve=curve,
         decision=decision,
         saving_w=0.0,  # the pipelines do what they would do anyway
-        published=plan_set(1, texts, indices, decision, job.since_s),
+        published=plan_set(1, texts, indices, decision),
         planned=decision,
         promised=1,
     )
@@ -394,7 +382,7 @@ def recognize(state: JobState, job: RegisteredJob) -> Registered:
 
 def answer_registration(state: JobState, *, is_new: bool) -> Registered:
     """Return the answer to the registration of the job in `state`."""
-    return Registered(JobSummary.of(state.job), state.published.version, is_new)
+    return Registered(state.job, state.published.version, is_new)
 
 
 def take_over_job(state: JobState, first: JobState) -> JobState:
@@ -420,7 +408,7 @@ def take_over_job(state: JobState, first: JobState) -> JobState:
     )
 
 
-_KEPT_SETTINGS = ("power_w", "power_schedule", "power_since_s", "since_s")
+_KEPT_SETTINGS = ("power_w", "next_power", "power_schedule", "power_since_s", "since_s")
 
 
 def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
@@ -448,12 +436,12 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     known_texts = [text for text in texts if text is not None]
     if len(known_texts) < len(texts):
         return replace(state, promised=version)
-    published = plan_set(version, known_texts, indices, decision, now_s)
+    published = plan_set(version, known_texts, indices, decision)
     return replace(state, published=published, planned=decision, promised=version)
 
 
 def plan_set(
-    version: int, texts: Sequence[str], indices: Sequence[int], decision: Decision, now_s: float
+    version: int, texts: Sequence[str], indices: Sequence[int], decision: Decision
 ) -> PlanSet:
     """Return a version of plans, given the texts of the decision's `requests_of`, and its
     indices.
@@ -461,7 +449,7 @@ def plan_set(
     plans, of_text = deduplicated(texts)
     found = tuple([of_text[index] for index in indices])
     own = None if decision.own is None else found[-1]
-    return PlanSet(version, plans, found[: len(decision.targets)], now_s, own)
+    return PlanSet(version, plans, found[: len(decision.targets)], own)
 
 
 LEASE_S = 60.0
@@ -500,7 +488,7 @@ def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
     return len(missing_plans) > 1
 
 
-def give_up(state: JobState, reason: str, now_s: float) -> JobState:
+def give_up(state: JobState, reason: str) -> JobState:
     """Return the job after planning failed: its unchanged plans, published as the version that was
     promised.
 
@@ -508,7 +496,7 @@ def give_up(state: JobState, reason: str, now_s: float) -> JobState:
     """
     if state.is_planned:
         return state
-    published = replace(state.published, version=state.promised, made_s=now_s)
+    published = replace(state.published, version=state.promised)
     decision = replace(
         state.decision, reason=f"the plans stay unchanged because planning failed: {reason}"
     )
@@ -693,14 +681,7 @@ def check_report(state: JobState, report: Report) -> None:
         UsageError: If the job does not have the scope, or a time is not finite.
         Conflict: If the job has too many reports, or too many of that source.
     """
-    check_name("key", report.key)
     check_scope(state.job, report.scope, state.curve.stages)
-    if not (math.isfinite(report.observed_s) and math.isfinite(report.begins_s)) or math.isnan(
-        report.expires_s
-    ):
-        raise UsageError(
-            f"report {shown(report.key)}: a time is not finite; give seconds since the epoch"
-        )
     of_source = sum(report.source == each.source for each in state.reports.values())
     if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:
         raise Conflict(
@@ -726,7 +707,7 @@ def check_same(known: Report, report: Report) -> None:
         )
 
 
-class _Made(NamedTuple):
+class StatusMade(NamedTuple):
     """A status, and what it was made of; it holds until `until_s`."""
 
     state: JobState
@@ -734,26 +715,14 @@ class _Made(NamedTuple):
     until_s: float
     status: JobStatus
 
+    @classmethod
+    def of(cls, state: JobState, tally: Tally | None, now_s: float) -> StatusMade:
+        """Make the status of a job."""
+        return cls(state, tally, next_report_s(state, now_s), status_of(state, tally, now_s))
 
-class Statuses:
-    """The last status of each job. It may be used from any thread."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, _Made] = {}
-
-    def of(self, state: JobState, tally: Tally | None, now_s: float) -> JobStatus:
-        """Return the status of a job: the same object until something in it changes."""
-        name = state.job.name
-        entry = self._made.get(name)
-        is_same = entry is not None and entry.state is state and entry.tally is tally
-        if entry is None or not is_same or entry.until_s <= now_s:
-            until_s, status = next_report_s(state, now_s), status_of(state, tally, now_s)
-            entry = self._made[name] = _Made(state, tally, until_s, status)
-        return entry.status
-
-    def forget(self, name: str) -> None:
-        """Forget a job that has ended."""
-        self._made.pop(name, None)
+    def holds(self, state: JobState, tally: Tally | None, now_s: float) -> bool:
+        """Whether it is still the status of the job."""
+        return self.state is state and self.tally is tally and now_s < self.until_s
 
 
 EVENTS = 100
@@ -879,7 +848,7 @@ _KEPT = 1024
 def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStatus:
     """Return the status of a job."""
     return JobStatus(
-        job=JobSummary.of(state.job),
+        job=state.job,
         decision=state.decision,
         version=state.published.version,
         promised=state.promised,

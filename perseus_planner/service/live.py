@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 
 from perseus_planner.service.access import Limits
 from perseus_planner.service.models import Fenced, PlanSet, Registered, RegisteredJob
+from perseus_planner.service.planning import Unsolved
 from perseus_planner.service.service import Service
-from perseus_planner.service.worker import Unsolved
 
 _THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4

@@ -9,7 +9,6 @@ null in JSON. What is sent is read strictly: values are not converted.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import uuid
 from bisect import bisect_left
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import (
@@ -31,16 +30,13 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError, shown
-from perseus_planner.base.fields import Checked
-from perseus_planner.base.units import ON_TIME, Changes, Count, Probability, Rule
+from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError
+from perseus_planner.base.units import ON_TIME
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import SUMS, Account, Entry
 from perseus_planner.runs.autopilot import AutopilotStatus
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from perseus_planner.solver.frontier import Frontier
 
 
@@ -55,9 +51,6 @@ REMEMBERED = 256
 """How many inactive reports of a job are kept, so that a report that is delivered again is
 recognized.
 """
-
-
-_LONGEST_NAME = 255
 
 
 class UnknownJob(PlannerError):
@@ -80,18 +73,6 @@ class Fenced(StorageError):
     """Another service has opened the database, so this one can never write to it again."""
 
 
-def check_name(what: str, name: str) -> None:
-    """Check that the text `what` is a name.
-
-    Raises:
-        UsageError: If it is not.
-    """
-    if not (0 < len(name) <= _LONGEST_NAME and name.isprintable()):
-        raise UsageError(
-            f"{what}: {shown(name)} is not a name; write 1 to {_LONGEST_NAME} printable characters"
-        )
-
-
 def shared(kind: type, value: object) -> dict[str, Any]:
     """Return the fields of the dataclass `kind` that `value` has too, by name."""
     names = [attribute.name for attribute in fields(kind)]
@@ -106,13 +87,35 @@ def _infinite_if_null(value: object) -> object:
     return math.inf if value is None else value
 
 
+NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
+KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it is part of a path
+MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree on
+MOST_SLOWDOWN = 1e6
+EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
+LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
+_MOST_ALERTS = 10_000
+_MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
+_MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
+
+JobName = Annotated[
+    str,
+    Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; not `.` first."),
+]
+Key = Annotated[
+    str,
+    Field(pattern=KEY, description="Up to 256 printable ASCII characters without blanks and `/`."),
+]
+Whole = Annotated[int, Strict(), Field(ge=0, le=MOST_WHOLE)]
+Span = Annotated[float, Strict(), Field(gt=0.0, le=_MOST_S)]
+Seconds = Annotated[float, Strict(), Field(ge=0.0, le=_MOST_S)]
+Text = Annotated[str, Field(max_length=2000)]
+
+
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
 Number = Annotated[int, Strict(), Field(ge=0, lt=2**31)]
 Watts = Annotated[float, Strict(), Field(gt=0.0, le=1e12)]
 Past = Annotated[float, Strict(), Field(ge=0.0, le=1e11)]
 """A moment that has been, or one of a schedule: seconds since the epoch."""
-BOUND = Rule(float, False, "a finite number above 0; give one, or null for no limit")
-Bound = Annotated[float, BOUND]
 Moment = Annotated[
     float,
     BeforeValidator(_infinite_if_null),
@@ -127,7 +130,7 @@ _ScopeValue = Annotated[
         "validation",
     ),
 ]
-STRICT = ConfigDict(extra="ignore", allow_inf_nan=False)
+STRICT = ConfigDict(extra="ignore", allow_inf_nan=False, val_json_bytes="base64")
 """For values that clients send: numbers that are not finite are refused, and fields that a newer
 client may send are ignored."""
 
@@ -156,6 +159,10 @@ class PowerStep:
     power_w: Watts | None  #: Watts; null for no budget.
 
 
+Places = Annotated[tuple[Place, ...], Field(max_length=2**20)]
+Steps = Annotated[tuple[PowerStep, ...], Field(max_length=_MOST_STEPS)]
+
+
 def split_at(
     schedule: tuple[PowerStep, ...], now_s: float
 ) -> tuple[PowerStep | None, tuple[PowerStep, ...]]:
@@ -164,34 +171,50 @@ def split_at(
     return (schedule[begun - 1] if begun else None), schedule[begun:]
 
 
+JobKey = tuple[str, float]
+
+
 @dataclass(frozen=True)
-class RegisteredJob(Checked):
+class _Job:
+    """What is said of a training job when it is registered."""
+
+    __pydantic_config__ = STRICT
+
+    name: JobName  #: Unique among the running jobs.
+    #: Number of data-parallel pipelines, which all have the same frontier.
+    pipelines: Annotated[int, Strict(), Field(ge=1, le=2**16)]
+    #: Iteration time to aim for without stragglers; null for that of all clocks at maximum.
+    deadline_s: Span | None = field(default=None, kw_only=True)
+    #: Clock changes that each GPU may make in an iteration; null for any number.
+    max_changes: Number | None = field(default=None, kw_only=True)
+    #: Upper bound on the average power of all GPUs of the job; null for none.
+    power_w: Watts | None = field(default=None, kw_only=True)
+    #: Probability of being on time that plans are made for; null takes each row for the truth.
+    on_time: Annotated[float | None, Field(gt=0, le=0.99)] = field(default=ON_TIME, kw_only=True)
+
+
+@dataclass(frozen=True)
+class RegisteredJob(_Job):
     """A training job, with the deadline and the power budget that hold now."""
 
-    name: str  #: Unique among the running jobs
-    pipelines: Count  #: Number of data-parallel pipelines. They all have the same frontier.
-    frontier: str  #: Digest of the frontier file
-    #: Locations of the ranks; may be empty if reports only name pipelines.
-    places: tuple[Place, ...] = ()
-    #: Iteration time to aim for without stragglers; None for that of all clocks at maximum.
-    deadline_s: Bound | None = None
-    max_changes: Changes | None = None  #: Switch budget of the plans, as for `Frontier.plan_for`
-    #: Upper bound on the average power of all GPUs of the job, watts; None for no bound.
-    power_w: Bound | None = None
-    since_s: float = 0.0  #: When the job was registered
-    #: The probability of the plans being on time, and within the power, as for
-    #: `Frontier.plan_until`.
-    on_time: Probability | None = ON_TIME
+    frontier: str  #: Digest of the frontier file.
+    places: Annotated[Places, Field(exclude=True)] = field(default=(), repr=False)
+    since_s: float = 0.0  #: When the job was registered, seconds since the epoch.
+    ranks: int = 0  #: Number of ranks whose location is known.
     #: The least power limit, watts, that something else than the planner has set on one of its
-    #: GPUs, as the job reports it; None if none is below its default.
+    #: GPUs, as the job reports it; null if none is below its default.
     gpu_power_limit_w: float | None = None
-    #: The budgets of a schedule, by their moment; the first one is that from before it.
-    power_schedule: tuple[PowerStep, ...] = ()
-    power_since_s: float = 0.0  #: The moment of the one that is in force, as `power_w`
+    #: The power budget that comes next by a schedule; null if none does.
+    next_power: PowerStep | None = None
+    # the budgets of a schedule, by their moment; the first one is that from before it
+    power_schedule: Annotated[Steps, Field(exclude=True)] = ()
+    # the moment of the one that is in force, as `power_w`
+    power_since_s: Annotated[float, Field(exclude=True)] = 0.0
 
-    def __post_init__(self) -> None:
-        check_name("name", self.name)
-        super().__post_init__()
+    @property
+    def key(self) -> JobKey:
+        """What no other job has: an earlier one may have had its name."""
+        return self.name, self.since_s
 
 
 @dataclass(frozen=True)
@@ -232,19 +255,6 @@ class Report:
     def about(self) -> tuple[Any, ...]:
         """Its source and scope: a later report about the same replaces it."""
         return self.source, *self.scope.part
-
-    def __post_init__(self) -> None:
-        if (self.slowdown is None) == (self.iteration_s is None):
-            raise UsageError(f"report {self.key}: give either a slowdown or an iteration time")
-        if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
-            raise UsageError(
-                f"report {self.key}: slowdown {self.slowdown} is not a number of 1 or more"
-            )
-        if self.iteration_s is not None and not 0.0 < self.iteration_s < math.inf:
-            raise UsageError(
-                f"report {self.key}: iteration_s {self.iteration_s} is not a number of seconds "
-                "above 0"
-            )
 
 
 @dataclass(frozen=True)
@@ -292,7 +302,6 @@ class PlanSet:
     #: Plan files, as `planner plan` writes them.
     texts: Annotated[tuple[str, ...], Field(alias="plans")] = field(repr=False)
     of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its plan in `plans`.
-    made_s: Annotated[float, Field(exclude=True)] = 0.0  #: When the version was published.
     #: If pipelines wait for a straggler, the index in `plans` of what they run when that is over:
     #: the job's own plan, within its budgets. null if none waits for one.
     own: int | None = None
@@ -321,96 +330,26 @@ class Taken:
     at_s: float  #: When the job reported it, seconds since the epoch.
 
 
-class Numbers(Protocol):
-    """The part of a job's frontier that the policy needs. `Frontier` has all of it except
-    `slowed`.
-    """
-
-    @property
-    def baseline_time_s(self) -> float: ...  # noqa: D102
-    @property
-    def min_time_s(self) -> float: ...  # noqa: D102
-    @property
-    def max_time_s(self) -> float: ...  # noqa: D102
-    def bound_j(self, deadline_s: float) -> float:
-        """Return the least energy of one pipeline's iteration of that time, joules."""
-
-    def slowed(self, stages: Mapping[int, float]) -> Numbers:
-        """Return the numbers of the pipeline in which these stages are slower by these factors."""
-
-
 Value = TypeVar("Value")
-
-NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
-KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it is part of a path
-MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree on
-MOST_SLOWDOWN = 1e6
-EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
-LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
-_MOST_ALERTS = 10_000
-_MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
-_MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
-
-JobName = Annotated[
-    str,
-    Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; not `.` first."),
-]
-Key = Annotated[
-    str,
-    Field(pattern=KEY, description="Up to 256 printable ASCII characters without blanks and `/`."),
-]
-Whole = Annotated[int, Strict(), Field(ge=0, le=MOST_WHOLE)]
-Span = Annotated[float, Strict(), Field(gt=0.0, le=_MOST_S)]
-Seconds = Annotated[float, Strict(), Field(ge=0.0, le=_MOST_S)]
-Text = Annotated[str, Field(max_length=2000)]
-
-
-def _decoded(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise UsageError(
-            f"frontier: is not base64 ({error}); encode the file with `base64 -w0`"
-        ) from error
-
-
-def _encoded(value: bytes | None) -> str | None:
-    return None if value is None else base64.b64encode(value).decode()
 
 
 FileBytes = Annotated[
-    bytes | None,
-    BeforeValidator(_decoded),
-    PlainSerializer(_encoded),
-    WithJsonSchema({"anyOf": [{"type": "string", "contentEncoding": "base64"}, {"type": "null"}]}),
+    bytes,
+    PlainSerializer(lambda content: base64.b64encode(content).decode(), str),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
 ]
 
 
 @dataclass(frozen=True)
-class Registration:
+class Registration(_Job):
     """A job to register: with its frontier, or with a profile and a schedule that the service
     solves.
     """
 
-    __pydantic_config__ = STRICT
-
-    name: JobName
-    #: Number of data-parallel pipelines.
-    pipelines: Annotated[int, Strict(), Field(ge=1, le=2**16)]
     #: The file that `planner solve` writes, in base64.
-    frontier: FileBytes = field(default=None, repr=False)
+    frontier: FileBytes | None = field(default=None, repr=False)
     #: Locations of the ranks; needed if reports name ranks, GPUs or nodes.
-    places: Annotated[tuple[Place, ...], Field(max_length=2**20)] = ()
-    #: Iteration time to aim for without stragglers; null for that of all clocks at maximum.
-    deadline_s: Span | None = None
-    #: Clock changes that each GPU may make in an iteration; null for any number.
-    max_changes: Number | None = None
-    #: Upper bound on the average power of all GPUs of the job; null for none.
-    power_w: Watts | None = None
-    #: Probability of being on time that plans are made for; null takes each row for the truth.
-    on_time: Annotated[float | None, Field(gt=0, le=0.99)] = ON_TIME
+    places: Places = ()
     profile_csv: str | None = None  #: Instead of `frontier`: the text of profile.csv.
     profile_yaml: str | None = None  #: The text of the profile.yaml that names it.
     schedule: str | None = None  #: The name of a schedule, or a text grid.
@@ -476,6 +415,7 @@ class ReportRequest:
             raise UsageError(
                 "a report begins after a time or with an iteration; give one of the two"
             )
+
         if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
             raise UsageError(
                 f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 means recovered"
@@ -483,10 +423,6 @@ class ReportRequest:
         if self.score is not None and not 0.0 < self.score <= 1.0:
             raise UsageError(
                 f"score {self.score:g} is not above 0 and at most 1; 1 means recovered"
-            )
-        if self.iteration_s is not None and not 0.0 < self.iteration_s < math.inf:
-            raise UsageError(
-                f"iteration time {self.iteration_s:g} is not a number of seconds above 0"
             )
 
     def report(self, header_key: str | None, now_s: float) -> Report:
@@ -590,7 +526,7 @@ class PowerRequest:
 
     power_w: Watts | None  #: Upper bound on average power, watts; null for no bound.
     #: What replaces it later, in order; it replaces an earlier schedule.
-    schedule: Annotated[tuple[PowerStep, ...], Field(max_length=_MOST_STEPS)] = ()
+    schedule: Steps = ()
 
     def __post_init__(self) -> None:
         for before, after in pairwise(self.schedule):
@@ -628,37 +564,10 @@ Effect = Literal["planning", "next iteration", "already"]
 
 
 @dataclass(frozen=True)
-class JobSummary:
-    """A job, with the deadline and the power budget that hold now."""
-
-    name: str
-    pipelines: int
-    frontier: str  #: Digest of the frontier file.
-    ranks: int  #: Number of ranks whose location is known.
-    deadline_s: float | None
-    max_changes: int | None
-    power_w: float | None
-    since_s: float  #: When the job was registered, seconds since the epoch.
-    on_time: float | None = None  #: Probability of being on time that plans are made for.
-    #: Power limit that something else has set on its GPUs, watts; null for none.
-    gpu_power_limit_w: float | None = None
-    #: The power budget that comes next by a schedule; null if none does.
-    next_power: PowerStep | None = None
-
-    @classmethod
-    def of(cls, job: RegisteredJob) -> JobSummary:
-        """Summarize `job`."""
-        next_power = next(
-            (step for step in job.power_schedule if step.start_s > job.power_since_s), None
-        )
-        return cls(**shared(cls, job), ranks=len(job.places), next_power=next_power)
-
-
-@dataclass(frozen=True)
 class Registered:
     """The answer to a registration."""
 
-    job: JobSummary
+    job: RegisteredJob
     version: int  #: The newest version of the job's plans.
     #: Whether the job was unknown before; over HTTP, the status says it.
     is_new: Annotated[bool, Field(exclude=True)] = False
@@ -714,7 +623,7 @@ class Totals:
 class JobStatus:
     """Everything the service knows about a job."""
 
-    job: JobSummary
+    job: RegisteredJob
     decision: Decision
     version: int  #: The newest version of the plans.
     promised: int  #: The version that is being planned; equal to `version` if none is.
@@ -737,6 +646,11 @@ class JobStatus:
     #: Since when its GPUs have drawn over 2 % more than its power budgets allow, for a minute or
     #: longer, seconds since the epoch; null if they do not.
     over_budget_since_s: float | None = None
+
+    @cached_property
+    def as_json(self) -> bytes:
+        """The status as JSON, which is written once."""
+        return to_json(self)
 
 
 @dataclass(frozen=True)
@@ -927,9 +841,9 @@ class Curve:
     """
 
     #: (points,) Iteration times where the slope changes, rising, seconds.
-    rising_s: Annotated[tuple[float, ...], Field(alias="times_s")] = field(repr=False)
+    times_s: tuple[float, ...] = field(repr=False)
     #: (points,) The least energy at each, waiting included, joules.
-    rising_j: Annotated[tuple[float, ...], Field(alias="energies_j")] = field(repr=False)
+    energies_j: tuple[float, ...] = field(repr=False)
     baseline_time_s: float  #: With all clocks at maximum, seconds.
     baseline_j: float  #: Energy of such an iteration, joules.
     waiting_w: float  #: Power of all GPUs of the pipeline while they wait, watts.
@@ -964,35 +878,25 @@ class Curve:
         """Return the curve with at most `most` points, 2 or more: both ends and evenly spaced
         others.
         """
-        count = len(self.rising_s)
+        count = len(self.times_s)
         kept = dict.fromkeys(
             np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist()
         )
         return replace(
             self,
-            rising_s=tuple(self.rising_s[i] for i in kept),
-            rising_j=tuple(self.rising_j[i] for i in kept),
+            times_s=tuple(self.times_s[i] for i in kept),
+            energies_j=tuple(self.energies_j[i] for i in kept),
         )
-
-    @property
-    def times_s(self) -> NDArray[np.float64]:
-        """As `Frontier.times_s`: falling."""
-        return np.array(self.rising_s[::-1])
-
-    @property
-    def energies_j(self) -> NDArray[np.float64]:
-        """As `Frontier.energies_j`."""
-        return np.array(self.rising_j[::-1])
 
     @property
     def min_time_s(self) -> float:
         """As `Frontier.min_time_s`."""
-        return self.rising_s[0]
+        return self.times_s[0]
 
     @property
     def max_time_s(self) -> float:
         """As `Frontier.max_time_s`."""
-        return self.rising_s[-1]
+        return self.times_s[-1]
 
     def bound_j(self, deadline_s: float) -> float:
         """Return the least energy of an iteration of that time, as `Frontier.bound_j` up to
@@ -1001,7 +905,7 @@ class Curve:
         Raises:
             InfeasibleDeadline: If no iteration is that fast.
         """
-        times_s, energies_j = self.rising_s, self.rising_j
+        times_s, energies_j = self.times_s, self.energies_j
         if deadline_s < times_s[0]:
             raise InfeasibleDeadline(deadline_s, times_s[0])
         if deadline_s >= times_s[-1]:
@@ -1015,11 +919,8 @@ class Curve:
 
 
 class NotSolved(Exception):
-    """The pipeline with these slow stages, under its GPUs' power limit, has to be solved before a
-    decision.
-
-    Attributes:
-        slow: The slow stages.
+    """The pipeline with these slow stages (`slow`), under its GPUs' power limit, has to be solved
+    before a decision.
     """
 
     def __init__(self, slow: Slow) -> None:
@@ -1028,42 +929,9 @@ class NotSolved(Exception):
 
 
 @dataclass(frozen=True)
-class KnownNumbers(Curve):
-    """The `model.Numbers` of a job's frontier, as far as they are known without solving."""
+class Numbers(Curve):
+    """What the policy needs of a job's frontier."""
 
-    #: Returns the curve of a pipeline with slow stages; None if it has not been solved.
-    solved: Callable[[Slow], Curve | None] = field(repr=False)
-    slow: Slow = ()  #: The stages that are slow already
-
-    @classmethod
-    def on(
-        cls, curve: Curve, solved: Callable[[Slow], Curve | None], slow: Slow = ()
-    ) -> KnownNumbers:
-        """Return the numbers of a pipeline with this curve, in which these stages are slow."""
-        return cls(**shared(Curve, curve), solved=solved, slow=slow)
-
-    def slowed(self, stages: Mapping[int, float]) -> KnownNumbers:
-        """Return the numbers of the pipeline in which these stages are slower by these factors.
-
-        Raises:
-            NotSolved: If it has not been solved yet.
-        """
-        slowdowns = dict(self.slow)
-        for stage, slowdown in stages.items():
-            slowdowns[stage] = slowdowns.get(stage, 1.0) * slowdown
-        slow = slow_of(slowdowns)
-        if slow == self.slow:
-            return self
-        curve = self.solved(slow)
-        if curve is None:
-            raise NotSolved(slow)
-        return KnownNumbers.on(curve, self.solved, slow)
-
-
-def slow_of(stages: Mapping[int, float]) -> Slow:
-    """Return slow stages in the form in which they are looked up."""
-    return (
-        tuple(sorted((stage, slowdown) for stage, slowdown in stages.items() if slowdown != 1.0))
-        if stages
-        else ()
-    )
+    #: Returns the curve of the pipeline in which these stages are slower by these factors; raises
+    #: `NotSolved` if it has not been solved.
+    slowed: Callable[[Mapping[int, float]], Curve] = field(repr=False)

@@ -137,7 +137,7 @@ def serve(
     sys.setswitchinterval(_SWITCH_S)
     _raise_limit_of_descriptors()
     with _ended_by_sigterm():
-        server = _server(service, listener, limits, ready)
+        server = server_of(service, listener, limits, ready)
         server.run(sockets=[listener.socket])
     if server.live.fenced is not None:
         raise server.live.fenced
@@ -174,29 +174,6 @@ def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
         finally:
             loop.stop()
     return has_taken.is_set()
-
-
-@contextmanager
-def serving(
-    service: Service, address: Address, tokens: tuple[Token, ...] = (), limits: Limits | None = None
-) -> Iterator[str]:
-    """Serve on a thread of this process until the block ends, which gets the URL.
-
-    Raises:
-        UsageError: As for `listening`.
-    """
-    with listening(address, tokens) as listener:
-        server = _server(service, listener, limits, lambda: None)
-        thread = threading.Thread(
-            target=server.run, args=([listener.socket],), name="planner-service"
-        )
-        # clients that connect early wait for a moment, as the socket already listens
-        thread.start()
-        try:
-            yield listener.url
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 class _Connection(H11Protocol):
@@ -281,9 +258,10 @@ def _raise_limit_of_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
 
 
-def _server(
+def server_of(
     service: Service, listener: Listener, limits: Limits | None, ready: Callable[[], None]
 ) -> _Server:
+    """Return what serves `service` at `listener` once it runs."""
     address, tokens = listener.address, listener.tokens
     access = Access(tokens, loopback_only=not tokens and address.unix is None)
     app = create_app(service, access, limits or Limits())

@@ -6,7 +6,6 @@ the next one together, and are answered after it.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import threading
@@ -23,7 +22,7 @@ from perseus_planner.base.loops import SteadyClock
 from perseus_planner.service.alerts import AlertEffects, jobs_concerned, with_alerts
 from perseus_planner.service.jobs import (
     JobState,
-    Statuses,
+    StatusMade,
     TelemetryBook,
     answer_registration,
     answer_to,
@@ -47,7 +46,6 @@ from perseus_planner.service.jobs import (
     until_it_begins,
 )
 from perseus_planner.service.models import (
-    BOUND,
     Answer,
     Conflict,
     History,
@@ -63,7 +61,14 @@ from perseus_planner.service.models import (
     Taken,
     UnknownReport,
 )
-from perseus_planner.service.planning import Ending, Planning, Processes, Replanner
+from perseus_planner.service.planning import (
+    Ending,
+    Planning,
+    Processes,
+    Replanner,
+    Unsolved,
+    solve_profile,
+)
 from perseus_planner.service.power import (
     begin_budgets,
     set_budget,
@@ -79,7 +84,6 @@ from perseus_planner.service.store import (
     Writer,
     unknown_job,
 )
-from perseus_planner.service.worker import Unsolved, solve_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,50 +91,6 @@ if TYPE_CHECKING:
 
     from perseus_planner.service.models import Counters, Curve, JobTotals
     from perseus_planner.service.store import Storage, Stored
-
-
-_SPARE = 1024  # outdated heap entries that are tolerated besides as many as there are timers
-
-
-class Timers:
-    """One timer for each job. It may be used from any thread, and finds due jobs without looking
-    at all of them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._at_s: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []
-
-    def set(self, name: str, at_s: float) -> None:
-        """Set the timer of a job, replacing an earlier one; infinite removes it."""
-        with self._lock:
-            if self._at_s.pop(name, math.inf) == at_s == math.inf:
-                return
-            if at_s < math.inf:
-                self._at_s[name] = at_s
-                heapq.heappush(self._heap, (at_s, name))
-            if len(self._heap) > 2 * len(self._at_s) + _SPARE:
-                self._heap = [(time_s, job) for job, time_s in self._at_s.items()]
-                heapq.heapify(self._heap)
-
-    def take_due(self, now_s: float) -> list[str]:
-        """Remove the timers that are due, and return the names of their jobs."""
-        names = []
-        with self._lock:
-            while self._heap and self._heap[0][0] <= now_s:
-                at_s, name = heapq.heappop(self._heap)
-                if self._at_s.get(name) == at_s:
-                    del self._at_s[name]
-                    names.append(name)
-        return names
-
-    def next_s(self) -> float:
-        """Return the time of the first timer; infinite if there is none."""
-        with self._lock:
-            while self._heap and self._at_s.get(self._heap[0][1]) != self._heap[0][0]:
-                heapq.heappop(self._heap)
-            return self._heap[0][0] if self._heap else math.inf
 
 
 JOB_LEASE_S = 180.0
@@ -190,23 +150,24 @@ class Service:
         self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
-        self._timers, self._leases = Timers(), Timers()
+        #: When time alone may change the decision of each job.
+        self._timers: dict[str, float] = {}
+        self._timing = threading.Lock()  #: of them
         self._epoch = uuid4().hex
         self._over_s: dict[str, float] = {}  #: since when jobs draw more than their budgets allow
-        self._lease_s, self._heard_s = lease_s, dict.fromkeys(stored.jobs, self._now_s())
-        self._subscribers: tuple[Callable[[str, int], None], ...] = ()
-        self._subscribing = threading.Lock()
+        self._lease_s = lease_s
+        #: When each job was last heard of, unless it is silent.
+        self._heard_s = dict.fromkeys(stored.jobs, self._now_s())
+        self._subscribers: list[Callable[[str, int], None]] = []
         self._storage = storage
         self._writer = Writer(storage, stored, self._follow_up, self._now_s)
         self._telemetry = TelemetryBook(
-            stored.telemetry, {name: state.job for name, state in stored.jobs.items()}
+            {stored.jobs[name].job.key: tally for name, tally in stored.telemetry.items()}
         )
-        self._statuses = Statuses()
+        self._statuses: dict[str, StatusMade] = {}
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
-            self._leases.set(name, self._heard_s[name] + lease_s)
             self._set_timer(name, state)
-            self._planning.remember(state.job, state.curve, stored.versions[name])
 
     def __enter__(self) -> Service:
         with ExitStack() as stack:
@@ -333,7 +294,7 @@ class Service:
             InfeasibleError: If no plan meets its deadline, switch budget or power, or the power
                 budget of all jobs.
         """
-        job = replace(job, frontier=sha256(frontier), since_s=self._now_s())
+        job = replace(job, frontier=sha256(frontier), since_s=self._now_s(), ranks=len(job.places))
         self._hear_of(job.name)
         state = self._writer.jobs.get(job.name)
         if state is not None and (not take_over or is_same(state, job)):
@@ -357,16 +318,16 @@ class Service:
     def end(self, job: str) -> None:
         """Forget a job that has ended, but for its totals."""
 
-        def command(draft: Draft) -> None:
+        def command(draft: Draft) -> RegisteredJob:
             ended = draft.state(job).job
             draft.remove(job)
             draft.ended.append(totals_of(ended, self._telemetry.of(ended), self._now_s()))
             if draft.budget.power_w is not None:
                 self._share_power(draft, None)
+            return ended
 
-        self._writer.do(command)
-        self._telemetry.forget(job)
-        self._statuses.forget(job)
+        self._telemetry.forget(self._writer.do(command))
+        self._statuses.pop(job, None)
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
         """Set the iteration time to aim for without stragglers, seconds; None for that of all
@@ -403,8 +364,6 @@ class Service:
             InfeasiblePower: If no plans draw so little; names the least.
             UsageError: If it is not a power.
         """
-        if power_w is not None:
-            BOUND.check(power_w, "power_w")
 
         def command(draft: Draft) -> tuple[Answer, ...]:
             before = draft.jobs().values() if job is None else [draft.state(job)]
@@ -584,15 +543,8 @@ class Service:
             The function that ends the subscription.
         """
         told = partial(callback)  # another object each time
-
-        def end() -> None:
-            with self._subscribing:
-                others = (subscriber for subscriber in self._subscribers if subscriber is not told)
-                self._subscribers = tuple(others)
-
-        with self._subscribing:
-            self._subscribers = (*self._subscribers, told)
-        return end
+        self._subscribers.append(told)
+        return partial(self._subscribers.remove, told)
 
     def tick(self) -> float:
         """Do what is due by now: reports begin or expire, holding times end, budgets begin,
@@ -611,21 +563,22 @@ class Service:
             for name, state in self._writer.jobs.items():
                 if state.job.power_schedule:
                     self._set_timer(name, state)
-        due, unheard = self._timers.take_due(now_s), self._leases.take_due(now_s)
-        silent = []
-        for name in unheard:
-            end_s = self._heard_s.get(name, now_s) + self._lease_s
-            if end_s <= now_s:
-                silent.append(name)
-            else:
-                self._leases.set(name, end_s)
+        with self._timing:
+            due = [name for name, at_s in self._timers.items() if at_s <= now_s]
+            for name in due:
+                self._timers[name] = math.inf
+        silent = [
+            name for name, at_s in list(self._heard_s.items()) if at_s + self._lease_s <= now_s
+        ]
+        heard_s = {name: self._heard_s.pop(name, now_s) for name in silent}
         try:
             if due or silent or self._budget_s <= now_s:
                 self._writer.do(partial(self._carry_out, due, silent, now_s, wall_s))
         except PlannerError:
-            for timers, names in ((self._timers, due), (self._leases, silent)):
-                for name in names:
-                    timers.set(name, now_s)
+            for name in due:
+                self._timers[name] = now_s
+            for name, at_s in heard_s.items():
+                self._heard_s.setdefault(name, at_s)
             raise
         if self._telemetry.write_s <= now_s:
             self._write_telemetry()
@@ -638,8 +591,9 @@ class Service:
         """
         if self.problem:
             return -math.inf
-        timers_s = self._timers.next_s(), self._leases.next_s()
-        return min(*timers_s, self._telemetry.write_s, self._budget_s)
+        look_s = min(list(self._timers.values()), default=math.inf)
+        silent_s = min(list(self._heard_s.values()), default=math.inf) + self._lease_s
+        return min(look_s, silent_s, self._telemetry.write_s, self._budget_s)
 
     @property
     def _budget_s(self) -> float:
@@ -658,7 +612,9 @@ class Service:
         these jobs.
         """
         for state in map(draft.find, silent):
-            if state is not None and state.silent_since_s is None:
+            if state is None or state.job.name in self._heard_s:
+                continue
+            if state.silent_since_s is None:
                 draft.put(replace(state, silent_since_s=now_s))
                 self._share_power(draft, state.job.name)
         begin_budgets(draft, names, wall_s, partial(self._share_power, draft))
@@ -671,7 +627,7 @@ class Service:
         state = self._writer.jobs.get(name)
         if state is None:
             return
-        self._heard_s[name] = now_s = self._now_s()
+        self._heard_s[name] = self._now_s()
         if state.silent_since_s is None:
             return
 
@@ -681,7 +637,6 @@ class Service:
                 draft.put(replace(state, silent_since_s=None))
                 share_least_power(draft, name, partial(self._reconcile, draft))
 
-        self._leases.set(name, now_s + self._lease_s)
         self._writer.submit(command)
 
     def _state(self, name: str) -> JobState:
@@ -691,7 +646,11 @@ class Service:
         return state
 
     def _status(self, state: JobState, now_s: float) -> JobStatus:
-        return self._statuses.of(state, self._telemetry.of(state.job), now_s)
+        made = self._statuses.get(state.job.name)
+        tally = self._telemetry.of(state.job)
+        if made is None or not made.holds(state, tally, now_s):
+            made = self._statuses[state.job.name] = StatusMade.of(state, tally, now_s)
+        return made.status
 
     def _reconcile(self, draft: Draft, state: JobState) -> JobState:
         after = reconcile(state, self._planning, self._now_s())
@@ -723,48 +682,45 @@ class Service:
         def command(draft: Draft) -> None:
             state = draft.find(name)
             if state is not None and problem:
-                draft.put(give_up(state, problem, self._now_s()))
+                draft.put(give_up(state, problem))
             elif state is not None:
                 self._reconcile(draft, state)
 
         try:
             self._writer.do(command)
         except Exception:
-            self._timers.set(name, self._now_s() + _RETRY_S)
+            self._timers[name] = self._now_s() + _RETRY_S
             raise
 
-    def _set_timer(self, name: str, state: JobState | None) -> None:
+    def _set_timer(self, name: str, state: JobState) -> None:
         """Remember when time alone may change the decision; a job that is being planned is
         looked at after that.
         """
-        look_s = math.inf
-        if state is not None:
-            look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
-            if not state.is_planned and look_s <= now_s:
-                look_s = math.inf
-        self._timers.set(name, look_s)
+        look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
+        is_awaited = not state.is_planned and look_s <= now_s
+        with self._timing:
+            self._timers[name] = math.inf if is_awaited else look_s
 
     def _follow_up(self, changed: Changed) -> None:
         """Set timers, request plans and notify subscribers after a change is on disk."""
         for name, (before, after) in changed.items():
-            self._set_timer(name, after)
             if before is None:
-                self._heard_s[name] = now_s = self._now_s()
-                self._leases.set(name, now_s + self._lease_s)
-            elif after is None:
-                self._heard_s.pop(name, None)
-                self._over_s.pop(name, None)
-                self._leases.set(name, math.inf)
+                self._heard_s[name] = self._now_s()
+            if after is None:
+                for times_s in (self._timers, self._heard_s, self._over_s):
+                    times_s.pop(name, None)
+            else:
+                self._set_timer(name, after)
+                if not after.is_planned:
+                    self._replanner.request(name)
             _log_events(name, before, after)
-            if after is not None and not after.is_planned:
-                self._replanner.request(name)
             versions = [state.published.version for state in (before, after) if state is not None]
             # also of a job that is new, or has ended
             if versions[0] < versions[-1] or len(versions) == 1:
                 self._notify(name, versions[-1])
 
     def _notify(self, name: str, version: int) -> None:
-        for callback in self._subscribers:
+        for callback in tuple(self._subscribers):
             try:
                 callback(name, version)
             except Exception:
@@ -779,10 +735,10 @@ class Service:
         unwritten = self._telemetry.take_unwritten()
 
         def command(draft: Draft) -> None:
-            for name, (since_s, tally) in unwritten.items():
-                state = draft.find(name)
-                if state is not None and state.job.since_s == since_s:
-                    draft.telemetry[name] = tally
+            for key, tally in unwritten.items():
+                state = draft.find(key[0])
+                if state is not None and state.job.key == key:
+                    draft.telemetry[key[0]] = tally
 
         if unwritten:
             self._writer.do(command)

@@ -8,7 +8,7 @@ with one writer.
 | jobs | one row for each running job: its registration, and what changes of it |
 | reports | the reports of each job; `counts` is 0 for those that no longer count |
 | totals | what each running job ran, used and saved |
-| versions, plans | the latest versions of each job's plans; every plan of a job once |
+| plans | the newest version of each job's plans |
 | ended | what each job that has ended ran, used and saved; rows are never deleted |
 """
 
@@ -25,18 +25,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
-from typing_extensions import TypedDict
 
 from perseus_planner.base.errors import UsageError, how_to_install
-from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import Loop
 from perseus_planner.service.jobs import JobState, Tally, with_events
 from perseus_planner.service.models import (
@@ -49,16 +47,18 @@ from perseus_planner.service.models import (
     RegisteredJob,
     Report,
     StorageError,
+    Target,
     UnknownJob,
     distinct,
     from_json,
+    shared,
     to_json,
 )
 
 Execute = Callable[..., list[Any]]
 """Runs a statement with a value for each `?`, and returns its rows."""
 
-LAYOUT = 4
+LAYOUT = 5
 TABLES = (
     """CREATE TABLE frontiers (
     digest TEXT PRIMARY KEY, content BYTEA NOT NULL, curve TEXT NOT NULL)""",
@@ -69,23 +69,66 @@ TABLES = (
     job TEXT NOT NULL, key TEXT NOT NULL, number BIGINT NOT NULL, counts INTEGER NOT NULL,
     content TEXT NOT NULL, PRIMARY KEY (job, key))""",
     "CREATE TABLE totals (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
-    """CREATE TABLE versions (
-    job TEXT NOT NULL, version BIGINT NOT NULL, content TEXT NOT NULL,
-    PRIMARY KEY (job, version))""",
-    """CREATE TABLE plans (
-    job TEXT NOT NULL, digest TEXT NOT NULL, version BIGINT NOT NULL, text TEXT NOT NULL,
-    PRIMARY KEY (job, digest))""",
+    "CREATE TABLE plans (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
     "CREATE TABLE ended (id BIGINT PRIMARY KEY, totals TEXT NOT NULL)",
 )
 
 
 def _from_2(execute: Execute) -> None:
-    """What a running job counted becomes an account."""
-    for name, text in execute("SELECT name, telemetry FROM jobs WHERE telemetry IS NOT NULL"):
-        tally = json.loads(text)
-        latest = tally["latest"]
-        kept = ("iteration_s", "power_w", "set_p50_s", "set_p99_s", "observed_s", "earlier")
-        account = {
+    """Reports, totals and plans become rows of their own, and what a running job counted an
+    account.
+    """
+    for table in ("frontiers", "jobs", "ended"):
+        execute(f"ALTER TABLE {table} RENAME TO old_{table}")
+    texts = dict(execute("SELECT digest, text FROM plans"))
+    versions = {
+        job: {**json.loads(content), "version": version}  # the newest of each job
+        for job, version, content in execute(
+            "SELECT job, version, content FROM versions ORDER BY version"
+        )
+    }
+    execute("DROP TABLE plans")
+    for statement in TABLES:
+        execute(statement)
+    execute("INSERT INTO frontiers SELECT digest, content, curve FROM old_frontiers")
+    execute("INSERT INTO ended SELECT id, totals FROM old_ended")
+    rows = execute("SELECT name, frontier, registration, state, telemetry FROM old_jobs")
+    number = 0
+    for name, frontier, registration, state, telemetry in rows:
+        content, job = json.loads(state), json.loads(registration)
+        for counts, kind in enumerate(("past", "reports")):
+            for report in content.pop(kind):
+                number += 1
+                insert = "INSERT INTO reports VALUES (?, ?, ?, ?, ?)"
+                execute(insert, name, report["key"], number, counts, json.dumps(report))
+        content["job"] = {key: content.pop(key) for key in _SETTINGS if key in content}
+        job["ranks"] = len(job.get("places", ()))
+        row = (name, frontier, json.dumps(job), json.dumps(content))
+        execute("INSERT INTO jobs VALUES (?, ?, ?, ?)", *row)
+        if telemetry is not None:
+            execute("INSERT INTO totals VALUES (?, ?)", name, _accounts(json.loads(telemetry)))
+        newest = versions[name]
+        newest["plans"] = [texts[digest] for digest in newest["plans"]]
+        planned = newest.pop("decision")
+        content = json.dumps({"published": newest, "planned": planned})
+        execute("INSERT INTO plans VALUES (?, ?)", name, content)
+    budget = dict(execute("SELECT name, value FROM meta WHERE name LIKE 'power%'"))
+    if budget:
+        steps = json.loads(budget.get("power_schedule", "{}")).get("schedule", [])
+        power_w = float(budget["power_w"]) if "power_w" in budget else None
+        content = json.dumps({"power_w": power_w, "schedule": steps})
+        execute("INSERT INTO meta VALUES ('budget', ?)", content)
+    execute("DELETE FROM meta WHERE name LIKE 'power%'")
+    for table in ("version_plans", "versions", "old_jobs", "old_ended", "old_frontiers"):
+        execute(f"DROP TABLE {table}")
+    execute("DROP TABLE IF EXISTS learnt")
+
+
+def _accounts(tally: dict[str, Any]) -> str:
+    latest = tally["latest"]
+    kept = ("iteration_s", "power_w", "set_p50_s", "set_p99_s", "observed_s", "earlier", "points")
+    return json.dumps(
+        {
             **_account(tally, latest["metered_s"]),
             **{key: tally[key] for key in kept},
             "latest": {"run": latest["run"], **_account(latest, latest["metered_s"])},
@@ -93,9 +136,8 @@ def _from_2(execute: Execute) -> None:
                 {key: value for key, value in plan.items() if key != "baseline_j"}
                 for plan in tally["plans"]
             ],
-            "points": tally["points"],
         }
-        execute("UPDATE jobs SET telemetry = ? WHERE name = ?", json.dumps(account), name)
+    )
 
 
 def _account(counted: dict[str, Any], metered_s: float) -> dict[str, Any]:
@@ -108,78 +150,12 @@ def _account(counted: dict[str, Any], metered_s: float) -> dict[str, Any]:
     }
 
 
-def _from_3(execute: Execute) -> None:
-    """Reports and totals become rows of their own, and plans those of their job."""
-    for table in ("frontiers", "jobs", "versions", "plans", "ended"):
-        execute(f"ALTER TABLE {table} RENAME TO old_{table}")
-    for statement in TABLES:
-        execute(statement)
-    execute("INSERT INTO frontiers SELECT digest, content, curve FROM old_frontiers")
-    execute("INSERT INTO ended SELECT id, totals FROM old_ended")
-    rows = execute("SELECT name, frontier, registration, state, telemetry FROM old_jobs")
-    number = 0
-    for name, frontier, registration, state, telemetry in rows:
-        content = json.loads(state)
-        for counts, kind in enumerate(("past", "reports")):
-            for report in content.pop(kind):
-                number += 1
-                execute(
-                    "INSERT INTO reports VALUES (?, ?, ?, ?, ?)",
-                    name,
-                    report["key"],
-                    number,
-                    counts,
-                    json.dumps(report),
-                )
-        execute(
-            "INSERT INTO jobs VALUES (?, ?, ?, ?)",
-            name,
-            frontier,
-            registration,
-            json.dumps(content),
-        )
-        if telemetry is not None:
-            execute("INSERT INTO totals VALUES (?, ?)", name, telemetry)
-    for job, version, text in execute("SELECT job, version, content FROM old_versions"):
-        content = json.loads(text)
-        content |= {"version": version, "own": None, "digests": content.pop("plans")}
-        execute("INSERT INTO versions VALUES (?, ?, ?)", job, version, json.dumps(content))
-    execute(
-        "INSERT INTO plans SELECT of.job, of.plan, MAX(of.version), old_plans.text "
-        "FROM version_plans AS of JOIN old_plans ON old_plans.digest = of.plan GROUP BY 1, 2, 4"
-    )
-    budget = dict(execute("SELECT name, value FROM meta WHERE name LIKE 'power%'"))
-    if budget:
-        steps = json.loads(budget.get("power_schedule", "{}")).get("schedule", [])
-        power_w = float(budget["power_w"]) if "power_w" in budget else None
-        content = json.dumps({"power_w": power_w, "schedule": steps})
-        execute("INSERT INTO meta VALUES ('budget', ?)", content)
-    execute("DELETE FROM meta WHERE name LIKE 'power%'")
-    for table in ("jobs", "versions", "plans", "ended", "frontiers"):
-        execute(f"DROP TABLE old_{table}")
-    execute("DROP TABLE version_plans")
-    execute("DROP TABLE IF EXISTS learnt")
-
-
-MIGRATIONS: dict[int, Callable[[Execute], None]] = {2: _from_2, 3: _from_3}
-"""Layout -> the step from it to the next one."""
-
-
-Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
-Versions = list[tuple[PlanSet, Decision]]
-"""Versions of a job's plans, rising, each with the decision it was planned for."""
-
-VERSIONS_KEPT = 16
-"""How many versions of a job's plans are kept. Jobs return to earlier plans, which are then not
-computed again.
-"""
 ENDED_SHOWN = 1000
 """How many of the jobs that have ended are listed; the totals of all are kept."""
 
 _WAIT_S = 10  # for another process that has locked the file
 _LOCK = 0x706C616E6E6572  # of PostgreSQL: names the writer's lock, which its connection holds
 _STATE = (
-    "decision",
     "saving_w",
     "promised",
     "taken",
@@ -188,7 +164,14 @@ _STATE = (
     "silent_since_s",
     "over_budget_since_s",
 )
-_SETTINGS = ("deadline_s", "power_w", "power_schedule", "power_since_s", "gpu_power_limit_w")
+_SETTINGS = (
+    "deadline_s",
+    "power_w",
+    "next_power",
+    "power_schedule",
+    "power_since_s",
+    "gpu_power_limit_w",
+)
 
 
 class StandBy(StorageError):
@@ -214,7 +197,6 @@ class Stored:
     """The content of the database."""
 
     jobs: Mapping[str, JobState]  #: Name -> state
-    versions: Mapping[str, Versions]  #: Name -> the versions of its plans that are kept
     budget: PowerBudget  #: The power budget of all jobs
     telemetry: Mapping[str, Tally]  #: Name -> telemetry, for jobs that have sent some
     written_s: float = 0.0  #: When something was last written, by the clock of who wrote it
@@ -231,15 +213,11 @@ class Storage:
     def __init__(
         self,
         location: str | os.PathLike[str],
-        *,
-        synchronous: Synchronous = "FULL",
     ) -> None:
         """Open the database, or create it.
 
         Args:
             location: The path of an SQLite file, or a URL of PostgreSQL.
-            synchronous: For SQLite. With FULL, what is acknowledged survives a loss of power; with
-                NORMAL, only the death of the service.
 
         Raises:
             StandBy: If another service has it, in PostgreSQL.
@@ -259,7 +237,8 @@ class Storage:
             if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
                 raise StandBy(f"{self.location}: another service has it; this one stands by")
             if not self.is_shared:
-                self._set_pragmas(synchronous)
+                self.execute("PRAGMA journal_mode=WAL")
+                self.execute("PRAGMA synchronous=FULL")  # survives a loss of power
             with self.transaction():
                 self._migrate()
                 self._set("writer", self._writer)
@@ -350,10 +329,6 @@ class Storage:
             self._identity = _identity(path)
         return connection
 
-    def _set_pragmas(self, synchronous: Synchronous) -> None:
-        self.execute("PRAGMA journal_mode=WAL")
-        self.execute(f"PRAGMA synchronous={synchronous}")
-
     @contextmanager
     def _or_close(self) -> Iterator[None]:
         """Close the connection if it cannot be used."""
@@ -367,8 +342,8 @@ class Storage:
             raise
 
     def _migrate(self) -> None:
-        """Bring the tables to the layout of this version, step by step; a file as it was is kept
-        beside an SQLite file.
+        """Bring the tables to the layout of this version; an SQLite file as it was is kept
+        beside it.
         """
         self.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         layout = self._get("layout")
@@ -379,7 +354,7 @@ class Storage:
             return
         if layout == str(LAYOUT):
             return
-        if not layout.isdecimal() or int(layout) not in MIGRATIONS:
+        if layout != "2":
             raise StorageError(
                 f"{self.location}: is of version {layout} and this planner reads version {LAYOUT}; "
                 "use the planner that wrote it, or start with another database"
@@ -387,8 +362,7 @@ class Storage:
         if self._path is not None:
             _copy(self._path, f"{self._path}.layout-{layout}")
         try:
-            for number in range(int(layout), LAYOUT):
-                MIGRATIONS[number](self.execute)
+            _from_2(self.execute)
         except (KeyError, TypeError, ValueError) as error:
             raise self._unreadable(error) from error
         self._set("layout", str(LAYOUT))
@@ -429,13 +403,12 @@ class Storage:
                     digest: from_json(Curve, curve)
                     for digest, curve in self.execute("SELECT digest, curve FROM frontiers")
                 }
-                kept, reports = self._versions(), self._reports()
+                reports = self._reports()
                 states = {
-                    name: _state_of(
-                        registration, state, curves[frontier], kept[name][-1], reports.get(name)
-                    )
-                    for name, frontier, registration, state in self.execute(
-                        "SELECT name, frontier, registration, state FROM jobs"
+                    name: _state_of(texts, curves[frontier], *reports.get(name, ({}, {})))
+                    for name, frontier, *texts in self.execute(
+                        "SELECT name, frontier, registration, state, content "
+                        "FROM jobs JOIN plans ON plans.job = name"
                     )
                 }
                 tallies = {
@@ -445,7 +418,6 @@ class Storage:
                 budget, written_s = self._get("budget"), float(self._get("written_s") or 0.0)
                 return Stored(
                     states,
-                    kept,
                     PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget),
                     tallies,
                     written_s,
@@ -458,21 +430,6 @@ class Storage:
             f"{self.location}: holds what this planner cannot read ({_one_line(error)}); restore a "
             "copy of it, or start with another database"
         )
-
-    def _versions(self) -> dict[str, Versions]:
-        texts = {
-            (job, digest): text
-            for job, digest, text in self.execute("SELECT job, digest, text FROM plans")
-        }
-        by_job: dict[str, Versions] = {}
-        for job, content in self.execute("SELECT job, content FROM versions ORDER BY version"):
-            record = from_json(_Version, _unpacked(content))
-            distinct = tuple(texts[job, digest] for digest in record["digests"])
-            plan_set = PlanSet(
-                record["version"], distinct, record["of_pipeline"], record["made_s"], record["own"]
-            )
-            by_job.setdefault(job, []).append((plan_set, record["decision"]))
-        return by_job
 
     def _reports(self) -> dict[str, tuple[dict[str, Report], dict[str, Report]]]:
         """Return the reports of each job by key: those that do not count any more, and the others;
@@ -527,18 +484,14 @@ class Storage:
                 )
             for name, (before, after) in change.jobs.items():
                 if after is None:
-                    self._delete(name, "reports", "totals", "versions", "plans")
+                    for table in ("reports", "totals", "plans"):
+                        self.execute(f"DELETE FROM {table} WHERE job = ?", name)
                     self.execute("DELETE FROM jobs WHERE name = ?", name)
                     self._sweep_frontiers()
                 else:
                     self._write_job(name, before, after)
             for name, tally in change.telemetry.items():
-                self.execute(
-                    "INSERT INTO totals (job, content) VALUES (?, ?) "
-                    "ON CONFLICT (job) DO UPDATE SET content = excluded.content",
-                    name,
-                    to_json(tally).decode(),
-                )
+                self._put("totals", name, to_json(tally).decode())
             for totals in change.ended:
                 self.execute(
                     "INSERT INTO ended (id, totals) "
@@ -582,18 +535,13 @@ class Storage:
 
     def _write_job(self, name: str, before: JobState | None, after: JobState) -> None:
         """Write the rows that differ."""
-        content = write_json(
-            {
-                **{field: getattr(after, field) for field in _STATE},
-                "decision": _packed(after.decision),
-                **{field: getattr(after.job, field) for field in _SETTINGS},
-            },
-            inf_nan_mode="null",
-        ).decode()
+        state = {field: getattr(after, field) for field in _STATE}
+        state["decision"] = _packed(after.decision)
+        state["job"] = {field: getattr(after.job, field) for field in _SETTINGS}
         if before is not None and before.registered is after.registered:
-            self.execute("UPDATE jobs SET state = ? WHERE name = ?", content, name)
+            self.execute("UPDATE jobs SET state = ? WHERE name = ?", _text(state), name)
         else:  # some megabytes for a large job
-            row = (name, after.job.frontier, to_json(after.registered).decode(), content)
+            row = (name, after.job.frontier, _text(vars(after.registered)), _text(state))
             statement = "INSERT INTO jobs (name, frontier, registration, state) VALUES (?, ?, ?, ?)"
             if before is not None:
                 statement += (
@@ -601,12 +549,22 @@ class Storage:
                     "registration = excluded.registration, state = excluded.state"
                 )
             self.execute(statement, *row)
-        if before is not None and before.job.frontier != after.job.frontier:
-            self._delete(name, "versions", "plans")  # of another frontier
             self._sweep_frontiers()
         self._write_reports(name, before, after)
         if before is None or before.published.version != after.published.version:
-            self._write_version(name, after)
+            published = shared(PlanSet, after.published)
+            published["plans"] = published.pop("texts")
+            plans = {"published": published, "planned": _packed(after.planned)}
+            self._put("plans", name, _text(plans))
+
+    def _put(self, table: str, job: str, content: str) -> None:
+        """Write the content of a job in a table that has one row for it."""
+        self.execute(
+            f"INSERT INTO {table} (job, content) VALUES (?, ?) "
+            "ON CONFLICT (job) DO UPDATE SET content = excluded.content",
+            job,
+            content,
+        )
 
     def _write_reports(self, name: str, before: JobState | None, after: JobState) -> None:
         for counts, kind in enumerate(("past", "reports")):
@@ -622,47 +580,6 @@ class Storage:
             for key in before.past.keys() - after.past.keys() - after.reports.keys():
                 self.execute("DELETE FROM reports WHERE job = ? AND key = ?", name, key)
 
-    def _write_version(self, name: str, state: JobState) -> None:
-        """Write the published version of a job, and delete those that are too old."""
-        published = state.published
-        digests = [_digest(text) for text in published.texts]
-        content = {
-            "version": published.version,
-            "made_s": published.made_s,
-            "decision": _packed(state.planned),
-            "of_pipeline": published.of_pipeline,
-            "own": published.own,
-            "digests": digests,
-        }
-        self.execute(
-            "INSERT INTO versions (job, version, content) VALUES (?, ?, ?)",
-            name,
-            published.version,
-            write_json(content, inf_nan_mode="null").decode(),
-        )
-        for digest, text in zip(digests, published.texts, strict=True):
-            self.execute(
-                "UPDATE plans SET version = ? WHERE job = ? AND digest = ?",
-                published.version,
-                name,
-                digest,
-            )
-            if not self._count:
-                row = (name, digest, published.version, text)
-                self.execute(
-                    "INSERT INTO plans (job, digest, version, text) VALUES (?, ?, ?, ?)", *row
-                )
-        for table in ("versions", "plans"):
-            self.execute(
-                f"DELETE FROM {table} WHERE job = ? AND version <= ?",
-                name,
-                published.version - VERSIONS_KEPT,
-            )
-
-    def _delete(self, job: str, *tables: str) -> None:
-        for table in tables:
-            self.execute(f"DELETE FROM {table} WHERE job = ?", job)
-
     def _sweep_frontiers(self) -> None:
         self.execute(
             "DELETE FROM frontiers WHERE NOT EXISTS "
@@ -675,17 +592,10 @@ INSERT INTO reports (job, key, number, counts, content) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (job, key) DO UPDATE SET counts = excluded.counts, content = excluded.content,
 number = CASE WHEN reports.counts = excluded.counts THEN reports.number ELSE excluded.number END
 """
-_JOB_HINTS = get_type_hints(RegisteredJob, include_extras=True)
-_STATE_HINTS = get_type_hints(JobState, include_extras=True)
 
 
-class _Version(TypedDict):
-    version: int
-    made_s: float
-    decision: Decision
-    of_pipeline: tuple[int, ...]
-    own: int | None
-    digests: tuple[str, ...]
+def _text(value: Any) -> str:
+    return write_json(value, inf_nan_mode="null").decode()
 
 
 def _packed(decision: Decision) -> dict[str, Any]:
@@ -696,47 +606,43 @@ def _packed(decision: Decision) -> dict[str, Any]:
     return {**vars(decision), "targets": targets, "of_pipeline": of_pipeline}
 
 
-def _unpacked(text: str) -> str | bytes:
-    """Return the JSON of a row with a target for each pipeline in its decision."""
-    content = read_json(text)
-    decision = content["decision"]
-    of_pipeline = decision.pop("of_pipeline", None)
-    if of_pipeline is not None:
-        decision["targets"] = [decision["targets"][index] for index in of_pipeline]
-    return write_json(content)
+def _unpacked(decision: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a decision with a target for each pipeline, from what is stored."""
+    targets = _targets().validate_python(decision["targets"])
+    of_pipeline = decision.get("of_pipeline", range(len(targets)))
+    return {**decision, "targets": [targets[index] for index in of_pipeline]}
 
 
 def _state_of(
-    registration: str,
-    state: str,
+    texts: Sequence[str],
     curve: Curve,
-    newest: tuple[PlanSet, Decision],
-    reports: tuple[Mapping[str, Report], Mapping[str, Report]] | None,
+    past: Mapping[str, Report],
+    reports: Mapping[str, Report],
 ) -> JobState:
-    """Return the state of a job from its row, its newest plans and the decision they were made
-    for.
-    """
-    registered = from_json(RegisteredJob, registration)
-    stored = _state_adapter().validate_json(_unpacked(state))
-    settings = {name: stored.pop(name) for name in _SETTINGS if name in stored}
-    past, counting = reports or ({}, {})
-    return JobState(
-        registered=registered,
-        job=replace(registered, **settings),
-        curve=curve,
-        published=newest[0],
-        planned=newest[1],
-        reports=counting,
-        past=past,
-        **stored,
-    )
+    """Return the state of a job from its registration, state and plans in the database."""
+    registered = from_json(RegisteredJob, texts[0])
+    content, newest = map(read_json, texts[1:])
+    content |= {
+        "registered": registered,
+        "job": {**vars(registered), **content["job"]},
+        "curve": curve,
+        "decision": _unpacked(content["decision"]),
+        "published": newest["published"],
+        "planned": _unpacked(newest["planned"]),
+        "reports": reports,
+        "past": past,
+    }
+    return _states().validate_python(content)
 
 
 @cache
-def _state_adapter() -> TypeAdapter[Any]:
-    hints: Any = {name: _STATE_HINTS[name] for name in _STATE}
-    hints |= {name: _JOB_HINTS[name] for name in _SETTINGS}
-    return TypeAdapter(TypedDict("_State", hints, total=False))  # type: ignore[operator]
+def _states() -> TypeAdapter[JobState]:
+    return TypeAdapter(JobState)
+
+
+@cache
+def _targets() -> TypeAdapter[list[Target]]:
+    return TypeAdapter(list[Target])
 
 
 @cache
@@ -782,18 +688,6 @@ def _copy(path: str, to: str) -> None:
 def _identity(path: str) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino
-
-
-_digests: dict[str, str] = {}
-
-
-def _digest(text: str) -> str:
-    """Return the digest of a plan; cached, as the same plans are published again and again."""
-    if text not in _digests:
-        if len(_digests) >= 1024:
-            _digests.clear()
-        _digests[text] = sha256(text.encode())
-    return _digests[text]
 
 
 def _one_line(error: object) -> str:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
         Answer,
         Event,
         JobStatus,
-        JobSummary,
         JobTelemetry,
         JobTotals,
+        RegisteredJob,
         Report,
     )
 
@@ -57,18 +57,7 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         Column("slow", lambda each: len(each.decision.stragglers)),
         Column("iteration s", "decision.straggler_time_s", ".6g"),
         Column("saving W", "expected_saving_w", ".4g"),
-        Column(
-            "",
-            lambda each: (
-                _alarm(each)
-                + (
-                    each.decision.reason
-                    if each.autopilot is None
-                    else f"autopilot: {each.autopilot}"
-                )
-            ),
-            "<",
-        ),
+        Column("", lambda each: _alarm(each) + _doing(each), "<"),
     )
     return table(lay_out(jobs, *columns))
 
@@ -226,7 +215,7 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
     return text
 
 
-def _settings(job: JobSummary) -> str:
+def _settings(job: RegisteredJob) -> str:
     text = (
         "as fast as all clocks at maximum"
         if job.deadline_s is None

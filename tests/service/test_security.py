@@ -185,7 +185,7 @@ def test_a_large_body_is_parsed_by_a_thread_and_taken_or_refused_as_a_small_one_
                 {"pipelines": 0},
                 "body.pipelines: Input should be greater than or equal to 1; /openapi.json",
             ),
-            ({"frontier": "?"}, "frontier: is not base64"),
+            ({"frontier": "?"}, "body.frontier: Data should be valid base64"),
         ):
             answer = sent(**changes)
             assert (answer.status_code, answer.json()["code"]) == (422, "invalid")

@@ -34,7 +34,7 @@ from perseus_planner.service.models import (
     Taken,
     Target,
 )
-from perseus_planner.service.store import VERSIONS_KEPT, Change, Storage
+from perseus_planner.service.store import Change, Storage
 
 DIGEST = "f" * 64
 
@@ -53,7 +53,7 @@ def state(name: str = "gpt") -> JobState:
         curve=curve,
         decision=decision,
         saving_w=12.5,
-        published=PlanSet(1, ("plan one", "plan two"), (0, 1), NOW_S),
+        published=PlanSet(1, ("plan one", "plan two"), (0, 1)),
         planned=replace(decision, reason="what was decided before"),
         promised=2,
         reports={"a": first},
@@ -69,7 +69,7 @@ def added(*states: JobState) -> Change:
 
 
 def published(before: JobState, version: int, *texts: str) -> JobState:
-    return replace(before, published=PlanSet(version, texts, (0, len(texts) - 1), NOW_S))
+    return replace(before, published=PlanSet(version, texts, (0, len(texts) - 1)))
 
 
 @pytest.fixture
@@ -132,18 +132,15 @@ def test_reports_are_read_in_the_order_in_which_they_came(storage: Storage):
     assert list(storage.load().jobs["gpt"].reports) == ["a", "z", "m"]
 
 
-def test_equal_plans_of_a_job_are_stored_once_and_those_of_no_version_are_deleted(place: Path):
+def test_only_the_newest_plans_of_a_job_are_kept(place: Path):
     with Storage(place) as storage:
         now = state("one")
         storage.commit(added(now, state("two")))
-        assert count(place, "plans") == 4
-        for version in range(2, 2 * VERSIONS_KEPT):
-            before, now = now, published(now, version, f"plan {version % 3}")
+        for version in range(2, 5):
+            before, now = now, published(now, version, f"plan {version}")
             storage.commit(Change({"one": (before, now)}))
-        versions = [plan_set.version for plan_set, _ in storage.load().versions["one"]]
-        assert versions == list(range(VERSIONS_KEPT, 2 * VERSIONS_KEPT))
-        # of the job that did not move, and the three that took turns
-        assert count(place, "plans") == 2 + 3
+        assert storage.load().jobs == {"one": now, "two": state("two")}
+        assert count(place, "plans") == 2
 
 
 def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place: Path):
@@ -157,7 +154,7 @@ def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place:
         with pytest.raises(StorageError, match="has no frontier"):
             storage.frontier(DIGEST)
     with Storage(place):
-        tables = ("jobs", "reports", "totals", "versions", "plans", "frontiers")
+        tables = ("jobs", "reports", "totals", "plans", "frontiers")
         assert [count(place, table) for table in tables] == [0] * len(tables)
 
 
@@ -198,7 +195,7 @@ def test_a_database_of_another_version_is_refused(place: Path):
     with pytest.raises(StorageError) as refused:
         Storage(place)
     assert str(refused.value) == (
-        f"{place}: is of version 99 and this planner reads version 4; use the planner that wrote "
+        f"{place}: is of version 99 and this planner reads version 5; use the planner that wrote "
         "it, or start with another database"
     )
 
@@ -217,8 +214,8 @@ def test_a_database_of_0_2_is_taken_over_whole_and_kept_beside(of_0_2: Path):
     before = of_0_2.read_bytes()
     with Storage(of_0_2) as storage:
         stored, (ended,) = storage.load(), storage.ended_jobs()
-        assert [len(found) for found in (stored.jobs, stored.versions["gpt"])] == [1, 3]
-        now = stored.jobs["gpt"]
+        (now,) = stored.jobs.values()
+        assert now.job.ranks == len(now.job.places) > 0
         assert [each.key for each in now.reports.values()] == ["a", "b"]
         assert (now.taken, now.promised) == (Taken(2, 17, NOW_S), now.published.version)
         assert now.decision.stragglers == {1: "a"}
@@ -319,13 +316,10 @@ def test_a_database_in_memory_does_as_well(place: Path):
         assert storage.load().jobs == {"gpt": state()}
 
 
-@pytest.mark.parametrize(("synchronous", "number"), [("NORMAL", 1), ("FULL", 2), ("EXTRA", 3)])
-def test_a_file_has_a_log_ahead_and_waits_for_the_disk_as_asked(
-    place: Path, synchronous: str, number: int
-):
-    with Storage(place, synchronous=synchronous) as storage:
+def test_a_file_has_a_log_ahead_and_waits_for_the_disk(place: Path):
+    with Storage(place) as storage:
         assert storage.execute("PRAGMA journal_mode") == [("wal",)]
-        assert storage.execute("PRAGMA synchronous") == [(number,)]
+        assert storage.execute("PRAGMA synchronous") == [(2,)]
 
 
 def test_a_job_remembers_so_many_reports_that_no_longer_count():

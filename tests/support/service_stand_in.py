@@ -38,7 +38,6 @@ from perseus_planner.service.models import (
     Expected,
     History,
     JobStatus,
-    JobSummary,
     JobTotals,
     PipelineStatus,
     PlanSet,
@@ -51,7 +50,7 @@ from perseus_planner.service.models import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.service.worker import Unsolved, solve_profile
+from perseus_planner.service.planning import Unsolved, solve_profile
 
 httpx = pytest.importorskip("httpx")
 
@@ -91,17 +90,19 @@ class StandIn:
                 "frontier.npz: is not a frontier file; name one that `planner solve` wrote"
             )
         known = self.kept.get(job.name)
-        if known is not None and known != replace(job, frontier=sha256(frontier), since_s=NOW_S):
+        if known is not None and known != replace(
+            job, frontier=sha256(frontier), since_s=NOW_S, ranks=len(job.places)
+        ):
             raise Conflict(
                 f"a job {job.name} runs, and is another one; end it, or choose another name"
             )
-        self.kept.setdefault(job.name, replace(job, frontier=sha256(frontier), since_s=NOW_S))
+        self.kept.setdefault(
+            job.name, replace(job, frontier=sha256(frontier), since_s=NOW_S, ranks=len(job.places))
+        )
         self.of_job.setdefault(job.name, {})
         if known is None:
             self._publish(job.name)
-        return Registered(
-            JobSummary.of(self.kept[job.name]), self.versions[job.name], known is None
-        )
+        return Registered(self.kept[job.name], self.versions[job.name], known is None)
 
     def report(self, job: str, report: Report) -> Answer:
         self._check(job)
@@ -194,7 +195,7 @@ class StandIn:
         decision = Decision(targets, 1.5, {0: "key"}, NOW_S, math.inf, "because")
         version, reports = self.versions[job], tuple(self.of_job[job].values())
         return JobStatus(
-            JobSummary.of(self.kept[job]),
+            self.kept[job],
             decision,
             version,
             version,
@@ -224,11 +225,7 @@ class StandIn:
         self._check(job)
         version, pipelines = self.versions[job], self.kept[job].pipelines
         texts = (f"plan {version} of the straggler\n", f"plan {version} “of the others”\n")
-        return (
-            PlanSet(version, texts, (0, *(1,) * (pipelines - 1)), NOW_S)
-            if version > after
-            else None
-        )
+        return PlanSet(version, texts, (0, *(1,) * (pipelines - 1))) if version > after else None
 
     def epoch(self, job: str) -> str:
         self._check(job)
