@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from anyio import fail_after
 from fastapi import Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -266,8 +267,9 @@ def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
         nonlocal seen, is_whole
         try:
             left_s = None if is_whole else until_s + seen / _LEAST_BYTES_A_SECOND - loop.time()
-            message = await asyncio.wait_for(receive(), left_s)
-        except asyncio.TimeoutError:
+            with fail_after(left_s):
+                message = await receive()
+        except TimeoutError:
             raise HTTPException(
                 408, f"{seen} bytes of the body came in time; send all of it within {most_s:g} s"
             ) from None

@@ -19,10 +19,9 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response, Security
+from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from fastapi.security import HTTPBearer
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -100,34 +99,41 @@ def page_response(request: Request, content: bytes) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
 
+_SCHEME = "HTTPBearer"  # as OpenAPI names it
 _SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
 
 
-class _Bearer(HTTPBearer):
-    """Documents the role that a route needs and the token in OpenAPI; `CheckedRoute` checks the
-    role.
-    """
+class Call(Request):
+    """A request whose body, if it has one in JSON, was parsed; FastAPI takes the value as it is."""
 
-    def __init__(self, role: Role) -> None:
-        super().__init__(
-            scheme_name="HTTPBearer",
-            description="A token of the service, if the service has tokens.",
-        )
-        self.role = role
+    parsed: Any = None
 
-    async def __call__(self, request: Request) -> None:  # type: ignore[override]  # the result is not used
-        pass
+    @property
+    def live(self) -> AsyncService:
+        """What it asks."""
+        live: AsyncService = self.app.state.service
+        return live
 
+    @property
+    def service(self) -> Service:
+        """The service itself."""
+        return self.live.service
 
-class _ParsedRequest(Request):
-    """A request whose body was parsed; FastAPI takes the value as it is."""
+    async def page(self, of: Callable[[Service], Any]) -> Response:
+        """Answer with what `of` returns for the service, bytes or a value; on a thread."""
 
-    parsed: Any
+        def page() -> Response:
+            value = of(self.service)
+            return page_response(self, value if isinstance(value, bytes) else to_json(value))
+
+        return await self.live.call(page)
 
     async def body(self) -> bytes:
-        return b"parsed"
+        """Return something if there is a value."""
+        return await super().body() if self.parsed is None else b"parsed"
 
     async def json(self) -> Any:
+        """Return the value."""
         return self.parsed
 
 
@@ -137,28 +143,22 @@ class CheckedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return what handles a request."""
         handle = super().get_route_handler()
-        role = next(
-            (
-                depends.dependency.role
-                for depends in self.dependencies
-                if isinstance(depends.dependency, _Bearer)
-            ),
-            None,
-        )
+        security = (self.openapi_extra or {}).get("security")
+        role: Role | None = security[0][_SCHEME][0] if security else None
         kind = self.body_field.field_info.annotation if self.body_field else None
 
         async def checked(request: Request) -> Response:
             if role is not None:
                 check_role(request.state.role, role)
+            call = Call(request.scope, request.receive)
             content_type = request.headers.get("content-type", "")
             if kind is not None and content_type.partition(";")[0] == "application/json":
                 body = b"".join([part async for part in request.stream()])
-                request = _ParsedRequest(request.scope, request.receive)
                 if len(body) > _SMALL_BYTES:
-                    request.parsed = await request.app.state.service.call(_parsed, kind, body)
+                    call.parsed = await call.live.call(_parsed, kind, body)
                 else:
-                    request.parsed = _parsed(kind, body)
-            return await handle(request)
+                    call.parsed = _parsed(kind, body)
+            return await handle(call)
 
         return checked
 
@@ -178,8 +178,7 @@ def _parsed(kind: Any, body: bytes) -> Any:
         ) from None
 
 
-def add_route(
-    router: APIRouter,
+def _route(
     method: str,
     path: str,
     role: Role | None,
@@ -192,19 +191,18 @@ def add_route(
     None.
 
     OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it
-    `also`
+    `also` answers.
     """
     statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
         status: {"model": Problem, "description": HTTPStatus(status).phrase} for status in statuses
     }
-    dependencies = [] if role is None else [Security(_Bearer(role))]
     return router.api_route(
         path,
         methods=[method],
-        dependencies=dependencies,
         response_model=answer,
         responses={**also, **failures},
+        openapi_extra={} if role is None else {"security": [{_SCHEME: [role]}]},
         **options,
     )
 
@@ -215,12 +213,6 @@ _MOST_POINTS = 500
 _log = logging.getLogger(__name__)
 
 
-async def _live(request: Request) -> AsyncService:
-    service: AsyncService = request.app.state.service
-    return service
-
-
-Live = Annotated[AsyncService, Depends(_live)]
 JobName = Annotated[str, Path(pattern=NAME, description="Name of the job.")]
 After = Annotated[
     int,
@@ -242,16 +234,12 @@ Wait = Annotated[
 
 router = APIRouter(route_class=CheckedRoute)
 _get, _put, _post, _delete = (
-    partial(add_route, router, method) for method in ("GET", "PUT", "POST", "DELETE")
+    partial(_route, method) for method in ("GET", "PUT", "POST", "DELETE")
 )
 _UNCHANGED: Mapping[int | str, Any] = {
     304: {"description": "The page is the one with the tag in `If-None-Match`."}
 }
 _NOTHING_NEWER: Mapping[int | str, Any] = {204: {"description": "Nothing newer within `wait_s`."}}
-
-
-def _page(value: Any, request: Request) -> Response:
-    return page_response(request, to_json(value))
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -269,7 +257,7 @@ _NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
     also={200: {"model": Registered, "description": "The same job was registered before."}},
     status_code=201,
 )
-async def register(request: Request, sent: Registration, live: Live) -> Response:
+async def register(call: Call, sent: Registration) -> Response:
     """Register a job. Its plans are there when this is answered.
 
     A profile is solved first. The same request may be sent again while that lasts, and a job whose
@@ -280,53 +268,51 @@ async def register(request: Request, sent: Registration, live: Live) -> Response
         unsolved = Unsolved(
             sent.profile_csv or "", sent.profile_yaml or "", sent.schedule or "", sent.microbatches
         )
-        frontier = await live.solve(unsolved)
-        if await request.is_disconnected():
+        frontier = await call.live.solve(unsolved)
+        if await call.is_disconnected():
             raise HTTPException(
                 503, "the client did not wait until the profile was solved; send it again"
             )
-    registered = await live.register(sent.job(), frontier, take_over=bool(sent.take_over))
+    registered = await call.live.register(sent.job(), frontier, take_over=bool(sent.take_over))
     return _json(registered, 201 if registered.is_new else 200)
 
 
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
-async def jobs(request: Request, live: Live) -> Response:
+async def jobs(call: Call) -> Response:
     """List all running jobs with their status."""
 
-    def page() -> Response:
-        jobs = b",".join(status.as_json for status in live.service.jobs())
-        return page_response(request, b'{"jobs":[' + jobs + b"]}")
+    def page(service: Service) -> bytes:
+        return b'{"jobs":[' + b",".join(status.as_json for status in service.jobs()) + b"]}"
 
-    return await live.call(page)
+    return await call.page(page)
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
-async def totals(request: Request, live: Live) -> Response:
+async def totals(call: Call) -> Response:
     """List what every job ran, used and saved since it was registered, also of jobs that have
     ended.
     """
-    return await live.call(lambda: _page(Totals(live.service.totals()), request))
+    return await call.page(lambda service: Totals(service.totals()))
 
 
 @_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
-async def status(request: Request, job: JobName, live: Live) -> Response:
+async def status(call: Call, job: JobName) -> Response:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
-    return await live.call(lambda: page_response(request, live.service.status(job).as_json))
+    return await call.page(lambda service: service.status(job).as_json)
 
 
 @_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
-async def end(job: JobName, live: Live) -> Response:
+async def end(call: Call, job: JobName) -> Response:
     """Report that a job has ended. Requests that wait for its plans are answered with 404."""
-    await live.change(live.service.end, job)
+    await call.live.change(call.service.end, job)
     return Response(status_code=204)
 
 
 @_post("/v1/jobs/{job}/reports", "report", Answer, 404, 409, status_code=202)
 async def report(
-    request: Request,
+    call: Call,
     job: JobName,
     sent: ReportRequest,
-    live: Live,
     idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
     wait_s: Wait = 0.0,
 ) -> Response:
@@ -335,31 +321,31 @@ async def report(
 
     If slow stages have to be solved and planned first, the answer waits up to `wait_s` for that.
     """
-    straggler = sent.report(idempotency_key, request.app.state.now_s())
-    answer = await live.written(live.service.submit_report(job, straggler))
+    straggler = sent.report(idempotency_key, call.app.state.now_s())
+    answer = await call.live.written(call.service.submit_report(job, straggler))
     if wait_s and answer.takes_effect == "planning":
         with suppress(
             HTTPException, UnknownJob
         ):  # too many wait, or the job has ended: the report was taken
-            await live.newer(job, answer.version - 1, wait_s)
-            answer = answer.with_plans_of(await live.call(live.service.status, job))
+            await call.live.newer(job, answer.version - 1, wait_s)
+            answer = answer.with_plans_of(await call.live.call(call.service.status, job))
     return _json(answer, 202)
 
 
 @_get("/v1/jobs/{job}/reports", "read", Reports, 404)
-async def reports(job: JobName, live: Live) -> Response:
+async def reports(call: Call, job: JobName) -> Response:
     """List the reports of a job that count now or will count."""
-    return await live.call(lambda: _json(Reports(live.service.reports(job))))
+    return await call.page(lambda service: Reports(service.reports(job)))
 
 
 @_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
-async def clear(job: JobName, key: Annotated[str, Path(pattern=KEY)], live: Live) -> Response:
+async def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Response:
     """Withdraw a report."""
-    return _json(await live.change(live.service.clear, job, key))
+    return _json(await call.live.change(call.service.clear, job, key))
 
 
 @_post("/v1/alerts", "report", AlertAnswers)
-async def alerts(request: Request, sent: AlertGroup, live: Live) -> Response:
+async def alerts(call: Call, sent: AlertGroup) -> Response:
     """Take the alerts that Prometheus' Alertmanager posts.
 
     Each reports the GPU (label `UUID`) or node (`Hostname`, `node`, `nodename` or `instance`) that
@@ -367,10 +353,10 @@ async def alerts(request: Request, sent: AlertGroup, live: Live) -> Response:
     Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is
     refused.
     """
-    now_s = request.app.state.now_s()
-    received = await live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
+    now_s = call.app.state.now_s()
+    received = await call.live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
     reports = [each for each in received if not isinstance(each, str)]
-    effects = await live.change(live.service.alert, reports)
+    effects = await call.live.change(call.service.alert, reports)
     ignored = []
     for index, (alert, each) in enumerate(zip(sent.alerts, received, strict=True)):
         problem = each if isinstance(each, str) else effects.ignored.get(each.key)
@@ -379,13 +365,13 @@ async def alerts(request: Request, sent: AlertGroup, live: Live) -> Response:
     if ignored:
         text = "%d of %d alerts are ignored, first one of the rule %r: %s"
         _log.warning(text, len(ignored), len(received), ignored[0].name, ignored[0].problem)
-    request.app.state.metrics.count_alerts(len(received), len(ignored))
+    call.app.state.metrics.count_alerts(len(received), len(ignored))
     return _json(AlertAnswers(effects.answers, tuple(ignored)))
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
 async def plans(
-    job: JobName, live: Live, after: After = 0, wait_s: Wait = 0.0, epoch: Epoch = ""
+    call: Call, job: JobName, after: After = 0, wait_s: Wait = 0.0, epoch: Epoch = ""
 ) -> Response:
     """Return the plans of all pipelines of a job, as soon as their version is above `after`, or at
     once if that was of another `epoch`, which the header `Planner-Epoch` says.
@@ -393,25 +379,25 @@ async def plans(
     The header `Planner-Lease` says for how many seconds plans that wait for a straggler hold if the
     service is not heard of any more. The job then runs the plan `own` in all pipelines.
     """
-    now = live.service.epoch(job)
-    newer = await live.newer(job, 0 if epoch and epoch != now else after, wait_s)
+    now = call.service.epoch(job)
+    newer = await call.live.newer(job, 0 if epoch and epoch != now else after, wait_s)
     answer = Response(status_code=204) if newer is None else _json(newer)
-    answer.headers[EPOCH] = live.service.epoch(job)
-    lease_s = live.service.lease_s(job)
+    answer.headers[EPOCH] = call.service.epoch(job)
+    lease_s = call.service.lease_s(job)
     if lease_s is not None:
         answer.headers[LEASE] = f"{lease_s:.3f}"
     return answer
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
-async def taken(job: JobName, sent: TakenRequest, live: Live) -> Response:
+async def taken(call: Call, job: JobName, sent: TakenRequest) -> Response:
     """Report which version of its plans a job runs."""
-    await live.written(live.service.submit_taken(job, sent.version, sent.iteration))
+    await call.live.written(call.service.submit_taken(job, sent.version, sent.iteration))
     return Response(status_code=204)
 
 
 @_post("/v1/jobs/{job}/telemetry", "report", None, 404, 409, **_NO_CONTENT)
-async def telemetry(job: JobName, sent: Counters, live: Live) -> Response:
+async def telemetry(call: Call, job: JobName, sent: Counters) -> Response:
     """Send what a run of a job has counted since it began. The job's status then says what was
     saved.
 
@@ -419,63 +405,63 @@ async def telemetry(job: JobName, sent: Counters, live: Live) -> Response:
     another `run`. The counts are on disk some seconds later; if the service is killed before, the
     next message makes up for it.
     """
-    limited = live.service.submit_telemetry(job, sent)
+    limited = call.service.submit_telemetry(job, sent)
     if limited is not None:
-        await live.written(limited)
-    live.look_at_clock()
+        await call.live.written(limited)
+    call.live.look_at_clock()
     return Response(status_code=204)
 
 
 @_get("/v1/jobs/{job}/frontier", "read", Curve, 404, also=_UNCHANGED)
-async def frontier(request: Request, job: JobName, live: Live) -> Response:
+async def frontier(call: Call, job: JobName) -> Response:
     """Return the least energy of an iteration of one pipeline as profiled, at the times where
     its slope changes.
     """
-    return await live.call(lambda: _page(live.service.curve(job).thinned(_MOST_POINTS), request))
+    return await call.page(lambda service: service.curve(job).thinned(_MOST_POINTS))
 
 
 @_get("/v1/jobs/{job}/pipelines", "read", Pipelines, 404, also=_UNCHANGED)
-async def pipelines(request: Request, job: JobName, live: Live) -> Response:
+async def pipelines(call: Call, job: JobName) -> Response:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is
     planned for.
     """
-    return await live.call(lambda: _page(Pipelines(*live.service.pipelines(job)), request))
+    return await call.page(lambda service: Pipelines(*service.pipelines(job)))
 
 
 @_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)
-async def history(request: Request, job: JobName, live: Live) -> Response:
+async def history(call: Call, job: JobName) -> Response:
     """Return what has happened to a job, in words, and how its power, iteration time and saving
     went; both bounded.
     """
-    return await live.call(lambda: _page(live.service.history(job), request))
+    return await call.page(lambda service: service.history(job))
 
 
 @_put("/v1/jobs/{job}/deadline", "operate", Answer, 404, 409)
-async def deadline(job: JobName, sent: DeadlineRequest, live: Live) -> Response:
+async def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Response:
     """Set the iteration time to aim for without stragglers."""
-    return _json(await live.change(live.service.set_deadline, job, sent.deadline_s))
+    return _json(await call.live.change(call.service.set_deadline, job, sent.deadline_s))
 
 
 @_put("/v1/jobs/{job}/power", "operate", Answers, 404, 409)
-async def power(job: JobName, sent: PowerRequest, live: Live) -> Response:
+async def power(call: Call, job: JobName, sent: PowerRequest) -> Response:
     """Bound the average power of all GPUs of a job."""
     return _json(
-        Answers(await live.change(live.service.set_power, job, sent.power_w, sent.schedule))
+        Answers(await call.live.change(call.service.set_power, job, sent.power_w, sent.schedule))
     )
 
 
 @_put("/v1/power", "operate", Answers, 409)
-async def cluster_power(sent: PowerRequest, live: Live) -> Response:
+async def cluster_power(call: Call, sent: PowerRequest) -> Response:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
     return _json(
-        Answers(await live.change(live.service.set_power, None, sent.power_w, sent.schedule))
+        Answers(await call.live.change(call.service.set_power, None, sent.power_w, sent.schedule))
     )
 
 
 @_get("/v1/power", "read", PowerBudget, also=_UNCHANGED)
-async def power_budget(request: Request, live: Live) -> Response:
+async def power_budget(call: Call) -> Response:
     """Return the power budget of all jobs together, and what a schedule replaces it with later."""
-    return await live.call(lambda: _page(live.service.power_budget, request))
+    return await call.page(lambda service: service.power_budget)
 
 
 @_get(
@@ -485,17 +471,17 @@ async def power_budget(request: Request, live: Live) -> Response:
     also={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     response_class=Response,
 )
-async def metrics(request: Request, live: Live) -> Response:
+async def metrics(call: Call) -> Response:
     """Return metrics for Prometheus, of jobs that are heard of."""
-    jobs = [each for each in live.service.jobs() if each.silent_since_s is None]
-    text = await live.call(request.app.state.metrics.text, jobs)
+    jobs = [each for each in call.service.jobs() if each.silent_since_s is None]
+    text = await call.live.call(call.app.state.metrics.text, jobs)
     return Response(text, media_type=CONTENT_TYPE)
 
 
 @_get("/v1/me", None, Me)
-async def me(request: Request) -> Response:
+async def me(call: Call) -> Response:
     """Return the client's name and role; needs no token."""
-    return _json(Me(request.state.role, request.state.name))
+    return _json(Me(call.state.role, call.state.name))
 
 
 @_get("/livez", None, Health)
@@ -509,10 +495,10 @@ async def livez() -> Response:
 @router.head("/healthz", include_in_schema=False)
 @_get("/readyz", None, Health)
 @router.head("/readyz", include_in_schema=False)
-async def readyz(live: Live) -> Response:
+async def readyz(call: Call) -> Response:
     """Return whether the service can take what it is sent; needs no token."""
-    if live.problem is not None:
-        raise HTTPException(503, f"the service is stuck: {live.problem}; see its log")
+    if call.live.problem is not None:
+        raise HTTPException(503, f"the service is stuck: {call.live.problem}; see its log")
     return _json(Health("ok", __version__))
 
 
@@ -625,6 +611,9 @@ def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
                 if status >= "400":
                     answer["content"] = {PROBLEM: answer["content"].pop("application/json")}
     described = document["components"]["schemas"]
+    text = "A token of the service, if the service has tokens; it needs the role."
+    scheme = {"type": "http", "scheme": "bearer", "description": text}
+    document["components"]["securitySchemes"] = {_SCHEME: scheme}
     of_kinds: dict[str, dict[str, str]] = {}
     for module in (account, models):
         source = inspect.getsource(module)

@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -769,7 +770,7 @@ def _log_events(name: str, before: JobState | None, after: JobState | None) -> N
     if after is None:
         _log.info("the job has ended", extra={"job": name})
         return
-    old_events = set() if before is None else set(before.events)
-    for event in after.events:
-        if event not in old_events:
-            _log.info("%s", event.text, extra={"job": name})
+    last = before.events[-1] if before is not None and before.events else None
+    new = takewhile(lambda event: event is not last, reversed(after.events))
+    for event in reversed([*new]):
+        _log.info("%s", event.text, extra={"job": name})
