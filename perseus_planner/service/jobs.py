@@ -26,7 +26,7 @@ import json
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,7 +60,7 @@ from perseus_planner.service.models import (
     Taken,
     shared,
 )
-from perseus_planner.service.planning import Planning, deduplicated, requests_of
+from perseus_planner.service.planning import Planning, requests_of
 from perseus_planner.service.policy import decide, saving_w
 from perseus_planner.service.reports import (
     Look,
@@ -377,12 +377,7 @@ def recognize(state: JobState, job: RegisteredJob) -> Registered:
             f"another job {shown(job.name)} runs, with another frontier or other settings; end "
             "that one, or choose another name"
         )
-    return answer_registration(state, is_new=False)
-
-
-def answer_registration(state: JobState, *, is_new: bool) -> Registered:
-    """Return the answer to the registration of the job in `state`."""
-    return Registered(state.job, state.published.version, is_new)
+    return Registered(state.job, state.published.version)
 
 
 def take_over_job(state: JobState, first: JobState) -> JobState:
@@ -446,10 +441,10 @@ def plan_set(
     """Return a version of plans, given the texts of the decision's `requests_of`, and its
     indices.
     """
-    plans, of_text = deduplicated(texts)
-    found = tuple([of_text[index] for index in indices])
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    found = tuple([places[texts[index]] for index in indices])
     own = None if decision.own is None else found[-1]
-    return PlanSet(version, plans, found[: len(decision.targets)], own)
+    return PlanSet(version, tuple(places), found[: len(decision.targets)], own)
 
 
 LEASE_S = 60.0
@@ -926,8 +921,7 @@ def pipeline_statuses(state: JobState) -> tuple[PipelineStatus, ...]:
     )
 
 
-@dataclass(frozen=True)
-class _Costs:
+class _Costs(NamedTuple):
     """An iteration of one pipeline with its plan, and with all clocks at maximum; seconds and
     joules.
     """
@@ -936,9 +930,6 @@ class _Costs:
     energy_j: float
     baseline_time_s: float
     baseline_energy_j: float
-
-
-_NAMES = tuple(each.name for each in fields(_Costs))
 
 
 def _plans(state: JobState) -> list[tuple[_Costs, int]]:
@@ -956,4 +947,4 @@ def _plans(state: JobState) -> list[tuple[_Costs, int]]:
 def _costs_of(text: str) -> _Costs:
     """Read the costs of a plan; much faster than `Plan.loads`, which reads all of it."""
     values = json.loads(text)
-    return _Costs(*(float(values[name]) for name in _NAMES))
+    return _Costs(*(float(values[name]) for name in _Costs._fields))

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent import futures
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -468,15 +468,6 @@ def requests_of(
         )
         of_target[id(target)] = requests.setdefault(request, len(requests))
     return tuple(requests), tuple(map(of_target.__getitem__, map(id, targets)))
-
-
-def deduplicated(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:
-    """Return the distinct values in order of appearance, and for each value its index among
-    them.
-    """
-    indices: dict[Key, int] = {}
-    of_each = tuple(indices.setdefault(value, len(indices)) for value in values)
-    return tuple(indices), of_each
 
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,6 @@ from perseus_planner.service.jobs import (
     JobState,
     StatusMade,
     TelemetryBook,
-    answer_registration,
     answer_to,
     check_deadline,
     check_report,
@@ -312,7 +311,8 @@ class Service:
             else:
                 self._reconcile(draft, take_over_job(running, first))
             self._share_power(draft, job.name)
-            return answer_registration(draft.state(job.name), is_new=running is None)
+            state = draft.state(job.name)
+            return Registered(state.job, state.published.version, running is None)
 
         return self._writer.do(command)
 

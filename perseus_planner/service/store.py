@@ -230,20 +230,15 @@ class Storage:
         self.now_s: Callable[[], float] = time.time  #: when something is written, as it is noted
         self._writer, self._report_number = uuid4().hex, 0
         self._size = 0  #: characters and bytes written in the transaction
-        self._known_plans: set[tuple[str, str]] = set()  #: (job, digest), for some that are stored
         self.is_shared = location.startswith(("postgresql://", "postgres://"))
         self._connection: Any = _postgres(location) if self.is_shared else self._sqlite(location)
-        with self._or_close():
-            if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
-                raise StandBy(f"{self.location}: another service has it; this one stands by")
-            if not self.is_shared:
-                self.execute("PRAGMA journal_mode=WAL")
-                self.execute("PRAGMA synchronous=FULL")  # survives a loss of power
-            with self.transaction():
-                self._migrate()
-                self._set("writer", self._writer)
-                if self._get("written_s") is None:
-                    self._set("written_s", "0.0")
+        try:
+            self._become_writer()
+        except BaseException as error:
+            self._connection.close()
+            if isinstance(error, _errors()):
+                raise self._error(error) from error
+            raise
 
     def __enter__(self) -> Storage:
         return self
@@ -329,17 +324,17 @@ class Storage:
             self._identity = _identity(path)
         return connection
 
-    @contextmanager
-    def _or_close(self) -> Iterator[None]:
-        """Close the connection if it cannot be used."""
-        try:
-            yield
-        except _errors() as error:
-            self._connection.close()
-            raise self._error(error) from error
-        except BaseException:
-            self._connection.close()
-            raise
+    def _become_writer(self) -> None:
+        if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
+            raise StandBy(f"{self.location}: another service has it; this one stands by")
+        if not self.is_shared:
+            self.execute("PRAGMA journal_mode=WAL")
+            self.execute("PRAGMA synchronous=FULL")  # survives a loss of power
+        with self.transaction():
+            self._migrate()
+            self._set("writer", self._writer)
+            if self._get("written_s") is None:
+                self._set("written_s", "0.0")
 
     def _migrate(self) -> None:
         """Bring the tables to the layout of this version; an SQLite file as it was is kept
