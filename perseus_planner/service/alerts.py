@@ -24,7 +24,7 @@ from perseus_planner.service.models import ReportRequest, from_json
 from perseus_planner.service.reports import concerned_by
 
 if TYPE_CHECKING:
-    from perseus_planner.service.models import Answer, Report
+    from perseus_planner.service.models import Report
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,6 @@ class _Alert:
     began: Annotated[AwareDatetime, Field(alias="startsAt")]
     ended: Annotated[AwareDatetime, Field(alias="endsAt")]
     annotations: dict[str, str]
-
-
-@dataclass(frozen=True)
-class AlertEffects:
-    """The effect of alerts."""
-
-    answers: tuple[Answer, ...]  #: For each job that has a GPU or node that they name
-    #: Key of a report -> why no job, or not every job concerned, has taken it.
-    ignored: Mapping[str, str]
 
 
 def read_alert(alert: Any, now_s: float) -> Report | str:

@@ -356,17 +356,17 @@ async def alerts(call: Call, sent: AlertGroup) -> Response:
     now_s = call.app.state.now_s()
     received = await call.live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
     reports = [each for each in received if not isinstance(each, str)]
-    effects = await call.live.change(call.service.alert, reports)
+    answers, refused = await call.live.change(call.service.alert, reports)
     ignored = []
     for index, (alert, each) in enumerate(zip(sent.alerts, received, strict=True)):
-        problem = each if isinstance(each, str) else effects.ignored.get(each.key)
+        problem = each if isinstance(each, str) else refused.get(each.key)
         if problem is not None:
             ignored.append(IgnoredAlert(index, rule_of(alert), problem))
     if ignored:
         text = "%d of %d alerts are ignored, first one of the rule %r: %s"
         _log.warning(text, len(ignored), len(received), ignored[0].name, ignored[0].problem)
     call.app.state.metrics.count_alerts(len(received), len(ignored))
-    return _json(AlertAnswers(effects.answers, tuple(ignored)))
+    return _json(AlertAnswers(answers, tuple(ignored)))
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)

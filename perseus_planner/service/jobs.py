@@ -348,7 +348,7 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     numbers = planning.numbers(job, curve)
     decision = decide(without_budget, Look.at((), job.since_s), numbers, None, job.since_s)
     asked, indices = requests_of(job, curve, decision)
-    texts = [planning.first_plan(request, frontier) for request in asked]
+    texts = [planning.plan(request, frontier) for request in asked]
     return JobState(
         registered=job,
         job=job,

@@ -467,19 +467,25 @@ class TakenRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counters(Account):
-    """The account of one run of a job since it began, over all ranks, and how the run is now."""
+class _Running(Account):
+    """An account, and how what runs is now."""
 
-    __pydantic_config__ = STRICT
-
-    run: Key  #: Names the run. A restarted job counts from 0 under another name.
     #: Recent median time from requesting a clock until it is set; null if none.
     set_p50_s: Seconds | None = None
     set_p99_s: Seconds | None = None  #: The 99th percentile of that time.
     ranks: Whole = 0  #: Number of ranks; 0 if unknown.
     following: Whole = 0  #: Ranks whose last iteration ran by their plan.
-    #: Since when a rank has not followed its plan, seconds since the epoch.
+    #: Since when a rank has not followed its plan, seconds since the epoch; null if all do.
     off_plan_since_s: Past | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters(_Running):
+    """The account of one run of a job since it began, over all ranks, and how the run is now."""
+
+    __pydantic_config__ = STRICT
+
+    run: Key  #: Names the run. A restarted job counts from 0 under another name.
     #: What the autopilot of the run knows; null for a run by plans.
     autopilot: AutopilotStatus | None = None
     #: The least power limit of its GPUs that is below their default and that the planner has not
@@ -583,18 +589,11 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobTelemetry(Account):
+class JobTelemetry(_Running):
     """The account of a job since it was registered, over all its runs, and how it runs now."""
 
     iteration_s: float  #: Recent time from the begin of an iteration to that of the next, seconds.
     power_w: float | None  #: Recent power of all GPUs, watts; null if unknown.
-    #: Recent median time from requesting a clock until it is set; null if none was.
-    set_p50_s: float | None = None
-    set_p99_s: float | None = None  #: The 99th percentile of that time.
-    ranks: int = 0  #: Number of ranks; 0 if unknown.
-    following: int = 0  #: Ranks whose last iteration ran by their plan.
-    #: Since when a rank has not followed its plan, seconds since the epoch; null if all do.
-    off_plan_since_s: float | None = None
     observed_s: float  #: When the job last sent telemetry, seconds since the epoch.
 
 

@@ -423,24 +423,18 @@ class Planning:
         """Return the requested plan, if it was made before."""
         return self._texts.get(request)
 
-    def plan(self, request: PlanRequest) -> str:
-        """Return the requested plan, or the fastest one that was found if none is that fast."""
-        return self._made(request, nearest_plan_text, self._frontier)
+    def plan(self, request: PlanRequest, content: bytes | None = None) -> str:
+        """Return the requested plan, or the fastest one that was found if none is that fast.
 
-    def first_plan(self, request: PlanRequest, content: bytes) -> str:
-        """Return a plan of a job that does not run yet, whose frontier file is `content`.
+        `content` is the frontier file of a job that does not run yet, which has the plan or none.
 
         Raises:
-            InfeasibleDeadline, InfeasibleBudget: As for `Frontier.plan_for`.
+            InfeasibleDeadline, InfeasibleBudget: As for `Frontier.plan_for`, with `content`.
         """
-        return self._made(request, plan_text, lambda _: content)
-
-    def _made(
-        self, request: PlanRequest, make: Callable[..., str], content: Callable[[str], bytes]
-    ) -> str:
         text = self._texts.get(request)
         if text is None:
-            text = str(self._run(make, request, content(request.frontier)))
+            make = nearest_plan_text if content is None else plan_text
+            text = str(self._run(make, request, content or self._frontier(request.frontier)))
             self._texts.put(request, text)
         return text
 

@@ -20,7 +20,7 @@ from uuid import uuid4
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import SteadyClock
-from perseus_planner.service.alerts import AlertEffects, jobs_concerned, with_alerts
+from perseus_planner.service.alerts import jobs_concerned, with_alerts
 from perseus_planner.service.jobs import (
     JobState,
     StatusMade,
@@ -406,15 +406,19 @@ class Service:
 
         return self._writer.submit(command)
 
-    def alert(self, reports: Sequence[Report]) -> AlertEffects:
+    def alert(self, reports: Sequence[Report]) -> tuple[tuple[Answer, ...], dict[str, str]]:
         """Take reports that name no job: each concerns every job that has its GPU or node.
 
         A report with a known key is the same alert, which may have another slowdown now, and is
         over once it has expired. All are taken in one transaction, and an error in one does not
         affect the others.
+
+        Returns:
+            The answer for each job that has a GPU or node that they name; and by the key of a
+            report, why no job or not every job concerned has taken it.
         """
 
-        def command(draft: Draft) -> AlertEffects:
+        def command(draft: Draft) -> tuple[tuple[Answer, ...], dict[str, str]]:
             of_jobs, ignored = jobs_concerned(draft.jobs(), reports)
             answers = []
             for name, alerts in of_jobs.items():
@@ -423,7 +427,7 @@ class Service:
                 ignored |= refused
                 after = before if after is before else self._reconcile(draft, after)
                 answers.append(answer_to(before, after))
-            return AlertEffects(tuple(answers), ignored)
+            return tuple(answers), ignored
 
         return self._writer.do(command)
 

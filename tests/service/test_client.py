@@ -160,7 +160,7 @@ def test_a_refusal_says_what_the_service_says(service: StandIn):
             ServiceAway,
             "use the same version of perseus-planner on both sides",
         ),
-        ((200, None), ServiceAway, "answered what this planner does not understand"),
+        ((200, None), ServiceAway, "is not a planner's service"),
         ((200, '{"jobs": ' + "[" * 100_000), ServiceAway, "is not a planner's service"),
     ],
 )

@@ -25,7 +25,6 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.base.files import sha256
 from perseus_planner.service.access import Access, Limits
-from perseus_planner.service.alerts import AlertEffects
 from perseus_planner.service.app import create_app
 from perseus_planner.service.jobs import Tally, add_counters
 from perseus_planner.service.models import (
@@ -129,8 +128,8 @@ class StandIn:
     def next_tick_s(self) -> float:
         return self.ticks[0] if self.ticks else math.inf
 
-    def alert(self, reports: Sequence[Report]) -> AlertEffects:
-        return AlertEffects((), {each.key: "no running job has it" for each in reports})
+    def alert(self, reports: Sequence[Report]) -> Any:
+        return (), {each.key: "no running job has it" for each in reports}
 
     def clear(self, job: str, key: str) -> Answer:
         self._check(job)
