@@ -76,7 +76,6 @@ from perseus_planner.service.power import (
     share_power,
 )
 from perseus_planner.service.store import (
-    Change,
     Changed,
     Draft,
     Storage,
@@ -765,7 +764,7 @@ def _by_clock(storage: Storage, stored: Stored, now_s: float) -> Stored:
     behind_s = stored.written_s - now_s
     _log.warning("The clock is %.0f s behind that of the last service", behind_s)
     jobs = {name: state.later(-behind_s) for name, state in stored.jobs.items()}
-    storage.commit(Change(jobs={name: (stored.jobs[name], state) for name, state in jobs.items()}))
+    storage.commit(Draft({name: (stored.jobs[name], state) for name, state in jobs.items()}))
     return replace(stored, jobs=jobs)
 
 

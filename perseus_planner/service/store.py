@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -178,18 +178,72 @@ class StandBy(StorageError):
     """Another service has the database; this one may take over when that has ended."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """The content of one transaction."""
+Changed = dict[str, tuple["JobState | None", "JobState | None"]]
+_NO_BUDGET = PowerBudget(None, ())
+
+
+@dataclass
+class Draft:
+    """What the service knows after some commands, before it is written: what one transaction
+    changes.
+    """
 
     #: Name -> (state before, state after); None if the job did not run before, or has ended.
-    jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
+    changed: Changed = field(default_factory=dict)
     #: Digest -> file and curve, for frontiers that these jobs may be the first to have.
-    frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
-    budget: PowerBudget | None = None  #: The new power budget of all jobs; None if it is as before
-    #: Name -> telemetry, for running jobs.
-    telemetry: Mapping[str, Tally] = field(default_factory=dict)
-    ended: Sequence[JobTotals] = ()  #: What jobs that have ended ran, used and saved
+    frontiers: dict[str, tuple[bytes, Curve]] = field(default_factory=dict)
+    budget: PowerBudget = _NO_BUDGET  #: The power budget of all jobs
+    telemetry: dict[str, Tally] = field(default_factory=dict)  #: Name -> telemetry
+    ended: list[JobTotals] = field(default_factory=list)  #: What jobs that ended ran and saved
+    stored: Mapping[str, JobState] = field(default_factory=dict)  #: The jobs that are stored
+    stored_budget: PowerBudget = _NO_BUDGET
+
+    def state(self, name: str) -> JobState:
+        """Return the state of a job.
+
+        Raises:
+            UnknownJob: If no such job runs.
+        """
+        state = self.find(name)
+        if state is None:
+            raise unknown_job(name)
+        return state
+
+    def find(self, name: str) -> JobState | None:
+        """Return the state of a job; None if no such job runs."""
+        return self.changed[name][1] if name in self.changed else self.stored.get(name)
+
+    def jobs(self) -> dict[str, JobState]:
+        """Return the states of all jobs by name."""
+        names = dict.fromkeys((*self.stored, *self.changed))
+        return {name: state for name in names if (state := self.find(name)) is not None}
+
+    def put(self, state: JobState) -> None:
+        """Add a job, or replace its state."""
+        name = state.job.name
+        self.changed[name] = self.stored.get(name), state
+
+    def remove(self, name: str) -> None:
+        """Remove a job."""
+        self.changed[name] = self.stored.get(name), None
+        self.telemetry.pop(name, None)
+
+    def note(self, earlier: Draft, now_s: float) -> None:
+        """Add events for what differs from an earlier draft."""
+        for name, (_, after) in list(self.changed.items()):
+            before = earlier.find(name)
+            if after is not None and after is not before:
+                self.put(with_events(before, after, now_s))
+
+    def copy(self) -> Draft:
+        """Return an independent copy."""
+        return replace(
+            self,
+            changed=dict(self.changed),
+            frontiers=dict(self.frontiers),
+            telemetry=dict(self.telemetry),
+            ended=list(self.ended),
+        )
 
 
 @dataclass(frozen=True)
@@ -460,7 +514,7 @@ class Storage:
             raise StorageError(f"{self.location}: has no frontier {digest}; its job has ended")
         return bytes(content)
 
-    def commit(self, change: Change) -> None:
+    def commit(self, change: Draft) -> None:
         """Write `change`, all of it or nothing. It is on disk when this returns.
 
         Raises:
@@ -477,7 +531,7 @@ class Storage:
                     content,
                     to_json(curve).decode(),
                 )
-            for name, (before, after) in change.jobs.items():
+            for name, (before, after) in change.changed.items():
                 if after is None:
                     for table in ("reports", "totals", "plans"):
                         self.execute(f"DELETE FROM {table} WHERE job = ?", name)
@@ -493,7 +547,7 @@ class Storage:
                     "SELECT COALESCE(MAX(id), 0) + 1, CAST(? AS TEXT) FROM ended",
                     to_json(totals).decode(),
                 )
-            if change.budget is not None:
+            if change.budget is not change.stored_budget:
                 self._set("budget", write_json(change.budget).decode())
 
     def probe(self, size: int) -> None:
@@ -706,8 +760,6 @@ def without_password(location: str) -> str:
 
 
 Result = TypeVar("Result")
-Changed = Mapping[str, tuple[JobState | None, JobState | None]]
-"""Job name -> state before and after; None if the job did not run before, or has ended."""
 
 CHECKED_AFTER_S, SHARED_CHECKED_AFTER_S = 30.0, 2.0
 """How long nothing may be written before it is checked that something can be: a file, and a
@@ -716,72 +768,6 @@ _ROOM = 65536  # characters beyond what failed, with which it is tried again
 _MOST_AT_ONCE = 256  # commands in one transaction
 
 _log = logging.getLogger(__name__)
-
-
-class Draft:
-    """The state of the service after some commands, before it is written."""
-
-    def __init__(self, jobs: Mapping[str, JobState], budget: PowerBudget) -> None:
-        self.frontiers: dict[str, tuple[bytes, Curve]] = {}
-        self.budget = budget
-        self.telemetry: dict[str, Tally] = {}
-        self.ended: list[JobTotals] = []
-        self._before = jobs
-        self._changed: dict[str, JobState | None] = {}
-
-    def state(self, name: str) -> JobState:
-        """Return the state of a job.
-
-        Raises:
-            UnknownJob: If no such job runs.
-        """
-        state = self.find(name)
-        if state is None:
-            raise unknown_job(name)
-        return state
-
-    def find(self, name: str) -> JobState | None:
-        """Return the state of a job; None if no such job runs."""
-        return self._changed[name] if name in self._changed else self._before.get(name)
-
-    def jobs(self) -> dict[str, JobState]:
-        """Return the states of all jobs by name."""
-        states = {**self._before, **self._changed}
-        return {name: state for name, state in states.items() if state is not None}
-
-    def put(self, state: JobState) -> None:
-        """Add a job, or replace its state."""
-        self._changed[state.job.name] = state
-
-    def remove(self, name: str) -> None:
-        """Remove a job."""
-        self._changed[name] = None
-        self.telemetry.pop(name, None)
-
-    def note(self, earlier: Draft, now_s: float) -> None:
-        """Add events for what differs from an earlier draft."""
-        for name, after in self._changed.items():
-            before = earlier.find(name)
-            if after is not None and after is not before:
-                self._changed[name] = with_events(before, after, now_s)
-
-    def copy(self) -> Draft:
-        """Return an independent copy."""
-        copy = Draft(self._before, self.budget)
-        copy.frontiers, copy._changed = dict(self.frontiers), dict(self._changed)
-        copy.telemetry, copy.ended = dict(self.telemetry), list(self.ended)
-        return copy
-
-    def change(self, budget: PowerBudget) -> Change:
-        """Return what differs from the stored state, in which `budget` was that of all jobs."""
-        jobs = {name: (self._before.get(name), after) for name, after in self._changed.items()}
-        return Change(
-            jobs={name: pair for name, pair in jobs.items() if pair[0] != pair[1]},
-            frontiers=self.frontiers,
-            budget=None if self.budget == budget else self.budget,
-            telemetry=self.telemetry,
-            ended=self.ended,
-        )
 
 
 _Given = tuple[Callable[[Draft], Any], Future[Any]]  # a command, and its result
@@ -877,7 +863,8 @@ class Writer:
             self._write_batch([self._commands.get() for _ in range(most)])
 
     def _write_batch(self, batch: list[_Given]) -> None:
-        draft, answers = Draft(self.jobs, self.budget), list[Callable[[], None]]()
+        budget, answers = self.budget, list[Callable[[], None]]()
+        draft = Draft(budget=budget, stored=self.jobs, stored_budget=budget)
         for command, future in batch:
             trial = draft.copy()
             try:
@@ -888,10 +875,10 @@ class Writer:
             else:
                 draft = trial
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
-        change = draft.change(self.budget)
+        draft.changed = {name: pair for name, pair in draft.changed.items() if pair[0] != pair[1]}
         try:
-            if change != Change():
-                self._storage.commit(change)
+            if draft != Draft(budget=budget, stored=self.jobs, stored_budget=budget):
+                self._storage.commit(draft)
                 self._written_s = time.monotonic()
         except Exception as error:
             self.problem = str(error)
@@ -901,7 +888,7 @@ class Writer:
             return
         self.jobs, self.budget = draft.jobs(), draft.budget
         try:
-            self._committed(change.jobs)
+            self._committed(draft.changed)
         except Exception:
             _log.exception("An action after a committed change has failed")
         for answer in answers:

@@ -74,7 +74,7 @@ from perseus_planner.service.planning import (
     nearest_plan_text,
 )
 from perseus_planner.service.service import Service
-from perseus_planner.service.store import Change, Storage
+from perseus_planner.service.store import Draft, Storage
 from perseus_planner.solver.frontier import solve_dag
 
 PROGRAM = Path(__file__).parents[1] / "support" / "service_program.py"
@@ -671,7 +671,7 @@ def test_a_service_whose_changes_cannot_be_written_says_so_until_they_can(
         with pytest.raises(StorageError, match="database or disk is full; check that"):
             one.service.report("gpt", report("a"))
         assert one.service.next_tick_s() == -math.inf
-        one.storage.commit(Change())
+        one.storage.commit(Draft())
         with pytest.raises(StorageError):
             one.service.tick()
         assert "disk is full" in str(one.service.problem)
@@ -823,7 +823,7 @@ def test_where_planning_fails_plans_stay_as_they_were_and_later_ones_are_made(
 def test_what_cannot_be_written_is_not_acknowledged_and_not_done(
     one: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    def full(self: Storage, change: Change) -> None:
+    def full(self: Storage, change: Draft) -> None:
         raise StorageError("disk full")
 
     one.service.report("gpt", report("later", begins_s=NOW_S + 10.0))
@@ -848,9 +848,9 @@ def test_what_cannot_be_written_is_not_acknowledged_and_not_done(
 def test_plans_that_cannot_be_written_are_written_later(one: Run, monkeypatch: pytest.MonkeyPatch):
     commit, refused = Storage.commit, threading.Event()
 
-    def full_once(self: Storage, change: Change) -> None:
+    def full_once(self: Storage, change: Draft) -> None:
         is_version = any(
-            after and after.published.version == 2 for _, after in change.jobs.values()
+            after and after.published.version == 2 for _, after in change.changed.values()
         )
         if is_version and not refused.is_set():
             refused.set()
@@ -873,7 +873,7 @@ def test_reports_that_come_together_are_written_together(
 ):
     commit, commits, go = Storage.commit, [], threading.Event()
 
-    def slow(self: Storage, change: Change) -> None:
+    def slow(self: Storage, change: Draft) -> None:
         commits.append(change)
         assert go.wait(LONG_S)
         commit(self, change)

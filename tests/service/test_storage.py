@@ -34,7 +34,7 @@ from perseus_planner.service.models import (
     Taken,
     Target,
 )
-from perseus_planner.service.store import Change, Storage
+from perseus_planner.service.store import Draft, Storage
 
 DIGEST = "f" * 64
 
@@ -63,9 +63,9 @@ def state(name: str = "gpt") -> JobState:
     )
 
 
-def added(*states: JobState) -> Change:
+def added(*states: JobState) -> Draft:
     frontiers = {each.job.frontier: (frontier_file(), each.curve) for each in states}
-    return Change({each.job.name: (None, each) for each in states}, frontiers)
+    return Draft({each.job.name: (None, each) for each in states}, frontiers)
 
 
 def published(before: JobState, version: int, *texts: str) -> JobState:
@@ -120,7 +120,7 @@ def test_a_change_is_written_as_a_whole_state_would_be(storage: Storage):
         "plan three",
     )
     storage.commit(added(before))
-    storage.commit(Change({"gpt": (before, after)}))
+    storage.commit(Draft({"gpt": (before, after)}))
     assert storage.load().jobs == {"gpt": after}
 
 
@@ -128,7 +128,7 @@ def test_reports_are_read_in_the_order_in_which_they_came(storage: Storage):
     before = state()
     later = replace(before, reports={**before.reports, "z": report("z"), "m": report("m")})
     storage.commit(added(before))
-    storage.commit(Change({"gpt": (before, later)}))
+    storage.commit(Draft({"gpt": (before, later)}))
     assert list(storage.load().jobs["gpt"].reports) == ["a", "z", "m"]
 
 
@@ -138,7 +138,7 @@ def test_only_the_newest_plans_of_a_job_are_kept(place: Path):
         storage.commit(added(now, state("two")))
         for version in range(2, 5):
             before, now = now, published(now, version, f"plan {version}")
-            storage.commit(Change({"one": (before, now)}))
+            storage.commit(Draft({"one": (before, now)}))
         assert storage.load().jobs == {"one": now, "two": state("two")}
         assert count(place, "plans") == 2
 
@@ -147,10 +147,10 @@ def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place:
     with Storage(place) as storage:
         one, two = state("one"), state("two")
         storage.commit(added(one, two))
-        storage.commit(Change({"one": (one, None)}))
+        storage.commit(Draft({"one": (one, None)}))
         assert storage.load().jobs == {"two": two}
         assert storage.frontier(DIGEST) == frontier_file()
-        storage.commit(Change({"two": (two, None)}))
+        storage.commit(Draft({"two": (two, None)}))
         with pytest.raises(StorageError, match="has no frontier"):
             storage.frontier(DIGEST)
     with Storage(place):
@@ -160,17 +160,17 @@ def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place:
 
 def test_a_change_that_cannot_be_written_whole_is_not_written_at_all(storage: Storage):
     storage.commit(added(state("one")))
-    twice = Change({"two": (None, state("two")), "one": (None, state("one"))})  # "one" is there
+    twice = Draft({"two": (None, state("two")), "one": (None, state("one"))})  # "one" is there
     with pytest.raises(StorageError, match="UNIQUE"):
         storage.commit(twice)
     assert list(storage.load().jobs) == ["one"]
 
 
 def test_power_budgets_are_set_and_lifted(storage: Storage):
-    storage.commit(Change(budget=PowerBudget(1.5, ())))
-    storage.commit(Change(budget=PowerBudget(2.5, ())))
+    storage.commit(Draft(budget=PowerBudget(1.5, ())))
+    storage.commit(Draft(budget=PowerBudget(2.5, ())))
     assert storage.load().budget.power_w == 2.5
-    storage.commit(Change(budget=PowerBudget(None, ())))
+    storage.commit(Draft(budget=PowerBudget(None, ())))
     assert storage.load().budget.power_w is None
 
 
@@ -181,8 +181,8 @@ def test_who_opened_it_before_another_service_writes_no_more(place: Path):
             with pytest.raises(
                 StorageError, match=r"another service has opened it, so this one writes no more"
             ):
-                first.commit(Change(budget=PowerBudget(1.0, ())))
-            second.commit(Change(budget=PowerBudget(2.0, ())))
+                first.commit(Draft(budget=PowerBudget(1.0, ())))
+            second.commit(Draft(budget=PowerBudget(2.0, ())))
             assert second.load().budget.power_w == 2.0
 
 
@@ -296,7 +296,7 @@ def test_a_place_of_no_use_is_refused(place: str, reason: str):
 def test_a_database_file_is_its_owners_alone_also_if_it_was_not(place: Path, location: str):
     for _ in range(2):
         with Storage(location.format(place)) as storage:
-            storage.commit(added(state()) if not storage.load().jobs else Change())
+            storage.commit(added(state()) if not storage.load().jobs else Draft())
             files = list(place.parent.glob(f"{place.name}*"))
             assert len(files) == 3
             assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
