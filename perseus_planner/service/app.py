@@ -521,17 +521,10 @@ dashboard = APIRouter(include_in_schema=False)
 
 
 @cache
-def _files() -> dict[str, tuple[bytes, str]]:
-    """Return the page's files by name, each with its type, read once. No other files can be
-    requested.
-    """
+def _files() -> dict[str, bytes]:
+    """Return the page's files by name, read once. No other files can be requested."""
     paths = [path for package, folder in _FOLDERS for path in (files(package) / folder).iterdir()]
-    types = {path: _TYPES.get(PurePath(path.name).suffix) for path in paths}
-    return {
-        path.name: (path.read_bytes(), media_type)
-        for path, media_type in types.items()
-        if media_type
-    }
+    return {path.name: path.read_bytes() for path in paths if PurePath(path.name).suffix in _TYPES}
 
 
 @dashboard.get("/")
@@ -549,8 +542,8 @@ async def static(name: str) -> Response:
 def _file_response(name: str) -> Response:
     if name not in _files():
         raise HTTPException(404)
-    content, media_type = _files()[name]
-    return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+    media_type = _TYPES[PurePath(name).suffix]
+    return Response(_files()[name], media_type=media_type, headers=_PAGE_HEADERS)
 
 
 _DESCRIPTION = """

@@ -114,28 +114,6 @@ RUNTIME = "perseus-planner runtime"
 """The source, as reports name it, followed by its rank."""
 
 
-def straggling_report(
-    detection: StragglerDetection,
-    rank: int,
-    *,
-    key: str | None = None,
-    observed_s: float | None = None,
-    ttl_s: float | None = None,
-) -> ReportRequest:
-    """Report what the runtime detected about its rank `rank`; `key`, `observed_s`, `ttl_s` as in
-    `ReportRequest`.
-    """
-    return ReportRequest(
-        source=f"{RUNTIME}, rank {rank}",
-        scope=Scope("rank", str(rank)),
-        slowdown=max(1.0, detection.slowdown),
-        cause="compute",
-        key=key,
-        observed_s=observed_s,
-        ttl_s=ttl_s,
-    )
-
-
 TTL_S = 900.0
 """How long a detection holds at the service, so that it does not outlive a job that was killed."""
 
@@ -158,8 +136,12 @@ class Detections:
 
     def add(self, detection: Detection) -> None:
         """Add a detection, which replaces an earlier one of its rank."""
-        report = straggling_report(
-            detection.straggling, detection.rank, key="", observed_s=0.0, ttl_s=TTL_S
+        report = ReportRequest(
+            source=f"{RUNTIME}, rank {detection.rank}",
+            scope=Scope("rank", str(detection.rank)),
+            slowdown=max(1.0, detection.straggling.slowdown),
+            cause="compute",
+            ttl_s=TTL_S,
         )
         self._kept[detection.rank] = self._numbered(report), None
 
